@@ -605,6 +605,330 @@ class AtomicWriteTest(WorldTest):
         self.assertEqual(0o755, stat.S_IMODE(os.stat(path).st_mode))
 
 
+# ======== 4. Formats ========
+
+def plain_keys(value: Any) -> Any:
+    """A YAML value as JSON would hold it: keys are text."""
+    if isinstance(value, list):
+        return [plain_keys(child) for child in value]
+    if not isinstance(value, dict):
+        return value
+    words = {None: 'null', True: 'true', False: 'false'}
+    return {words[key] if key is None or isinstance(key, bool) else str(key): plain_keys(child) for key, child in value.items()}
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Equal in value and in kind: 1 is 1.0, but neither is true or '1'."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return set(one) == set(other) and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    kinds = [bool if isinstance(value, bool) else float if isinstance(value, (int, float)) else type(value) for value in (one, other)]
+    return kinds[0] is kinds[1] and one == other
+
+
+def format_kdl(nodes: Sequence[Any], indent: str = '') -> str:
+    """KDL nodes in the canonical form of KDL's test suite."""
+    lines = []
+    for node in nodes:
+        words = [format_kdl_type(node.types.get('')) + format_kdl_text(node.name)]
+        words += [format_kdl_value(value, node.types.get(number)) for number, value in enumerate(node.args)]
+        words += [format_kdl_text(name) + '=' + format_kdl_value(node.props[name], node.types.get(name)) for name in sorted(node.props)]
+        block = [' {\n', format_kdl(node.children, indent + '    '), indent, '}'] if node.children else []
+        lines.append(indent + ' '.join(words) + ''.join(block) + '\n')
+    return ''.join(lines)
+
+
+def format_kdl_type(kind: Optional[str]) -> str:
+    """'(type)' or ''."""
+    return '' if kind is None else f'({format_kdl_text(kind)})'
+
+
+def format_kdl_value(value: Any, kind: Optional[str]) -> str:
+    """A KDL value; a fraction as it was written, but for the sign and case of its exponent."""
+    if isinstance(value, str):
+        word = format_kdl_text(value)
+    elif value is None or isinstance(value, bool):
+        word = {None: '#null', True: '#true', False: '#false'}[value]
+    elif isinstance(value, int):
+        word = str(int(value))
+    else:
+        raw = getattr(value, 'raw', '') or repr(value)
+        word = re.sub('E(?=[0-9])', 'E+', raw.replace('_', '').upper()) if raw[-1] not in 'fn' else '#' + raw
+    return format_kdl_type(kind) + word
+
+
+def format_kdl_text(text: str) -> str:
+    """A bare word where KDL allows one, else quoted."""
+    try:
+        if text[:1] not in ('', '"', '#') and torc.KdlReader(text, False).read_text(0) == (text, len(text)):
+            return text
+    except torc.BadInput:
+        pass    # looks like a number or keyword: quotes
+    escapes = {'\\': '\\\\', '"': '\\"', '\n': '\\n', '\r': '\\r', '\t': '\\t', '\b': '\\b', '\f': '\\f'}
+    return '"' + ''.join(escapes.get(character, character) for character in text) + '"'
+
+
+class FormatsTest(unittest.TestCase):
+    """Text -> values. A text gives what its specification says, or one BadInput with place and cure."""
+
+    def problem(self, text: Union[str, bytes], path: str = 'w.yaml') -> Any:
+        """The only problem of a bad file."""
+        with self.assertRaises(torc.BadInput) as caught:
+            torc.read_document(text if isinstance(text, bytes) else text.encode(), path)
+        self.assertEqual(len(caught.exception.problems), 1)
+        return caught.exception.problems[0]
+
+    def value(self, text: str, path: str = 'w.yaml') -> Any:
+        """The value of a good file."""
+        return torc.read_document(text.encode(), path).value
+
+    # -------- conformance --------
+
+    def test_the_yaml_test_suite_has_no_misreading(self):
+        exact = rejected = 0
+        for case in read_shared('suites/yaml-test-suite.json'):
+            try:
+                value = plain_keys(torc.parse_yaml_documents(case['yaml']))
+            except torc.BadInput:
+                rejected += case['error']
+                continue
+            self.assertFalse(case['error'], case['id'])
+            if 'json' in case:
+                self.assertTrue(is_same(value, case['json']), (case['id'], value, case['json']))
+                exact += 1
+        self.assertGreaterEqual(exact, 255)
+        self.assertEqual(rejected, 94)
+
+    def test_json5_tests_pass_but_for_duplicate_keys(self):
+        for case in read_shared('suites/json5-tests.json'):
+            with self.subTest(case['name']):
+                if case['valid'] and case['name'] != 'objects/duplicate-keys.json':
+                    torc.parse_json5(case['text'])
+                else:
+                    self.assertRaises(torc.BadInput, torc.parse_json5, case['text'])
+
+    def test_the_json_test_suite_passes_but_for_duplicate_keys(self):
+        for case in read_shared('suites/json-test-suite.json'):
+            text = case.get('text')
+            if text is None:
+                text = case['repeat'][0] * case['repeat'][1]
+            data = base64.b64decode(text['b64']) if isinstance(text, dict) else text.encode('utf-8', 'surrogatepass')
+            with self.subTest(case['name']):
+                try:
+                    torc.read_document(data, 'x.json')
+                    self.assertNotEqual(case['expect'], 'n')
+                except torc.BadInput:
+                    self.assertTrue(case['expect'] != 'y' or 'duplicated_key' in case['name'])
+
+    def test_the_kdl_test_suite_passes_in_strict_mode(self):
+        for case in read_shared('suites/kdl-v2.json'):
+            with self.subTest(case['name']):
+                if case['expected'] is None:
+                    self.assertRaises(torc.BadInput, torc.parse_kdl, case['text'], False)
+                else:
+                    self.assertEqual(format_kdl(torc.parse_kdl(case['text'], False)).strip(), case['expected'].strip())
+
+    def test_real_workflow_files_give_their_recorded_values_and_places(self):
+        names = [name for name in os.listdir(shared('specs')) if name.endswith('.expected.json')]
+        self.assertGreater(len(names), 40)
+        for name in names:
+            source = shared('specs/' + name[:-len('.expected.json')])
+            with self.subTest(name), open(source, 'rb') as file:
+                document = torc.read_document(file.read(), source)
+                self.assertTrue(is_same(document.value, read_shared('specs/' + name)))
+                self.check_places(document, document.value)
+
+    def check_places(self, document: Any, value: Any) -> None:
+        """Every key of a value stands where the document says."""
+        self.assertNotEqual(document.place(value), (0, 0))
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            line, column = document.place(value, key)
+            if isinstance(key, str):
+                self.assertIn(key, document.text.split('\n')[line - 1][column - 1:column + len(key) + 1])
+            if isinstance(child, (dict, list)):
+                self.check_places(document, child)
+
+    def test_one_workflow_in_yaml_json_json5_and_kdl_is_one_value(self):
+        values = [self.value(text, 'w.' + format) for format, text in SAME_WORKFLOW.items()]
+        for value in values[1:]:
+            self.assertTrue(is_same(value, values[0]), value)
+
+    # -------- values --------
+
+    def test_yaml_scalars_follow_the_core_schema_of_yaml_1_2(self):
+        table = {'1:10': '1:10', 'no': 'no', 'on': 'on', 'true': True, '~': None, '': None, '2024-01-02': '2024-01-02', '1_000': '1_000', '0b11': '0b11',
+                 '0o17': 15, '0x1F': 31, '1e-3': 0.001, '+5': 5, '.5': 0.5, '1.': 1.0, 'x#y': 'x#y', 'x # y': 'x', 'a:b': 'a:b', 'job_{i:03d}': 'job_{i:03d}',
+                 'b\xa0': 'b\xa0', '"1"': '1', "'it''s'": "it's", '!!str 1.10': '1.10', '!!float 1': 1.0, '>-\n  a\n  b': 'a b', '|\n  #!/bin/sh\n\n  x': '#!/bin/sh\n\nx\n'}
+        for text, wanted in table.items():
+            with self.subTest(text):
+                self.assertTrue(is_same(torc.parse_yaml(f'a: {text}\n'), {'a': wanted}))
+
+    def test_numbers_keep_their_source_text_where_str_would_change_it(self):
+        for path, text in (('w.yaml', 'v: [1.10, 012, 0x1F, 1, 1.5]'), ('w.json5', '{v: [1.10, 0x1f, +5, 1, .5]}'), ('w.kdl', 'metadata { v 1.10 1_000 1; }')):
+            values = self.value(text, path).get('v') or self.value(text, path)['metadata']['v']
+            written = re.findall(r'[-+.\w]+', text.split('v', 1)[1])
+            self.assertEqual([getattr(value, 'raw', str(value)) for value in values], written)
+            self.assertFalse(hasattr(values[-2 if path == 'w.yaml' else values.index(1)], 'raw'))
+
+    def test_aliases_and_merge_keys_are_resolved(self):
+        value = self.value('base: &b {cpus: 1, mem: 2g}\nx:\n  <<: *b\n  mem: 4g\ny: *b\n"<<": kept\n')
+        self.assertEqual(value, {'base': {'cpus': 1, 'mem': '2g'}, 'x': {'mem': '4g', 'cpus': 1}, 'y': {'cpus': 1, 'mem': '2g'}, '<<': 'kept'})
+
+    def test_line_ends_and_byte_order_marks_do_not_matter(self):
+        for path, text in (('w.yaml', 'a: 1\nb: |\n  x\n  y\n'), ('w.json', '{"a": 1,\n"b": "x\\ny\\n"}'), ('w.json5', '{a: 1,\nb: "x\\ny\\n"}')):
+            for changed in (text, text.replace('\n', '\r\n'), '\ufeff' + text):
+                self.assertEqual(self.value(changed, path), {'a': 1, 'b': 'x\ny\n'})
+
+    def test_places_survive_merges_tables_and_plain_json(self):
+        document = torc.read_document(b'a: &a {x: 1}\nb:\n  <<: *a\n  y: 2\n', 'w.yaml')
+        self.assertEqual([document.place(document.value['b'], key) for key in ('y', 'x', 'none')], [(4, 3), (3, 3), (3, 3)])
+        document = torc.read_document(b'{"a": [1,\n  {"b": 2}]}', 'w.json')
+        self.assertEqual(document.place(document.value['a'][1], 'b'), (2, 4))
+        self.assertEqual(document.place({}, 'b'), (0, 0))
+
+    def test_the_format_of_an_unnamed_file_is_found(self):
+        for text in ('{"name": "a"}', '{name: "a",}', 'name: a\n', 'name "a"; job "b"'):
+            self.assertEqual(self.value(text, 'spec')['name'], 'a')
+        self.assertIn("as KDL: 'command' takes one value", self.problem('name "a"\njob "b" {\n command\n}', 'spec').message)
+
+    def test_toml_is_read_where_python_can(self):
+        if torc.tomllib is None:
+            self.assertIn('TOML needs Python 3.11', self.problem('a = 1', 'w.toml').message)
+        else:
+            self.assertEqual(self.value('day = 2024-01-01\nv = 1.10\n[a]\nb = [1]', 'w.toml'), {'day': '2024-01-01', 'v': 1.1, 'a': {'b': [1]}})
+            self.assertEqual(self.problem('a = 1\nb = = 2', 'w.toml')[1:3], (2, 5))
+            self.assertRaises(torc.BadInput, torc.parse_toml, 'a = ' + '[' * 5000)
+
+    # -------- errors --------
+
+    def test_every_mistake_gets_place_and_cure(self):
+        for path, text, line, column, message in MISTAKES:
+            with self.subTest(text):
+                problem = self.problem(text, path)
+                self.assertEqual((problem.line, problem.column, problem.path), (line, column, path))
+                self.assertIn(message, problem.message)
+
+    def test_a_message_shows_the_line_with_a_caret(self):
+        self.assertEqual(str(self.problem('name: a\ncommand: echo\tx: y\n')), 'w.yaml:2:16: a mapping value is not allowed here: put a text that '
+                         "contains ': ' in quotes, or check the indentation\n    command: echo x: y\n                   ^")
+
+    def test_hostile_input_is_refused_in_linear_time(self):
+        many = 20000
+        laughs = 'a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n' + ''.join(f'a{i}: &a{i} [{",".join(["*a%d" % (i - 1)] * 10)}]\n' for i in range(1, 30))
+        tower = 'a0: &a0 x\n' + ''.join(f'a{i}: &a{i} {"[" * 40}*a{i - 1}{"]" * 40}\n' for i in range(1, 60))
+        texts = [unit * many for unit in ('[', '{', '{a: ', '- ', '? ', '-', ':', ': ', '&a ', '*', '! ', '...\n', '%a\n', '"a\n', "- 'a\n", '/*', '\\\n', 'a {', '/-', '(',
+                                          '[ #a\n', '{a,', '//\n', '\r', '\t', 'a:b ', 'a: b ', 'a: b\n', 'a;', 'b=')]
+        texts += [start + unit * many for start, unit in (('a: 1', '\n'), ('a: 1', ' '), ('a: "', '\\"'), ("a: '", "''"), ('a: ', '9'), ('{"a": ', '9'), ('a: 1.', '0'),
+                                                         ('{a: 0x', 'f'), ('a: |\n', '  x\n'), ('a: >\n', '  x\n\n'), ('a """\n', '\\"'), ('a ', '#'), ('a #"""', '"'), ('a ', '\\'))]
+        texts += [laughs, tower, ''.join(' ' * i + 'a:\n' for i in range(500)), 'a: 1' + ' ' * many + 'b', '"' * many]
+        for format in ('yaml', 'json5', 'kdl'):
+            for text in texts:
+                started = time.process_time()
+                try:
+                    torc.read_document(text.encode(), 'w', format)
+                except torc.BadInput as error:
+                    self.assertLess(len(error.message), 1000)
+                self.assertLess(time.process_time() - started, 4, (format, text[:30]))
+        self.assertIn('the aliases stand for more than', self.problem(laughs).message)
+        self.assertIn('nested more than 100', self.problem(tower).message)
+
+    def test_what_is_no_text_is_refused_by_name(self):
+        for data, message in ((b'', 'the file is empty'), (b' \n ', 'the file is empty'), (b'# c\n', 'holds no value'), (b'\x7fELF\0\1', 'binary file'),
+                              ('a: 1'.encode('utf-16'), 'UTF-16'), (b'a: 1\nb: \xc3\xa9\xff', '0xff is not UTF-8'), (b'a: \x01', "'\\x01' is not allowed")):
+            self.assertIn(message, self.problem(data).message)
+        self.assertEqual(self.problem(b'a: 1\nb: \xc3\xa9\xff')[1:3], (2, 5))
+
+    def test_broken_copies_of_real_files_raise_nothing_but_bad_input(self):
+        random.seed(4)
+        for name in ('sample_workflow.yaml', 'sample_workflow.kdl', 'hyperparameter_sweep.json5', 'failure_handler_simulation.json'):
+            text = read_text(shared('specs/' + name))
+            for _ in range(150):
+                at, length = random.randrange(len(text)), random.randrange(6)
+                broken = text[:at] + random.choice(['', '"', "'", '{', '}', '[', ']', ':', ': ', '\n', '\t', '#', '\\', '&a ', '*a', '- ', '|', '\u2028']) + text[at + length:]
+                try:
+                    torc.read_document(broken.encode(), name)
+                except torc.BadInput as error:
+                    self.assertGreater(error.problems[0].line, 0)
+
+    # -------- kdl workflows --------
+
+    def test_kdl_aliases_repeated_nodes_and_many_values_add_up(self):
+        job = self.value('job a { depends_on x y; depends_on_job z; blocked_by v; blocked_by_job w; input_files f g; input_file h; output_file o; label gpu }', 'w.kdl')['jobs'][0]
+        self.assertEqual(job, {'name': 'a', 'depends_on': ['x', 'y', 'z', 'v', 'w'], 'input_files': ['f', 'g', 'h'], 'output_files': ['o'], 'labels': ['gpu']})
+
+    def test_kdl_can_say_what_torc_s_own_reader_cannot(self):
+        value = self.value(KDL_EXTRAS, 'w.kdl')
+        self.assertEqual(value['metadata'], {'a': 1, 'b': {'c': [2, 3]}})
+        self.assertEqual(value['jobs'], [{'name': 'j', 'priority': 5, 'output_file_regexes': ['o.*'], 'stdio': {'mode': 'none'}, 'parameters': {'i': [1, 2]}}])
+        self.assertEqual(value['user_data'], [{'name': 'u', 'data': {'x': [1]}, 'parameters': {'i': '1:3'}}])
+        self.assertEqual(value['execution_config'], {'staggered_start': False, 'job_stdio_overrides': {'my job': {'mode': 'none'}}})
+        self.assertEqual((value['access_groups'], value['enable_ro_crate'], value['dynamic_jobs']), (['g', 'h'], True, {'max_iterations': 3}))
+
+
+SAME_WORKFLOW = {
+    'yaml': 'name: w\nfiles:\n  - {name: f, path: f.txt}\njobs:\n  - name: a\n    command: |-\n      echo "1"\n      echo 2\n    output_files: [f]\n'
+            '  - name: b\n    command: cat\n    depends_on:\n    - a\n    priority: 3\n    parameters: {i: "1:3"}\nuse_pending_failed: true\n',
+    'json': '{"name": "w", "files": [{"name": "f", "path": "f.txt"}], "jobs": [{"name": "a", "command": "echo \\"1\\"\\necho 2", "output_files": ["f"]}, '
+            '{"name": "b", "command": "cat", "depends_on": ["a"], "priority": 3, "parameters": {"i": "1:3"}}], "use_pending_failed": true}',
+    'json5': "{name: 'w', files: [{name: 'f', path: 'f.txt'},], // comment\njobs: [{name: 'a', command: 'echo \"1\"\\necho 2', output_files: ['f']}, "
+             "{name: 'b', command: 'cat', depends_on: ['a'], priority: +3, parameters: {i: '1:3'}}], use_pending_failed: true}",
+    'kdl': 'name w\nfile f path="f.txt"\njob "a" {\n    command """\n        echo "1"\n        echo 2\n        """\n    output_file f\n}\n'
+           'job "b" command=cat { depends_on a; priority 3; parameters { i "1:3"; }; }\nuse_pending_failed #true\n',
+}
+
+KDL_EXTRAS = '''
+project "p"; metadata { a 1; b { c 2 3; }; }; access_groups "g" "h"; enable_ro_crate true; dynamic_jobs { max_iterations 3; }
+user_data "u" { data "{\\"x\\": [1]}"; parameters { i "1:3"; }; }
+job "j" { priority 5; output_file_regexes "o.*"; stdio { mode "none"; }; parameters { i 1 2; }; }
+execution_config { staggered_start #false; job_stdio_overrides { "my job" { mode "none"; }; }; }
+'''
+
+MISTAKES = (
+    # file      text                            line, column, part of the message
+    ('w.yaml',  'a: {i}_x\n',                   1, 4, 'text that starts with { must be in quotes'),
+    ('w.yaml',  'a: *.txt\n',                   1, 4, 'put text that starts with * in quotes'),
+    ('w.yaml',  "a: 'it's'\n",                  1, 8, "write '' for a quote inside single quotes"),
+    ('w.yaml',  'a: "x" y\n',                   1, 8, 'write \\" for a quote inside double quotes'),
+    ('w.yaml',  'a: 1\nb:2\n',                  2, 1, 'a blank is missing after the colon'),
+    ('w.yaml',  'a: {a:b}\n',                   1, 5, 'a blank is missing after the colon'),
+    ('w.yaml',  'a: [model_{i}]\n',             1, 11, "'{' inside a [list] must be in quotes"),
+    ('w.yaml',  'a: echo a: b\n',               1, 10, "put a text that contains ': ' in quotes"),
+    ('w.yaml',  'a: "\\d+"\n',                  1, 5, 'write \\\\ for a backslash, or use single quotes'),
+    ('w.yaml',  'a:\n\tb: 1\n',                 2, 1, 'use spaces'),
+    ('w.yaml',  'a: @x\n',                      1, 4, 'text that starts with @ must be in quotes'),
+    ('w.yaml',  'a: 1\r\nb: 2\r\na: 3\r\n',     3, 1, "duplicate key 'a'"),
+    ('w.yaml',  'a: {b: 1, b: 2}\n',            1, 11, "duplicate key 'b'"),
+    ('w.yaml',  'a: !foo b\n',                  1, 4, 'the tag !foo is not supported'),
+    ('w.yaml',  'a: b\n- c\n',                  2, 1, 'cannot follow a mapping entry'),
+    ('w.yaml',  'a: [1, 2\nb: 3\n',             2, 1, 'is a bracket missing?'),
+    ('w.yaml',  'a: "x\nb: 3\n',                1, 4, 'text in quotes is not closed'),
+    ('w.yaml',  'a: 1\n---\nb: 2\n',            2, 4, '2 YAML documents'),
+    ('w.yaml',  'a: "\\ud800"\n',               1, 4, 'half of a surrogate pair'),
+    ('w.yaml',  'a: &a 1\nb: [!!str *a]\n',    2, 11, 'an alias has a name, but no anchor or tag'),
+    ('w.yaml',  'a: !!int "' + '9' * 2000 + '"\n', 1, 4, 'is too long'),
+    ('w.yaml',  '<<: 5\n',                      1, 1, "'<<' needs a mapping"),
+    ('w.json',  '{a: 1}',                       1, 2, 'name the file .json5'),
+    ('w.json',  '{"a": 1,\n "a": 2}',           2, 2, "duplicate key 'a'"),
+    ('w.json',  '{"a": 1e999}',                 1, 7, 'too large'),
+    ('w.json',  '{"a": "\\ud800"}',             1, 7, 'half of a surrogate pair'),
+    ('w.json',  '{"a": [1 2]}',                 1, 10, "expected ',' or ']'"),
+    ('w.json5', '{a: text}',                    1, 5, 'text must be in quotes'),
+    ('w.json5', '{a: 1 /* x',                   1, 7, 'the comment is not closed'),
+    ('w.kdl',   'name "x"\njobb "a"\n',         2, 1, "did you mean 'job'?"),
+    ('w.kdl',   'job "a" {\n depends_onn b\n}', 2, 2, "did you mean 'depends_on'?"),
+    ('w.kdl',   'job "a" "b"\n',                1, 9, 'takes only its name'),
+    ('w.kdl',   'job "a" path="x"\n',           1, 9, "'path' is not known in a job"),
+    ('w.kdl',   'name "a"\nname "b"\n',         2, 1, "'name' stands twice"),
+    ('w.kdl',   'name 1 2\n',                   1, 8, 'takes one value'),
+    ('w.kdl',   'name (u8)5\n',                 1, 1, 'a type such as (u8) has no meaning here'),
+    ('w.kdl',   'user_data "a" { data "{x"; }', 1, 22, 'must hold JSON'),
+    ('w.kdl',   'job "a" {\n',                  1, 10, "'}' is missing"),
+    ('w.kdl',   'job "a" { labels; }',          1, 11, "'labels' needs a value"),
+    ('w.kdl',   'name "a\\d"',                  1, 8, 'unknown escape \\d'),
+)
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

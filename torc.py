@@ -579,3 +579,1847 @@ def stdio_paths(output_dir: str, workflow_id: int, job_id: int, run_id: int, att
     }[mode]
 
 
+# ======== 4. Formats: text -> plain values ========
+#
+# Readers of YAML 1.2, JSON, JSON5 and KDL 2 (TOML through the standard library), written from the format
+# specifications. All follow one law: a text gives exactly the value that its specification says, or one BadInput
+# with line, column, the line itself and the cure. What a reader does not know it refuses; it never guesses.
+#
+# A reader walks one text with one offset and compiled expressions: no tokens, no list of lines. The expressions that
+# take a whole simple line at once carry the speed; everything else may be slow but is never worse than linear.
+# Values are dict, list, str, int, float, bool, None. A number whose source text says more than str() would (007,
+# 1.10, 0x1F) is an Int or Float that keeps it as `raw`, so that a text field may take it as it was written.
+#
+# Where a value came from: `positions` maps id(container) -> [offset of the container, offset of its first entry, ...]
+# in order of insertion. Lines and columns are counted only when somebody asks.
+
+FORMATS = {'.yaml': 'yaml', '.yml': 'yaml', '.json': 'json', '.json5': 'json5', '.kdl': 'kdl', '.toml': 'toml'}
+MAX_NUMBER_CHARACTERS = 1000    # int() takes quadratic time
+MAX_ALIASED_VALUES = 5000000    # that the aliases of one text may stand for ("billion laughs")
+SHOWN_CHARACTERS = 100          # of a source line, under a message
+
+Positions = Dict[int, List[int]]
+
+
+class Int(int):
+    """A whole number whose source text (`raw`) differs from str()."""
+    raw = ''
+
+
+class Float(float):
+    """A fraction whose source text (`raw`) differs from str()."""
+    raw = ''
+
+
+def parse_whole(text: str, digits: str = '', base: int = 10) -> int:
+    """A whole number; `digits` is its text without sign, prefix and separators, where it has such."""
+    if len(text) > MAX_NUMBER_CHARACTERS:
+        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant as text')
+    value = int(digits or text, base)
+    if digits and text[0] == '-':
+        value = -value
+    return value if str(value) == text else keep_source(Int(value), text)
+
+
+def parse_fraction(text: str) -> float:
+    """A decimal number with a fraction or an exponent."""
+    if len(text) > MAX_NUMBER_CHARACTERS:
+        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant as text')
+    value = float(text)
+    return value if repr(value) == text else keep_source(Float(value), text)
+
+
+def parse_finite(text: str) -> float:
+    """A fraction that a computer can hold: JSON has no infinity, so it must not come in through 1e999."""
+    value = parse_fraction(text)
+    if math.isinf(value):
+        raise ValueError(f'the number {text} is too large')
+    return value
+
+
+def keep_source(number: Any, text: str) -> Any:
+    """Note the source text of an Int or Float."""
+    number.raw = text
+    return number
+
+
+# -------- places and errors --------
+
+def line_and_column(text: str, offset: int) -> Tuple[int, int]:
+    """Offset -> line and column, both from 1."""
+    return text.count('\n', 0, offset) + 1, offset - text.rfind('\n', 0, offset)
+
+
+def show_line(text: str, offset: int) -> str:
+    """The source line of an offset with a caret under the place; a window of it where it is long."""
+    start = text.rfind('\n', 0, offset) + 1
+    end = text.find('\n', offset)
+    start = max(start, offset - SHOWN_CHARACTERS // 2)
+    end = min(len(text) if end < 0 else end, start + SHOWN_CHARACTERS)
+    line = UNPRINTABLE.sub('?', text[start:end].replace('\t', ' '))
+    return f"    {line}\n    {' ' * (offset - start)}^"
+
+
+def problem_at(text: str, offset: int, message: str) -> BadInput:
+    """The error for a place in a text: one problem, with the line shown under the message."""
+    if len(message) > 300:      # it quotes something absurdly long; the cure stands at its end
+        message = f'{message[:140]} ... {message[-140:]}'
+    problem = Problem(f'{message}\n{show_line(text, offset)}', *line_and_column(text, offset))
+    return BadInput(str(problem), [problem])
+
+
+class Document:
+    """A file's value, and where each part of it stands in the text."""
+
+    def __init__(self, value: Any, format: str, text: str, positions: Positions) -> None:
+        self.value = value
+        self.format = format
+        self.text = text
+        self.positions = positions
+        self._counted = (0, 1)     # an offset and its line: the next question is mostly about a place nearby
+
+    def place(self, container: Any, key: Any = None) -> Tuple[int, int]:
+        """Line and column of an entry of a dict or list; of the whole if the entry is unknown, (0, 0) if that is."""
+        if not self.positions and self.format in ('json', 'json5'):
+            self.positions.update(find_json_positions(self.text, self.value))
+        offsets = self.positions.get(id(container))
+        if not offsets:
+            return 0, 0
+        return self.count_line(offsets[entry_number(container, key, len(offsets))])
+
+    def count_line(self, offset: int) -> Tuple[int, int]:
+        """Like line_and_column, but from the last place on."""
+        last, line = self._counted
+        if offset >= last:
+            line += self.text.count('\n', last, offset)
+        else:
+            line -= self.text.count('\n', offset, last)
+        self._counted = (offset, line)
+        return line, offset - self.text.rfind('\n', 0, offset)
+
+
+def entry_number(container: Any, key: Any, known: int) -> int:
+    """Which entry of a container, from 1, a key or index names; 0 if none that has a known place."""
+    if isinstance(container, dict):
+        number = list(container).index(key) + 1 if key in container else 0
+    else:
+        number = key + 1 if isinstance(key, int) and key >= 0 else 0
+    return number if number < known else 0
+
+
+def normal_text(text: str) -> str:
+    """Text without byte-order mark, with \\n for every line end."""
+    if text[:1] == '\ufeff':
+        text = text[1:]
+    return text.replace('\r\n', '\n').replace('\r', '\n') if '\r' in text else text
+
+
+class TextReader:
+    """What the readers share: the text, where its containers stand, how deep they are nested, and how to complain."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.depth = 0
+        self.positions = {}         # type: Positions
+
+    def fail(self, at: int, message: str) -> None:
+        """Raise the error for a place."""
+        if at >= len(self.text):
+            at, message = max(len(self.text) - 1, 0), f'{message} (the file ends here)'
+        raise problem_at(self.text, at, message)
+
+    def enter(self, at: int, container: Any) -> List[int]:
+        """Begin a container, one level deeper; answers its list of offsets, to which each entry adds its own."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.fail(at, f'nested more than {MAX_DEPTH} levels deep')
+        offsets = self.positions[id(container)] = [at]
+        return offsets
+
+    def number(self, at: int, parse: Callable[..., Any], *words: Any) -> Any:
+        """parse(*words), with the place in its errors."""
+        try:
+            return parse(*words)
+        except ValueError as error:
+            return self.fail(at, str(error))
+
+
+# -------- yaml: expressions --------
+#
+# ASCII, because YAML's white space is blank and tab only. In block context a plain text ends before ': ' and ' #';
+# inside [ ] and { } also before , [ ] { }.
+
+YAML_FORBIDDEN = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]')
+DOCUMENT_MARK = re.compile(r'^(---|\.\.\.)(?=[ \t\n])', re.MULTILINE)
+YAML_DIRECTIVE = re.compile(r'%YAML +\d+\.\d+(?: +#.*)?[ \t]*\Z', re.ASCII)
+BLANK_LINES = re.compile(r'(?:[ \t]*(?:#[^\n]*)?\n)*')
+SPACES = re.compile(r' *')
+BLANKS = re.compile(r'[ \t]*')
+LINE_END = re.compile(r'(?:[ \t]+#[^\n]*|[ \t]*)\n')
+
+SIMPLE_TEXT = r'(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\S)#)[^\n#:]*)*))\n( *)(?=[^\s#])'
+SIMPLE_ENTRY = re.compile(r'([A-Za-z_][\w.-]*): +' + SIMPLE_TEXT, re.ASCII)     # and the next line's indentation
+SIMPLE_ITEM = re.compile(r'- +' + SIMPLE_TEXT, re.ASCII)
+ENTRY_START = re.compile(r'- +(?=[A-Za-z_][\w.-]*:[ \n])', re.ASCII)
+SURELY_TEXT = frozenset('ABCDEGHIJKLMOPQRSUVWXYZabcdeghijklmopqrsuvwxyz_/$(')    # not n, t, f: null, true, false
+
+INDICATORS = r'''\-?:,\[\]{}#&*!|>'"%@`'''
+PLAIN_REST = r'(?:[^\s:#]|:(?=\S)|(?<=\S)#|[ \t]+(?=[^\s#:])|[ \t]+:(?=\S))'
+PLAIN_START = re.compile(r'[^\s' + INDICATORS + r']|[-?:](?=\S)', re.ASCII)
+PLAIN_LINE = re.compile(PLAIN_REST + '+', re.ASCII)
+PLAIN_KEY = re.compile(r'((?:[^\s' + INDICATORS + r']|[-?:](?=\S))' + PLAIN_REST + r'*)[ \t]*:(?=[ \t\n])', re.ASCII)
+FLOW_START = re.compile(r'[^\s' + INDICATORS + r']|[-?:](?=[^\s,\[\]{}])', re.ASCII)
+FLOW_LINE = re.compile(
+    r'(?:[^\s:#,\[\]{}]|:(?=[^\s,\[\]{}])|(?<=\S)#|[ \t]+(?=[^\s#:,\[\]{}])|[ \t]+:(?=[^\s,\[\]{}]))+', re.ASCII)
+DOUBLE_QUOTED = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+SINGLE_QUOTED = re.compile(r"'([^']*(?:''[^']*)*)'")
+KEY_COLON = re.compile(r'[ \t]*:(?=[ \t\n])')
+TEXT_HEADER = re.compile(r'([|>])(?:([1-9])([-+]?)|([-+])([1-9]?))?(?:[ \t]+#[^\n]*|[ \t]*)\n')
+ANCHOR = re.compile(r'[&*][^\s,\[\]{}]+', re.ASCII)
+TAG = re.compile(r'!(?:<[^>\s]*>|[^\s,\[\]{}]*)', re.ASCII)
+UNDENTED = re.compile(r'\n( *)(?=[^ \n])(?!\t*\n)')
+LINE_FOLD = re.compile(r'[ \t]*\n[ \t\n]*')
+YAML_ESCAPE = re.compile(
+    r'[ \t]*\n[ \t\n]*|\\(?:\n[ \t\n]*|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))', re.DOTALL)
+YAML_ESCAPES = {
+    '0': '\0', 'a': '\a', 'b': '\b', 't': '\t', '\t': '\t', 'n': '\n', 'v': '\v', 'f': '\f', 'r': '\r', 'e': '\x1b',
+    ' ': ' ', '"': '"', '/': '/', '\\': '\\', 'N': '\x85', '_': '\xa0', 'L': '\u2028', 'P': '\u2029',
+}
+SURROGATE = re.compile('[\ud800-\udfff]')
+
+YAML_INTEGER = re.compile(r'[-+]?[0-9]+\Z')
+YAML_FLOAT = re.compile(r'[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z')
+YAML_BASED = re.compile(r'0(?:x([0-9A-Fa-f]+)|o([0-7]+))\Z')
+NUMBER_STARTS = frozenset('-+.0123456789')
+YAML_WORDS = {
+    '': None, '~': None, 'null': None, 'Null': None, 'NULL': None,
+    'true': True, 'True': True, 'TRUE': True, 'false': False, 'False': False, 'FALSE': False,
+    '.nan': math.nan, '.NaN': math.nan, '.NAN': math.nan,
+    '.inf': math.inf, '.Inf': math.inf, '.INF': math.inf, '+.inf': math.inf, '+.Inf': math.inf, '+.INF': math.inf,
+    '-.inf': -math.inf, '-.Inf': -math.inf, '-.INF': -math.inf,
+}
+YAML_TAGS = {       # type that the value must have; None: text
+    '!': None, '!!str': None, '!!int': int, '!!float': float, '!!bool': bool, '!!null': type(None),
+    '!!map': dict, '!!set': dict, '!!seq': list, '!!omap': list,
+}
+TAB_INDENT = 'a tab character cannot be used for indentation; use spaces'
+NOT_HERE = "a mapping value is not allowed here: put a text that contains ': ' in quotes, or check the indentation"
+COMPOUND_KEY = 'a list or mapping cannot be used as a key'
+
+
+def parse_plain(text: str) -> Any:
+    """An unquoted YAML text by the core schema of YAML 1.2: only true and false are booleans, 1:30 is text."""
+    if text in YAML_WORDS:
+        return YAML_WORDS[text]
+    if text[0] not in NUMBER_STARTS:
+        return text
+    if YAML_INTEGER.match(text):
+        return parse_whole(text)
+    if YAML_FLOAT.match(text):
+        return parse_fraction(text)
+    based = YAML_BASED.match(text)
+    if based:
+        return parse_whole(text, based.group(1) or based.group(2), 16 if based.group(1) else 8)
+    return text
+
+
+def fold_break(match: 're.Match') -> str:
+    """One line break becomes a blank; of several, all but the first stay."""
+    breaks = match.group().count('\n')
+    return ' ' if breaks == 1 else '\n' * (breaks - 1)
+
+
+def fold_lines(lines: List[str]) -> str:
+    """The text of a '>' block: lines are joined, but for blank ones and those that are indented more."""
+    folded = []
+    was_indented, blank = None, 0
+    for line in lines:
+        if not line:
+            blank += 1
+            continue
+        is_indented = line[0] in ' \t'
+        if was_indented is None:
+            folded.append('\n' * blank)
+        elif is_indented or was_indented:
+            folded.append('\n' * (blank + 1))
+        else:
+            folded.append('\n' * blank or ' ')
+        folded.append(line)
+        was_indented, blank = is_indented, 0
+    return ''.join(folded)
+
+
+class Properties(NamedTuple):
+    """What may stand before a value: &anchor and !tag, with their place."""
+    at: int = 0
+    anchor: str = ''
+    tag: str = ''
+
+
+NO_PROPERTIES = Properties()
+
+
+# -------- yaml: reader --------
+
+class YamlText(TextReader):
+    """The parts of a YAML text that are no collections: layout, properties, scalars and keys.
+
+    `at` and `column` are the next content after what has been read, and its column (-1 at the end of the text). The
+    parameter `parent` is the indentation of the collection that a value belongs to. The text ends with a line break,
+    so that text[at + 1] exists wherever text[at] is not the last one.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.at = 0
+        self.column = 0
+        self.anchors = {}           # type: Dict[str, Any]
+        self.plain_text = None      # type: Optional[str]  # source of the last scalar, if it was plain
+        self.sizes = {}             # type: Dict[int, Tuple[int, int, Any]]  # by id: number, depth, itself
+        self.aliased = 0            # values that the aliases so far stand for
+
+    def skip_lines(self, start: int) -> None:
+        """From the start of a line, go to the next content."""
+        text = self.text
+        start = BLANK_LINES.match(text, start).end()
+        at = SPACES.match(text, start).end()
+        if at >= len(text):
+            self.at, self.column = at, -1
+            return
+        if text[at] == '\t':
+            tab, at = at, BLANKS.match(text, at).end()
+            if text[at] not in '[{]}':
+                self.fail(tab, TAB_INDENT)
+        self.at, self.column = at, at - start
+
+    def end_line(self, at: int, start: int) -> None:
+        """After a value that began at `start`, nothing but a comment may stand on the line."""
+        match = LINE_END.match(self.text, at)
+        if not match:
+            self.fail_after(BLANKS.match(self.text, at).end(), start)
+        self.skip_lines(match.end())
+
+    def fail_after(self, at: int, start: int) -> None:
+        """Something follows a complete value: say what was probably meant."""
+        opening, found = self.text[start], self.text[at]
+        if found == ':':
+            self.fail(at, COMPOUND_KEY if opening in '[{' else NOT_HERE)
+        if opening in '[{*':
+            self.fail(start, f'text that starts with {opening} must be in quotes')
+        if opening == "'":
+            self.fail(at, "text goes on after the closing quote: write '' for a quote inside single quotes")
+        if opening == '"':
+            self.fail(at, 'text goes on after the closing quote: write \\" for a quote inside double quotes')
+        self.fail(at, f'unexpected {found!r} after a complete value')
+
+    def is_indicator(self, at: int, character: str) -> bool:
+        """Does '- ', '? ' or ': ' stand here?"""
+        return self.text[at] == character and self.text[at + 1] in ' \t\n'
+
+    # -------- anchors, tags, aliases --------
+
+    def read_properties(self, at: int) -> Tuple[Properties, int]:
+        """Anchor and tag before a value, in any order; and the offset of what follows them."""
+        text, start, anchor, tag = self.text, at, '', ''
+        while text[at] in '&!':
+            match = (ANCHOR if text[at] == '&' else TAG).match(text, at)
+            if not match or (anchor if text[at] == '&' else tag):
+                self.fail(at, 'only one anchor and one tag may stand here; put text that starts with & or ! in quotes')
+            if text[at] == '&':
+                anchor = match.group()[1:]
+            else:
+                tag = match.group()
+            at = BLANKS.match(text, match.end()).end()
+            if at == match.end() and text[at] not in '\n,]}':
+                self.fail(at, 'expected a blank after the anchor or tag; put text that starts with & or ! in quotes')
+        return (Properties(start, anchor, tag) if at > start else NO_PROPERTIES), at
+
+    def apply_properties(self, properties: Properties, value: Any) -> Any:
+        """Give a value its tag's type and its anchor."""
+        if properties.tag:
+            value = self.apply_tag(properties.at, properties.tag, value)
+        if properties.anchor:
+            self.anchors[properties.anchor] = value
+        return value
+
+    def apply_tag(self, at: int, tag: str, value: Any) -> Any:
+        """The value as a tag wants it. Tags beyond YAML's core would need code that knows them: refused."""
+        if tag.startswith('!<tag:yaml.org,2002:'):
+            tag = '!!' + tag[20:-1]
+        if tag not in YAML_TAGS:
+            self.fail(at, f'the tag {tag} is not supported; put text that starts with ! in quotes')
+        wanted = YAML_TAGS[tag]
+        if isinstance(value, (dict, list)):
+            if tag == '!' or isinstance(value, wanted or ()):
+                return value
+            self.fail(at, f'the value does not fit the tag {tag}')
+        source = value if self.plain_text is None else self.plain_text
+        if wanted is None:
+            return source
+        typed = self.number(at, parse_plain, source) if isinstance(source, str) else source
+        if wanted is float and type(typed) in (int, Int):
+            typed = float(typed)
+        if not isinstance(typed, wanted) or wanted is int and isinstance(typed, bool):
+            self.fail(at, f'the value does not fit the tag {tag}')
+        return typed
+
+    def find_alias(self, at: int, word: str) -> Any:
+        """What '*name' stands for. Aliases share their value, so what they would expand to is counted here."""
+        if word[1:] not in self.anchors:
+            self.fail(at, f'no anchor &{printable(word[1:])} stands above; put text that starts with * in quotes')
+        value = self.anchors[word[1:]]
+        if isinstance(value, (dict, list)):
+            size, depth = self.measure(value)[:2]
+            self.aliased += size
+            if self.aliased > MAX_ALIASED_VALUES:
+                self.fail(at, f'the aliases stand for more than {MAX_ALIASED_VALUES} values')
+            if self.depth + depth > MAX_DEPTH:
+                self.fail(at, f'with this alias, values are nested more than {MAX_DEPTH} levels deep')
+        return value
+
+    # Sizes are counted once for each container, so that laughing a billion times takes no longer than writing it down.
+    def measure(self, value: Any) -> Tuple[int, int, Any]:
+        """Number of values in a value, and its depth; with the value, so that it lives as long as its id is known."""
+        if not isinstance(value, (dict, list)):
+            return 1, 0, value
+        if id(value) not in self.sizes:
+            inner = [self.measure(child) for child in (value.values() if isinstance(value, dict) else value)]
+            size, depth = sum(measure[0] for measure in inner), max([measure[1] for measure in inner] or [0])
+            self.sizes[id(value)] = (size + 1, depth + 1, value)
+        return self.sizes[id(value)]
+
+    # -------- scalars --------
+
+    def read_plain(self, at: int, parent: int) -> Any:
+        """An unquoted text, perhaps on several lines."""
+        text = self.text
+        if not PLAIN_START.match(text, at):
+            self.fail(at, f'text that starts with {text[at]} must be in quotes')
+        match = PLAIN_LINE.match(text, at)
+        parts = [match.group()]
+        while True:
+            end = match.end()
+            after = BLANKS.match(text, end).end()
+            if text[after] == ':':
+                self.fail(after, NOT_HERE)
+            # A comment ends a plain text even if the next line looks like more of it.
+            following = -1 if text[after] == '#' else self.find_continuation(after, parent)
+            if following < 0:
+                break
+            match = PLAIN_LINE.match(text, following)
+            if not match:
+                self.fail(following, NOT_HERE)
+            parts.append('\n' * (text.count('\n', after, following) - 1) or ' ')
+            parts.append(match.group())
+        self.skip_lines(text.index('\n', end) + 1)
+        self.plain_text = ''.join(parts)
+        return self.number(at, parse_plain, self.plain_text)
+
+    def find_continuation(self, line_end: int, parent: int) -> int:
+        """Where a plain text goes on after a line's end, or -1."""
+        text = self.text
+        at = line_end
+        while at < len(text) and text[at] == '\n':
+            start = at + 1
+            indent = SPACES.match(text, start).end() - start
+            at = BLANKS.match(text, start).end()
+        return -1 if at >= len(text) or indent <= parent or text[at] == '#' else at
+
+    def read_text_block(self, at: int, parent: int) -> str:
+        """A literal | or folded > text."""
+        match = TEXT_HEADER.match(self.text, at)
+        if not match:
+            self.fail(at, 'only an indentation digit, - or + may follow | or >; the text begins on the next line; '
+                          'put text that starts with | or > in quotes')
+        digit, chomp = match.group(2) or match.group(5), match.group(3) or match.group(4)
+        if digit:
+            indent = max(parent, 0) + int(digit)
+        else:
+            indent = self.find_text_indent(match.end(), parent)
+        lines, end = self.read_text_lines(match.end(), indent, parent)
+        count = len(lines)
+        while lines and not lines[-1]:
+            lines.pop()
+        value = '\n'.join(lines) if match.group(1) == '|' else fold_lines(lines)
+        if chomp != '-' and lines:
+            value += '\n'
+        if chomp == '+':
+            value += '\n' * (count - len(lines))
+        self.skip_lines(end)
+        self.plain_text = None
+        return value
+
+    def find_text_indent(self, start: int, parent: int) -> int:
+        """Indentation of a text block: that of its first line which is not blank."""
+        text, widest = self.text, 0
+        while start < len(text):
+            at = SPACES.match(text, start).end()
+            if text[at] != '\n':
+                if at - start <= parent:
+                    break
+                if widest > at - start:
+                    self.fail(start, 'a blank line above has more spaces than this first line of the text')
+                return at - start
+            widest, start = max(widest, at - start), at + 1
+        return max(widest, parent + 1)
+
+    def read_text_lines(self, start: int, indent: int, parent: int) -> Tuple[List[str], int]:
+        """The lines of a text block without their indentation, and the offset of the line after it."""
+        text, lines = self.text, []
+        match_line = re.compile(' {%d}([^\n]*)\n| *\n' % indent).match
+        while start < len(text):
+            match = match_line(text, start)
+            if not match:
+                break
+            lines.append(match.group(1) or '')
+            start = match.end()
+        at = SPACES.match(text, start).end()
+        if at < len(text):
+            if text[at] == '\t':
+                self.fail(at, TAB_INDENT)
+            if parent < at - start < indent and text[at] != '#' and lines:
+                self.fail(start, 'this line is indented less than the text that it belongs to')
+        return lines, start
+
+    def read_quoted(self, at: int, parent: int) -> Tuple[str, int]:
+        """Text in quotes, perhaps on several lines, and the offset after it."""
+        match = (DOUBLE_QUOTED if self.text[at] == '"' else SINGLE_QUOTED).match(self.text, at)
+        if not match:
+            self.fail(at, 'text in quotes is not closed')
+        for line in UNDENTED.finditer(match.group()):
+            if len(line.group(1)) <= parent:
+                self.fail(at + line.end(), 'each line of a text in quotes must be indented more than its key; '
+                                           'is a quote missing?')
+        return self.unquote(at, match.group(1)), match.end()
+
+    def unquote(self, at: int, text: str) -> str:
+        """The meaning of what stands between the quotes at `at`."""
+        self.plain_text = None
+        if self.text[at] == "'":
+            text = text.replace("''", "'")
+            return LINE_FOLD.sub(fold_break, text) if '\n' in text else text
+        if '\\' not in text and '\n' not in text:
+            return text
+        # Escapes and folded lines in one pass: what an escape makes (a line break, say) must not be folded again.
+        text = YAML_ESCAPE.sub(lambda match: self.unescape(at + 1, match), text)
+        if SURROGATE.search(text):
+            try:
+                text = text.encode('utf-16', 'surrogatepass').decode('utf-16')
+            except UnicodeDecodeError:
+                self.fail(at, 'half of a surrogate pair: write the character itself')
+        return text
+
+    def unescape(self, start: int, match: 're.Match') -> str:
+        """One escape or line break inside double quotes."""
+        found = match.group()
+        if found[0] != '\\':
+            return fold_break(match)
+        if found[1] == '\n':
+            return '\n' * (found.count('\n') - 1)
+        code = match.group(1) or match.group(2) or match.group(3)
+        if code and int(code, 16) <= sys.maxunicode:
+            return chr(int(code, 16))
+        if code or match.group(4) not in YAML_ESCAPES:
+            self.fail(start + match.start(), f'unknown escape {found} in double quotes: '
+                                             'write \\\\ for a backslash, or use single quotes')
+        return YAML_ESCAPES[match.group(4)]
+
+    # -------- keys --------
+
+    def read_key(self, at: int) -> Optional[Tuple[Any, int]]:
+        """A key on one line and the offset after its colon; None where the line holds no key."""
+        text = self.text
+        properties, start = self.read_properties(at)
+        if text[start] == '\n':
+            return None
+        read = {'"': self.read_quoted_key, "'": self.read_quoted_key, '*': self.read_alias_key}.get(text[start])
+        self.plain_text = None
+        if read:
+            found = read(start, properties)
+        elif self.is_indicator(start, ':'):
+            found = (None, start + 1)
+            self.plain_text = ''
+        else:
+            match = PLAIN_KEY.match(text, start)
+            self.plain_text = match.group(1) if match else None
+            found = match and (self.number(start, parse_plain, match.group(1)), match.end())
+        if not found:
+            return None
+        if found[1] - start > 1024:
+            self.fail(start, 'a key of more than 1024 characters')
+        return self.apply_properties(properties, found[0]), found[1]
+
+    def read_quoted_key(self, at: int, _: Properties) -> Optional[Tuple[str, int]]:
+        """A key in quotes; one that spans lines is no key."""
+        match = (DOUBLE_QUOTED if self.text[at] == '"' else SINGLE_QUOTED).match(self.text, at)
+        colon = match and '\n' not in match.group() and KEY_COLON.match(self.text, match.end())
+        return (self.unquote(at, match.group(1)), colon.end()) if colon else None
+
+    def read_alias_key(self, at: int, properties: Properties) -> Optional[Tuple[Any, int]]:
+        """'*name :' as a key."""
+        match = ANCHOR.match(self.text, at)
+        colon = match and properties is NO_PROPERTIES and KEY_COLON.match(self.text, match.end())
+        return (self.check_key(at, self.find_alias(at, match.group())), colon.end()) if colon else None
+
+    def check_key(self, at: int, key: Any) -> Any:
+        """Keys are scalars."""
+        if isinstance(key, (dict, list)):
+            self.fail(at, COMPOUND_KEY)
+        return key
+
+    def fail_duplicate(self, at: int, key: Any) -> None:
+        """A key stands twice."""
+        self.fail(at, f'duplicate key {key!r}: remove one, or rename it')
+
+
+class YamlReader(YamlText):
+    """Reads one YAML document by recursive descent."""
+
+    def read(self, start: int, is_inline: bool) -> Any:
+        """The document's value. Inline: it may begin on the line of its '---'."""
+        if is_inline:
+            value = self.read_value(start, -1)
+        else:
+            self.skip_lines(start)
+            value = None if self.column < 0 else self.read_block(self.at, self.column, -1)
+        if self.column >= 0:
+            self.fail(self.at, 'this does not belong to the value before it: check the indentation')
+        return value
+
+    # -------- block collections --------
+
+    def read_block(self, at: int, column: int, parent: int, outer: Properties = NO_PROPERTIES) -> Any:
+        """A value that begins a line."""
+        if self.is_indicator(at, '-'):
+            return self.read_sequence(at, column)
+        if self.is_indicator(at, '?'):
+            return self.read_mapping(at, column)
+        key = self.read_key(at)
+        if key:
+            return self.read_mapping(at, column, key)
+        return self.read_value(at, parent, outer=outer)
+
+    def read_sequence(self, at: int, column: int) -> List[Any]:
+        """Items '- value' at one column."""
+        items = []      # type: List[Any]
+        offsets = self.enter(at, items)
+        while True:
+            offsets.append(at)
+            items.append(self.read_item(at, column))
+            at = self.at
+            if self.column != column or not self.is_indicator(at, '-'):
+                break
+        if self.column > column:
+            self.fail(at, 'wrong indentation inside a list')
+        self.depth -= 1
+        return items
+
+    def read_item(self, at: int, column: int) -> Any:
+        """One item of a block sequence."""
+        simple = SIMPLE_ITEM.match(self.text, at)
+        if simple:      # a next line that is indented more would belong to the text: then the slow way decides
+            quoted, plain, indent = simple.groups()
+            if len(indent) <= column:
+                self.at, self.column = simple.end(), len(indent)
+                return quoted if plain is None else self.number(at + 2, parse_plain, plain.rstrip(' \t'))
+        else:
+            entry = ENTRY_START.match(self.text, at)
+            if entry:
+                return self.read_mapping(entry.end(), column + entry.end() - at)
+        return self.read_value(at + 1, column, compact=at - column)
+
+    def read_mapping(self, at: int, column: int, key: Optional[Tuple[Any, int]] = None) -> Dict[Any, Any]:
+        """Entries 'key: value' at one column. `key` is the first one where it has been read already."""
+        text, match_simple = self.text, SIMPLE_ENTRY.match      # locals: this loop reads most lines of most files
+        mapping = {}        # type: Dict[Any, Any]
+        offsets = self.enter(at, mapping)
+        merge_at = -1
+        while True:
+            simple = match_simple(text, at)
+            if simple and len(simple.group(4)) <= column:
+                self.read_simple_entry(mapping, simple)
+            else:
+                if text.startswith('<<', at):
+                    merge_at = at
+                self.read_entry(mapping, at, column, key)
+            offsets.append(at)
+            at, key = self.at, None
+            if self.column != column:
+                break
+        if self.column > column:
+            self.fail(at, 'wrong indentation: this line is indented more than the key that it should line up with')
+        self.depth -= 1
+        if merge_at >= 0 and '<<' in mapping:
+            self.merge(mapping, merge_at, offsets)
+        return mapping
+
+    def read_simple_entry(self, mapping: Dict[Any, Any], simple: 're.Match') -> None:
+        """An entry that stands on one line, already matched together with the next line's indentation."""
+        name, quoted, plain, indent = simple.groups()
+        key = YAML_WORDS.get(name, name)
+        if key in mapping:
+            self.fail_duplicate(simple.start(), key)
+        if plain is None:
+            mapping[key] = quoted
+        elif plain[0] in SURELY_TEXT:
+            mapping[key] = plain.rstrip(' \t')
+        else:
+            mapping[key] = self.number(simple.start(3), parse_plain, plain.rstrip(' \t'))
+        self.at, self.column = simple.end(), len(indent)
+
+    def read_entry(self, mapping: Dict[Any, Any], at: int, column: int, known: Optional[Tuple[Any, int]]) -> None:
+        """Any other entry: '? key' lines, values on several lines, collections."""
+        if known is None and self.is_indicator(at, '?'):
+            key = self.check_key(at, self.read_value(at + 1, column, compact=at - column))
+            if key in mapping:
+                self.fail_duplicate(at, key)
+            mapping[key] = None
+            if self.column == column and self.is_indicator(self.at, ':'):
+                mapping[key] = self.read_value(self.at + 1, column, compact=self.at - column)
+            return
+        key, colon = known or self.read_key(at) or self.fail_no_key(at)
+        if key in mapping:
+            self.fail_duplicate(at, key)
+        mapping[key] = None     # so that '<<' keeps its number among the entries, by which its offset is found
+        mapping[key] = self.read_value(colon, column, after_key=True)
+
+    def merge(self, mapping: Dict[Any, Any], at: int, offsets: List[int]) -> None:
+        """'<<: *other' takes over the entries that the mapping does not have itself."""
+        number = list(mapping).index('<<')
+        del offsets[number + 1]
+        value = mapping.pop('<<')
+        for other in value if isinstance(value, list) else [value]:
+            if not isinstance(other, dict):
+                self.fail(at, "'<<' needs a mapping, or a list of mappings")
+            for key in other:
+                mapping.setdefault(key, other[key])
+
+    def fail_no_key(self, at: int) -> None:
+        """A line in a mapping that is no entry."""
+        line = self.text[at:self.text.find('\n', at)]
+        if self.is_indicator(at, '-'):
+            self.fail(at, "a list item ('- ') cannot follow a mapping entry at the same indentation")
+        if re.match(r'[\w.-]+:\S', line):
+            self.fail(at, "expected 'key: value': a blank is missing after the colon")
+        self.fail(at, f"expected 'key: value', found {line[:40]!r}")
+
+    # -------- any value --------
+
+    def read_value(self, at: int, parent: int, compact: int = -1, after_key: bool = False,
+                   outer: Properties = NO_PROPERTIES) -> Any:
+        """The value after an indicator that ends at `at`.
+
+        compact: offset of the line's start where a collection may begin on this line ('- - x', '- a: b'), else -1.
+        after_key: a sequence may stand at the parent's own column. outer: properties that stand alone on a line above.
+        """
+        text = self.text
+        first = BLANKS.match(text, at).end()
+        if text[first] not in '&!':
+            return self.read_bare(at, first, parent, compact, after_key, NO_PROPERTIES)
+        properties, start = self.read_properties(first)
+        if outer.anchor and properties.anchor or outer.tag and properties.tag:
+            self.fail(first, 'two anchors or two tags on one value')
+        if text[start] == '*':
+            self.fail(start, 'an alias cannot have an anchor or tag')
+        return self.apply_properties(properties, self.read_bare(start, start, parent, -1, after_key, properties))
+
+    def read_bare(self, at: int, first: int, parent: int, compact: int, after_key: bool, properties: Properties) -> Any:
+        """A value whose properties, if any, have been read. Blanks stand between `at` and `first`."""
+        text = self.text
+        character = text[first]
+        if character == '\n' or character == '#' and text[first - 1] in ' \t\n':
+            self.end_line(first if character == '\n' else first - 1, first)
+            return self.read_below(parent, after_key, properties)
+        if compact >= 0:
+            is_collection, value = self.read_compact(at, first, compact)
+            if is_collection:
+                return value
+        elif self.is_indicator(first, '-'):
+            self.fail(first, "a list item ('- ') must start on a line of its own")
+        if character in '|>':
+            return self.read_text_block(first, parent)
+        if character in '"\'[{*':
+            value, end = self.read_flow(first, parent)
+            self.end_line(end, first)
+            return value
+        return self.read_plain(first, parent)
+
+    def read_compact(self, at: int, first: int, line: int) -> Tuple[bool, Any]:
+        """A collection that begins on the line of its parent's '- ', '? ' or ': '."""
+        is_sequence, is_explicit = self.is_indicator(first, '-'), self.is_indicator(first, '?')
+        key = None if is_sequence or is_explicit else self.read_key(first)
+        if not (is_sequence or is_explicit or key):
+            return False, None
+        if '\t' in self.text[at:first]:
+            self.fail(at, TAB_INDENT)
+        column = first - line
+        return True, self.read_sequence(first, column) if is_sequence else self.read_mapping(first, column, key)
+
+    def read_below(self, parent: int, after_key: bool, properties: Properties) -> Any:
+        """A value that starts on a following line, or none."""
+        at, column = self.at, self.column
+        if column > parent:
+            return self.read_block(at, column, parent, properties)
+        if after_key and column == parent and self.is_indicator(at, '-'):
+            return self.read_sequence(at, column)
+        self.plain_text = ''
+        return None
+
+    # -------- flow collections --------
+
+    def skip_flow_space(self, at: int, parent: int) -> int:
+        """White space, comments and line breaks inside [ ] and { }. Lines must be indented more than the parent."""
+        text = self.text
+        while True:
+            at = BLANKS.match(text, at).end()
+            if text[at] == '#' and text[at - 1] in ' \t\n':
+                at = text.index('\n', at)
+            if text[at] != '\n':
+                return at
+            start = at + 1
+            at = BLANKS.match(text, start).end()
+            if at >= len(text):
+                self.fail(at, 'a [list] or {mapping} is not closed')
+            indent = SPACES.match(text, start).end() - start
+            # A closing bracket at the key's own column breaks the rule too, but everybody writes it so.
+            if indent <= parent and text[at] not in '\n#]}':
+                self.fail(at, 'a line inside [ ] or { } must be indented more than its key; is a bracket missing?')
+
+    def read_flow(self, at: int, parent: int) -> Tuple[Any, int]:
+        """A value inside brackets, or one that begins with a quote, bracket or '*'; and the offset after it."""
+        text = self.text
+        properties, start = self.read_properties(at) if text[at] in '&!' else (NO_PROPERTIES, at)
+        start = self.skip_flow_space(start, parent)
+        character = text[start]
+        if character in '"\'':
+            value, end = self.read_quoted(start, parent)
+        elif character in '[{':
+            value, end = (self.read_flow_list if character == '[' else self.read_flow_mapping)(start, parent)
+        elif character == '*':
+            match = ANCHOR.match(text, start)
+            if not match or properties.at:
+                self.fail(start, 'an alias has a name, but no anchor or tag; put text that starts with * in quotes')
+            value, end = self.find_alias(start, match.group()), match.end()
+        elif properties.at and (character in ',]}' or character == ':' and text[start + 1] in ' \t\n,]}'):
+            self.plain_text = ''
+            value, end = None, start
+        else:
+            value, end = self.read_flow_plain(start, parent)
+        return self.apply_properties(properties, value), end
+
+    def read_flow_plain(self, at: int, parent: int) -> Tuple[Any, int]:
+        """An unquoted text inside brackets."""
+        text = self.text
+        if not FLOW_START.match(text, at):
+            self.fail(at, f'unexpected {text[at]!r} inside [ ] or {{ }}; put text that starts with it in quotes')
+        match = FLOW_LINE.match(text, at)
+        parts = [match.group()]
+        while True:
+            end = match.end()
+            after = BLANKS.match(text, end).end()
+            if text[after] in '{[':
+                self.fail(after, f"'{text[after]}' inside a [list] must be in quotes, "
+                                 f"for example [\"{text[at:after + 1]}...\"]")
+            if text[after] != '\n':
+                break
+            following = self.skip_flow_space(after, parent)
+            is_other = text[following] in ',[]{}' or '#' in text[after:following]
+            match = None if is_other else FLOW_LINE.match(text, following)
+            if not match:
+                break
+            parts.append('\n' * (text.count('\n', after, following) - 1) or ' ')
+            parts.append(match.group())
+        self.plain_text = ''.join(parts)
+        return self.number(at, parse_plain, self.plain_text), end
+
+    def read_flow_list(self, at: int, parent: int) -> Tuple[List[Any], int]:
+        """[a, b: c, ...]"""
+        text, items = self.text, []     # type: str, List[Any]
+        offsets = self.enter(at, items)
+        at = self.skip_flow_space(at + 1, parent)
+        while text[at] != ']':
+            offsets.append(at)
+            start = at
+            key, value, at, is_pair = self.read_flow_entry(at, parent, True)
+            if is_pair:
+                pair = {self.check_key(start, key): value}
+                self.positions[id(pair)] = [start, start]
+                items.append(pair)
+            else:
+                items.append(key)
+            if text[at] == ',':
+                at = self.skip_flow_space(at + 1, parent)
+            elif text[at] != ']':
+                self.fail(at, f"expected ',' or ']' in a list, found {text[at]!r}")
+        self.depth -= 1
+        return items, at + 1
+
+    def read_flow_mapping(self, at: int, parent: int) -> Tuple[Dict[Any, Any], int]:
+        """{a: b, c, ...}"""
+        text, mapping = self.text, {}   # type: str, Dict[Any, Any]
+        offsets = self.enter(at, mapping)
+        merge_at = -1
+        at = self.skip_flow_space(at + 1, parent)
+        while text[at] != '}':
+            start = at
+            key, value, at, is_pair = self.read_flow_entry(at, parent, False)
+            if self.check_key(start, key) in mapping:
+                self.fail_duplicate(start, key)
+            if not is_pair and re.match(r'[\w.-]+:(?!//)', text[start:start + 200]):
+                self.fail(start, f'{key!r} would be a key without a value: '
+                                 'a blank is missing after the colon, or put it in quotes')
+            if text.startswith('<<', start):
+                merge_at = start
+            offsets.append(start)
+            mapping[key] = value
+            if text[at] == ',':
+                at = self.skip_flow_space(at + 1, parent)
+            elif text[at] != '}':
+                self.fail(at, f"expected ',' or '}}' in a mapping, found {text[at]!r}")
+        self.depth -= 1
+        if merge_at >= 0:
+            self.merge(mapping, merge_at, offsets)
+        return mapping, at + 1
+
+    def read_flow_entry(self, at: int, parent: int, in_list: bool) -> Tuple[Any, Any, int, bool]:
+        """One entry inside brackets: key (or lone value), value, the offset after it, and whether it is a pair."""
+        text, start = self.text, at
+        is_explicit = self.is_indicator(at, '?')
+        if is_explicit:
+            at = self.skip_flow_space(at + 1, parent)
+        is_quoted = text[at] in '"\'[{'     # after these a colon needs no blank, as in JSON
+        if text[at] == ':' and text[at + 1] in ' \t\n,]}' or is_explicit and text[at] in ',]}':
+            key, end = None, at
+        else:
+            key, end = self.read_flow(at, parent)
+        at = self.skip_flow_space(end, parent)
+        if text[at] != ':' or not (is_quoted or text[at + 1] in ' \t\n,[]{}'):
+            return key, None, at, is_explicit
+        if in_list and not is_explicit and '\n' in text[start:at]:
+            self.fail(start, 'a key inside [ ] must be on one line')
+        at = self.skip_flow_space(at + 1, parent)
+        if text[at] in ',]}':
+            return key, None, at, True
+        value, end = self.read_flow(at, parent)
+        return key, value, self.skip_flow_space(end, parent), True
+
+
+# -------- yaml: documents --------
+
+class YamlPart(NamedTuple):
+    """Where one document stands in a YAML text."""
+    start: int
+    end: int
+    is_inline: bool     # its value may begin on the line of its '---'
+
+
+def prepare_yaml(text: str) -> str:
+    """YAML text with plain line ends and one at its end; characters that YAML forbids are an error."""
+    text = normal_text(text)
+    found = YAML_FORBIDDEN.search(text)
+    if found:
+        raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
+    return text if text.endswith('\n') else text + '\n'
+
+
+def split_yaml(text: str) -> List[YamlPart]:
+    """The documents of a prepared YAML text. '---' and '...' end any value that they meet, so they are found first."""
+    marks = []      # type: List[Tuple[int, str]]  # found by str first: the expression would cost 10 % of the reading
+    if text.startswith(('---', '...')) or '\n---' in text or '\n...' in text:
+        marks = [(match.start(), match.group()) for match in DOCUMENT_MARK.finditer(text)]
+    parts = []      # type: List[YamlPart]
+    position, is_open = 0, False
+    for at, mark in marks + [(len(text), '')]:
+        if is_open:
+            parts.append(YamlPart(position, at, True))
+        else:
+            position = skip_directives(text, position, at, mark)
+            if BLANK_LINES.match(text, position, at).end() < at:
+                parts.append(YamlPart(position, at, False))
+        is_open, position = mark == '---', at + 3
+        if mark == '...':
+            match = LINE_END.match(text, position)
+            if not match:
+                raise problem_at(text, position, "unexpected text after '...'")
+            position = match.end()
+    return parts
+
+
+def skip_directives(text: str, start: int, end: int, mark: str) -> int:
+    """Go over '%' lines before a document. %YAML is checked and means nothing more; %TAG would change tags: refused."""
+    versions = 0
+    while True:
+        at = BLANK_LINES.match(text, start, end).end()
+        if at >= end or text[at] != '%':
+            break
+        start = text.index('\n', at) + 1
+        line = text[at:start - 1]
+        if YAML_DIRECTIVE.match(line):
+            versions += 1
+        elif line.startswith(('%YAML', '%TAG')):
+            raise problem_at(text, at, 'this directive is not supported; put text that starts with % in quotes')
+        if versions > 1:
+            raise problem_at(text, at, 'a second %YAML directive')
+    if versions and (at < end or mark != '---'):
+        raise problem_at(text, min(at, len(text) - 1), "'---' is missing after the directive")
+    return start
+
+
+def load_yaml(text: str) -> Tuple[Any, str, Positions]:
+    """The value of a YAML text with one document, the text as read, and the positions."""
+    text = prepare_yaml(text)
+    parts = split_yaml(text)
+    if len(parts) > 1:
+        raise problem_at(text, parts[1].start, f'the file holds {len(parts)} YAML documents, one is expected: split it')
+    if not parts:
+        return None, text, {}
+    reader = YamlReader(text[:parts[0].end])
+    return reader.read(parts[0].start, parts[0].is_inline), text, reader.positions
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text that holds one document, or none (None)."""
+    return load_yaml(text)[0]
+
+
+def parse_yaml_documents(text: str) -> List[Any]:
+    """The values of all documents of a YAML text."""
+    text = prepare_yaml(text)
+    return [YamlReader(text[:part.end]).read(part.start, part.is_inline) for part in split_yaml(text)]
+
+
+# -------- json and json5 --------
+
+JSON5_SPACE = re.compile(
+    r'(?:[ \t\n\r\v\f\xa0\ufeff\u2028\u2029\u1680\u2000-\u200a\u202f\u205f\u3000]+|//[^\n\r\u2028\u2029]*|/\*.*?\*/)*', re.DOTALL)
+JSON5_NAME = re.compile(r'(?:[^\W\d]|[$_]|\\u[0-9A-Fa-f]{4})(?:\w|[$\u200c\u200d]|\\u[0-9A-Fa-f]{4})*')
+JSON5_DOUBLE = re.compile(r'"([^"\\\n\r]*(?:\\(?:\r\n|.)[^"\\\n\r]*)*)"', re.DOTALL)
+JSON5_SINGLE = re.compile(r"'([^'\\\n\r]*(?:\\(?:\r\n|.)[^'\\\n\r]*)*)'", re.DOTALL)
+JSON5_NUMBER = re.compile(
+    r'[-+]?(?:0[xX]([0-9A-Fa-f]+)|((?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)'
+    r'|(Infinity|NaN))(?![\w$.])')
+JSON5_ESCAPE = re.compile(r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(\r\n|[^xu0-9]|0(?![0-9]))|(.))', re.DOTALL)
+JSON5_ESCAPES = {'b': '\b', 'f': '\f', 'n': '\n', 'r': '\r', 't': '\t', 'v': '\v', '0': '\0',
+                 '\r\n': '', '\n': '', '\r': '', '\u2028': '', '\u2029': ''}   # a backslash at a line's end joins lines
+JSON_WORDS = {'null': None, 'true': True, 'false': False}
+
+
+class Json5Reader(TextReader):
+    """Reads JSON5 with places. JSON is a part of it, so this reader also finds the places and errors of JSON."""
+
+    def read(self) -> Any:
+        """The value of the whole text."""
+        value, at = self.read_value(self.skip_space(0))
+        at = self.skip_space(at)
+        if at < len(self.text):
+            self.fail(at, 'unexpected text after the value')
+        return value
+
+    def skip_space(self, at: int) -> int:
+        """White space and comments."""
+        at = JSON5_SPACE.match(self.text, at).end()
+        if self.text.startswith('/*', at):
+            self.fail(at, 'the comment is not closed')
+        return at
+
+    def read_value(self, at: int) -> Tuple[Any, int]:
+        """A value and the offset after it."""
+        character = self.text[at:at + 1]
+        if character == '{':
+            return self.read_object(at)
+        if character == '[':
+            return self.read_array(at)
+        if character and character in '"\'':
+            return self.read_string(at)
+        match = JSON5_NUMBER.match(self.text, at)
+        if match:
+            return self.read_number(match), match.end()
+        match = JSON5_NAME.match(self.text, at)
+        if match and match.group() in JSON_WORDS:
+            return JSON_WORDS[match.group()], match.end()
+        if match:
+            self.fail(at, f'expected a value, found {match.group()[:40]!r}: text must be in quotes')
+        return self.fail(at, f'expected a value, found {character!r}')
+
+    def read_number(self, match: 're.Match') -> Union[int, float]:
+        """A number from its match."""
+        text, (digits, decimal_text, word) = match.group(), match.groups()
+        if word:
+            return float(text)
+        if digits:
+            return self.number(match.start(), parse_whole, text, digits, 16)
+        return self.number(match.start(), parse_whole if decimal_text.isdigit() else parse_finite, text)
+
+    def read_string(self, at: int) -> Tuple[str, int]:
+        """Text in single or double quotes."""
+        match = (JSON5_DOUBLE if self.text[at] == '"' else JSON5_SINGLE).match(self.text, at)
+        if not match:
+            self.fail(at, 'text in quotes is not closed on its line')
+        value = match.group(1)
+        if '\\' in value:
+            value = self.unescape(at + 1, value)
+        if SURROGATE.search(value):
+            self.fail(at, 'half of a surrogate pair: write the character itself')
+        return value, match.end()
+
+    def unescape(self, start: int, value: str) -> str:
+        """Text with its escapes replaced; two halves of a surrogate pair become one character."""
+        value = JSON5_ESCAPE.sub(lambda match: self.replace_escape(start, match), value)
+        if SURROGATE.search(value):
+            value = value.encode('utf-16', 'surrogatepass').decode('utf-16', 'surrogatepass')
+        return value
+
+    def replace_escape(self, start: int, match: 're.Match') -> str:
+        """What one escape stands for."""
+        byte, code, character, unknown = match.groups()
+        if unknown:
+            self.fail(start + match.start(), f'unknown escape \\{unknown}: write \\\\ for a backslash')
+        return JSON5_ESCAPES.get(character, character) if character else chr(int(byte or code, 16))
+
+    def read_object(self, at: int) -> Tuple[Dict[str, Any], int]:
+        """{key: value, ...}"""
+        result = {}     # type: Dict[str, Any]
+        offsets, at = self.enter(at, result), self.skip_space(at + 1)
+        while self.text[at:at + 1] != '}':
+            start = at
+            key, at = self.read_name(at)
+            if key in result:
+                self.fail(start, f'duplicate key {key!r}: remove one, or rename it')
+            offsets.append(start)
+            at = self.skip_space(at)
+            if self.text[at:at + 1] != ':':
+                self.fail(at, f"expected ':' after the key {key!r}")
+            result[key], at = self.read_value(self.skip_space(at + 1))
+            at = self.skip_comma(at, '}')
+        self.depth -= 1
+        return result, at + 1
+
+    def read_array(self, at: int) -> Tuple[List[Any], int]:
+        """[value, ...]"""
+        result = []     # type: List[Any]
+        offsets, at = self.enter(at, result), self.skip_space(at + 1)
+        while self.text[at:at + 1] != ']':
+            offsets.append(at)
+            value, at = self.read_value(at)
+            result.append(value)
+            at = self.skip_comma(at, ']')
+        self.depth -= 1
+        return result, at + 1
+
+    def skip_comma(self, at: int, closing: str) -> int:
+        """After an entry: a comma, or the closing bracket, which stays."""
+        at = self.skip_space(at)
+        if self.text[at:at + 1] == ',':
+            return self.skip_space(at + 1)
+        if self.text[at:at + 1] != closing:
+            self.fail(at, f"expected ',' or '{closing}'")
+        return at
+
+    def read_name(self, at: int) -> Tuple[str, int]:
+        """A key: text in quotes, or a name."""
+        if self.text[at:at + 1] in ('"', "'"):
+            return self.read_string(at)
+        match = JSON5_NAME.match(self.text, at)
+        if not match:
+            self.fail(at, "expected a key or '}'")
+        name = match.group()
+        if '\\' in name:
+            name = self.unescape(at, name)
+            whole = JSON5_NAME.match(name)
+            if not whole or whole.end() < len(name):     # an escape that no name may hold
+                self.fail(at, 'this key must be in quotes')
+        return name, match.end()
+
+
+def nested_too_deeply(value: Any) -> bool:
+    """Are there containers more than MAX_DEPTH levels deep?"""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        children = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [child for values in children for child in values if isinstance(child, (dict, list))]
+    return bool(level)
+
+
+def read_strict_json(text: str) -> Any:
+    """JSON by the standard library, with our numbers and limits. ValueError without a useful place."""
+    try:
+        value = json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant,
+                           parse_int=parse_whole, parse_float=parse_finite)
+    except RecursionError:
+        raise ValueError('nested too deeply') from None
+    if nested_too_deeply(value):
+        raise ValueError('nested too deeply')
+    # The library lets half of a surrogate pair through, which no file, database or terminal takes later.
+    if '\\u' in text and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError('half of a surrogate pair')
+    return value
+
+
+def load_json(text: str) -> Tuple[Any, str, Positions]:
+    """The value of a JSON text. Places are found later, if they are asked for."""
+    text = normal_text(text)
+    try:
+        return read_strict_json(text), text, {}
+    except ValueError as error:
+        reason, at = getattr(error, 'msg', str(error)), getattr(error, 'pos', 0)
+    Json5Reader(text).read()        # raises for almost all, with the place and the cure
+    raise problem_at(text, min(at, len(text) - 1), f'this is JSON5, not JSON ({reason}): name the file .json5')
+
+
+def load_json5(text: str) -> Tuple[Any, str, Positions]:
+    """The value of a JSON5 text. Most are plain JSON too, which the standard library reads much faster."""
+    text = normal_text(text)
+    try:
+        return read_strict_json(text), text, {}
+    except ValueError:
+        reader = Json5Reader(text)
+        return reader.read(), text, reader.positions
+
+
+def parse_json5(text: str) -> Any:
+    """The value of a JSON5 text."""
+    return load_json5(text)[0]
+
+
+def find_json_positions(text: str, value: Any) -> Positions:
+    """The positions of a value that the standard library has read: the text is read again, both walked side by side."""
+    reader = Json5Reader(text)
+    pairs = [(value, reader.read())]
+    positions = {}      # type: Positions
+    while pairs:
+        mine, other = pairs.pop()
+        if isinstance(mine, dict):
+            pairs.extend(zip(mine.values(), other.values()))
+        elif isinstance(mine, list):
+            pairs.extend(zip(mine, other))
+        else:
+            continue
+        positions[id(mine)] = reader.positions[id(other)]
+    return positions
+
+
+# -------- toml --------
+
+def load_toml(text: str) -> Tuple[Any, str, Positions]:
+    """The value of a TOML text, by the standard library; it tells no places. Dates become text."""
+    if tomllib is None:
+        version = '.'.join(str(number) for number in sys.version_info[:2])
+        raise problem_at(text, 0, f'TOML needs Python 3.11 or newer, this is {version}: write YAML, JSON5 or KDL')
+    text = normal_text(text)
+    try:
+        value = tomllib.loads(text, parse_float=parse_fraction)
+    except RecursionError:
+        raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep') from None
+    except ValueError as error:
+        place = re.search(r'\(at line ([0-9]+), column ([0-9]+)\)', str(error))
+        lines = text.split('\n')
+        number, column = (int(place.group(1)), int(place.group(2))) if place else (len(lines), len(lines[-1]) + 1)
+        offset = sum(len(line) + 1 for line in lines[:number - 1]) + column - 1
+        raise problem_at(text, offset, f'TOML: {error}') from None
+    if nested_too_deeply(value):
+        raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep')
+    return plain_dates(value), text, {}
+
+
+def parse_toml(text: str) -> Any:
+    """The value of a TOML text."""
+    return load_toml(text)[0]
+
+
+def plain_dates(value: Any) -> Any:
+    """A TOML value with its dates and times as text."""
+    if isinstance(value, dict):
+        return {key: plain_dates(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [plain_dates(child) for child in value]
+    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else value
+
+
+# -------- kdl: reader --------
+#
+# KDL 2.0. Lax reading also takes the forms of KDL 1 that do not clash with it (true, r"raw", line breaks inside "...",
+# '\/'): Torc's own files and its exporter mix the two.
+
+KDL_BLANK = '[ \t\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]'
+KDL_BREAK = '(?:\r\n|[\r\n\x0b\x0c\x85\u2028\u2029])'
+KDL_BLANKS = re.compile(KDL_BLANK + '+')
+KDL_LINE_END = re.compile(KDL_BREAK)
+KDL_COMMENT = re.compile('//[^\r\n\x0b\x0c\x85\u2028\u2029]*')
+KDL_COMMENT_MARK = re.compile(r'/\*|\*/')
+KDL_FORBIDDEN = re.compile('[\x00-\x08\x0e-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
+KDL_WORD = re.compile(r'[^\s\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\\/(){};\[\]"#=\ufeff]+')
+KDL_NUMBER = re.compile(
+    r'[-+]?(?:0x([0-9A-Fa-f][0-9A-Fa-f_]*)|0o([0-7][0-7_]*)|0b([01][01_]*)|([0-9][0-9_]*)(\.[0-9][0-9_]*)?([eE][-+]?[0-9][0-9_]*)?)\Z')
+KDL_NUMBER_START = re.compile(r'[-+]?\.?[0-9]')
+KDL_KEYWORD = re.compile(r'#(true|false|null|inf|-inf|nan)(?=[\s\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000\\/(){};]|\Z)')
+KDL_KEYWORDS = {'true': True, 'false': False, 'null': None, 'inf': math.inf, '-inf': -math.inf, 'nan': math.nan}
+KDL_QUOTED = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+KDL_LONG_QUOTED = re.compile(r'"""([^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""', re.DOTALL)
+KDL_RAW_START = re.compile(r'r?(#*)"')
+KDL_ESCAPE = re.compile(rf'\\(?:u\{{([0-9A-Fa-f]{{1,6}})\}}|((?:{KDL_BLANK}|{KDL_BREAK})+)|(.))', re.DOTALL)
+KDL_SPACE_ESCAPE = re.compile(rf'\\(\\|(?:{KDL_BLANK}|{KDL_BREAK})+)')
+KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b', 'f': '\f', 's': ' '}
+
+
+class KdlNode(NamedTuple):
+    """One node of a KDL text. `offsets` and `types` are by argument number or property name; types has 'node' by ''."""
+    name: str
+    args: List[Any]
+    props: Dict[str, Any]
+    children: List[Any]     # of KdlNode
+    offset: int
+    offsets: Dict[Union[int, str], int]
+    types: Dict[Union[int, str], str]
+    has_block: bool         # { } stands, be it empty
+
+
+class KdlReader(TextReader):
+    """Reads a KDL text by recursive descent. Every read_ answers what it read and the offset after it."""
+
+    def __init__(self, text: str, lax: bool) -> None:
+        super().__init__(text)
+        self.lax = lax
+
+    def skip_space(self, at: int, over_lines: bool) -> int:
+        """White space, comments and continued lines; line ends too where asked."""
+        text = self.text
+        while True:
+            match = KDL_BLANKS.match(text, at)
+            if not match and over_lines:
+                match = KDL_LINE_END.match(text, at) or KDL_COMMENT.match(text, at)
+            if match:
+                at = match.end()
+            elif text.startswith('/*', at):
+                at = self.skip_comment(at)
+            elif text.startswith('\\', at):
+                at = self.skip_continuation(at)
+            else:
+                return at
+
+    def skip_comment(self, start: int) -> int:
+        """/* ... */, which may be nested."""
+        at, depth = start + 2, 1
+        while depth:
+            match = KDL_COMMENT_MARK.search(self.text, at) or self.fail(start, 'the comment is not closed')
+            depth += 1 if match.group() == '/*' else -1
+            at = match.end()
+        return at
+
+    def skip_continuation(self, start: int) -> int:
+        """A backslash that joins the next line to this one."""
+        at = start + 1
+        while True:     # not skip_space: a file of backslashes must not recurse
+            match = KDL_BLANKS.match(self.text, at)
+            if match:
+                at = match.end()
+            elif self.text.startswith('/*', at):
+                at = self.skip_comment(at)
+            else:
+                break
+        comment = KDL_COMMENT.match(self.text, at)
+        at = comment.end() if comment else at
+        match = KDL_LINE_END.match(self.text, at)
+        if not match and at < len(self.text):
+            self.fail(start, 'a \\ outside of quotes may only stand at the end of a line')
+        return match.end() if match else at
+
+    def read_nodes(self, at: int, is_inner: bool) -> Tuple[List[KdlNode], int]:
+        """The nodes of the whole text, or up to the '}' that closes a block."""
+        text, nodes = self.text, []     # type: str, List[KdlNode]
+        self.enter(at, nodes)
+        while True:
+            at = self.skip_space(at, True)
+            while self.lax and text.startswith(';', at):
+                at = self.skip_space(at + 1, True)
+            if at >= len(text) or text[at] == '}':
+                break
+            is_dropped = text.startswith('/-', at)
+            node, at = self.read_node(self.skip_space(at + 2, True) if is_dropped else at)
+            if not is_dropped:
+                nodes.append(node)
+        if (at < len(text)) != is_inner:
+            self.fail(at, "'}' is missing" if is_inner else "unexpected '}'")
+        self.depth -= 1
+        return nodes, at
+
+    def read_node(self, at: int) -> Tuple[KdlNode, int]:
+        """A node with its values and block, and the ';' that may end it."""
+        text = self.text
+        # Three states: values may follow (with a blank before each), a block has been seen, the node has ended.
+        kind, at = self.read_type(at)
+        name, end = self.read_text(at) or self.fail(at, f'expected the name of a node, found {text[at:at + 1]!r}')
+        node = KdlNode(name, [], {}, [], at, {}, {} if kind is None else {'': kind}, False)
+        has_block = is_after_block = False
+        while True:
+            at = self.skip_space(end, False)
+            is_dropped = text.startswith('/-', at)
+            has_gap = at > end or is_dropped
+            at = self.skip_space(at + 2, True) if is_dropped else at
+            if text.startswith('{', at):
+                if has_block and not is_dropped:
+                    self.fail(at, 'a node can have only one { } block')
+                has_block, is_after_block = has_block or not is_dropped, True
+                end = self.read_block(node, at, is_dropped)
+                continue
+            if not is_dropped and self.is_node_end(at):
+                break
+            if is_after_block:
+                self.fail(at, 'values must come before the { } block')
+            if not has_gap:
+                self.fail(at, f'expected a blank before {text[at:at + 1]!r}')
+            end = self.read_entry(node, at, is_dropped)
+        return node._replace(has_block=has_block), at + text.startswith(';', at)
+
+    def is_node_end(self, at: int) -> bool:
+        """Does a node end here?"""
+        text = self.text
+        return at >= len(text) or text[at] in ';}' or text.startswith('//', at) or bool(KDL_LINE_END.match(text, at))
+
+    def read_block(self, node: KdlNode, at: int, is_dropped: bool) -> int:
+        """{ children }"""
+        children, end = self.read_nodes(at + 1, True)
+        if not is_dropped:
+            node.children.extend(children)
+        return end + 1
+
+    def read_entry(self, node: KdlNode, at: int, is_dropped: bool) -> int:
+        """One argument or property of a node."""
+        value, end, kind = self.read_value(at)
+        equals = self.skip_space(end, False)
+        name = len(node.args)       # type: Union[int, str]
+        is_property = self.text.startswith('=', equals)
+        if is_property:
+            if not isinstance(value, str) or self.text[at] == '(':
+                self.fail(at, 'the name of a property must be text')
+            name = value
+            value, end, kind = self.read_value(self.skip_space(equals + 1, False))
+        if is_dropped:
+            return end
+        if is_property:
+            node.props.pop(name, None)      # of two with one name KDL keeps the last
+            node.props[name] = value
+        else:
+            node.args.append(value)
+        node.offsets[name] = at
+        node.types.pop(name, None)
+        if kind is not None:
+            node.types[name] = kind
+        return end
+
+    def read_type(self, at: int) -> Tuple[Optional[str], int]:
+        """A type annotation '(name)', if there is one."""
+        if not self.text.startswith('(', at):
+            return None, at
+        at = self.skip_space(at + 1, False)
+        name, at = self.read_text(at) or self.fail(at, 'expected a type in ( )')
+        at = self.skip_space(at, False)
+        if not self.text.startswith(')', at):
+            self.fail(at, "')' is missing")
+        return name, self.skip_space(at + 1, False)
+
+    def read_value(self, at: int) -> Tuple[Any, int, Optional[str]]:
+        """A value, the offset after it, and its type annotation."""
+        kind, at = self.read_type(at)
+        match = KDL_KEYWORD.match(self.text, at)
+        if match:
+            return KDL_KEYWORDS[match.group(1)], match.end(), kind
+        value, end = self.read_text(at, True) or self.fail(at, f'expected a value, found {self.text[at:at + 1]!r}')
+        return value, end, kind
+
+    def read_text(self, at: int, is_value: bool = False) -> Optional[Tuple[Any, int]]:
+        """Text in quotes or a bare word; as a value also a number. None where there is neither."""
+        character = self.text[at:at + 1]
+        if character == '"':
+            return self.read_quoted(at)
+        if character == '#' or self.lax and self.text.startswith(('r"', 'r#'), at):
+            return self.read_raw(at)
+        match = KDL_WORD.match(self.text, at)
+        if not match:
+            return None
+        word, end = match.group(), match.end()
+        if self.text[end:end + 1] in ('"', '#'):
+            self.fail(end, 'expected a blank before the quote')
+        if KDL_NUMBER_START.match(word):
+            return self.read_number(at, word, is_value), end
+        if word in KDL_KEYWORDS:
+            if not (self.lax and is_value and word in JSON_WORDS):
+                self.fail(at, f'write #{word}, or "{word}" for text')
+            return JSON_WORDS[word], end
+        return word, end
+
+    def read_number(self, at: int, word: str, is_value: bool) -> Union[int, float]:
+        """A number with optional underscores, decimal or with the prefix 0x, 0o or 0b."""
+        match = KDL_NUMBER.match(word)
+        if not match or not is_value:
+            self.fail(at, f'{printable(word[:40])!r} begins like a number and is none: put it in quotes')
+        plain = word.replace('_', '')
+        if match.group(5) or match.group(6):
+            value = self.number(at, parse_fraction, plain)
+            return value if plain == word else keep_source(Float(value), word)
+        base = 10 if match.group(4) else 16 if match.group(1) else 8 if match.group(2) else 2
+        digits = plain.lstrip('+-')
+        return self.number(at, parse_whole, word, digits if base == 10 else digits[2:], base)
+
+    def read_raw(self, at: int) -> Tuple[str, int]:
+        """#"raw text"#"""
+        match = KDL_RAW_START.match(self.text, at)
+        if not match:
+            self.fail(at, 'after # comes true, false, null, inf, -inf, nan or a raw text in quotes')
+        hashes, start = match.group(1), match.end()
+        is_long = self.text.startswith('""', start) and bool(hashes) and not self.text.startswith('"' + hashes, start)
+        closing = ('"""' if is_long else '"') + hashes
+        start += 2 if is_long else 0
+        end = self.text.find(closing, start)
+        if end < 0:
+            self.fail(at, f'the raw text is not closed: {closing} is missing')
+        value = self.text[start:end]
+        if is_long:
+            value = self.dedent(start, value, False)
+        elif not self.lax:
+            self.check_one_line(at, value)
+        return value, end + len(closing)
+
+    def read_quoted(self, at: int) -> Tuple[str, int]:
+        """Text in quotes; in three of them it may have several lines."""
+        is_long = self.text.startswith('"""', at)
+        match = (KDL_LONG_QUOTED if is_long else KDL_QUOTED).match(self.text, at)
+        if not match:
+            self.fail(at, 'text in quotes is not closed')
+        value, start = match.group(1), match.start(1)
+        if is_long:
+            value = self.dedent(start, value, True)
+        elif not self.lax:
+            self.check_one_line(at, KDL_SPACE_ESCAPE.sub('', value))
+        if '\\' in value:
+            value = KDL_ESCAPE.sub(lambda escape: self.unescape(start, escape), value)
+        return value, match.end()
+
+    def check_one_line(self, at: int, value: str) -> None:
+        """KDL 2 wants three quotes around text with line breaks."""
+        if KDL_LINE_END.search(value):
+            self.fail(at, 'text in quotes must be closed on the same line: use """ for several lines')
+
+    def dedent(self, start: int, value: str, has_escapes: bool) -> str:
+        """The lines between three quotes, without the indentation of the closing ones."""
+        value = KDL_LINE_END.sub('\n', value)
+        if has_escapes:     # a backslash and white space join lines before the indentation is looked at
+            value = KDL_SPACE_ESCAPE.sub(lambda match: '\\\\' if match.group(1) == '\\' else '', value)
+        lines = value.split('\n')
+        first, indent = lines[0], lines[-1]
+        if first or len(lines) < 2:
+            self.fail(start, 'the text must start on the line after the three quotes')
+        if KDL_BLANKS.sub('', indent):
+            self.fail(start, 'the three closing quotes must be on a line of their own')
+        kept = []
+        for line in lines[1:-1]:
+            # Blank lines need no indentation and lose what they have.
+            is_blank = not KDL_BLANKS.sub('', line)
+            if not is_blank and not line.startswith(indent):
+                self.fail(start, 'a line of this text is indented less than the closing quotes')
+            kept.append('' if is_blank else line[len(indent):])
+        return '\n'.join(kept)
+
+    def unescape(self, start: int, match: 're.Match') -> str:
+        """What one escape stands for."""
+        code, space, character = match.groups()
+        if space:
+            return ''
+        if code and int(code, 16) <= sys.maxunicode and not 0xd800 <= int(code, 16) < 0xe000:
+            return chr(int(code, 16))
+        if code or character not in KDL_ESCAPES and not (self.lax and character == '/'):
+            self.fail(start + match.start(), f'unknown escape {printable(match.group())}: '
+                                             'write \\\\ for a backslash, or #"..."# for raw text')
+        return KDL_ESCAPES.get(character, '/')
+
+
+def parse_kdl(text: str, lax: bool = True) -> List[KdlNode]:
+    """The nodes of a KDL text."""
+    return read_kdl_nodes(normal_text(text), lax)
+
+
+def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
+    """parse_kdl of a text with plain line ends."""
+    found = KDL_FORBIDDEN.search(text)
+    if found:
+        raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
+    return KdlReader(text, lax).read_nodes(0, False)[0]
+
+
+# -------- kdl: nodes -> spec --------
+#
+# KDL has nodes where YAML has fields and lists. KDL_WORDS says, for each kind of block, which field a node becomes and
+# how: a row of words is FIELD or FIELD|other name|...; the forms are
+#     value        one argument; stands once
+#     list         all arguments of all such nodes
+#     map          a block with any names inside, or one value
+#     json         one argument whose text is JSON
+#     block KIND   one block of that kind
+#     items KIND   a list of blocks of that kind, whose first argument is the name
+# A value or list may also be written as a property (path="x"). What the table does not know is an error. Types are
+# left to the spec's own checks, which are the same for all formats.
+
+KDL_SHARED = 'parameter_mode parameters_file use_parameters_file'
+KDL_WORDS = {
+    'workflow': {
+        'value': 'name user description project parameters_file use_pending_failed enable_ro_crate jobs_sort_method'
+                 ' compute_node_wait_for_new_jobs_seconds compute_node_ignore_workflow_completion'
+                 ' compute_node_wait_for_healthy_database_minutes compute_node_min_time_for_new_jobs_seconds'
+                 ' compute_node_expiration_buffer_seconds',
+        'list': 'access_groups|access_group',
+        'map': 'metadata parameters variables env slurm_defaults',
+        'block resource_monitor': 'resource_monitor',
+        'block execution_config': 'execution_config',
+        'block dynamic_jobs': 'dynamic_jobs',
+        'items job': 'jobs|job',
+        'items file': 'files|file',
+        'items user_data': 'user_data',
+        'items resource_requirements': 'resource_requirements',
+        'items failure_handler': 'failure_handlers|failure_handler',
+        'items slurm_scheduler': 'slurm_schedulers|slurm_scheduler',
+        'items action': 'actions|action',
+    },
+    'job': {
+        'value': 'name command invocation_script resource_requirements failure_handler scheduler priority'
+                 ' cancel_on_blocking_job_failure supports_termination ' + KDL_SHARED,
+        'list': 'depends_on|depends_on_job|depends_on_jobs|blocked_by|blocked_by_job|blocked_by_jobs'
+                ' depends_on_regexes|depends_on_regex|depends_on_job_regexes|blocked_by_regexes'
+                ' input_files|input_file output_files|output_file input_user_data output_user_data'
+                ' input_file_regexes|input_file_regex output_file_regexes|output_file_regex'
+                ' input_user_data_regexes|input_user_data_regex output_user_data_regexes|output_user_data_regex'
+                ' labels|label use_parameters|use_parameter',
+        'map': 'env parameters',
+        'block stdio': 'stdio',
+    },
+    'file': {
+        'value': 'name path identifier st_mtime ' + KDL_SHARED,
+        'list': 'use_parameters|use_parameter', 'map': 'parameters'},
+    'user_data': {
+        'value': 'name is_ephemeral ' + KDL_SHARED,
+        'list': 'use_parameters|use_parameter', 'map': 'parameters', 'json': 'data'},
+    'resource_requirements': {'value': 'name num_cpus num_gpus num_nodes memory runtime'},
+    'failure_handler': {'value': 'name', 'items rule': 'rules|rule'},
+    'rule': {'value': 'match_all_exit_codes recovery_script max_retries', 'list': 'exit_codes|exit_code'},
+    'slurm_scheduler': {
+        'value': 'name account gres mem nodes ntasks_per_node partition qos tmp walltime extra serialize_allocations'},
+    'action': {
+        'value': 'trigger_type action_type scheduler scheduler_type num_allocations start_one_worker_per_node'
+                 ' max_parallel_jobs persistent',
+        'list': 'jobs|job job_name_regexes|job_name_regex commands|command',
+    },
+    'resource_monitor': {
+        'value': 'enabled granularity sample_interval_seconds flush_interval_seconds generate_plots',
+        'block jobs block of resource_monitor': 'jobs', 'block compute_node block of resource_monitor': 'compute_node'},
+    'jobs block of resource_monitor': {'value': 'enabled granularity'},
+    'compute_node block of resource_monitor': {'value': 'enabled granularity cpu memory'},
+    'execution_config': {
+        'value': 'mode limit_resources termination_signal sigterm_lead_seconds sigkill_headroom_seconds timeout_exit_code'
+                 ' oom_exit_code srun_termination_signal enable_cpu_bind srun_mpi staggered_start',
+        'block stdio': 'stdio', 'map': 'job_stdio_overrides'},
+    'dynamic_jobs': {'value': 'max_iterations'},
+    'stdio': {'value': 'mode delete_on_success'},
+}   # type: Dict[str, Dict[str, str]]
+
+
+def kdl_vocabulary(kind: str) -> Dict[str, Tuple[str, str]]:
+    """Node name -> (field, form) for one kind of block."""
+    vocabulary = {}     # type: Dict[str, Tuple[str, str]]
+    for form, words in KDL_WORDS[kind].items():
+        for names in words.split():
+            field = names.split('|')[0]
+            vocabulary.update((name, (field, form)) for name in names.split('|'))
+    return vocabulary
+
+
+KDL_VOCABULARY = {kind: kdl_vocabulary(kind) for kind in KDL_WORDS}
+
+
+class KdlSpec(TextReader):
+    """Turns the nodes of one text into the value that the same workflow has in YAML."""
+
+    def container(self, value: Any, at: int) -> Any:
+        """A new dict or list with its place."""
+        self.positions[id(value)] = [at]
+        return value
+
+    def add(self, container: Any, key: Any, value: Any, at: int) -> Any:
+        """Put an entry with its place into a dict (key) or list (no key)."""
+        if isinstance(container, list):
+            container.append(value)
+        else:
+            container[key] = value
+        self.positions[id(container)].append(at)
+        return value
+
+    def read_workflow(self, nodes: List[KdlNode]) -> Dict[str, Any]:
+        """The whole text."""
+        workflow = self.container({}, 0)
+        for node in nodes:
+            self.add_node(workflow, 'workflow', node)
+        if 'jobs' not in workflow:      # in KDL an empty list has no form of its own
+            self.add(workflow, 'jobs', self.container([], 0), 0)
+        return workflow
+
+    def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
+        """Put what a node says into the block that it stands in."""
+        if node.types:
+            self.fail(node.offset, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: remove it')
+        field, form = self.find_form(kind, node.name, node.offset)
+        form, _, inner_kind = form.partition(' ')
+        if form in ('value', 'list') and (node.props or node.has_block):
+            self.fail(node.offset, f'{node.name!r} takes values only, no properties and no {{ }} block')
+        if form not in ('list', 'items') and field in block:
+            self.fail(node.offset, f'{node.name!r} stands twice: remove one')
+        if form == 'list':
+            self.add_values(block, field, node)
+        elif form == 'items':
+            if field not in block:
+                self.add(block, field, self.container([], node.offset), node.offset)
+            self.add(block[field], None, self.read_block(inner_kind, node), node.offset)
+        elif form == 'block':
+            self.add(block, field, self.read_block(inner_kind, node), node.offset)
+        elif form == 'map' or form == 'json' and node.has_block:
+            self.add(block, field, self.read_map(node), node.offset)
+        else:
+            value = self.one_value(node)
+            self.add(block, field, self.read_data(node, value) if form == 'json' else value, node.offset)
+
+    def find_form(self, kind: str, name: str, at: int) -> Tuple[str, str]:
+        """What a name means inside a kind of block."""
+        if name not in KDL_VOCABULARY[kind]:
+            cure = did_you_mean(name[:60], KDL_VOCABULARY[kind])
+            self.fail(at, f'{printable(name[:60])!r} is not known in a {kind}{cure or ": remove it"}')
+        return KDL_VOCABULARY[kind][name]
+
+    def one_value(self, node: KdlNode) -> Any:
+        """The only argument of a node."""
+        if len(node.args) != 1:
+            self.fail(node.offsets.get(1, node.offset), f'{node.name!r} takes one value, here are {len(node.args)}')
+        return node.args[0]
+
+    def add_values(self, block: Dict[str, Any], field: str, node: KdlNode) -> None:
+        """All arguments of a node, after those of earlier nodes with the same meaning."""
+        if not node.args:
+            self.fail(node.offset, f'{node.name!r} needs a value')
+        if field not in block:
+            self.add(block, field, self.container([], node.offset), node.offset)
+        for number, value in enumerate(node.args):
+            self.add(block[field], None, value, node.offsets[number])
+
+    def read_block(self, kind: str, node: KdlNode) -> Dict[str, Any]:
+        """A block of one kind: its name, properties and children."""
+        block = self.container({}, node.offset)
+        is_named = 'name' in KDL_VOCABULARY[kind]
+        if len(node.args) > is_named:
+            wanted = 'only its name' if is_named else 'no value'
+            self.fail(node.offsets[int(is_named)], f'{node.name!r} takes {wanted} before the {{ }} block')
+        if node.args:
+            self.add(block, 'name', node.args[0], node.offsets[0])
+        for name, value in node.props.items():
+            at = node.offsets[name]
+            field, form = self.find_form(kind, name, at)
+            if form not in ('value', 'list', 'json'):
+                self.fail(at, f'{name!r} cannot be a property: write it in the {{ }} block')
+            self.add_node(block, kind, KdlNode(name, [value], {}, [], at, {0: at}, {}, False))
+        for child in node.children:
+            self.add_node(block, kind, child)
+        return block
+
+    def read_map(self, node: KdlNode) -> Any:
+        """Free names: each child is a key; its value is one argument, a list of several, or a block in turn."""
+        if node.types:
+            self.fail(node.offset, 'a type has no meaning here: remove it')
+        if not (node.has_block or node.props):
+            if len(node.args) < 2:
+                return self.one_value(node)
+            values = self.container([], node.offset)
+            for number, value in enumerate(node.args):
+                self.add(values, None, value, node.offsets[number])
+            return values
+        if node.args:
+            self.fail(node.offsets[0], f'{node.name!r} takes either values or a {{ }} block')
+        mapping = self.container({}, node.offset)
+        for name, value in node.props.items():
+            self.add(mapping, name, value, node.offsets[name])
+        for child in node.children:
+            if child.name in mapping:
+                self.fail(child.offset, f'{printable(child.name)!r} stands twice: remove one')
+            self.add(mapping, child.name, self.read_map(child), child.offset)
+        return mapping
+
+    def read_data(self, node: KdlNode, value: Any) -> Any:
+        """User data: JSON in a text, as Torc writes it, or a plain number or word."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return read_strict_json(value)
+        except ValueError as error:
+            reason = getattr(error, 'msg', str(error))
+            return self.fail(node.offsets[0], f'{node.name!r} must hold JSON ({reason}): write text as "\\"text\\""')
+
+
+def load_kdl(text: str) -> Tuple[Any, str, Positions]:
+    """The value of a workflow in KDL, in the shape that it has in YAML."""
+    text = normal_text(text)
+    spec = KdlSpec(text)
+    return spec.read_workflow(read_kdl_nodes(text, True)), text, spec.positions
+
+
+# -------- any file --------
+
+READERS = {'json': load_json, 'json5': load_json5, 'yaml': load_yaml, 'kdl': load_kdl, 'toml': load_toml}
+TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not tell, as Torc tries them
+
+
+def decode_document(data: bytes, path: str) -> str:
+    """The text of a file; what is no UTF-8 text is an error that says what it is."""
+    if not data.strip():
+        raise BadInput(f'{path or "the input"} is empty', [Problem('the file is empty', 1, 1, path)])
+    if data[:2] in (b'\xff\xfe', b'\xfe\xff'):
+        raise BadInput(f'{path}: UTF-16', [Problem('this is UTF-16 text: save it as UTF-8', 1, 1, path)])
+    at = data.find(b'\0')
+    reason = 'a zero byte: this is a binary file, not a workflow'
+    if at < 0:
+        try:
+            return data.decode('utf-8')
+        except UnicodeDecodeError as error:
+            at, reason = error.start, f'the byte 0x{data[error.start]:02x} is not UTF-8: save the file as UTF-8'
+    line_start = data.rfind(b'\n', 0, at) + 1
+    column = len(data[line_start:at].decode('utf-8', 'replace')) + 1
+    problem = Problem(reason, data.count(b'\n', 0, at) + 1, column, path)
+    raise BadInput(str(problem), [problem])
+
+
+def read_as(text: str, format: str, path: str) -> Document:
+    """Read a text in one format; its error carries the path."""
+    try:
+        value, text, positions = READERS[format](text)
+    except BadInput as error:
+        problem = error.problems[0]._replace(path=path)
+        raise BadInput(str(problem), [problem]) from None
+    if value is None and format == 'yaml':
+        problem = Problem('the file holds no value, only blanks and comments', 1, 1, path)
+        raise BadInput(str(problem), [problem])
+    return Document(value, format, text, positions)
+
+
+def read_document(data: bytes, path: str = '', format: str = '') -> Document:
+    """Read a file's bytes. The format is told, or follows from the path, or is the first that gives a mapping."""
+    text = decode_document(data, path)
+    format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
+    if format:
+        return read_as(text, format, path)
+    furthest = Problem('neither JSON, JSON5, YAML nor KDL: none of them gives a mapping', 1, 1, path)
+    for tried in TRIED_FORMATS:
+        try:
+            document = read_as(text, tried, path)
+            if isinstance(document.value, dict):
+                return document
+        except BadInput as error:
+            problem = error.problems[0]
+            # The format that gets furthest is the one that was meant.
+            if (problem.line, problem.column) > (furthest.line, furthest.column):
+                message = f'not readable as JSON, JSON5, YAML or KDL; as {tried.upper()}: {problem.message}'
+                furthest = problem._replace(message=message)
+    raise BadInput(str(furthest), [furthest])
+
+
