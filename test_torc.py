@@ -929,6 +929,693 @@ MISTAKES = (
 )
 
 
+# ======== 5. Spec: from a document to a plan ========
+
+
+def plan_of(spec: Any, directory: str = '', **options: Any) -> Any:
+    """Plan of a spec, given as YAML text or as a value."""
+    text, format = (spec, 'yaml') if isinstance(spec, str) else (json.dumps(spec), 'json')
+    return torc.read_plan(torc.read_document(text.encode('utf-8', 'surrogatepass'), format=format), directory, **options)
+
+
+def problems_of(spec: Any, directory: str = '', **options: Any) -> List[str]:
+    """What is wrong with a spec: each problem as 'line:column: message'."""
+    try:
+        plan_of(spec, directory, **options)
+    except torc.BadInput as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def recorded_form(body: Dict[str, Any]) -> Dict[str, Any]:
+    """The body of a plan in the form of a .torc.json: names in place of indexes, sorted, without what says nothing."""
+    def names(key: str, places: Iterable[int]) -> List[str]:
+        return sorted(body[key][place]['name'] for place in places)
+
+    def filled(record: Dict[str, Any]) -> Dict[str, Any]:
+        return {key: value for key, value in record.items() if value not in (None, [], {}, ())}
+
+    jobs = [torc.PlannedJob(*row) for row in body['jobs']]
+
+    def recorded_job(job: Any) -> Dict[str, Any]:
+        resources, priority, scheduler, labels = body['kinds'][job.kind]
+        members = body['dependency_sets'][job.dependencies] if job.dependencies is not None else ()
+        return filled({
+            'name': job.name, 'command': job.command, 'invocation_script': job.invocation_script,
+            'env': {**body['workflow'].get('env', {}), **(job.env or {})}, 'priority': priority, 'labels': labels,
+            'cancel_on_blocking_job_failure': job.cancel_on_blocking_job_failure, 'supports_termination': job.supports_termination,
+            'resource_requirements': 'default' if resources is None else body['resource_requirements'][resources]['name'],
+            'scheduler': None if scheduler is None else body['slurm_schedulers'][scheduler]['name'],
+            'failure_handler': None if job.failure_handler is None else body['failure_handlers'][job.failure_handler]['name'],
+            'depends_on': sorted(jobs[member].name for member in members),
+            'input_files': names('files', job.input_files), 'output_files': names('files', job.output_files),
+            'input_user_data': names('user_data', job.input_user_data), 'output_user_data': names('user_data', job.output_user_data)})
+
+    def recorded_action(action: Dict[str, Any]) -> Dict[str, Any]:
+        config = dict(action['action_config'])
+        if config.get('scheduler') is not None:
+            config['scheduler'] = body['slurm_schedulers'][config['scheduler']]['name']
+        return {'trigger_type': action['trigger_type'], 'action_type': action['action_type'], 'action_config': config, 'is_recovery': False,
+                'jobs': sorted(jobs[place].name for place in action['job_indexes'] or ()), 'persistent': action['persistent']}
+
+    requirements = body['resource_requirements']
+    if not any(row['name'] == 'default' for row in requirements):
+        requirements = requirements + [torc.DEFAULT_REQUIREMENTS]
+    return {
+        'workflow': filled(body['workflow']), 'jobs': [recorded_job(job) for job in jobs], 'actions': [recorded_action(row) for row in body['actions']],
+        'files': [{key: row[key] for key in ('name', 'path')} for row in body['files']], 'user_data': body['user_data'],
+        'resource_requirements': requirements, 'slurm_schedulers': body['slurm_schedulers'], 'failure_handlers': body['failure_handlers']}
+
+
+# Where what is made of a spec differs from what Torc 1.0.0 stored, on purpose: (file, what, why).
+BETTER_ON_PURPOSE = (
+    ('hyperparameter_sweep.kdl',    'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
+    ('sample_workflow.kdl',         'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
+    ('workflow_actions_simple.kdl', 'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
+    ('zip_parameter_mode.kdl',      'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
+    ('zip_parameter_mode.kdl',      'jobs.input_files',          'Torc drops the nodes input_files'),
+    ('zip_parameter_mode.kdl',      'jobs.output_files',         'Torc drops the nodes output_files'),
+    ('slurm_dogfood_parent.yaml',   'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
+    ('slurm_in_memory_exec.yaml',   'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
+    ('slurm_job_parallelism.yaml',  'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
+    ('slurm_multi_node_direct.yaml', 'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
+    ('slurm_single_node_basic.yaml', 'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
+)
+
+
+def recorded_differences(name: str, made: Dict[str, Any], recorded: Dict[str, Any]) -> List[str]:
+    """Where a workflow made from a spec is not what Torc stored, but for BETTER_ON_PURPOSE."""
+    excused = {what for file, what, _ in BETTER_ON_PURPOSE if file == name}
+    found = [f'workflow.{key}: {made["workflow"].get(key)!r} is not {recorded["workflow"].get(key)!r}'
+             for key in sorted({**made['workflow'], **recorded['workflow']})
+             if made['workflow'].get(key) != recorded['workflow'].get(key) and f'workflow.{key}' not in excused]
+    if recorded['job_count'] != len(made['jobs']):
+        found.append(f"{len(made['jobs'])} jobs, not {recorded['job_count']}")
+    if 'job_names_sha256' in recorded:
+        digest = hashlib.sha256('\n'.join(sorted(job['name'] for job in made['jobs'])).encode()).hexdigest()
+        found += ['other job names'] if digest != recorded['job_names_sha256'] else []
+    for kind in ('jobs', 'files', 'user_data', 'resource_requirements', 'slurm_schedulers', 'failure_handlers'):
+        records = {record['name']: record for record in made[kind]}
+        wanted = {record['name']: record for record in recorded.get(kind, recorded.get(kind + '_sample'))}
+        if kind in recorded and set(records) != set(wanted):
+            found.append(f'{kind}: {sorted(set(records) ^ set(wanted))}')
+        for title, record in wanted.items():
+            keys = sorted({**record, **records.get(title, {})})
+            found += [f'{kind} {title}: {key} {records.get(title, {}).get(key)!r} is not {record.get(key)!r}' for key in keys
+                      if records.get(title, {}).get(key) != record.get(key) and f'{kind}.{key}' not in excused]
+    by_text = functools.partial(json.dumps, sort_keys=True)
+    if sorted(made['actions'], key=by_text) != sorted(recorded['actions'], key=by_text):
+        found.append(f"actions: {made['actions']} is not {recorded['actions']}")
+    return found
+
+
+def spec_names() -> List[str]:
+    """The workflow files of ../shared/specs."""
+    return sorted(name for name in os.listdir(shared('specs')) if re.search(r'\.(yaml|json5?|kdl)\Z', name)
+                  and not name.endswith(('.expected.json', '.torc.json')))
+
+
+class SpecFilesTest(unittest.TestCase):
+    """Real workflow files."""
+
+    def read(self, name: str) -> Any:
+        """Plan of one of them."""
+        with open(shared('specs/' + name), 'rb') as file:
+            return torc.read_plan(torc.read_document(file.read(), name), shared('specs'))
+
+    def test_what_is_made_of_them_is_what_torc_stored(self):
+        for name in spec_names():
+            recorded = read_shared(f'specs/{name}.torc.json')
+            if 'refused' not in recorded:
+                with self.subTest(name):
+                    body = json.loads(json.dumps(self.read(name).body))
+                    self.assertEqual([], recorded_differences(name, recorded_form(body), recorded))
+
+    def test_those_that_torc_refused_are_refused_with_the_reason(self):
+        reasons = {
+            'multi_node_parallel_jobs_test_workflow.yaml':
+                "30:5: resource_monitor.jobs: granularity must be one of summary, time_series, not 'TimeSeries', did you mean 'time_series'?",
+            'timeout_auto_recovery_test_workflow.yaml':
+                "55:5: slurm_scheduler 'job_scheduler': unknown field 'num_nodes', did you mean 'nodes'?"}
+        refused = [name for name in spec_names() if 'refused' in read_shared(f'specs/{name}.torc.json')]
+        self.assertEqual(sorted(reasons), refused)
+        for name, reason in reasons.items():
+            with self.assertRaises(torc.BadInput) as caught:
+                self.read(name)
+            self.assertEqual([reason], [str(problem) for problem in caught.exception.problems])
+
+    def test_they_give_no_warnings(self):
+        for name in spec_names():
+            if 'refused' not in read_shared(f'specs/{name}.torc.json'):
+                self.assertEqual([], [str(warning) for warning in self.read(name).warnings], name)
+
+
+class ParametersTest(unittest.TestCase):
+    """Values, formats, combinations: the recorded cases, with what is better here."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.cases = read_shared('torc/param_cases.json')
+
+    def test_values_are_those_recorded(self):
+        names = {int: 'int', float: 'float', str: 'string'}
+        for case in self.cases['parse']:
+            with self.subTest(case['input']):
+                case = {**case, **case['ours']} if 'ours' in case else case
+                if case.get('error') and not ('ours' in case and 'values' in case['ours']):
+                    with self.assertRaises(ValueError) as caught:
+                        torc.expand_values(case['input'])
+                    if 'ours' not in case:
+                        self.assertEqual(case['error'], str(caught.exception)[:len(case['error'])] if 'Step' not in case['error'] else 'Step cannot be zero')
+                    continue
+                values = [[names[type(value)], torc.format_value(value)] for value in torc.expand_values(case['input'])]
+                if 'values' in case and not ('first' in case):
+                    # Torc adds the step again and again; 0:1:0.1 has its noise, which three cases of the same kind call wrong.
+                    wanted = [[kind, re.sub(r'0000000000000\d+$|9999999999\d+$', '~', text)] for kind, text in case['values']]
+                    self.assertEqual([row for row, want in zip(values, wanted) if '~' not in want[1]], [row for row in wanted if '~' not in row[1]])
+                    self.assertEqual(len(case['values']), len(values))
+                else:
+                    self.assertEqual((case['count'], case['first'], case['last']), (len(values), values[:len(case['first'])], values[-len(case['last']):]))
+
+    def test_formats_are_those_recorded(self):
+        kinds = {'int': int, 'float': float, 'string': str}
+        for case in self.cases['format']:
+            with self.subTest('{value}:{spec}'.format(**case)):
+                value, case = kinds[case['type']](case['value']), {**case, **case.get('ours', {})}
+                if case.get('error'):
+                    self.assertRaises(ValueError, torc.format_value, value, case['spec'])
+                else:
+                    self.assertEqual(case['text'], torc.format_value(value, case['spec']))
+
+    def test_templates_are_filled_as_recorded(self):
+        for case in self.cases['substitute']:
+            with self.subTest(case['template']):
+                values = {name: value for name, (_, value) in case['params'].items()}
+                ours = case.get('ours', {})
+                if ours.get('error'):
+                    self.assertRaises(torc.BadInput, torc.substitute, case['template'], values)
+                    continue
+                wanted = ours.get('text', case['torc_newer'])
+                self.assertEqual(wanted, torc.substitute(case['template'], values))
+                plan = plan_of({'name': 'w', 'jobs': [{'name': 'x', 'command': case['template'] + ' ', 'parameters': {key: [value] for key, value in values.items()}}],
+                                'files': [{'name': 'x', 'path': 'p'}]} if 'files.' not in wanted else {'name': 'w', 'jobs': []})
+                self.assertEqual([wanted + ' '] if 'files.' not in wanted else [], [job.command for job in plan.body['jobs']])
+
+    def test_entries_are_expanded_as_recorded(self):
+        for case in self.cases['expand']:
+            with self.subTest(case):
+                kind = 'job' if 'job' in case else 'file'
+                spec = self.complete(case[kind], kind)
+                if case.get('ours', {}).get('error') or 'error_contains' in case:
+                    self.assertIn(case.get('error_contains', ''), '\n'.join(problems_of(spec)) or 'no problem')
+                    continue
+                body = plan_of(spec).body
+                rows = [self.job_record(body, job) for job in body['jobs'] if job.name != 'other'] if kind == 'job' else body['files']
+                self.check_rows(case, rows)
+
+    def complete(self, entry: Dict[str, Any], kind: str) -> Dict[str, Any]:
+        """A spec around an entry: with whatever it names."""
+        spec: Dict[str, Any] = {'name': 'w', 'jobs': [], 'files': [], 'user_data': []}
+        spec[kind + 's'].append(entry)
+        parameters = {key: entry[key] for key in ('parameters', 'parameter_mode') if key in entry}
+        for field, listed in (('input_files', 'files'), ('output_files', 'files'), ('input_user_data', 'user_data'), ('output_user_data', 'user_data')):
+            for name in entry.get(field, ()):
+                used = {key: value for key, value in parameters.get('parameters', {}).items() if '{' + key in name}
+                spec[listed].append(dict({'name': name, 'parameters': used}, **({'path': 'p/' + name} if listed == 'files' else {})))
+        for name in entry.get('depends_on', ()):
+            spec['jobs'].append(dict({'name': name, 'command': 'c'}, **parameters))
+        return spec
+
+    def job_record(self, body: Dict[str, Any], job: Any) -> Dict[str, Any]:
+        """A planned job with names."""
+        members = body['dependency_sets'][job.dependencies] if job.dependencies is not None else ()
+        record = dict(job._asdict(), depends_on=[body['jobs'][member].name for member in members])
+        for field, listed in (('input_files', 'files'), ('output_files', 'files'), ('input_user_data', 'user_data'), ('output_user_data', 'user_data')):
+            record[field] = [body[listed][place]['name'] for place in record[field]]
+        return record
+
+    def check_rows(self, case: Dict[str, Any], rows: List[Dict[str, Any]]) -> None:
+        """What a case says of the instances."""
+        if case['from'] == 'test:test_job_with_depends_on_names':
+            rows = rows[:3]
+        names = [row['name'] for row in rows]
+        self.assertEqual(case.get('count', len(rows)), len(rows))
+        self.assertEqual(case.get('names', names), names)
+        self.assertEqual(case.get('commands', [row.get('command') for row in rows]), [row.get('command') for row in rows])
+        self.assertEqual(case.get('names_start', []), names[:len(case.get('names_start', []))])
+        self.assertEqual(set(), set(case.get('has_names', ())) - set(names))
+        wanted = [(rows[0], case.get('first', {})), (rows[-1], case.get('last', {}))]
+        if 'contains' in case:
+            wanted.append((rows[names.index(case['contains']['name'])], case['contains']))
+        for row, part in wanted:
+            self.assertEqual(part, {key: row[key] for key in part})
+
+    def test_specs_share_parameters_as_recorded(self):
+        for case in self.cases['spec']:
+            with self.subTest(case['spec']):
+                case = {**case, **case.get('ours', {})}
+                if case.get('error'):
+                    self.assertTrue(problems_of(case['spec']))
+                    continue
+                body = plan_of(case['spec']).body
+                names = [job.name for job in body['jobs']]
+                self.assertEqual(case.get('job_names', names), names)
+                self.assertEqual(case.get('job_count', len(names)), len(names))
+                self.assertEqual(case.get('file_names', [row['name'] for row in body['files']]), [row['name'] for row in body['files']])
+
+    def test_native_values(self):
+        self.assertEqual([1, 2.5, 'a,b', 'true', '007', '1:3'], torc.expand_values([1, 2.5, 'a,b', True, '007', '1:3']))
+        for value, message in (([[1]], 'must be made of numbers and text, not a list'), ({'a': 1}, 'must be made of numbers and text, not a mapping'),
+                               ([None], 'must be made of numbers and text, not null: put it in quotes if you mean the word'), ([], 'has no values: an empty list makes no instance')):
+            with self.assertRaises(ValueError) as caught:
+                torc.expand_values(value)
+            self.assertEqual(message, str(caught.exception))
+
+    def test_the_last_parameter_changes_fastest(self):
+        self.assertEqual([{'a': 1, 'b': 'x'}, {'a': 1, 'b': 'y'}, {'a': 2, 'b': 'x'}, {'a': 2, 'b': 'y'}], torc.expand_parameters({'a': '1:2', 'b': '[x,y]'}))
+        self.assertEqual([{'a': 1, 'b': 'x'}, {'a': 2, 'b': 'y'}], torc.expand_parameters({'a': '1:2', 'b': '[x,y]'}, 'zip'))
+        self.assertEqual([{}], torc.expand_parameters({}))
+
+    def test_too_many_instances_are_refused_before_they_are_made(self):
+        for parameters, count in (({'i': '1:1000000000000'}, '1,000,000,000,000'), ({'i': '1:10000', 'j': '1:10000'}, '100,000,000'), ({'i': '0:1:1e-20'}, '100,000,000,000,000,000,001')):
+            found = problems_of({'name': 'w', 'jobs': [{'name': 'j{i}', 'command': 'c', 'parameters': parameters}]})
+            self.assertEqual(1, len(found), found)
+            self.assertIn(f'would make {count} instances, more than the limit of 1,000,000: use fewer values, or raise the limit with --max-instances', found[0])
+        self.assertEqual(5, len(plan_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:5"}}]}', max_instances=5).body['jobs']))
+        self.assertEqual(1, len(problems_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:6"}}]}', max_instances=5)))
+        two = {'name': 'w', 'jobs': [{'name': letter + '{i}', 'command': 'c', 'parameters': {'i': '1:4'}} for letter in 'ab']}
+        self.assertEqual(1, len(problems_of(two, max_instances=5)))
+
+    def test_tables_and_lists(self):
+        with tempfile.TemporaryDirectory() as directory:
+            files = {'t.csv': 'm, lr \nresnet, 0.10\n"a,b",7\n', 't.json': '[{"m": "x", "n": 1.50, "l": [1]}, {"m": "y", "n": 2, "l": null}]',
+                     't.jsonl': '{"m": 1}\n\n{"m": 2}\n', 'list.txt': '# names\n one\n\n2\n3.0\n', 'bad.csv': 'a,a\n1,2\n', 'short.csv': 'a,b\n1\n',
+                     'empty.csv': 'a,b\n', 'part.json': '[{"a": 1}, {"b": 2}]', 'bad.json': '[1]'}
+            for name, text in files.items():
+                with open(os.path.join(directory, name), 'w') as file:
+                    file.write(text)
+
+            def commands(job: Dict[str, Any], **workflow: Any) -> List[str]:
+                return [row.command for row in plan_of(dict(workflow, name='w', jobs=[job]), directory).body['jobs']]
+
+            def problem(job: Dict[str, Any], **workflow: Any) -> str:
+                return '\n'.join(re.sub(r'^[0-9:]+ ', '', found) for found in problems_of(dict(workflow, name='w', jobs=[job]), directory))
+
+            table = {'name': '{m}', 'command': '{m} {lr:.1f}', 'parameters_file': 't.csv'}
+            self.assertEqual(['resnet 0.1'], commands(dict(table, parameters_file='one.csv')) if self.write_one(directory) else [])
+            self.assertEqual(['resnet 0.1', 'a,b 7'], commands(dict(table, command='{m} {lr}')))
+            self.assertEqual(['x 1.5 [1]', 'y 2 null'], commands({'name': '{m}', 'command': '{m} {n} {l}', 'parameters_file': 't.json'}))
+            self.assertEqual(['1', '2'], commands({'name': '{m}', 'command': '{m}', 'use_parameters_file': True}, parameters_file='t.jsonl'))
+            self.assertEqual(['one', '2', '3'], commands({'name': '{m}', 'command': '{m}', 'parameters': {'m': '@list.txt'}}))
+            for job, workflow, message in (
+                    ({'parameters_file': 'no.csv'}, {}, "job 'x': 'no.csv' cannot be read: No such file or directory"),
+                    ({'parameters_file': 't.txt'}, {}, "job 'x': 't.txt' is not a table: use .csv, .json, .jsonl or .ndjson"),
+                    ({'parameters_file': 'bad.csv'}, {}, "job 'x': 'bad.csv': the header must name every column, each once"),
+                    ({'parameters_file': 'short.csv'}, {}, "job 'x': 'short.csv': row 1 has 1 fields, the header has 2"),
+                    ({'parameters_file': 'empty.csv'}, {}, "job 'x': 'empty.csv' has no rows"),
+                    ({'parameters_file': 'bad.json'}, {}, "job 'x': 'bad.json': row 1 must be an object, not a number"),
+                    ({'parameters_file': 't.csv', 'parameters': {'a': 1}}, {}, "job 'x': a table cannot be combined with parameters"),
+                    ({'parameters_file': 't.csv', 'use_parameters_file': True}, {'parameters_file': 't.csv'}, "job 'x': a table cannot be combined with use_parameters_file"),
+                    ({'use_parameters_file': True}, {}, "job 'x': use_parameters_file needs parameters_file in the workflow"),
+                    ({}, {'parameters': {'a': 1}, 'parameters_file': 't.csv'}, 'workflow: parameters and parameters_file cannot be combined'),
+                    ({'parameters': {'m': '@no.txt'}}, {}, "job 'x': parameter 'm' 'no.txt' cannot be read: No such file or directory")):
+                self.assertEqual(message, problem(dict(job, name='x', command='c'), **workflow))
+            self.assertIn("parameter 'a' in name: row 2 of the table has no such key", problem({'name': '{a}', 'command': 'c', 'parameters_file': 'part.json'}))
+
+    @staticmethod
+    def write_one(directory: str) -> bool:
+        """A table of one row, with a byte order mark as spreadsheets write it."""
+        with open(os.path.join(directory, 'one.csv'), 'w', encoding='utf-8-sig') as file:
+            file.write('m,lr\r\nresnet,0.1\r\n')
+        return True
+
+
+BAD_SPECS = (
+    # YAML with {} around it and name: w before it                                              the problems, without places
+    ('jobs: [{name: a, command: c, cpus: 1}]',                                                   ["job 'a': unknown field 'cpus'"]),
+    ('jobs: [{name: a, command: c, num_cpus: 1}]',                                               ["job 'a': unknown field 'num_cpus', it is a field of resource_requirements"]),
+    ('jobs: [{name: a, comand: c}]',                                                             ["job 'a': command is missing", "job 'a': unknown field 'comand', did you mean 'command'?"]),
+    ('jobs: [{command: c}]',                                                                     ['job 1: name is missing']),
+    ('jobs: [a]',                                                                                ['job 1: must be a mapping, not text']),
+    ('jobs: {name: a}',                                                                          ['workflow: jobs must be a list (each entry begins with "- "), not a mapping']),
+    ('slurm_config: {}',                                                                         ["workflow: unknown field 'slurm_config', its fields stand under execution_config now"]),
+    ('use_srun: true',                                                                           ["workflow: unknown field 'use_srun', did you mean 'user'?"]),
+    ('limit_resources: false',                                                                   ["workflow: unknown field 'limit_resources', it is a field of execution_config"]),
+    ('description: true',                                                                        ['workflow: description must be text, not true: put it in quotes ("true") if you mean the word']),
+    ('env: {A: null}',                                                                           ['workflow: \'A\' of env must be text, not null: put it in quotes ("null") if you mean the word']),
+    ('env: {A-B: x}',                                                                            ["workflow: 'A-B' of env must be a name of letters, digits and _, not 'A-B'"]),
+    ('env: [a]',                                                                                 ['workflow: env must be a mapping, not a list']),
+    ('jobs: [{name: a, command: c, depends_on: b}]',                                             ["job 'a': depends_on must be a list, such as [b], not text"]),
+    ('jobs: [{name: a, command: c, depends_on: [b]}]',                                           ["job 'a': depends_on: there is no job 'b'"]),
+    ('jobs: [{name: one, command: c}, {name: a, command: c, depends_on: [oen]}]',                ["job 'a': depends_on: there is no job 'oen', did you mean 'one'?"]),
+    ('jobs: [{name: a, command: c, priority: "5"}]',                                             ["job 'a': priority must be a whole number, not text: write it without quotes"]),
+    ('jobs: [{name: a, command: c, priority: -1}]',                                              ["job 'a': priority must be at least 0, not -1"]),
+    ('jobs: [{name: a, command: c, priority: 007}]',                                             ["job 'a': priority must be a whole number without leading zeros, not 007"]),
+    ('jobs: [{name: a, command: c, priority: 99999999999999999999}]',                            ["job 'a': priority must be at most 9,223,372,036,854,775,807, not 99999999999999999999"]),
+    ('jobs: [{name: a, command: c, priority: 1.5}]',                                             ["job 'a': priority must be a whole number, not a number"]),
+    ('jobs: [{name: a, command: c, cancel_on_blocking_job_failure: yes}]',                       ["job 'a': cancel_on_blocking_job_failure must be true or false, not text"]),
+    ('jobs: [{name: a, command: c}, {name: a, command: d}]',                                     ["job 'a': the name 'a' is taken, in line 2: give each its own"]),
+    ('files: [{name: f, path: p}, {name: f, path: q}]',                                          ["file 'f': the name 'f' is taken, in line 2: give each its own"]),
+    ('user_data: [{name: u}, {name: u}]',                                                        ["user_data 'u': the name 'u' is taken, in line 2: give each its own"]),
+    ('user_data: [{data: 1}]',                                                                   ['user_data 1: name is missing']),
+    ('failure_handlers: [{name: h, rules: []}, {name: h, rules: []}]',                           ["failure_handler 'h': the name 'h' is taken, in line 2: give each its own"]),
+    ('jobs: [{name: "", command: c}]',                                                           ['job \'\': name must not be empty']),
+    ('jobs: [{name: "a\\u0007", command: c}]',                                                   ["job 'a\\x07': name holds the control character '\\x07': remove it"]),
+    ('jobs: [{name: a, command: "c\\0"}]',                                                       ["job 'a': command holds the character '\\x00', which cannot be stored: remove it"]),
+    ('jobs: [{name: a, command: c, resource_requirements: r}]',                                  ["job 'a': resource_requirements: there is no resource_requirements 'r'"]),
+    ('jobs: [{name: a, command: c, failure_handler: h}]',                                        ["job 'a': failure_handler: there is no failure_handler 'h'"]),
+    ('jobs: [{name: a, command: c, scheduler: s}]',                                              ["job 'a': scheduler: there is no slurm_scheduler 's'"]),
+    ('jobs: [{name: a, command: c, input_files: [f]}]',                                          ["job 'a': input_files: there is no file 'f'"]),
+    ('jobs: [{name: a, command: "c ${files.input.f}"}]',                                         ["job 'a': command: there is no file 'f'"]),
+    ('jobs: [{name: a, command: "c ${user_data.output.u}"}]',                                    ["job 'a': command: there is no user_data 'u'"]),
+    ('{jobs: [{name: a, command: "c ${user_data.input.u}"}], user_data: [{name: u}]}',
+     ["job 'a': command: user_data 'u' has no data to put here: list it under input_user_data or output_user_data, and read or write it while the job runs"]),
+    ('jobs: [{name: a, command: c, depends_on_regexes: ["("]}]',
+     ["job 'a': depends_on_regexes: '(' is not a regular expression: missing ), unterminated subpattern at character 1"]),
+    ('jobs: [{name: a, command: c, depends_on_regexes: ["^b"]}]',                                ["job 'a': depends_on_regexes: '^b' did not match any job name"]),
+    ('jobs: [{name: a, command: c, depends_on_regexes: ["a"]}]',                                 ["job 'a': waits for itself: a -> a"]),
+    ('jobs: [{name: a, command: c, depends_on: [b]}, {name: b, command: c, depends_on: [a]}]',   ["job 'a': waits for itself: a -> b -> a"]),
+    ('{jobs: [{name: a, command: c, input_files: [f], output_files: [g]}, {name: b, command: c, input_files: [g], output_files: [f]}], '
+     'files: [{name: f, path: f}, {name: g, path: g}]}',                                         ["job 'a': waits for itself: a -> b -> a"]),
+    ('{jobs: [{name: a, command: c, input_user_data: [u]}, {name: b, command: c, depends_on: [a], output_user_data: [u]}], user_data: [{name: u}]}',
+     ["job 'a': waits for itself: a -> b -> a"]),
+    ('{jobs: [{name: a, command: c, input_files: [f], output_files: [f]}], files: [{name: f, path: f}]}', ["job 'a': waits for itself: a -> a"]),
+    ('{jobs: [{name: a, command: c, output_files: [f]}, {name: b, command: c, output_files: [f]}], files: [{name: f, path: f}]}',
+     ["job 'b': file 'f' is written by both 'a' and 'b': give each its own file"]),
+    ('{jobs: [{name: a, command: c, output_files: [f]}, {name: b, command: c, output_files: [g]}], files: [{name: f, path: x}, {name: g, path: x}]}',
+     ["job 'b': file 'g' is written by both 'a' and 'b': give each its own file"]),
+    ('jobs: [{name: a, command: c, labels: [""]}]',                                              ["job 'a': label '' must be a word without commas and outer blanks"]),
+    ('jobs: [{name: a, command: c, labels: ["x,y"]}]',                                           ["job 'a': label 'x,y' must be a word without commas and outer blanks"]),
+    ('{jobs: [{name: a, command: c, labels: [x], scheduler: s}], slurm_schedulers: [{name: s, account: z}]}', ["job 'a': a job with labels cannot name a scheduler: remove one"]),
+    ('jobs: [{name: a, command: c, stdio: {mode: both}}]',                                       ["stdio: mode must be one of separate, combined, no_stdout, no_stderr, none, not 'both'"]),
+    ('resource_requirements: [{name: r, memory: 4GB}]',
+     ["resource_requirements 'r': memory '4GB' is not an amount of memory: write a whole number and k, m, g or t, such as 512m or 2g"]),
+    ('resource_requirements: [{name: r, runtime: 1h}]',
+     ["resource_requirements 'r': runtime '1h' is not a duration: write it in ISO 8601, such as PT30M, PT2H or P1DT12H"]),
+    ('resource_requirements: [{name: r, num_cpus: 0, num_gpus: -1, num_nodes: 0}]',
+     ["resource_requirements 'r': num_cpus must be at least 1, not 0", "resource_requirements 'r': num_gpus must be at least 0, not -1",
+      "resource_requirements 'r': num_nodes must be at least 1, not 0"]),
+    ('slurm_schedulers: [{account: a}]',                                                         ['slurm_scheduler 1: name is missing']),
+    ('slurm_schedulers: [{name: s}]',                                                            ["slurm_scheduler 's': account is missing"]),
+    ('slurm_schedulers: [{name: s, account: a, walltime: 1h}]',                                  ["slurm_scheduler 's': walltime '1h' is not a walltime: write HH:MM:SS or D-HH:MM:SS"]),
+    ('slurm_schedulers: [{name: s, account: a, nodes: 0}]',                                      ["slurm_scheduler 's': nodes must be at least 1, not 0"]),
+    ('slurm_schedulers: [{name: s, account: a, mem: much}]',
+     ["slurm_scheduler 's': mem 'much' is not an amount of memory for Slurm: write such as 240G or 4096 (megabytes)"]),
+    ('slurm_defaults: {Partition: x, qos: y}',                                                   ["workflow: slurm_defaults cannot set 'Partition': set it in slurm_schedulers"]),
+    ('actions: [{trigger_type: on_start, action_type: run_commands, commands: [x]}]',
+     ["action 1: trigger_type must be one of on_workflow_start, on_workflow_complete, on_worker_start, on_worker_complete, on_jobs_ready, on_jobs_complete, not 'on_start', did you mean 'on_worker_start'?"]),
+    ('actions: [{trigger_type: on_workflow_start, action_type: run_commands}]',                  ['action 1: run_commands needs commands']),
+    ('actions: [{trigger_type: on_jobs_ready, action_type: run_commands, commands: [x]}]',       ['action 1: on_jobs_ready needs jobs or job_name_regexes']),
+    ('actions: [{trigger_type: on_jobs_ready, action_type: run_commands, commands: [x], jobs: [ a ]}]', ["action 1: jobs: there is no job 'a'"]),
+    ('actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes}]',                ['action 1: schedule_nodes needs scheduler', 'action 1: schedule_nodes needs scheduler_type']),
+    ('actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]', ["action 1: scheduler: there is no slurm_scheduler 's'"]),
+    ('actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: pbs}]',
+     ["action 1: scheduler_type must be one of slurm, local, not 'pbs'"]),
+    ('execution_config: {mode: slurm, limit_resources: false, oom_exit_code: 137}',
+     ['execution_config: limit_resources: false does not go with mode slurm: remove it, or set mode: direct',
+      'execution_config: oom_exit_code does not go with mode slurm: remove it, or set mode: direct']),
+    ('execution_config: {mode: direct, srun_termination_signal: TERM@60}',
+     ['execution_config: srun_termination_signal does not go with mode direct: remove it, or set mode: slurm']),
+    ('{execution_config: {termination_signal: SIGUSR1}, slurm_schedulers: [{name: s, account: a}]}',
+     ['execution_config: termination_signal does not go with mode auto, which is slurm here: remove it, or set mode: direct']),
+    ('execution_config: {termination_signal: SIGFOO}',                                           ["execution_config: termination_signal must be the name of a signal, such as SIGTERM or SIGUSR1, not 'SIGFOO'"]),
+    ('execution_config: {srun_mpi: "a b"}',                                                      ["execution_config: srun_mpi must be a kind of MPI such as pmix, not 'a b'"]),
+    ('execution_config: {srun_mpi: pmix}',                                                       ['execution_config: srun_mpi needs a schedule_nodes action with start_one_worker_per_node: true']),
+    ('dynamic_jobs: {max_iterations: 0}',                                                        ['dynamic_jobs: max_iterations must be at least 1, not 0']),
+    ('access_groups: [a, a]',                                                                    ['workflow: access_groups names a group twice']),
+    ('resource_monitor: {interval: 1}',                                                          ["resource_monitor: unknown field 'interval'"]),
+    ('resource_monitor: {sample_interval_seconds: 0}',                                           ['resource_monitor: sample_interval_seconds must be at least 1, not 0']),
+    ('variables: {a: 5}',                                                                        ["workflow: variable 'a' must be text: put it in quotes"]),
+    ('variables: {a: "{b}"}',                                                                    ["workflow: variable 'a' holds {b}: it cannot refer to others"]),
+    ('{variables: {i: x}, jobs: [{name: "{i}", command: c, parameters: {i: [1]}}]}',             ["workflow: 'i' is both a variable and a parameter: rename one"]),
+    ('{parameters: {i: "1:3"}, jobs: [{name: a, command: "echo {i}"}]}',
+     ["job 'a': command holds {i}, but 'i' is not used here: add it to use_parameters, or declare it under parameters"]),
+    ('jobs: [{name: "j{i}", command: c, parameters: {i: []}}]',                                  ["job 'j{i}': parameter 'i' has no values: an empty list makes no instance"]),
+    ('jobs: [{name: "j{i}", command: c, parameters: {i: "5:1"}}]',                               ["job 'j{i}': parameter 'i' '5:1' has no values: the step leads away from the end"]),
+    ('jobs: [{name: j, command: c, parameters: {i: "1:2"}}]',
+     ["job 'j': parameters make several with the name 'j': put every parameter into the name, or collect with depends_on_regexes or input_file_regexes instead of parameters"]),
+    ('jobs: [{name: a, command: c, depends_on: [j1]}, {name: "j{i:03d}", command: c, parameters: {i: "5:1"}}]', ["job 'j{i:03d}': parameter 'i' '5:1' has no values: the step leads away from the end"]),
+    ('jobs: [{name: "j{i:03d}", command: c, parameters: {i: [x]}}]',                             ["job 'j{i:03d}': parameter 'i' in name: format '03d' does not suit the text x"]),
+    ('jobs: [{name: "j{i}", command: c, parameters: {i: "1:2"}, parameter_mode: zipped}]',       ["job 'j{i}': parameter_mode must be one of product, zip, not 'zipped', did you mean 'zip'?"]),
+    ('{parameters: {seed: "1:2"}, jobs: [{name: "j{seed}", command: c, use_parameters: [sed]}]}',
+     ["job 'j{seed}': use_parameters names 'sed', which is no parameter of the workflow, did you mean 'seed'?"]),
+    ('user_data: [{name: u, data: .nan}]',                                                       ["user_data 'u': data holds NaN or infinity, which JSON cannot: put it in quotes"]),
+    ('user_data: [{name: u, data: [99999999999999999999]}]',                                     ["user_data 'u': data holds a number that is too large for 64 bits: put it in quotes"]),
+    ('files: [{name: f, path: p, identifier: x}]',                                               ["workflow: file 'f': identifier needs enable_ro_crate: true in the workflow"]),
+    ('{enable_ro_crate: true, files: [{name: f, path: p, identifier: x}]}',                      ["workflow: file 'f': identifier is for input files only, and no job reads this one"]),
+    ('{enable_ro_crate: true, jobs: [{name: j, command: c, input_files: [f]}], files: [{name: f, path: p, identifier: "#torc-x"}]}',
+     ["workflow: file 'f': identifier '#torc-x' is reserved"]),
+)
+
+SCHEDULER = 'slurm_schedulers: [{name: s, account: a, walltime: "01:00:00", mem: 8G, gres: "gpu:2"}]'
+UNFIT = (
+    ('runtime: PT2H',                'runtime PT2H is longer than walltime 01:00:00 of \'s\''),
+    ('memory: 16g',                  "memory 16g is more than mem 8G of 's'"),
+    ('num_gpus: 4',                  "num_gpus 4 is more than gres gpu:2 of 's'"),
+    ('num_nodes: 2',                 "num_nodes 2 is more than nodes 1 of 's'"),
+)
+
+
+class SpecTest(unittest.TestCase):
+    """What a spec may say, and what it is told."""
+
+    def test_every_mistake_has_its_message(self):
+        for text, wanted in BAD_SPECS:
+            with self.subTest(text):
+                text = text[1:-1] if text[0] == '{' else text
+                jobs = '' if re.search(r'\bjobs: [\[{a](?! a \])', text) else ', jobs: []'
+                found = problems_of('{name: w,\n ' + text + jobs + '}')
+                self.assertEqual(sorted(wanted), sorted(re.sub(r'^[0-9]+:[0-9]+: ', '', problem) for problem in found))
+
+    def test_all_mistakes_are_told_at_once_with_their_places(self):
+        text = 'name: w\njobs:\n  - name: a\n    comand: c\n  - name: b\n    command: c\n    priority: -1\n    depends_on:\n      - a\n      - z\nfoo: 1\n'
+        self.assertEqual(["3:5: job 'a': command is missing", "4:5: job 'a': unknown field 'comand', did you mean 'command'?", "7:5: job 'b': priority must be at least 0, not -1",
+                          "8:5: job 'b': depends_on: there is no job 'z'", "11:1: workflow: unknown field 'foo'"], problems_of(text))
+
+    def test_a_spec_must_be_a_mapping_with_a_name(self):
+        for text, wanted in (('[1]', ['1:1: a workflow must be a mapping with name and jobs, not a list']), ('jobs: []\n', ['1:1: workflow: name is missing']),
+                             ('name: w\n', ['1:1: workflow: jobs is missing'])):
+            self.assertEqual(wanted, problems_of(text))
+
+    def test_resources_that_fit_no_scheduler_are_refused(self):
+        for field, reason in UNFIT:
+            with self.subTest(field):
+                text = f'{{name: w, jobs: [{{name: a, command: c, resource_requirements: r}}], resource_requirements: [{{name: r, {field}}}], {SCHEDULER}}}'
+                self.assertEqual([f"job 'a': fits no scheduler: {reason}: change the one or the other, or use --skip-checks"],
+                                 [re.sub(r'^[0-9:]+ ', '', problem) for problem in problems_of(text)])
+                plan = plan_of(text, skip_checks=True)
+                self.assertEqual(1, len(plan.warnings))
+        self.assertEqual([], problems_of(f'{{name: w, jobs: [{{name: a, command: c}}], {SCHEDULER}}}'))
+
+    def test_a_job_needs_one_scheduler_that_fits_in_all_respects(self):
+        text = '{name: w, jobs: [{name: a, command: c, resource_requirements: r}], resource_requirements: [{name: r, memory: 16g, runtime: PT2H}], ' \
+            'slurm_schedulers: [{name: s, account: a, mem: 8G, walltime: "04:00:00"}, {name: t, account: a, mem: 32G}%s]}'
+        self.assertEqual(["1:40: job 'a': fits no scheduler: memory 16g is more than mem 8G of 's'; runtime PT2H is longer than walltime 01:00:00 of 't': "
+                          'change the one or the other, or use --skip-checks'], problems_of(text % ''))
+        self.assertEqual([], problems_of(text % ', {name: u, account: a, walltime: 1-0}'))
+
+    def test_text_fields_take_the_source_text_of_numbers(self):
+        body = plan_of('{name: 1.10, project: 012, jobs: [{name: 007, command: 1e3, env: {A: 0.60}}], files: [{name: 5, path: 1_000}], '
+                       'slurm_schedulers: [{name: s, account: 012345, walltime: 60}]}').body
+        self.assertEqual(('1.10', '012'), (body['workflow']['name'], body['workflow']['project']))
+        self.assertEqual(('007', '1e3', {'A': '0.60'}), (body['jobs'][0].name, body['jobs'][0].command, body['jobs'][0].env))
+        self.assertEqual(('5', '1_000'), (body['files'][0]['name'], body['files'][0]['path']))
+        self.assertEqual(('012345', '60'), (body['slurm_schedulers'][0]['account'], body['slurm_schedulers'][0]['walltime']))
+
+    def test_names_may_hold_blanks_dots_and_slashes_but_not_be_absurdly_long(self):
+        self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'a b/c.d é', 'command': 'c'}, {'name': 'x' * 1000, 'command': 'c'}]}))
+        self.assertIn('is 1,001 characters long: 1,000 are allowed', problems_of({'name': 'w', 'jobs': [{'name': 'x' * 1001, 'command': 'c'}]})[0])
+        self.assertIn('is 1,001 characters long: 1,000 are allowed', problems_of({'name': 'w', 'jobs': [{'name': '{i:>600}{i:>401}', 'command': 'c', 'parameters': {'i': '1:2'}}]})[0])
+
+    def test_lone_surrogates_are_refused(self):
+        for value in ({'name': 'w', 'jobs': [{'name': 'a', 'command': '\ud800'}]}, {'name': 'w', 'jobs': [], 'user_data': [{'name': 'u', 'data': {'x': '\udfff'}}]}):
+            self.assertEqual(1, len(problems_of(value)))
+
+    def test_old_names_are_taken_with_a_warning(self):
+        plan = plan_of('{name: w, jobs_sort_method: none, metadata: \'{"a": 1}\', jobs: [{name: a, command: c, label: gpu, supports_termination: true}, '
+                       '{name: b, command: c, blocked_by: [a]}], resource_requirements: [{name: r}]}')
+        self.assertEqual(["workflow: jobs_sort_method has no effect: jobs are claimed by priority, then GPUs, runtime, memory and CPUs",
+                          "job 'a': 'label' is an old name: write 'labels'", "job 'a': supports_termination has no effect: every job is sent the termination signal",
+                          "job 'b': 'blocked_by' is an old name: write 'depends_on'"], [warning.message for warning in plan.warnings])
+        self.assertEqual([[0]], plan.body['dependency_sets'])
+        self.assertEqual([None, 0, None, ['gpu']], plan.body['kinds'][0])
+        self.assertEqual({'a': 1}, plan.body['workflow']['metadata'])
+        self.assertEqual([{'name': 'r', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m', 'runtime': 'PT1H'}], plan.body['resource_requirements'])
+
+    def test_tokens_add_relations_and_never_replace_listed_ones(self):
+        body = plan_of({'name': 'w', 'files': [{'name': name, 'path': f'dir/{name}'} for name in 'fgh'], 'user_data': [{'name': 'u', 'data': {'k': [1, 'é']}}],
+                        'jobs': [{'name': 'a', 'command': 'x ${files.input.g} ${files.input.g} ${files.output.h} ${user_data.input.u} ${HOME}', 'input_files': ['f'],
+                                  'invocation_script': 'pre ${files.input.f}'}]}).body
+        job = body['jobs'][0]
+        self.assertEqual('x dir/g dir/g dir/h {"k":[1,"é"]} ${HOME}', job.command)
+        self.assertEqual('pre dir/f', job.invocation_script)
+        self.assertEqual(((0, 1), (2,), (0,), ()), (tuple(job.input_files), tuple(job.output_files), tuple(job.input_user_data), tuple(job.output_user_data)))
+
+    def test_everything_is_expanded(self):
+        body = plan_of({'name': 'w', 'parameters': {'one': [7], 'many': '1:2'}, 'env': {'A': '{one}', 'B': '{many}', 'C': '{other}'},
+                        'files': [{'name': 'f{i}', 'path': '{i}.txt', 'parameters': {'i': '1:2'}}],
+                        'user_data': [{'name': 'u{i}', 'data': {'k{i}': ['v{i}', 1, None]}, 'parameters': {'i': '1:2'}}],
+                        'resource_requirements': [{'name': 'r1'}, {'name': 'r2'}], 'slurm_schedulers': [{'name': 's1', 'account': 'a'}, {'name': 's2', 'account': 'a'}],
+                        'jobs': [{'name': 'p{i}', 'command': '${files.output.f{i}} %s {i:02d}', 'invocation_script': 's{i}', 'env': {'E': 'e{i}', 'F': 'f'}, 'parameters': {'i': '1:2'},
+                                  'resource_requirements': 'r{i}', 'scheduler': 's{i}', 'stdio': {'mode': 'none'}},
+                                 {'name': 'c{i}', 'command': '${user_data.input.u{i}}', 'depends_on': ['p{i}'], 'input_file_regexes': ['^f{i}$'], 'parameters': {'i': '1:2'},
+                                  'labels': ['b', 'l{i}', 'b']}]}).body
+        self.assertEqual({'A': '7', 'B': '1:2', 'C': '{other}'}, body['workflow']['env'])
+        self.assertEqual([{'name': 'u1', 'data': {'k{i}': ['v1', 1, None]}, 'is_ephemeral': False}, {'name': 'u2', 'data': {'k{i}': ['v2', 1, None]}, 'is_ephemeral': False}], body['user_data'])
+        self.assertEqual([('p1', '1.txt %s 01', 's1', {'E': 'e1', 'F': 'f'}), ('p2', '2.txt %s 02', 's2', {'E': 'e2', 'F': 'f'})], [tuple(job[:4]) for job in body['jobs'][:2]])
+        self.assertEqual([[0, 0, 0, None], [1, 0, 1, None], [None, 0, None, ['b', 'l1']], [None, 0, None, ['b', 'l2']]], body['kinds'])
+        self.assertEqual([[0], [1]], body['dependency_sets'])
+        self.assertEqual([(0,), (1,)], [tuple(job.input_files) for job in body['jobs'][2:]])
+        self.assertEqual({'p1': {'mode': 'none'}, 'p2': {'mode': 'none'}}, body['workflow']['execution_config']['job_stdio_overrides'])
+
+    def test_values_in_regular_expressions_are_escaped(self):
+        spec = {'name': 'w', 'jobs': [{'name': name, 'command': 'c'} for name in ('v1.5', 'v1x5')] +
+                [{'name': 'c{v}', 'command': 'c', 'depends_on_regexes': ['^v{v}$'], 'parameters': {'v': [1.5]}}]}
+        self.assertEqual([[0]], plan_of(spec).body['dependency_sets'])
+
+    def test_regular_expressions_match_as_pythons_do_whatever_they_begin_with(self):
+        names = ['a', 'ab', 'abc', 'b', 'A.b', 'a+b', 'x ab', 'aab']
+        for pattern in ('^a', '^ab$', '^ab*', '^ab?', '^ab+', '^a|b', '^(a)', 'b$', '^a\\+b$', '(?i)^a', '^a{2}', '^ab{0}', '^A\\.', '^', '^a.', '\\Aab', '^(?P<x>a)b'):
+            jobs = [{'name': name, 'command': 'c'} for name in names] + [{'name': '~', 'command': 'c', 'depends_on_regexes': [pattern]}]
+            if re.search(pattern, '~') is None:
+                self.assertEqual([[place for place, name in enumerate(names) if re.search(pattern, name)]], plan_of({'name': 'w', 'jobs': jobs}).body['dependency_sets'], pattern)
+
+    def test_what_many_jobs_share_stands_once(self):
+        spec = {'name': 'w', 'jobs': [{'name': 'a{i}', 'command': 'c', 'parameters': {'i': '1:300'}}, {'name': 'b{i}', 'command': 'c', 'depends_on_regexes': ['^a'], 'parameters': {'i': '1:300'}}] +
+                [{'name': f'c{n}', 'command': 'c', 'depends_on_regexes': ['^a']} for n in range(3)]}
+        body = plan_of(spec).body
+        self.assertEqual([list(range(300))], body['dependency_sets'])
+        self.assertEqual({0}, {job.dependencies for job in body['jobs'][300:]})
+        self.assertEqual([[None, 0, None, None]], body['kinds'])
+
+    def test_variables_are_replaced_everywhere_in_one_pass(self):
+        body = plan_of('{name: "{site} run", variables: {site: "x{{y", n: "1:2", dir: "${HOME}/d"}, description: "at {site:>9} ${site}", '
+                       'jobs: [{name: "j{i}", command: "{dir} {i}", parameters: {i: "{n}"}}], slurm_schedulers: [{name: s, account: "{site}"}], '
+                       'user_data: [{name: u, data: {variables: "{site}"}}]}').body
+        self.assertEqual(('x{{y run', 'at x{{y ${site}'), (body['workflow']['name'], body['workflow']['description']))
+        self.assertEqual(['${HOME}/d 1', '${HOME}/d 2'], [job.command for job in body['jobs']])
+        self.assertEqual(('x{{y', {'variables': 'x{{y'}), (body['slurm_schedulers'][0]['account'], body['user_data'][0]['data']))
+
+    def test_braces_that_name_no_parameter_are_left_with_a_warning(self):
+        plan = plan_of({'name': 'w', 'jobs': [{'name': 'j{i}', 'command': "awk '{print}' {i} ${x} { y } {a,b} {seed}", 'parameters': {'i': '1:2'}}]})
+        self.assertEqual(["job 'j{i}': command holds {print}, which is no parameter and stays as it is", "job 'j{i}': command holds {seed}, which is no parameter and stays as it is"],
+                         [warning.message for warning in plan.warnings])
+        self.assertEqual("awk '{print}' 1 ${x} { y } {a,b} {seed}", plan.body['jobs'][0].command)
+
+    def test_the_monitor_is_on_unless_it_is_switched_off(self):
+        on = {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True, 'granularity': 'summary'}, 'compute_node': None, 'sample_interval_seconds': 10,
+              'flush_interval_seconds': 300, 'generate_plots': False}
+        for text, wanted in (('', on), (', resource_monitor: {}', on), (', resource_monitor: {sample_interval_seconds: 2}', dict(on, sample_interval_seconds=2)),
+                             (', resource_monitor: {enabled: false}', dict(on, enabled=False, jobs=None)),
+                             (', resource_monitor: {granularity: time_series}', dict(on, granularity='time_series', jobs=None)),
+                             (', resource_monitor: {jobs: {enabled: false}}', dict(on, enabled=False, jobs={'enabled': False, 'granularity': 'summary'}))):
+            self.assertEqual(wanted, plan_of('{name: w, jobs: []' + text + '}').body['workflow']['resource_monitor_config'], text)
+
+    def test_times_of_inputs_are_asked_of_the_file_system(self):
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, 'f')
+            with open(path, 'w'):
+                os.utime(path, (5, 5))
+            files = [{'name': 'f', 'path': path}, {'name': 'g', 'path': path + 'no'}, {'name': 'h', 'path': path + '2', 'st_mtime': 7}, {'name': 'o', 'path': directory}]
+            body = plan_of({'name': 'w', 'jobs': [{'name': 'a', 'command': 'c', 'input_files': ['f', 'g', 'h'], 'output_files': ['o']}], 'files': files}).body
+            self.assertEqual([5, None, 7, None], [row.get('st_mtime') for row in body['files']])
+
+    def test_the_summary_has_torcs_keys(self):
+        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'] == 'create SPEC --dry-run')['stdout']['summary']
+        plan = plan_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:3"}}]}')
+        self.assertEqual(set(recorded), set(plan.summary))
+        self.assertEqual((3, 1, ['j1', 'j2', 'j3'], False), tuple(plan.summary[key] for key in ('job_count', 'job_count_before_expansion', 'job_names', 'has_schedule_nodes_action')))
+        with self.assertRaises(torc.BadInput) as caught:
+            plan_of('{name: w, jobs: [{name: a, command: c}], x: 1}')
+        self.assertEqual(1, caught.exception.details['summary']['job_count'])
+
+    def test_a_plan_travels_as_json(self):
+        body = plan_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:3"}}]}').body
+        self.assertEqual(body['jobs'], [torc.PlannedJob(*row) for row in json.loads(json.dumps(body))['jobs']] and body['jobs'])
+        self.assertEqual('j3', torc.PlannedJob(*json.loads(json.dumps(body))['jobs'][2]).name)
+
+    def test_entangled_circles_are_told_once_and_separate_ones_each(self):
+        jobs = [{'name': f'{letter}{n}', 'command': 'c', 'depends_on_regexes': [f'^{other}{"" if letter != "s" else n}']} for letter, other in ('ab', 'ba') for n in range(50)]
+        self.assertEqual(["1:24: job 'a0': waits for itself: a0 -> b0 -> a0"], problems_of({'name': 'w', 'jobs': jobs}))
+        jobs = [{'name': f'x{n}', 'command': 'c', 'depends_on': [f'x{n ^ 1}']} for n in range(4)]
+        self.assertEqual(2, len(problems_of({'name': 'w', 'jobs': jobs})))
+
+
+class ExecutionPlanTest(unittest.TestCase):
+    """In which order jobs become ready."""
+
+    def events(self, spec: Any) -> List[Tuple[str, List[str], List[str], List[str]]]:
+        """Id, jobs that become ready, events before, schedulers of each event."""
+        plan = torc.plan_execution(json.loads(json.dumps(plan_of(spec).body)))
+        self.assertEqual(plan['total_events'], len(plan['events']))
+        return [(event['id'], event['jobs_becoming_ready'], event['depends_on_events'], [row['scheduler'] for row in event['scheduler_allocations']]) for event in plan['events']]
+
+    def test_a_diamond_by_files(self):
+        spec = {'name': 'w', 'files': [{'name': name, 'path': name} for name in 'fgh'], 'jobs': [
+            {'name': 'pre', 'command': '${files.output.f}'}, {'name': 'work_1', 'command': '${files.input.f} ${files.output.g}'},
+            {'name': 'work_2', 'command': '${files.input.f} ${files.output.h}'}, {'name': 'post', 'command': '${files.input.g} ${files.input.h}'}]}
+        self.assertEqual([('start', ['pre'], [], []), ('after_pre', ['work_1', 'work_2'], ['start'], []), ('after_work_jobs', ['post'], ['after_pre'], [])], self.events(spec))
+
+    def test_ids_are_unique(self):
+        jobs = [{'name': f'job_{n}', 'command': 'c'} for n in range(4)]
+        jobs += [{'name': 'x', 'command': 'c', 'depends_on': ['job_0', 'job_1']}, {'name': 'y', 'command': 'c', 'depends_on': ['job_2', 'job_3']},
+                 {'name': 'z', 'command': 'c', 'depends_on': ['x', 'job_0', 'y']}]
+        self.assertEqual(['start', 'after_job_jobs', 'after_job_jobs_2', 'after_job_0_and_2_more'], [event[0] for event in self.events({'name': 'w', 'jobs': jobs})])
+
+    def test_an_action_fires_when_all_of_its_jobs_are_ready(self):
+        spec = {'name': 'w', 'slurm_schedulers': [{'name': name, 'account': 'a'} for name in 'rst'],
+                'jobs': [{'name': 'a', 'command': 'c'}, {'name': 'b', 'command': 'c', 'depends_on': ['a']}, {'name': 'c', 'command': 'c', 'depends_on': ['b']}],
+                'actions': [{'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes', 'scheduler': 'r', 'scheduler_type': 'slurm'},
+                            {'trigger_type': 'on_jobs_ready', 'jobs': ['a', 'b'], 'action_type': 'schedule_nodes', 'scheduler': 's', 'scheduler_type': 'slurm'},
+                            {'trigger_type': 'on_jobs_complete', 'jobs': ['a'], 'action_type': 'schedule_nodes', 'scheduler': 't', 'scheduler_type': 'slurm'}]}
+        self.assertEqual([('start', ['a'], [], ['r']), ('after_a', ['b'], ['start'], ['s']), ('after_b', ['c'], ['after_a'], [])], self.events(spec))
+
+    def test_the_document_has_torcs_keys(self):
+        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'] == 'workflows execution-plan SPEC')['stdout']
+        plan = torc.plan_execution(plan_of('{name: w, jobs: [{name: a, command: c}]}').body)
+        self.assertEqual(set(recorded), set(plan))
+        self.assertEqual(set(recorded['events'][0]), set(plan['events'][0]))
+        self.assertEqual(recorded['events'][0]['trigger'], plan['events'][0]['trigger'])
+
+    def test_jobs_of_a_circle_are_in_no_event(self):
+        plan = torc.execution_plan(['a', 'b', 'c'], [[], [2], [1]], [])
+        self.assertEqual([['a']], [event['jobs_becoming_ready'] for event in plan['events']])
+
+
+class FieldsTest(unittest.TestCase):
+    """The table of fields and what is made of it."""
+
+    def test_every_row_is_sound(self):
+        rows = collections.Counter((field.where, field.name) for field in torc.FIELDS)
+        self.assertEqual([], [row for row, count in rows.items() if count > 1])
+        for field in torc.FIELDS:
+            self.assertIn(field.where, torc.BLOCKS)
+            self.assertIn(field.type, torc.TYPES)
+            self.assertTrue(field.help)
+
+    def test_defaults_are_those_of_the_vocabulary(self):
+        for name, value in torc.WORKFLOW_DEFAULTS.items():
+            self.assertEqual(value, torc.FIELDS_OF['workflow'][name].default, name)
+        for name, value in torc.EXECUTION_DEFAULTS.items():
+            if not isinstance(value, dict):
+                self.assertEqual(value, torc.FIELDS_OF['execution_config'][name].default, name)
+        self.assertEqual(set(torc.EXECUTION_DEFAULTS), set(torc.FIELDS_OF['execution_config']))
+        self.assertEqual(torc.DEFAULT_MAX_RETRIES, torc.FIELDS_OF['rule']['max_retries'].default)
+
+    def test_help_and_reference_name_every_field(self):
+        texts = (torc.format_field_help(), torc.format_field_markdown())
+        for field in torc.FIELDS:
+            for text in texts:
+                self.assertIn(field.name, text)
+                self.assertIn(field.help.replace('|', '\\|') if text is texts[1] else field.help, text)
+        self.assertLess(max(map(len, texts[0].splitlines())), 121)
+
+    def test_parameter_help_says_where_they_work(self):
+        text = torc.format_parameter_help()
+        for name in ('input_file_regexes', 'data', '--max-instances', '1,000,000'):
+            self.assertIn(name, text)
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

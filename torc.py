@@ -2423,3 +2423,2126 @@ def read_document(data: bytes, path: str = '', format: str = '') -> Document:
     raise BadInput(str(furthest), [furthest])
 
 
+# ======== 5. Spec: from a document to a plan ========
+#
+# Owns what a workflow file may say (FIELDS), how parameters make instances, how names become relations, and what
+# is refused. Pure: it reads the tables and lists that a spec names and asks for the times of input files, nothing
+# else. read_plan() collects every problem, with its place in the file, before it raises.
+#
+# Expansion works by columns, not by instances: a template such as 'job_{i}' becomes one list of texts, a template
+# without parameters stays one text that all instances share. Names are resolved once per distinct list or regex.
+# What is the same for many jobs (prerequisites, kinds) stands once in the plan and is pointed at by index.
+
+
+class PlannedJob(NamedTuple):
+    """One job of a plan, in the order in which it travels as a JSON list. Indexes point into the plan's lists."""
+    name: str
+    command: str
+    invocation_script: Optional[str]
+    env: Optional[Dict[str, str]]           # the job's own, without the workflow's
+    kind: int                               # resources, priority, scheduler, labels
+    dependencies: Optional[int]             # explicit prerequisites: a dependency set
+    failure_handler: Optional[int]
+    cancel_on_blocking_job_failure: bool
+    supports_termination: bool
+    input_files: Sequence[int]
+    output_files: Sequence[int]
+    input_user_data: Sequence[int]
+    output_user_data: Sequence[int]
+
+
+class Plan(NamedTuple):
+    """What is left of a spec after expansion and checks."""
+    body: Dict[str, Any]        # of POST /workflows/from_spec
+    warnings: List[Problem]
+    summary: Dict[str, Any]     # what `create --dry-run` tells
+
+
+# -------- fields --------
+
+REQUIRED = '(required)'     # default of a field that has none
+
+
+class Field(NamedTuple):
+    """One field of a spec."""
+    where: str
+    name: str
+    type: str           # a key of TYPES
+    default: Any        # None: nothing; REQUIRED
+    is_template: bool   # {parameters} are replaced in it
+    help: str
+
+
+BLOCKS = {
+    'workflow':              'the file itself',
+    'job':                   'jobs: one shell command each',
+    'file':                  'files: what jobs read and write, by name',
+    'user_data':             'user_data: JSON values that jobs read and write, by name',
+    'resource_requirements': 'resource_requirements: what a job needs of a node',
+    'failure_handler':       'failure_handlers: when to run a failed job again',
+    'rule':                  'rules of a failure handler: the first with the exit code, else one that matches all',
+    'slurm_scheduler':       'slurm_schedulers: options of an allocation',
+    'action':                'actions: commands or allocations that a trigger sets off',
+    'execution_config':      'execution_config: how jobs are started and stopped',
+    'stdio':                 'stdio of a job or of execution_config',
+    'resource_monitor':      'resource_monitor: what is measured while jobs run',
+    'resource_monitor.jobs': 'jobs of resource_monitor',
+    'resource_monitor.compute_node': 'compute_node of resource_monitor',
+    'dynamic_jobs':          'dynamic_jobs: limits for jobs that make jobs',
+}
+
+FIELDS = tuple(Field(*row) for row in (
+    # where, name, type, default, whether parameters are replaced in it, help
+    ('workflow', 'name',                   'text',           REQUIRED, False, 'name of the workflow; need not be unique'),
+    ('workflow', 'user',                   'text',           None,     False, 'owner; else the user who creates it'),
+    ('workflow', 'description',            'text',           None,     False, 'one sentence about it'),
+    ('workflow', 'project',                'text',           None,     False, 'project that it belongs to'),
+    ('workflow', 'metadata',               'metadata',       None,     False, 'anything of your own, as a mapping'),
+    ('workflow', 'parameters',             'parameters',     None,     False, 'shared parameters: a job takes them with use_parameters'),
+    ('workflow', 'parameters_file',        'text',           None,     False, 'shared table: a job takes it with use_parameters_file'),
+    ('workflow', 'variables',              'variables',      None,     False, 'constants: {name} is replaced in every text'),
+    ('workflow', 'env',                    'env',            None,     True,  'environment of every job'),
+    ('workflow', 'jobs',                   'jobs',           REQUIRED, False, 'the jobs; may be an empty list'),
+    ('workflow', 'files',                  'files',          None,     False, 'files that jobs name'),
+    ('workflow', 'user_data',              'user_data_list', None,     False, 'JSON values that jobs name'),
+    ('workflow', 'resource_requirements',  'requirements',   None,     False, 'resources that jobs name'),
+    ('workflow', 'failure_handlers',       'handlers',       None,     False, 'failure handlers that jobs name'),
+    ('workflow', 'slurm_schedulers',       'schedulers',     None,     False, 'allocations that jobs and actions name'),
+    ('workflow', 'slurm_defaults',         'slurm_defaults', None,     False, 'sbatch long options for every allocation'),
+    ('workflow', 'actions',                'actions',        None,     False, 'what triggers set off'),
+    ('workflow', 'resource_monitor',       'monitor',        None,     False, 'what is measured; absent or {}: a summary of every job'),
+    ('workflow', 'execution_config',       'execution',      None,     False, 'how jobs are started and stopped'),
+    ('workflow', 'dynamic_jobs',           'dynamic',        None,     False, 'limits for jobs that make jobs'),
+    ('workflow', 'use_pending_failed',     'bool',           False,    False, 'failed jobs that no handler takes wait as pending_failed'),
+    ('workflow', 'enable_ro_crate',        'bool',           False,    False, 'record provenance as RO-Crate'),
+    ('workflow', 'access_groups',          'names',          None,     False, 'groups that may see it'),
+    ('workflow', 'compute_node_wait_for_new_jobs_seconds', 'count', 90,       False, 'an idle runner leaves after this'),
+    ('workflow', 'compute_node_ignore_workflow_completion', 'bool', False,    False, 'runners stay when the workflow is complete'),
+    ('workflow', 'compute_node_wait_for_healthy_database_minutes', 'count', 20,       False, 'a runner waits so long for its server'),
+    ('workflow', 'compute_node_min_time_for_new_jobs_seconds', 'count', 300,      False, 'no new jobs when less time is left'),
+    ('workflow', 'compute_node_expiration_buffer_seconds', 'count', None,     False, 'has no effect: Torc used it once'),
+    ('workflow', 'jobs_sort_method',       'text',           None,     False, 'has no effect: Torc used it once'),
+
+    ('job', 'name',                           'name',    REQUIRED, True,  'unique after expansion'),
+    ('job', 'command',                        'command', REQUIRED, True,  'run by bash; may hold ${files.input.NAME} and the like'),
+    ('job', 'invocation_script',              'text',    None,     True,  'put before the command: a prefix, or lines of shell'),
+    ('job', 'env',                            'env',     None,     True,  'environment, over that of the workflow'),
+    ('job', 'depends_on',                     'names',   None,     True,  'jobs that must finish first'),
+    ('job', 'depends_on_regexes',             'regexes', None,     True,  'the same, by regexes: searched in the names of jobs'),
+    ('job', 'input_files',                    'names',   None,     True,  'files that it reads: their producers must finish first'),
+    ('job', 'output_files',                   'names',   None,     True,  'files that it writes: it fails if one is missing'),
+    ('job', 'input_file_regexes',             'regexes', None,     True,  'input_files by regular expressions'),
+    ('job', 'output_file_regexes',            'regexes', None,     True,  'output_files by regular expressions'),
+    ('job', 'input_user_data',                'names',   None,     True,  'user data that it reads: its producers must finish first'),
+    ('job', 'output_user_data',               'names',   None,     True,  'user data that it writes'),
+    ('job', 'input_user_data_regexes',        'regexes', None,     True,  'input_user_data by regular expressions'),
+    ('job', 'output_user_data_regexes',       'regexes', None,     True,  'output_user_data by regular expressions'),
+    ('job', 'resource_requirements',          'name',    None,     True,  'what it needs; else 1 CPU, 1m of memory, 1 minute'),
+    ('job', 'failure_handler',                'name',    None,     False, 'what happens when it fails'),
+    ('job', 'scheduler',                      'name',    None,     True,  'slurm scheduler whose allocations it prefers'),
+    ('job', 'cancel_on_blocking_job_failure', 'bool',    True,     False, 'canceled when a job that it waits for ends badly'),
+    ('job', 'supports_termination',           'bool',    False,    False, 'has no effect: every job is sent the termination signal'),
+    ('job', 'priority',                       'count',   0,        False, 'higher is claimed first'),
+    ('job', 'labels',                         'texts',   None,     True,  'only runners with all of these labels take it'),
+    ('job', 'stdio',                          'stdio',   None,     False, 'where its output goes'),
+) + tuple(
+    (where, name, kind, None, False, text)
+    for where in ('job', 'file', 'user_data')
+    for name, kind, text in (
+        ('parameters',          'parameters',     'makes one instance per value, see `help parameters`'),
+        ('parameter_mode',      'parameter_mode', 'product (all combinations, the default) or zip (value by value)'),
+        ('use_parameters',      'texts',          "names of the workflow's parameters to use as well"),
+        ('parameters_file',     'text',           'table (.csv, .json, .jsonl): one instance per row'),
+        ('use_parameters_file', 'bool',           "use the workflow's table"),
+    )
+) + (
+    ('file', 'name',       'name',   REQUIRED, True,  'unique after expansion'),
+    ('file', 'path',       'path',   REQUIRED, True,  "relative to the runner's directory"),
+    ('file', 'identifier', 'text',   None,     True,  'RO-Crate @id of an input file'),
+    ('file', 'st_mtime',   'number', None,     False, 'time of last change; else what the file system says, for inputs'),
+
+    ('user_data', 'name',         'name', REQUIRED, True,  'unique after expansion'),
+    ('user_data', 'data',         'json', None,     True,  'any JSON value; absent when a job is to write it'),
+    ('user_data', 'is_ephemeral', 'bool', False,    False, 'cleared when the workflow is initialized again'),
+
+    ('resource_requirements', 'name',      'name',     REQUIRED, False, 'unique; `default` replaces the implicit one'),
+    ('resource_requirements', 'num_cpus',  'positive', 1,        False, 'CPUs (per node)'),
+    ('resource_requirements', 'num_gpus',  'count',    0,        False, 'GPUs (per node)'),
+    ('resource_requirements', 'num_nodes', 'positive', 1,        False, 'whole nodes when more than 1'),
+    ('resource_requirements', 'memory',    'memory',   '1m',     False, 'such as 512m or 2g (per node)'),
+    ('resource_requirements', 'runtime',   'duration', 'PT1H',   False, 'longest expected run time, such as PT30M or P1DT12H'),
+
+    ('failure_handler', 'name',  'name',  REQUIRED, False, 'unique'),
+    ('failure_handler', 'rules', 'rules', REQUIRED, False, 'what to do for which exit code'),
+
+    ('rule', 'exit_codes',           'codes', None,  False, 'exit codes that it is for'),
+    ('rule', 'match_all_exit_codes', 'bool',  False, False, 'it is for every other code'),
+    ('rule', 'recovery_script',      'text',  None,  False, 'run before the retry; a failure of it vetoes the retry'),
+    ('rule', 'max_retries',          'count', 3,     False, 'attempts in all'),
+
+    ('slurm_scheduler', 'name',                  'name',         REQUIRED,   False, 'unique'),
+    ('slurm_scheduler', 'account',               'text',         REQUIRED,   False, 'account to charge'),
+    ('slurm_scheduler', 'partition',             'text',         None,       False, 'partition'),
+    ('slurm_scheduler', 'qos',                   'text',         None,       False, 'quality of service'),
+    ('slurm_scheduler', 'gres',                  'text',         None,       False, 'generic resources, such as gpu:2'),
+    ('slurm_scheduler', 'mem',                   'slurm_memory', None,       False, 'memory per node, such as 240G'),
+    ('slurm_scheduler', 'tmp',                   'text',         None,       False, 'local disk per node'),
+    ('slurm_scheduler', 'extra',                 'text',         None,       False, 'further sbatch options'),
+    ('slurm_scheduler', 'nodes',                 'positive',     1,          False, 'nodes of one allocation'),
+    ('slurm_scheduler', 'ntasks_per_node',       'positive',     None,       False, 'tasks per node'),
+    ('slurm_scheduler', 'walltime',              'walltime',     '01:00:00', False, 'HH:MM:SS or D-HH:MM:SS (12:30 is 12 min 30 s)'),
+    ('slurm_scheduler', 'serialize_allocations', 'bool',         False,      False, 'one allocation at a time'),
+
+    ('action', 'trigger_type',              'trigger',        REQUIRED, False, 'what sets it off'),
+    ('action', 'action_type',               'action_type',    REQUIRED, False, 'what it does'),
+    ('action', 'jobs',                      'names',          None,     False, 'on_jobs_*: when all of these are ready or have finished'),
+    ('action', 'job_name_regexes',          'regexes',        None,     False, 'the same, by regular expressions'),
+    ('action', 'commands',                  'texts',          None,     False, 'run_commands: shell commands, one after the other'),
+    ('action', 'scheduler',                 'name',           None,     False, 'schedule_nodes: a slurm scheduler'),
+    ('action', 'scheduler_type',            'scheduler_type', None,     False, 'schedule_nodes: kind of scheduler'),
+    ('action', 'num_allocations',           'positive',       1,        False, 'schedule_nodes: how many'),
+    ('action', 'start_one_worker_per_node', 'bool',           False,    False, 'schedule_nodes: a runner on each node (mode direct)'),
+    ('action', 'max_parallel_jobs',         'positive',       None,     False, 'schedule_nodes: jobs at a time, whatever they need'),
+    ('action', 'persistent',                'bool',           False,    False, 'for each runner, not once'),
+
+    ('execution_config', 'mode',                     'mode',        'auto',    False, 'auto: slurm inside an allocation, else direct'),
+    ('execution_config', 'limit_resources',          'bool',        True,      False, 'stop jobs that exceed memory or time (direct)'),
+    ('execution_config', 'termination_signal',       'signal',      'SIGTERM', False, 'first signal to a job that must stop (direct)'),
+    ('execution_config', 'sigterm_lead_seconds',     'count',       30,        False, 'so long before SIGKILL (direct)'),
+    ('execution_config', 'sigkill_headroom_seconds', 'count',       60,        False, 'SIGKILL so long before the end of the allocation'),
+    ('execution_config', 'timeout_exit_code',        'code',        152,       False, 'return code of a job out of time'),
+    ('execution_config', 'oom_exit_code',            'code',        137,       False, 'return code of a job out of memory (direct)'),
+    ('execution_config', 'srun_termination_signal',  'srun_signal', None,      False, 'srun --signal, such as TERM@120 (slurm)'),
+    ('execution_config', 'enable_cpu_bind',          'bool',        False,     False, 'let srun bind jobs to CPUs (slurm)'),
+    ('execution_config', 'srun_mpi',                 'mpi',         None,      False, 'srun --mpi for start_one_worker_per_node'),
+    ('execution_config', 'staggered_start',          'bool',        True,      False, 'runners of an allocation start one after the other'),
+    ('execution_config', 'stdio',                    'stdio',       None,      False, 'where the output of every job goes'),
+    ('execution_config', 'job_stdio_overrides',      'stdio_map',   None,      False, 'the same by job name'),
+
+    ('stdio', 'mode',              'stdio_mode', 'separate', False, 'which files are written'),
+    ('stdio', 'delete_on_success', 'bool',       False,      False, 'remove them when the job completes'),
+
+    ('resource_monitor', 'sample_interval_seconds', 'positive',       10,        False, 'seconds between samples'),
+    ('resource_monitor', 'flush_interval_seconds',  'positive',       300,       False, 'seconds between writes of a time series'),
+    ('resource_monitor', 'generate_plots',          'bool',           False,     False, 'draw plots at the end'),
+    ('resource_monitor', 'jobs',                    'monitored_jobs', None,      False, 'what is measured of jobs'),
+    ('resource_monitor', 'compute_node',            'monitored_node', None,      False, 'what is measured of nodes'),
+    ('resource_monitor', 'enabled',                 'bool',           None,      False, 'old form: jobs.enabled'),
+    ('resource_monitor', 'granularity',             'granularity',    'summary', False, 'old form: jobs.granularity'),
+
+    ('resource_monitor.jobs', 'enabled',     'bool',        True,      False, 'measure each job'),
+    ('resource_monitor.jobs', 'granularity', 'granularity', 'summary', False, 'peaks only, or every sample'),
+
+    ('resource_monitor.compute_node', 'enabled',     'bool',        False,     False, 'measure each node'),
+    ('resource_monitor.compute_node', 'granularity', 'granularity', 'summary', False, 'peaks only, or every sample'),
+    ('resource_monitor.compute_node', 'cpu',         'bool',        True,      False, 'its CPUs'),
+    ('resource_monitor.compute_node', 'memory',      'bool',        True,      False, 'its memory'),
+
+    ('dynamic_jobs', 'max_iterations', 'positive', None, False, 'generations of one lineage'),
+))
+
+# Read, and without effect: (where, name) -> why.
+NO_EFFECT = {
+    ('job', 'supports_termination'): 'every job is sent the termination signal',
+    ('workflow', 'compute_node_expiration_buffer_seconds'): 'see sigkill_headroom_seconds of execution_config',
+    ('workflow', 'jobs_sort_method'): 'jobs are claimed by priority, then GPUs, runtime, memory and CPUs',
+}
+
+# Names of earlier years: (where, old name) -> name now.
+OLD_NAMES = {
+    ('job', 'blocked_by'): 'depends_on',
+    ('job', 'label'): 'labels',
+}
+
+# Fields that are refused with more than "unknown field": (where, name) -> what to do.
+REFUSED_NAMES = {
+    ('workflow', 'slurm_config'): 'its fields stand under execution_config now',
+}
+
+# sbatch options that only a scheduler may set, by any of their names (sbatch(1)).
+SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-name'.split())
+
+
+# -------- types --------
+#
+# A reader takes a value as the formats give it and answers the value to keep, or raises ValueError with a message
+# that goes on after 'job 'x': command '. Numbers come with their source text (.raw) where text would change it.
+
+IDENTIFIER = re.compile(r'[A-Za-z_][A-Za-z0-9_]*\Z')
+UNSAFE_TEXT = re.compile('[\x00\ud800-\udfff]')     # neither a process, nor UTF-8, nor SQLite can take these
+UNSAFE_NAME = re.compile('[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
+SLURM_MEMORY = re.compile(r'([0-9]+)([kmgt]?)b?\Z', re.IGNORECASE)
+SRUN_SIGNAL = re.compile(r'(?:[RB]:)?(?:[0-9]{1,2}|(?:SIG)?[A-Z][A-Z0-9+-]*)(?:@[0-9]+)?\Z')
+MPI_KIND = re.compile(r'[A-Za-z0-9+_.-]+\Z')
+
+
+KINDS = ((bool, 'true or false'), ((int, float), 'a number'), (str, 'text'), (dict, 'a mapping'), (list, 'a list'))
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for messages."""
+    if value is None:
+        return 'null'
+    return next((words for kind, words in KINDS if isinstance(value, kind)), 'a value of an unknown kind')
+
+
+def shorten(text: str) -> str:
+    """A name or value for a message: printable and not too long."""
+    return printable(text if len(text) <= 80 else text[:77] + '...')
+
+
+def read_text(value: Any) -> str:
+    """Text; a number gives its source text."""
+    if isinstance(value, str):
+        unsafe = UNSAFE_TEXT.search(value)
+        if unsafe:
+            raise ValueError(f'holds the character {unsafe.group()!a}, which cannot be stored: remove it')
+        return value
+    if isinstance(value, bool) or value is None:
+        word = json.dumps(value)
+        raise ValueError(f'must be text, not {word}: put it in quotes ("{word}") if you mean the word')
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value):
+            raise ValueError('must be text, not NaN or infinity: put it in quotes if you mean the word')
+        return getattr(value, 'raw', '') or repr(value)
+    raise ValueError(f'must be text, not {kind_of(value)}')
+
+
+def read_name(value: Any) -> str:
+    """A name: text without control characters, not empty, not absurdly long."""
+    text = read_text(value)
+    fault = name_fault(text)
+    if fault:
+        raise ValueError(fault)
+    return text
+
+
+def read_command(value: Any) -> str:
+    """A shell command; an empty one is a slip: `true` does nothing on purpose."""
+    text = read_text(value)
+    if not text.strip():
+        raise ValueError('must not be empty: write true for a job that does nothing')
+    return text
+
+
+def name_fault(text: str) -> str:
+    """Why a text cannot be a name, or ''. Blanks, dots and slashes are fine: files on disk are named by ids."""
+    if not text.strip():
+        return 'must not be empty'
+    if len(text) > MAX_NAME_CHARACTERS:
+        return f'is {len(text):,} characters long: {MAX_NAME_CHARACTERS:,} are allowed'
+    match = UNSAFE_NAME.search(text)
+    return f'holds the control character {match.group()!a}: remove it' if match else ''
+
+
+def read_path(value: Any) -> str:
+    """Path of a file."""
+    text = read_text(value)
+    if not text:
+        raise ValueError('must not be empty')
+    return text
+
+
+def read_integer(value: Any, least: int = -2 ** 31, most: int = MAX_INTEGER) -> int:
+    """A whole number within bounds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        hint = ': write it without quotes' if isinstance(value, str) and re.match(r'-?[0-9]+\Z', value) else ''
+        raise ValueError(f'must be a whole number, not {kind_of(value)}{hint}')
+    if re.match(r'[-+]?0[0-9]', getattr(value, 'raw', '')):
+        raise ValueError(f'must be a whole number without leading zeros, not {value.raw}')
+    if not least <= value <= most:
+        bound = f'at least {least:,}' if value < least else f'at most {most:,}'
+        raise ValueError(f'must be {bound}, not {value}')
+    return int(value)
+
+
+def read_number(value: Any) -> float:
+    """A number, such as a time in seconds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f'must be a number, not {kind_of(value)}')
+    if not -1e18 < value < 1e18:
+        raise ValueError('must be a number of sane size')
+    return float(value)
+
+
+def read_bool(value: Any) -> bool:
+    """true or false, nothing that looks like it."""
+    if not isinstance(value, bool):
+        raise ValueError(f'must be true or false, not {kind_of(value)}')
+    return value
+
+
+def read_json(value: Any) -> Any:
+    """Any JSON value, as plain Python values."""
+    if isinstance(value, dict):
+        return {read_text(key): read_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [read_json(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError('holds NaN or infinity, which JSON cannot: put it in quotes')
+        return float(value)
+    if isinstance(value, int):
+        if abs(value) > MAX_INTEGER:
+            raise ValueError('holds a number that is too large for 64 bits: put it in quotes')
+        return int(value)
+    return read_text(value)
+
+
+def read_metadata(value: Any) -> Any:
+    """A mapping; or text, as Torc's pages show it, which is read as JSON where it is JSON."""
+    if isinstance(value, str):
+        try:
+            return read_json(parse_json(value))
+        except ValueError:
+            return read_text(value)
+    if not isinstance(value, dict):
+        raise ValueError(f'must be a mapping, not {kind_of(value)}')
+    return read_json(value)
+
+
+def read_parsed(parse: Callable[[str], Any]) -> Callable[[Any], str]:
+    """Reader of a text that must have the form which a parser of section 3 wants."""
+    def read(value: Any) -> str:
+        text = read_text(value)
+        parse(text)
+        return text
+    return read
+
+
+def read_matching(pattern: Any, wanted: str) -> Callable[[Any], str]:
+    """Reader of a text that must match a pattern."""
+    def read(value: Any) -> str:
+        text = read_text(value)
+        if not pattern.match(text):
+            raise ValueError(f"must be {wanted}, not '{shorten(text)}'")
+        return text
+    return read
+
+
+def read_choice(choices: Sequence[str]) -> Callable[[Any], str]:
+    """Reader of one word of a closed set."""
+    def read(value: Any) -> str:
+        text = read_text(value)
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}, not '{shorten(text)}'{did_you_mean(text, choices)}")
+        return text
+    return read
+
+
+def read_at_least(least: int, most: int = MAX_INTEGER) -> Callable[[Any], int]:
+    """Reader of a whole number within bounds."""
+    return lambda value: read_integer(value, least, most)
+
+
+def read_signal(value: Any) -> str:
+    """Name of a signal, with or without SIG."""
+    text = read_text(value)
+    if 'SIG' + text.replace('SIG', '', 1) not in signal.Signals.__members__:
+        raise ValueError(f"must be the name of a signal, such as SIGTERM or SIGUSR1, not '{shorten(text)}'")
+    return text
+
+
+def read_parameter(value: Any) -> Any:
+    """Values of a parameter: checked when they are expanded."""
+    return read_text(value) if isinstance(value, str) else value
+
+
+def read_option(value: Any) -> Any:
+    """Value of an sbatch option: text, a number's source text, or a switch."""
+    return value if isinstance(value, bool) else read_text(value)
+
+
+def parse_slurm_memory(text: str) -> int:
+    """Slurm's memory text, such as 240G or 4096 (megabytes) -> bytes; 0 means all of a node."""
+    match = SLURM_MEMORY.match(text.strip())
+    if not match:
+        raise ValueError(f'{text!r} is not an amount of memory for Slurm: write such as 240G or 4096 (megabytes)')
+    return int(match.group(1)) * MEMORY_UNITS[match.group(2).lower() or 'm']
+
+
+def parse_regex(text: str) -> Any:
+    """Regular expression -> pattern. ValueError with the position of what is wrong."""
+    if '[[:' in text:
+        raise ValueError(f"'{shorten(text)}' uses a POSIX class such as [[:alpha:]]: write [A-Za-z]")
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        place = f' at character {error.pos + 1}' if getattr(error, 'pos', None) is not None else ''
+        fault = getattr(error, 'msg', error)
+        raise ValueError(f"'{shorten(text)}' is not a regular expression: {fault}{place}") from None
+
+
+class Type(NamedTuple):
+    """How a field is read."""
+    words: str                                  # for help and messages
+    shape: str                                  # 'one', 'list', 'map', 'block' or 'blocks'
+    read: Optional[Callable[[Any], Any]] = None     # one value or item
+    block: str = ''                             # key of BLOCKS
+    key: Optional[Callable[[Any], str]] = None  # of a map
+
+
+READ_VARIABLE_NAME = read_matching(IDENTIFIER, 'a name of letters, digits and _')
+
+TYPES = {
+    'text':           Type('text', 'one', read_text),
+    'name':           Type('name', 'one', read_name),
+    'command':        Type('text', 'one', read_command),
+    'path':           Type('path', 'one', read_path),
+    'texts':          Type('list of text', 'list', read_text),
+    'names':          Type('list of names', 'list', read_name),
+    'regexes':        Type('list of regular expressions', 'list', read_text),
+    'bool':           Type('true or false', 'one', read_bool),
+    'number':         Type('number', 'one', read_number),
+    'count':          Type('whole number, 0 or more', 'one', read_at_least(0)),
+    'positive':       Type('whole number, 1 or more', 'one', read_at_least(1)),
+    'code':           Type('exit code', 'one', read_at_least(-2 ** 31, 2 ** 31 - 1)),
+    'codes':          Type('list of exit codes', 'list', read_at_least(-2 ** 31, 2 ** 31 - 1)),
+    'json':           Type('any value', 'one', read_json),
+    'metadata':       Type('mapping', 'one', read_metadata),
+    'env':            Type('mapping of text', 'map', read_text, '', READ_VARIABLE_NAME),
+    'variables':      Type('mapping of text', 'map', read_text, '', READ_VARIABLE_NAME),
+    'parameters':     Type('mapping of values', 'map', read_parameter, '', read_name),
+    'slurm_defaults': Type('mapping of text', 'map', read_option, '', read_name),
+    'memory':         Type('memory', 'one', read_parsed(parse_memory)),
+    'duration':       Type('ISO 8601 duration', 'one', read_parsed(parse_duration)),
+    'walltime':       Type('Slurm time', 'one', read_parsed(parse_walltime)),
+    'slurm_memory':   Type('Slurm memory', 'one', read_parsed(parse_slurm_memory)),
+    'signal':         Type('signal', 'one', read_signal),
+    'srun_signal':    Type('signal', 'one', read_matching(SRUN_SIGNAL, 'a signal such as TERM@120')),
+    'mpi':            Type('kind of MPI', 'one', read_matching(MPI_KIND, 'a kind of MPI such as pmix')),
+    'mode':           Type('|'.join(EXECUTION_MODES), 'one', read_choice(EXECUTION_MODES)),
+    'stdio_mode':     Type('|'.join(STDIO_MODES), 'one', read_choice(STDIO_MODES)),
+    'granularity':    Type('|'.join(GRANULARITIES), 'one', read_choice(GRANULARITIES)),
+    'parameter_mode': Type('product|zip', 'one', read_choice(('product', 'zip'))),
+    'trigger':        Type('|'.join(TRIGGERS), 'one', read_choice(TRIGGERS)),
+    'action_type':    Type('|'.join(ACTION_TYPES), 'one', read_choice(ACTION_TYPES)),
+    'scheduler_type': Type('slurm|local', 'one', read_choice(('slurm', 'local'))),
+    'stdio':          Type('mapping', 'block', None, 'stdio'),
+    'stdio_map':      Type('mapping of stdio', 'map', None, 'stdio', read_name),
+    'execution':      Type('mapping', 'block', None, 'execution_config'),
+    'monitor':        Type('mapping', 'block', None, 'resource_monitor'),
+    'monitored_jobs': Type('mapping', 'block', None, 'resource_monitor.jobs'),
+    'monitored_node': Type('mapping', 'block', None, 'resource_monitor.compute_node'),
+    'dynamic':        Type('mapping', 'block', None, 'dynamic_jobs'),
+    'jobs':           Type('list', 'blocks', None, 'job'),
+    'files':          Type('list', 'blocks', None, 'file'),
+    'user_data_list': Type('list', 'blocks', None, 'user_data'),
+    'requirements':   Type('list', 'blocks', None, 'resource_requirements'),
+    'handlers':       Type('list', 'blocks', None, 'failure_handler'),
+    'rules':          Type('list', 'blocks', None, 'rule'),
+    'schedulers':     Type('list', 'blocks', None, 'slurm_scheduler'),
+    'actions':        Type('list', 'blocks', None, 'action'),
+}
+
+FIELDS_OF = {where: {field.name: field for field in FIELDS if field.where == where} for where in BLOCKS}
+REQUIRED_OF = {where: [name for name, field in fields.items() if field.default is REQUIRED]
+               for where, fields in FIELDS_OF.items()}
+
+
+# -------- reading --------
+
+# {name} or {name:format}, but not ${name}, which is the shell's.
+PARAMETER = re.compile(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
+
+
+class Reading:
+    """One reading of a spec: what all of its steps share, and where problems and warnings gather."""
+
+    def __init__(self, document: Document, directory: str, max_instances: int) -> None:
+        self.document = document
+        self.directory = directory          # that tables, lists and inputs are relative to
+        self.max_instances = max_instances
+        self.problems: List[Problem] = []
+        self.warnings: List[Problem] = []
+        self.variables: Dict[str, str] = {}
+        self.tables: Dict[str, 'Instances'] = {}    # by path
+        self.is_partial = False     # some names are not known, because of a mistake elsewhere
+        self.suggestions_left = 50          # each compares a word with all names: not for 100,000 wrong ones
+
+    def suggest(self, word: str, choices: Iterable[str]) -> str:
+        """did_you_mean, within reason."""
+        self.suggestions_left -= 1
+        choices = list(choices)
+        return did_you_mean(word, choices) if self.suggestions_left >= 0 and len(choices) <= 5000 else ''
+
+    def fill(self, value: Any) -> Any:
+        """A value with {variables} replaced in every text. One pass: what is put in is not looked at again."""
+        if isinstance(value, str):
+            return PARAMETER.sub(lambda match: self.variables.get(match.group(1), match.group()), value)
+        if isinstance(value, list):
+            return [self.fill(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self.fill(item) for key, item in value.items()}
+        return value
+
+
+class Block(dict):
+    """The given fields of one block, read. `raw` is the block in the document, for places."""
+
+    def __init__(self, reading: Reading, where: str, raw: Any = None, number: int = 0) -> None:
+        super().__init__()
+        self.reading, self.where, self.raw, self.number = reading, where, raw, number
+
+    def label(self) -> str:
+        """How messages call it: job 'x', or job 3 without a name."""
+        name = self.raw.get('name') if isinstance(self.raw, dict) else None
+        if isinstance(name, str) and self.where != 'workflow':
+            return f"{self.where} '{shorten(name)}'"
+        return f'{self.where} {self.number}' if self.number else self.where
+
+    def value(self, name: str) -> Any:
+        """A field's value, or its default."""
+        return self[name] if name in self else FIELDS_OF[self.where][name].default
+
+    def error(self, message: str, key: Any = None, item: Any = None) -> None:
+        """Note a problem with a field of the block, or with an item of a field."""
+        self.reading.problems.append(self.problem(message, key, item))
+
+    def warn(self, message: str, key: Any = None, item: Any = None) -> None:
+        """Note what may be a mistake."""
+        self.reading.warnings.append(self.problem(message, key, item))
+
+    def problem(self, message: str, key: Any, item: Any) -> Problem:
+        """A message with the block's name before it, and its place."""
+        place = self.reading.document.place
+        line, column = place(self.raw, key) if item is None else place(self.raw.get(key), item)
+        return Problem(f'{self.label()}: {message}', line, column)
+
+
+def read_block(reading: Reading, where: str, raw: Any, number: int = 0) -> Block:
+    """Read one block: every field by its type, unknown and missing ones noted."""
+    block = Block(reading, where, raw, number)
+    if not isinstance(raw, dict):
+        block.error(f'must be a mapping, not {kind_of(raw)}')
+        return block
+    fields = FIELDS_OF[where]
+    for key, value in raw.items():
+        field = fields.get(key) or old_field(block, key)
+        if field is not None and value is not None:
+            read_field(block, field, key, [value] if key == 'label' else value)
+    for name in REQUIRED_OF[where]:
+        if raw.get(name) is None:
+            block.error(f'{name} is missing', name)
+    return block
+
+
+def old_field(block: Block, key: Any) -> Optional[Field]:
+    """The field that an unknown name meant in earlier years, or None when it is an error."""
+    where = block.where
+    name = OLD_NAMES.get((where, key))
+    if name and name not in block.raw:
+        block.warn(f"'{key}' is an old name: write '{name}'", key)
+        return FIELDS_OF[where][name]
+    key = str(key)
+    reason = REFUSED_NAMES.get((where, key)) or (f"write '{name}' only" if name else '')
+    if not reason:
+        hint = block.reading.suggest(key, FIELDS_OF[where])
+        homes = [home for home in BLOCKS if key in FIELDS_OF[home] and home != where]
+        reason = hint[2:] if hint else f"it is a field of {' and '.join(homes)}" if homes else ''
+    block.error(f"unknown field '{shorten(key)}'" + (f', {reason}' if reason else ''), key)
+    return None
+
+
+def read_field(block: Block, field: Field, key: str, value: Any) -> None:
+    """Read one field into its block, or note what is wrong with it."""
+    kind, variables = TYPES[field.type], block.reading.variables
+    if (field.where, key) in NO_EFFECT:
+        block.warn(f'{key} has no effect: {NO_EFFECT[field.where, key]}', key)
+    if variables and not kind.block and field.name not in ('variables', 'use_parameters'):
+        value = block.reading.fill(value)
+        if not field.is_template and kind.shape == 'one' and isinstance(value, str):
+            warn_of_braces(block, key, value)
+    try:
+        block[field.name] = kind.read(value) if kind.shape == 'one' else SHAPES[kind.shape](block, kind, key, value)
+    except ValueError as error:
+        block.error(f'{field.name} {error}', key)
+
+
+def warn_of_braces(block: Block, key: str, text: str) -> None:
+    """Where variables are used, a {name} that is none of them is likely a slip."""
+    for match in PARAMETER.finditer(text):
+        if IDENTIFIER.match(match.group(1)):
+            hint = block.reading.suggest(match.group(1), block.reading.variables)
+            block.warn(f"{key} holds '{match.group()}', which is no variable{hint}", key)
+
+
+def read_list(block: Block, kind: Type, key: str, value: Any) -> Tuple[Any, ...]:
+    """A list whose items have one type."""
+    if not isinstance(value, list):
+        example = f', such as [{shorten(value)}]' if isinstance(value, str) and value else ''
+        raise ValueError(f'must be a list{example}, not {kind_of(value)}')
+    items = []
+    for number, item in enumerate(value):
+        try:
+            items.append(kind.read(item))
+        except ValueError as error:
+            block.error(f'item {number + 1} of {key} {error}', key, number)
+    return tuple(items)
+
+
+def read_map(block: Block, kind: Type, key: str, value: Any) -> Dict[str, Any]:
+    """A mapping whose values have one type."""
+    if not isinstance(value, dict):
+        raise ValueError(f'must be a mapping, not {kind_of(value)}')
+    items = {}
+    for name, item in value.items():
+        try:
+            text = kind.key(name)
+            items[text] = kind.read(item) if kind.read else read_block(block.reading, kind.block, item)
+        except ValueError as error:
+            block.error(f"'{shorten(str(name))}' of {key} {error}", key, name)
+    return items
+
+
+def read_blocks(block: Block, kind: Type, key: str, value: Any) -> List[Block]:
+    """A list of blocks."""
+    if not isinstance(value, list):
+        raise ValueError(f'must be a list (each entry begins with "- "), not {kind_of(value)}')
+    return [read_block(block.reading, kind.block, raw, number) for number, raw in enumerate(value, 1)]
+
+
+def read_inner(block: Block, kind: Type, key: str, value: Any) -> Block:
+    """A block in a block."""
+    return read_block(block.reading, kind.block, value)
+
+
+SHAPES = {'list': read_list, 'map': read_map, 'block': read_inner, 'blocks': read_blocks}
+
+
+def read_variables(workflow: Block) -> None:
+    """Read the constants first: every other text may hold them."""
+    variables = workflow.raw.get('variables')
+    if not isinstance(variables, dict):     # absent, or wrong: read_block says so
+        return
+    for name, value in variables.items():
+        if not isinstance(value, str):
+            workflow.error(f"variable '{shorten(str(name))}' must be text: put it in quotes", 'variables', name)
+            continue
+        workflow.reading.variables[name] = value
+        for match in PARAMETER.finditer(value):
+            if IDENTIFIER.match(match.group(1)):
+                workflow.error(f"variable '{name}' holds {match.group()}: it cannot refer to others", 'variables', name)
+
+
+# -------- parameter values --------
+#
+# The value of a parameter is a native list, or text in Torc's grammar: a range, a list in brackets, @file, or one
+# value. Values are int, float or text. What would make no instance at all, or a surprising one, is refused.
+
+INTEGER_TEXT = re.compile(r'[-+]?[0-9]{1,40}\Z')
+NUMBER_TEXT = re.compile(r'[-+]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,4})?\Z')
+LIST_ITEM = re.compile(r"""\s*(?:'(.*?)'|"(.*?)"|([^,]*?))\s*(?:,|\Z)""", re.DOTALL)
+NUMBER_FORMAT = re.compile(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,2})?[bdeEfFgGosxX%]?\Z')
+MISSING = object()      # cell of a table whose row does not have the key
+
+Value = Union[int, float, str]
+
+
+class Axis(NamedTuple):
+    """One parameter of some instances: its values, each for so many instances in turn, the whole again and again."""
+    values: Sequence[Any]
+    repeat: int
+
+
+class Instances(NamedTuple):
+    """Combinations of parameter values."""
+    count: int
+    axes: Dict[str, Axis]
+
+
+NO_PARAMETERS = Instances(1, {})
+UNKNOWN = Axis(('?',), 1)       # of a parameter with a mistake: the rest is checked all the same
+
+
+def expand_values(value: Any, directory: str = '', limit: int = MAX_INSTANCES) -> List[Value]:
+    """Values of one parameter as it stands in a spec. ValueError for what has none, or more than the limit."""
+    if isinstance(value, str):
+        return expand_value_text(value.strip(), directory, limit)
+    if isinstance(value, list):
+        if not value:
+            raise ValueError('has no values: an empty list makes no instance')
+        return [native_value(item) for item in check_count(value, limit)]
+    return [native_value(value)]
+
+
+def native_value(value: Any) -> Value:
+    """One value that is not text in Torc's grammar."""
+    if isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return read_text(value)
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value):
+            raise ValueError('holds NaN or infinity: put it in quotes if you mean the word')
+        return int(value) if isinstance(value, int) else float(value)
+    hint = ': put it in quotes if you mean the word' if value is None else ''
+    raise ValueError(f'must be made of numbers and text, not {kind_of(value)}{hint}')
+
+
+def expand_value_text(text: str, directory: str, limit: int) -> List[Value]:
+    """Values of a parameter that is written as text."""
+    if not text:
+        raise ValueError("is empty: write '' in a list, [''], for one empty text")
+    if text[0] == '@':
+        return check_count(read_value_list(text[1:].strip(), directory), limit)
+    if text[0] == '{' and text[-1] == '}':
+        inner = text[1:-1].strip()
+        if ':' not in inner or ',' in inner:
+            raise ValueError(f"'{shorten(text)}' is not a list of values: write [a, b], or 1:10 for a range")
+        text = inner
+    if text[0] == '[' and text[-1] == ']':
+        return check_count(split_value_list(text), limit)
+    return expand_range(text, limit) if ':' in text else [parse_value(text)]
+
+
+def check_count(values: List[Any], limit: int) -> List[Any]:
+    """The same values, unless they are too many."""
+    check_instances(len(values), limit)
+    return values
+
+
+def check_instances(count: int, limit: int) -> None:
+    """Refuse what would make more instances than the limit, before it makes them."""
+    if count > limit:
+        raise ValueError(f'would make {count:,} instances, more than the limit of {limit:,}: use fewer values, '
+                         'or raise the limit with --max-instances')
+
+
+def parse_value(text: str) -> Value:
+    """One value: whole number, number, else the text. 1_000, 0x10, inf and nan are texts."""
+    if INTEGER_TEXT.match(text):
+        return int(text)
+    if NUMBER_TEXT.match(text):
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError(f'{text} is too large a number')
+        return value
+    return read_text(text)
+
+
+def split_value_list(text: str) -> List[Value]:
+    """'[1, a, "b,c"]' -> values. Quotes protect commas and keep numbers text."""
+    inner = text[1:-1].strip()
+    if not inner:
+        raise ValueError('has no values: an empty list makes no instance')
+    values: List[Value] = []
+    position = 0
+    while position < len(inner):
+        match = LIST_ITEM.match(inner, position)
+        position = match.end()
+        single, double, bare = match.groups()
+        if bare is None:
+            values.append(read_text(single if single is not None else double))
+        elif not bare:
+            raise ValueError(f"'{shorten(text)}' has an empty item: write '' for an empty text")
+        elif bare[0] in '[{':
+            raise ValueError(f"'{shorten(text)}' holds a list or mapping: values are numbers and text")
+        else:
+            values.append(parse_value(bare))
+    return values
+
+
+def expand_range(text: str, limit: int) -> List[Value]:
+    """'start:end' or 'start:end:step', both ends included."""
+    parts = [part.strip() for part in text.split(':')]
+    if not 2 <= len(parts) <= 3:
+        raise ValueError(f"Invalid range format: '{shorten(text)}'. Expected 'start:end' or 'start:end:step', "
+                         'or a list in [ ] for text')
+    if len(parts) == 2 or not parts[2]:
+        parts[2:] = ['1']
+    if not all(NUMBER_TEXT.match(part) and math.isfinite(float(part)) for part in parts):
+        raise ValueError(f"Invalid range values: '{shorten(text)}'. Could not parse as integer or float range: "
+                         "put text with a colon in a list, ['a:b']")
+    # Decimal arithmetic, so that 0:1:0.1 gives 0.3 and not 0.30000000000000004.
+    start, end, step = (decimal.Decimal(part) for part in parts)
+    if step == 0:
+        raise ValueError(f"Step cannot be zero: '{shorten(text)}'")
+    steps = (end - start) / step
+    if steps < 0:
+        raise ValueError(f"'{shorten(text)}' has no values: the step leads away from the end")
+    if 0 < steps < 1:
+        raise ValueError(f"'{shorten(text)}' has one value only: the step {parts[2]} is larger than the range")
+    check_instances(int(steps) + 1, limit)
+    make = int if all(INTEGER_TEXT.match(part) for part in parts) else float
+    return [make(start + step * number) for number in range(int(steps) + 1)]
+
+
+def read_value_list(path: str, directory: str) -> List[Value]:
+    """Values in a file, one a line; blank lines and lines that begin with # do not count."""
+    lines = read_table_text(path, directory).splitlines()
+    values = [parse_value(line.strip()) for line in lines if line.strip() and not line.lstrip().startswith('#')]
+    if not values:
+        raise ValueError(f"'{shorten(path)}' has no values")
+    return values
+
+
+def read_table_text(path: str, directory: str) -> str:
+    """Text of a file that a spec names, relative to the spec, else to the working directory."""
+    try:
+        found = os.path.join(directory, path)
+        with open(found if os.path.exists(found) else path, encoding='utf-8-sig', newline='') as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"'{shorten(path)}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_table(path: str, directory: str) -> Instances:
+    """One instance per row of a .csv, .json, .jsonl or .ndjson file."""
+    extension = os.path.splitext(path)[1].lower()
+    if extension not in TABLE_READERS:
+        raise ValueError(f"'{shorten(path)}' is not a table: use .csv, .json, .jsonl or .ndjson")
+    text = read_table_text(path, directory)
+    try:
+        rows = TABLE_READERS[extension](text)
+    except ValueError as error:
+        raise ValueError(f"'{shorten(path)}': {error}") from None
+    if not rows:
+        raise ValueError(f"'{shorten(path)}' has no rows")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        check_parameter_name(name)
+    return Instances(len(rows), {name: Axis([row.get(name, MISSING) for row in rows], 1) for name in names})
+
+
+def read_csv_rows(text: str) -> List[Dict[str, Value]]:
+    """Rows of comma-separated values with a header."""
+    try:
+        lines = [row for row in csv.reader(io.StringIO(text, newline=''), strict=True) if row]
+    except csv.Error as error:
+        raise ValueError(str(error)) from None
+    names = [name.strip() for name in lines[0]] if lines else []
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError('the header must name every column, each once')
+    for number, row in enumerate(lines[1:], 1):
+        if len(row) != len(names):
+            raise ValueError(f'row {number} has {len(row)} fields, the header has {len(names)}')
+    return [{name: parse_value(cell.strip()) for name, cell in zip(names, row)} for row in lines[1:]]
+
+
+def read_json_rows(text: str) -> List[Dict[str, Value]]:
+    """Rows of a JSON list of objects."""
+    rows = parse_json(text)
+    if not isinstance(rows, list):
+        raise ValueError(f'must be a list of objects, not {kind_of(rows)}')
+    return [json_row(row, number) for number, row in enumerate(rows, 1)]
+
+
+def read_json_lines(text: str) -> List[Dict[str, Value]]:
+    """Rows of a file with one JSON object a line."""
+    return [json_row(parse_json(line), number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def json_row(row: Any, number: int) -> Dict[str, Value]:
+    """One row: numbers and text as they are, anything else as JSON text."""
+    if not isinstance(row, dict):
+        raise ValueError(f'row {number} must be an object, not {kind_of(row)}')
+    return {name: native_value(cell) if isinstance(cell, (int, float, str)) else format_json(read_json(cell))
+            for name, cell in row.items()}
+
+
+TABLE_READERS = {'.csv': read_csv_rows, '.json': read_json_rows, '.jsonl': read_json_lines, '.ndjson': read_json_lines}
+
+
+def check_parameter_name(name: str) -> None:
+    """A parameter is named between braces, so its name can hold none."""
+    if not name or name != name.strip() or any(character in name for character in '{}:'):
+        raise ValueError(f"parameter '{shorten(name)}' must be named without braces, colons and outer blanks")
+
+
+def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Instances:
+    """Combinations of parameters: all of them (the last parameter changes fastest), or zip: value by value."""
+    lengths = {name: len(items) for name, items in values.items()}
+    if mode == 'zip':
+        if len(set(lengths.values())) > 1:
+            told = ', '.join(f'{name} has {count}' for name, count in lengths.items())
+            raise ValueError(f'parameter_mode zip needs the same number of values for all parameters: {told}')
+        return Instances(max(lengths.values()), {name: Axis(items, 1) for name, items in values.items()})
+    count = functools.reduce(operator.mul, lengths.values(), 1)
+    check_instances(count, limit)
+    axes, repeat = {}, count
+    for name, items in values.items():
+        repeat //= len(items)
+        axes[name] = Axis(items, repeat)
+    return Instances(count, axes)
+
+
+def axis_column(axis: Axis, items: Sequence[Any], count: int) -> List[Any]:
+    """Something made of each of an axis's values -> the same for each of `count` instances."""
+    column = [item for item in items for _ in range(axis.repeat)] if axis.repeat > 1 else list(items)
+    return column * (count // len(column))
+
+
+def expand_parameters(parameters: Dict[str, Any], mode: str = 'product', directory: str = '',
+                      limit: int = MAX_INSTANCES) -> List[Dict[str, Value]]:
+    """Parameters as in a spec -> one dict of values per instance."""
+    values, name = {}, ''
+    try:
+        for name, value in parameters.items():
+            check_parameter_name(name)
+            values[name] = expand_values(value, directory, limit)
+        instances = combine_values(values, mode, limit) if values else NO_PARAMETERS
+    except ValueError as error:
+        raise BadInput(f"parameter '{shorten(name)}': {error}") from None
+    if not values:
+        return [{}]
+    columns = [axis_column(axis, axis.values, instances.count) for axis in instances.axes.values()]
+    return [dict(zip(values, row)) for row in zip(*columns)]
+
+
+def format_value(value: Value, spec: str = '') -> str:
+    """A parameter's value as text. Floats have their shortest digits, no exponent, no '.0'; or Python's formats."""
+    if spec:
+        if not NUMBER_FORMAT.match(spec):
+            raise ValueError(f"'{shorten(spec)}' is not a format: write such as 03d or .2f")
+        try:
+            return format(value, spec)
+        except ValueError:
+            kind = 'text' if isinstance(value, str) else type(value).__name__
+            raise ValueError(f"format '{spec}' does not suit the {kind} {shorten(str(value))}") from None
+    if isinstance(value, float):
+        text = format(decimal.Decimal(repr(value)), 'f')
+        return text.rstrip('0').rstrip('.') if '.' in text else text
+    return str(value)
+
+
+def substitute(template: str, values: Dict[str, Value]) -> str:
+    """A template with {name} and {name:format} replaced. One pass; ${name} and unknown names stay."""
+    def replace(match: Any) -> str:
+        name, spec = match.groups()
+        return format_value(values[name], spec or '') if name in values else match.group()
+    try:
+        return PARAMETER.sub(replace, template)
+    except ValueError as error:
+        raise BadInput(f"'{shorten(template)}': {error}") from None
+
+
+# -------- expansion --------
+#
+# A column is either one value that all instances share, or a list with one value for each.
+
+RELATION = re.compile(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*)\}')
+REGEX_START = re.compile(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')    # literal, after ^
+Column = Union[List[Any], Any]
+
+
+def spread(column: Column, count: int) -> List[Any]:
+    """A column as a list of `count` values."""
+    return column if isinstance(column, list) else [column] * count
+
+
+def zip_columns(columns: Sequence[Column], count: int) -> Column:
+    """Columns side by side: one tuple, or a list of tuples when any of them varies."""
+    if list in map(type, columns):
+        return list(zip(*(spread(column, count) for column in columns)))
+    return tuple(columns)
+
+
+class Expansion:
+    """One template block and its instances. Problems are noted once per template, not once per instance."""
+
+    def __init__(self, block: Block, instances: Instances = NO_PARAMETERS, shared: Iterable[str] = ()) -> None:
+        self.block = block
+        self.instances = instances
+        self.count = instances.count
+        self.shared = shared        # names of the workflow's parameters: an unused one in a template is an error
+        self.columns: Dict[Tuple[str, str, bool], List[str]] = {}
+
+    def text(self, template: str, key: str, is_regex: bool = False) -> Column:
+        """Column of a template. Values that go into a regular expression are escaped."""
+        if '{' not in template:
+            return template
+        parts, columns, position = [], [], 0
+        for match in PARAMETER.finditer(template):
+            name, spec = match.groups()
+            if name in self.instances.axes:
+                parts.append(template[position:match.start()])
+                columns.append(self.values(name, spec or '', is_regex, key))
+                position = match.end()
+            else:
+                self.note_leftover(match.group(), name, key)
+        parts.append(template[position:])
+        return join_column(parts, columns)
+
+    def values(self, name: str, spec: str, is_regex: bool, key: str) -> List[str]:
+        """Column of one parameter's texts."""
+        if (name, spec, is_regex) not in self.columns:
+            axis = self.instances.axes[name]
+            try:
+                texts = format_values(axis.values, spec) if axis is not UNKNOWN else list(axis.values)
+            except ValueError as error:
+                self.block.error(f"parameter '{name}' in {key}: {error}", key)
+                texts = ['?'] * len(axis.values)
+            if is_regex:
+                texts = [re.escape(text) for text in texts]
+            self.columns[name, spec, is_regex] = axis_column(axis, texts, self.count)
+        return self.columns[name, spec, is_regex]
+
+    def note_leftover(self, token: str, name: str, key: str) -> None:
+        """A {name} that is no parameter here. A declared parameter's is an error; awk, bash and JSON use braces too."""
+        if name in self.shared:
+            self.block.error(f"{key} holds {token}, but '{name}' is not used here: add it to use_parameters, "
+                             'or declare it under parameters', key)
+        elif IDENTIFIER.match(name):
+            hint = self.block.reading.suggest(name, list(self.instances.axes) + list(self.block.reading.variables))
+            self.block.warn(f'{key} holds {token}, which is no parameter and stays as it is{hint}', key)
+
+    def texts(self, templates: Iterable[str], key: str) -> Column:
+        """Column of tuples, from a list of templates."""
+        return zip_columns([self.text(template, key) for template in templates], self.count)
+
+    def mapping(self, templates: Dict[str, str], key: str) -> Column:
+        """Column of dicts, from a mapping of templates."""
+        columns = {name: self.text(template, key) for name, template in templates.items()}
+        if not any(isinstance(column, list) for column in columns.values()):
+            return columns
+        rows = zip(*(spread(column, self.count) for column in columns.values()))
+        return [dict(zip(columns, row)) for row in rows]
+
+    def json(self, value: Any, key: str) -> Column:
+        """Column of a JSON value in whose texts parameters are replaced. One that is shared comes in a 1-tuple."""
+        if self.instances is NO_PARAMETERS:
+            return (value,)
+        columns: List[Column] = []
+
+        def outline(part: Any) -> Any:
+            if isinstance(part, str):
+                columns.append(self.text(part, key))
+                return part
+            return [outline(item) for item in part] if isinstance(part, list) else \
+                {name: outline(item) for name, item in part.items()} if isinstance(part, dict) else part
+
+        def rebuild(part: Any, texts: Iterator[str]) -> Any:
+            if isinstance(part, str):
+                return next(texts)
+            return [rebuild(item, texts) for item in part] if isinstance(part, list) else \
+                {name: rebuild(item, texts) for name, item in part.items()} if isinstance(part, dict) else part
+
+        outline(value)
+        rows = zip_columns(columns, self.count)
+        return [(rebuild(value, iter(row)),) for row in rows] if isinstance(rows, list) else (value,)
+
+
+def join_column(parts: List[str], columns: List[List[str]]) -> Column:
+    """Texts made of fixed parts with a column between each two."""
+    if not columns:
+        return parts[0]
+    if len(columns) == 1:
+        before, after = parts
+        return [before + text + after for text in columns[0]]
+    form = '%s'.join(part.replace('%', '%%') for part in parts)
+    return [form % row for row in zip(*columns)]
+
+
+def format_values(values: Sequence[Any], spec: str) -> List[str]:
+    """Texts of a parameter's values."""
+    missing = next((number for number, value in enumerate(values, 1) if value is MISSING), None)
+    if missing:
+        raise ValueError(f'row {missing} of the table has no such key')
+    if not spec and isinstance(values[0], int) and isinstance(values[-1], int):
+        return [str(value) if type(value) is int else format_value(value) for value in values]
+    return [format_value(value, spec) for value in values]
+
+
+def find_instances(block: Block, workflow: Block) -> Instances:
+    """Which instances a block makes: by its own and the used parameters, by a table, or just one."""
+    tables = [name for name in ('parameters_file', 'use_parameters_file') if block.get(name)]
+    if not tables and not block.get('parameters') and not block.get('use_parameters'):
+        return NO_PARAMETERS
+    try:
+        if not tables:
+            return find_combinations(block, workflow)
+        others = [name for name in ('parameters', 'parameter_mode', 'use_parameters') if name in block] + tables[1:]
+        if others:
+            raise ValueError(f'a table cannot be combined with {others[0]}')
+        path = block.get('parameters_file') or workflow.get('parameters_file')
+        if not path:
+            raise ValueError('use_parameters_file needs parameters_file in the workflow')
+        return find_table(block.reading, path)
+    except ValueError as error:
+        block.error(str(error), next(name for name in tables + ['parameters', 'use_parameters'] if name in block))
+        block.reading.is_partial = True
+        homes = (block.get('parameters', ()), block.get('use_parameters', ()), workflow.get('parameters', ()))
+        return Instances(1, dict.fromkeys(itertools.chain(*homes), UNKNOWN))
+
+
+def find_table(reading: Reading, path: str) -> Instances:
+    """A table, read once."""
+    if path not in reading.tables:
+        reading.tables[path] = read_table(path, reading.directory)
+    check_instances(reading.tables[path].count, reading.max_instances)
+    return reading.tables[path]
+
+
+def find_combinations(block: Block, workflow: Block) -> Instances:
+    """Instances of a block's own parameters and those of the workflow that it uses; its own win."""
+    reading = block.reading
+    sources = {name: (value, block) for name, value in block.get('parameters', {}).items()}
+    shared = workflow.get('parameters', {})
+    for name in block.get('use_parameters', ()):
+        if name not in shared:
+            hint = reading.suggest(name, shared)
+            raise ValueError(f"use_parameters names '{shorten(name)}', which is no parameter of the workflow{hint}")
+        sources.setdefault(name, (shared[name], workflow))
+    values = {}
+    for name, (value, home) in sources.items():
+        try:
+            check_parameter_name(name)
+            values[name] = expand_values(value, reading.directory, reading.max_instances)
+        except ValueError as error:
+            reading.is_partial = True
+            home.error(f"parameter '{shorten(name)}' {error}", 'parameters', name)
+    if len(values) < len(sources):
+        return Instances(1, dict.fromkeys(sources, UNKNOWN))
+    return combine_values(values, block.get('parameter_mode', 'product'), reading.max_instances)
+
+
+# -------- planning --------
+
+
+RELATED = (     # what, direction, fields of names and of regular expressions: jobs, then in the order of PlannedJob
+    ('job',       'input',  'depends_on',       'depends_on_regexes'),
+    ('file',      'input',  'input_files',      'input_file_regexes'),
+    ('file',      'output', 'output_files',     'output_file_regexes'),
+    ('user_data', 'input',  'input_user_data',  'input_user_data_regexes'),
+    ('user_data', 'output', 'output_user_data', 'output_user_data_regexes'),
+)
+
+
+class Planner:
+    """A plan in the making: name tables, shared sets, and the lists of the plan's body."""
+
+    def __init__(self, reading: Reading, workflow: Block) -> None:
+        self.reading = reading
+        self.workflow = workflow
+        self.names: Dict[str, Dict[str, int]] = {}      # 'job', 'file', ... -> name -> index
+        self.files: List[Dict[str, Any]] = []
+        self.user_data: List[Dict[str, Any]] = []
+        self.jobs: List[PlannedJob] = []
+        self.stdio: Dict[str, Dict[str, Any]] = {}      # by job name
+        self.sets: Dict[Tuple[int, ...], int] = {}      # dependency sets
+        self.kinds: Dict[Tuple[Any, ...], int] = {}
+        self.kind_columns: Dict[Tuple[Any, ...], Column] = {}       # by the fields as they are written
+        self.matches: Dict[Tuple[str, str], Tuple[int, ...]] = {}   # (noun, regex) -> indexes
+        self.sorted_names: Dict[str, List[str]] = {}
+        self.templates: List[Block] = []                # of jobs
+        self.starts: List[int] = []                     # index of each template's first job
+        self.shared = set(workflow.get('parameters', {}))           # that a template may use, if it says so
+        self.declared = set(self.shared)                # names of all parameters
+
+    def expand(self, where: str) -> List[Tuple[Expansion, Column]]:
+        """Expand the names of all blocks of a kind, and index them."""
+        expansions, names, counted = [], [], 0
+        for block in self.workflow.get(LISTS[where], ()):
+            instances = find_instances(block, self.workflow)
+            self.declared.update(instances.axes)
+            counted += instances.count if instances.axes else 0
+            limit = self.reading.max_instances
+            if counted > limit:
+                self.workflow.error(f'{LISTS[where]} would make {counted:,} instances or more: the limit is {limit:,}. '
+                                    'Use fewer values, or raise the limit with --max-instances', LISTS[where])
+                break
+            expansion = Expansion(block, instances, self.shared)
+            column = expansion.text(block.get('name', ''), 'name')
+            names += spread(column, expansion.count)
+            expansions.append((expansion, column))
+        self.names[where] = self.index(names, [(expansion.count, expansion.block) for expansion, _ in expansions])
+        return expansions
+
+    def index(self, names: List[str], templates: List[Tuple[int, Block]]) -> Dict[str, int]:
+        """Names -> indexes. Notes those that cannot be, and those that stand twice."""
+        index = dict(zip(names, range(len(names))))
+        longest = max(map(len, names), default=0)
+        if len(index) < len(names) or longest > MAX_NAME_CHARACTERS or UNSAFE_NAME.search(''.join(names)):
+            first, seen = 0, {}
+            for count, block in templates:
+                self.check_names(names[first:first + count], block, seen)
+                first += count
+        return index
+
+    def check_names(self, names: List[str], block: Block, seen: Dict[str, Block]) -> None:
+        """Note the first name of a template that is a duplicate, and the first that is none."""
+        bad = next((name for name in names if name and name_fault(name)), None)
+        if bad and len(names) > 1:      # a single one has been noted by read_name
+            block.error(f"the name '{shorten(bad)}' {name_fault(bad)}", 'name')
+        twice = next((name for name in names if name and name in seen), None)
+        if len(set(names)) < len(names):
+            twice = collections.Counter(names).most_common(1)[0][0]
+            block.error(f"parameters make several with the name '{shorten(twice)}': put every parameter into the name, "
+                        'or collect with depends_on_regexes or input_file_regexes instead of parameters', 'name')
+        elif twice is not None:
+            line = self.reading.document.place(seen[twice].raw, 'name')[0]
+            told = f', in line {line}' if line else ''
+            block.error(f"the name '{shorten(twice)}' is taken{told}: give each its own", 'name')
+        seen.update(dict.fromkeys(names, block))
+
+    def index_declared(self, where: str) -> List[Block]:
+        """Index the blocks of a kind that has no parameters."""
+        blocks = self.workflow.get(LISTS[where], [])
+        self.names[where] = self.index([block.get('name', '') for block in blocks], [(1, block) for block in blocks])
+        return blocks
+
+    # -- files and user data --
+
+    def plan_files(self) -> None:
+        """Expand the files."""
+        for expansion, names in self.expand('file'):
+            block = expansion.block
+            columns = {'name': names, 'path': expansion.text(block.get('path', ''), 'path')}
+            if 'identifier' in block:
+                columns['identifier'] = expansion.text(block['identifier'], 'identifier')
+            if 'st_mtime' in block:
+                columns['st_mtime'] = block['st_mtime']
+            self.files += self.records(columns, expansion.count)
+
+    def plan_user_data(self) -> None:
+        """Expand the user data."""
+        for expansion, names in self.expand('user_data'):
+            columns = {'name': names, 'is_ephemeral': expansion.block.value('is_ephemeral')}
+            if 'data' in expansion.block:
+                data = expansion.json(expansion.block['data'], 'data')
+                columns['data'] = [value for value, in spread(data, expansion.count)]
+            self.user_data += self.records(columns, expansion.count)
+
+    @staticmethod
+    def records(columns: Dict[str, Column], count: int) -> Iterator[Dict[str, Any]]:
+        """One dict per instance."""
+        return (dict(zip(columns, row)) for row in zip(*(spread(column, count) for column in columns.values())))
+
+    # -- names to indexes --
+
+    def find(self, expansion: Expansion, noun: str, names: Column, key: str) -> Column:
+        """Column of names -> column of indexes. The first unknown name is noted, with how many more there are."""
+        index = self.names[noun]
+        if not isinstance(names, list):
+            found = index.get(names)
+            unknown = [names] if found is None else []
+        else:
+            found = list(map(index.get, names))
+            unknown = [name for name, place in zip(names, found) if place is None] if None in found else []
+        if unknown:
+            self.note_unknown(expansion, noun, unknown, key)
+            return ()
+        return [(place,) for place in found] if isinstance(found, list) else (found,)
+
+    def note_unknown(self, expansion: Expansion, noun: str, unknown: List[str], key: str) -> None:
+        """A name that is declared nowhere."""
+        if self.reading.is_partial:
+            return
+        hint = self.reading.suggest(unknown[0], self.names[noun])
+        if not hint and PARAMETER.search(unknown[0]):
+            hint = '; a template cannot be named: name its instances, or match them with a regular expression'
+        more = f' (and {len(unknown) - 1:,} more)' if len(unknown) > 1 else ''
+        expansion.block.error(f"{key}: there is no {noun} '{shorten(unknown[0])}'{more}{hint}", key)
+
+    def find_matches(self, expansion: Expansion, noun: str, template: str, key: str) -> Column:
+        """Column of a regular expression -> column of tuples of indexes."""
+        patterns = expansion.text(template, key, is_regex=True)
+        try:
+            if not isinstance(patterns, list):
+                return self.match(noun, patterns)
+            return [self.match(noun, pattern) for pattern in patterns]
+        except ValueError as error:
+            expansion.block.error(f'{key}: {error}', key)
+            return ()
+
+    def match(self, noun: str, pattern: str) -> Tuple[int, ...]:
+        """Indexes of the names in which a regular expression is found. Searched once, however many jobs have it."""
+        if (noun, pattern) not in self.matches:
+            search, index = parse_regex(pattern).search, self.names[noun]
+            found = [index[name] for name in self.likely(noun, pattern) if search(name)]
+            self.matches[noun, pattern] = tuple(sorted(found))
+        if not self.matches[noun, pattern] and not self.reading.is_partial:
+            raise ValueError(f"'{shorten(pattern)}' did not match any {noun} name")
+        return self.matches[noun, pattern]
+
+    def likely(self, noun: str, pattern: str) -> Iterable[str]:
+        """Names that a regex may match, by its literal beginning: many regexes over many names stay cheap."""
+        is_plain = '|' not in pattern and '(?' not in pattern
+        start = re.sub(r'\\(.)', r'\1', REGEX_START.match(pattern).group(1) or '') if is_plain else ''
+        if not start:
+            return self.names[noun]
+        if noun not in self.sorted_names:
+            self.sorted_names[noun] = sorted(self.names[noun])
+        names = self.sorted_names[noun]
+        return names[first_from(names, start):first_from(names, start + chr(sys.maxunicode))]
+
+    def relate(self, expansion: Expansion, noun: str, given: str, regexes: str, tokens: Sequence[Column]) -> Column:
+        """Column of the indexes that a job's list, its regular expressions and its command name together."""
+        block = expansion.block
+        parts = [self.find(expansion, noun, expansion.text(name, given), given) for name in block.get(given, ())]
+        parts += [self.find_matches(expansion, noun, regex, regexes) for regex in block.get(regexes, ())]
+        return unite(parts + list(tokens), expansion.count)
+
+    # -- jobs --
+
+    def plan_jobs(self) -> None:
+        """Expand the jobs; names first, since any job may name any other."""
+        for expansion, names in self.expand('job'):
+            self.templates.append(expansion.block)
+            self.starts.append(len(self.jobs))
+            self.plan_job(expansion, names)
+
+    def plan_job(self, expansion: Expansion, names: Column) -> None:
+        """One template's jobs."""
+        block, count = expansion.block, expansion.count
+        tokens: Dict[Tuple[str, str], List[Column]] = {}
+        command = self.command(expansion, 'command', tokens)
+        script = self.command(expansion, 'invocation_script', tokens) if 'invocation_script' in block else None
+        env = expansion.mapping(block['env'], 'env') if block.get('env') else None
+        related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
+                   if tokens or given in block or regexes in block else () for noun, way, given, regexes in RELATED]
+        columns = (names, command, script, env, self.kind(expansion), self.intern(related[0], self.sets, sort=True),
+                   self.named(expansion, 'failure_handler', 'failure_handler'),
+                   block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'), *related[1:])
+        rows = zip_columns(columns, count)
+        self.jobs += map(PlannedJob._make, spread(rows, count))
+        if 'stdio' in block:
+            self.stdio.update((name, dict(block['stdio'])) for name in spread(names, count))
+
+    def command(self, expansion: Expansion, key: str, tokens: Dict[Tuple[str, str], List[Column]]) -> Column:
+        """Column of a command in which ${files.input.NAME} and the like are replaced; each adds a relation."""
+        template = expansion.block.get(key, '')
+        if '${' not in template:
+            return expansion.text(template, key)
+        pieces: List[Column] = []
+        position = 0
+        for match in RELATION.finditer(template):
+            pieces.append(expansion.text(template[position:match.start()], key))
+            noun = 'file' if match.group(1) == 'files' else 'user_data'
+            found = self.find(expansion, noun, expansion.text(match.group(3), key), key)
+            tokens.setdefault((noun, match.group(2)), []).append(found)
+            pieces.append(self.token_text(expansion, noun, found, key))
+            position = match.end()
+        pieces.append(expansion.text(template[position:], key))
+        joined = zip_columns(pieces, expansion.count)
+        return [''.join(row) for row in joined] if isinstance(joined, list) else ''.join(joined)
+
+    def token_text(self, expansion: Expansion, noun: str, found: Column, key: str) -> Column:
+        """What stands in a command for a file (its path) or user data (its value as JSON)."""
+        def text(place: int) -> str:
+            if noun == 'file':
+                return self.files[place]['path']
+            record = self.user_data[place]
+            if 'data' not in record:
+                raise ValueError(f"{key}: user_data '{shorten(record['name'])}' has no data to put here: list it under "
+                                 'input_user_data or output_user_data, and read or write it while the job runs')
+            return format_json(record['data'])
+        try:
+            return [text(place) for place, in found] if isinstance(found, list) else text(found[0]) if found else ''
+        except ValueError as error:
+            expansion.block.error(str(error), key)
+            return ''
+
+    def kind(self, expansion: Expansion) -> Column:
+        """Column of indexes into the kinds of jobs."""
+        block = expansion.block
+        key = (block.get('resource_requirements'), block.get('priority'), block.get('scheduler'), block.get('labels'))
+        if key not in self.kind_columns or expansion.instances is not NO_PARAMETERS:
+            self.kind_columns[key] = self.find_kind(expansion)
+        return self.kind_columns[key]
+
+    def find_kind(self, expansion: Expansion) -> Column:
+        """The same, for fields that have not been seen yet."""
+        block = expansion.block
+        resources = self.named(expansion, 'resource_requirements', 'resource_requirements')
+        scheduler = self.named(expansion, 'slurm_scheduler', 'scheduler')
+        labels = self.labels(expansion)
+        if labels and 'scheduler' in block:
+            expansion.block.error('a job with labels cannot name a scheduler: remove one', 'scheduler')
+        columns = (resources, block.value('priority'), scheduler, labels)
+        return self.intern(zip_columns(columns, expansion.count), self.kinds)
+
+    def named(self, expansion: Expansion, noun: str, key: str) -> Column:
+        """Column of indexes (or None) for a field that holds one name."""
+        if key not in expansion.block:
+            return None
+        name = expansion.block[key]
+        names = expansion.text(name, key) if FIELDS_OF['job'][key].is_template else name
+        if noun == 'resource_requirements' and names == DEFAULT_REQUIREMENTS['name'] and names not in self.names[noun]:
+            return None
+        found = self.find(expansion, noun, names, key)
+        return [place for place, in found] if isinstance(found, list) else found[0] if found else None
+
+    def labels(self, expansion: Expansion) -> Column:
+        """Column of sorted labels, or None."""
+        def tidy(labels: Tuple[str, ...]) -> Optional[Tuple[str, ...]]:
+            for label in labels:
+                if not label or label != label.strip() or ',' in label or name_fault(label):
+                    raise ValueError(f"label '{shorten(label)}' must be a word without commas and outer blanks")
+            return tuple(sorted(set(labels))) or None
+        try:
+            labels = expansion.texts(expansion.block.get('labels', ()), 'labels')
+            return [tidy(row) for row in labels] if isinstance(labels, list) else tidy(labels)
+        except ValueError as error:
+            expansion.block.error(str(error), 'labels')
+            return None
+
+    def intern(self, column: Column, store: Dict[Tuple[Any, ...], int], sort: bool = False) -> Column:
+        """Column of tuples -> column of their numbers in a store; the empty set of prerequisites has none."""
+        def number(row: Tuple[Any, ...]) -> Optional[int]:
+            if sort:
+                row = tuple(sorted(row))
+            return store.setdefault(row, len(store)) if row else None
+        return [number(row) for row in column] if isinstance(column, list) else number(column)
+
+    def job_block(self, place: int) -> Block:
+        """The template of a job."""
+        return self.templates[first_from(self.starts, place + 1) - 1]
+
+
+def first_from(items: Sequence[Any], item: Any) -> int:
+    """Index of the first of some sorted items that is not less than this one."""
+    low, high = 0, len(items)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if items[middle] < item else (low, middle)
+    return low
+
+
+LISTS = {TYPES[field.type].block: name
+         for name, field in FIELDS_OF['workflow'].items() if TYPES[field.type].shape == 'blocks'}
+
+
+def unite(parts: Sequence[Column], count: int) -> Column:
+    """Columns of tuples -> one column of tuples without repeats, in order."""
+    if len(parts) < 2:
+        return parts[0] if parts else ()
+    if not any(isinstance(part, list) for part in parts):
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
+    rows = zip(*(spread(part, count) for part in parts))
+    return [tuple(dict.fromkeys(itertools.chain.from_iterable(row))) for row in rows]
+
+
+# -------- checks --------
+
+
+def check_producers(planner: Planner) -> None:
+    """A file has one producer; and one path has one record, since jobs are linked by record."""
+    producers: Dict[str, int] = {}
+    for place, job in enumerate(planner.jobs):
+        for file in job.output_files:
+            first = producers.setdefault(planner.files[file]['path'], place)
+            if first != place:
+                name, other = shorten(planner.files[file]['name']), shorten(planner.jobs[first].name)
+                planner.job_block(place).error(f"file '{name}' is written by both '{other}' and '{shorten(job.name)}': "
+                                               'give each its own file')
+    paths: Dict[str, str] = {}
+    for file in planner.files:
+        other = paths.setdefault(file['path'], file['name'])
+        if other != file['name']:
+            planner.workflow.warn(f"files '{shorten(other)}' and '{shorten(file['name'])}' have the same path: "
+                                  'jobs are linked by the name of a file only', 'files')
+
+
+def check_cycles(planner: Planner) -> None:
+    """Note circles of jobs that wait for each other, through names, regexes, files and user data alike."""
+    jobs, sets = planner.jobs, list(planner.sets)
+    producers = find_producers(jobs)
+    if not sets and not producers:
+        return
+    last = [members[-1] for members in sets]
+    last_producer = {key: max(places) for key, places in producers.items()}
+
+    # Most specs name a job after those that it waits for: then there can be no circle.
+    if all((job.dependencies is None or last[job.dependencies] < place) and
+           all(last_producer.get(key, -1) < place for key in input_keys(job)) for place, job in enumerate(jobs)):
+        return
+
+    def waits_for(node: Any) -> Iterable[Any]:
+        if isinstance(node, int):
+            named = jobs[node].dependencies
+            return ([] if named is None else [('set', named)]) + input_keys(jobs[node])
+        return sets[node[1]] if node[0] == 'set' else producers.get(node, ())
+
+    for circle in find_circles(range(len(jobs)), waits_for, 10):
+        names = [shorten(jobs[node].name) for node in circle if isinstance(node, int)]
+        told = names if len(names) <= 20 else names[:19] + ['...']
+        first = next(node for node in circle if isinstance(node, int))
+        planner.job_block(first).error(f"waits for itself: {' -> '.join(told + names[:1])}")
+
+
+def input_keys(job: PlannedJob) -> List[Tuple[str, int]]:
+    """What a job reads."""
+    return [('file', file) for file in job.input_files] + [('user_data', record) for record in job.input_user_data]
+
+
+def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int]]:
+    """('file' or 'user_data', index) -> jobs that write it."""
+    producers: Dict[Tuple[str, int], List[int]] = {}
+    for place, job in enumerate(jobs):
+        for file in job.output_files:
+            producers.setdefault(('file', file), []).append(place)
+        for record in job.output_user_data:
+            producers.setdefault(('user_data', record), []).append(place)
+    return producers
+
+
+def find_circles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]], most: int) -> List[List[Any]]:
+    """Circles of a graph, at most so many: each as its nodes, the first waiting for the second."""
+    circles: List[List[Any]] = []
+    done: Set[Any] = set()
+    told: Set[Any] = set()      # of entangled circles, one is told
+    for start in nodes:
+        trail, ahead = ([], []) if start in done else ([start], [iter(waits_for(start))])
+        on_trail = set(trail)
+        while trail:
+            following = next(ahead[-1], None)
+            if following is None:
+                ahead.pop()
+                done.add(trail[-1])
+                on_trail.discard(trail.pop())
+            elif following in on_trail:
+                circle = trail[trail.index(following):]
+                if told.isdisjoint(circle):
+                    circles.append(circle)
+                    told.update(circle)
+                if len(circles) >= most:
+                    return circles
+            elif following not in done:
+                trail.append(following)
+                on_trail.add(following)
+                ahead.append(iter(waits_for(following)))
+    return circles
+
+
+def check_fit(planner: Planner, skip_checks: bool) -> None:
+    """Jobs whose resources fit no scheduler would wait for ever. Without the checks it is a warning."""
+    schedulers = planner.workflow.get('slurm_schedulers', [])
+    first_jobs: Dict[int, int] = {}
+    for place, job in enumerate(planner.jobs if schedulers else ()):
+        first_jobs.setdefault(job.kind, place)
+    for (resources, _, scheduler, _), place in zip(planner.kinds, map(first_jobs.get, range(len(first_jobs)))):
+        if resources is not None:
+            requirements = planner.workflow['resource_requirements'][resources]
+            candidates = schedulers if scheduler is None else [schedulers[scheduler]]
+            faults = [misfit(requirements, candidate) for candidate in candidates]
+            if all(faults):
+                block = planner.job_block(place)
+                told = '; '.join(faults[:3]) + ('; ...' if len(faults) > 3 else '')
+                note = block.warn if skip_checks else block.error
+                note(f'fits no scheduler: {told}: change the one or the other, or use --skip-checks',
+                     'resource_requirements')
+
+
+def misfit(requirements: Block, scheduler: Block) -> str:
+    """Why a job with these resources cannot run in a scheduler's allocations, with both numbers, or ''."""
+    name = f"'{shorten(scheduler.get('name', ''))}'"
+    runtime, walltime = requirements.value('runtime'), scheduler.value('walltime')
+    if parse_duration(runtime) > parse_walltime(walltime):
+        return f'runtime {runtime} is longer than walltime {walltime} of {name}'
+    memory, available = requirements.value('memory'), scheduler.get('mem')
+    if available and 0 < parse_slurm_memory(available) < parse_memory(memory):
+        return f'memory {memory} is more than mem {available} of {name}'
+    gpus, gres = requirements.value('num_gpus'), (scheduler.get('gres') or '').strip()
+    if gres and gpus > count_gpus(gres):
+        return f'num_gpus {gpus} is more than gres {gres} of {name}'
+    nodes, given = requirements.value('num_nodes'), scheduler.value('nodes')
+    return f'num_nodes {nodes} is more than nodes {given} of {name}' if nodes > given else ''
+
+
+def count_gpus(gres: str) -> int:
+    """GPUs in Slurm's gres text: 'gpu', 'gpu:2', 'gpu:a100:4' (sbatch(1), --gres)."""
+    match = re.search(r'(?:^|,)gpu(?::[A-Za-z][^:,]*)?(?::([0-9]+))?(?=$|,|\()', gres)
+    return int(match.group(1) or 1) if match else 0
+
+
+def check_node_counts(planner: Planner, skip_checks: bool) -> None:
+    """A multi-node job takes whole allocations of the scheduler that it names and that an action starts."""
+    workflow = planner.workflow
+    started = {action.get('scheduler') for action in workflow.get('actions', ())
+               if action.get('action_type') == 'schedule_nodes'}
+    for resources, _, scheduler, _ in planner.kinds:
+        if resources is None or scheduler is None:
+            continue
+        requirements, allocation = workflow['resource_requirements'][resources], workflow['slurm_schedulers'][scheduler]
+        nodes, given = requirements.value('num_nodes'), allocation.value('nodes')
+        if 1 < nodes < given and allocation.get('name') in started:
+            note = requirements.warn if skip_checks else requirements.error
+            note(f"num_nodes {nodes} is neither 1 nor nodes {given} of scheduler '{shorten(allocation['name'])}': "
+                 'make them equal, or use --skip-checks', 'num_nodes')
+
+
+# (field of execution_config, mode that refuses it, the value that it refuses or None: any)
+EXECUTION_RULES = (
+    ('limit_resources',         'slurm',  False),
+    ('termination_signal',      'slurm',  None),
+    ('sigterm_lead_seconds',    'slurm',  None),
+    ('oom_exit_code',           'slurm',  None),
+    ('srun_termination_signal', 'direct', None),
+    ('enable_cpu_bind',         'direct', True),
+)
+
+
+def check_execution(workflow: Block) -> None:
+    """Fields of execution_config that do not go with the mode, or with the actions."""
+    config = workflow.get('execution_config') or Block(workflow.reading, 'execution_config', {})
+    mode = config.get('mode', 'auto')
+    effective = mode if mode != 'auto' else 'slurm' if workflow.get('slurm_schedulers') else 'direct'
+    why = f'mode {mode}' if mode == effective else f'mode auto, which is {effective} here'
+    for name, refusing, value in EXECUTION_RULES:
+        if name in config and effective == refusing and (value is None or config[name] is value):
+            shown = f'{name}: {json.dumps(value)}' if value is not None else name
+            other = 'direct' if refusing == 'slurm' else 'slurm'
+            config.error(f'{shown} does not go with {why}: remove it, or set mode: {other}', name)
+    each_node = [action for action in workflow.get('actions', ()) if action.get('start_one_worker_per_node')]
+    for action in each_node:
+        if config.get('mode', 'direct') != 'direct':
+            action.error(f'start_one_worker_per_node needs mode direct in execution_config, not {mode}',
+                         'start_one_worker_per_node')
+    if 'srun_mpi' in config and not any(action.get('action_type') == 'schedule_nodes' for action in each_node):
+        config.error('srun_mpi needs a schedule_nodes action with start_one_worker_per_node: true', 'srun_mpi')
+
+
+RESERVED_IDENTIFIERS = ('#torc-', '#software-', '#job-')
+
+
+def check_identifiers(planner: Planner) -> None:
+    """RO-Crate identifiers: of input files only, each once."""
+    files = planner.files
+    if not any('identifier' in file for file in files):
+        return
+    outputs = {file for job in planner.jobs for file in job.output_files}
+    inputs = {file for job in planner.jobs for file in job.input_files}
+    paths = {file['path']: place for place, file in enumerate(files)}
+    seen: Dict[str, str] = {}
+    for place, file in enumerate(files):
+        if 'identifier' in file:
+            fault = identifier_fault(file['identifier'], seen, paths.get(file['identifier'], place) != place)
+            if not planner.workflow.value('enable_ro_crate'):
+                fault = 'needs enable_ro_crate: true in the workflow'
+            elif place in outputs:
+                fault = 'is for input files only, and a job writes this one'
+            elif place not in inputs and 'st_mtime' not in file:
+                fault = 'is for input files only, and no job reads this one'
+            if fault:
+                planner.workflow.error(f"file '{shorten(file['name'])}': identifier {fault}", 'files')
+            seen[file['identifier']] = file['name']
+
+
+def identifier_fault(identifier: str, seen: Dict[str, str], is_path: bool) -> str:
+    """Why a text cannot identify a file in an RO-Crate, or ''."""
+    if not identifier.strip():
+        return 'must not be empty'
+    if identifier in ('ro-crate-metadata.json', './') or identifier.startswith(RESERVED_IDENTIFIERS):
+        return f"'{shorten(identifier)}' is reserved"
+    if identifier in seen:
+        return f"'{shorten(identifier)}' is also that of file '{shorten(seen[identifier])}'"
+    return f"'{shorten(identifier)}' is the path of another file" if is_path else ''
+
+
+# -------- the plan's body --------
+
+
+def plan_action(planner: Planner, action: Block) -> Dict[str, Any]:
+    """One action."""
+    trigger = action.get('trigger_type')
+    expansion = Expansion(action)
+    places = planner.relate(expansion, 'job', 'jobs', 'job_name_regexes', ())
+    if trigger in JOB_TRIGGERS and not action.get('jobs') and not action.get('job_name_regexes'):
+        expansion.block.error(f'{trigger} needs jobs or job_name_regexes', 'trigger_type')
+    if trigger in TRIGGERS and trigger not in JOB_TRIGGERS and places:
+        action.warn(f'{trigger} does not look at jobs: they have no effect', 'trigger_type')
+    is_commands = action.get('action_type') == 'run_commands'
+    return {'trigger_type': trigger, 'action_type': action.get('action_type'),
+            'action_config': plan_commands(action) if is_commands else plan_allocation(planner, expansion),
+            'job_indexes': sorted(places) if trigger in JOB_TRIGGERS else None,
+            'persistent': action.value('persistent')}
+
+
+SCHEDULE_FIELDS = ('scheduler', 'scheduler_type', 'num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs')
+
+
+def plan_commands(action: Block) -> Dict[str, Any]:
+    """Settings of a run_commands action."""
+    if not action.get('commands'):
+        action.error('run_commands needs commands', 'action_type')
+    for name in SCHEDULE_FIELDS:
+        if name in action:
+            action.warn(f'{name} has no effect in run_commands', name)
+    return {'commands': list(action.get('commands', ()))}
+
+
+def plan_allocation(planner: Planner, expansion: Expansion) -> Dict[str, Any]:
+    """Settings of a schedule_nodes action."""
+    action = expansion.block
+    if action.get('action_type') == 'schedule_nodes':
+        for name in ('scheduler', 'scheduler_type'):
+            if not action.raw.get(name):
+                expansion.block.error(f'schedule_nodes needs {name}', 'action_type')
+        if 'commands' in action:
+            action.warn('commands has no effect in schedule_nodes', 'commands')
+    scheduler = None
+    if action.get('scheduler_type') == 'slurm' and 'scheduler' in action:
+        found = planner.find(expansion, 'slurm_scheduler', action['scheduler'], 'scheduler')
+        scheduler = found[0] if found else None
+    config = {'scheduler': scheduler, **{name: action.value(name) for name in SCHEDULE_FIELDS[1:]}}
+    return {name: value for name, value in config.items() if value is not None or name == 'scheduler'}
+
+
+def complete(block: Block) -> Dict[str, Any]:
+    """A block with its defaults."""
+    values = {name: block.value(name) for name in FIELDS_OF[block.where]}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def plan_monitor(monitor: Optional[Block]) -> Dict[str, Any]:
+    """Complete settings of the monitor. Absent or empty is on; the old form counts only without `jobs`."""
+    if not monitor:
+        return {**complete(Block(None, 'resource_monitor')), 'enabled': True, 'compute_node': None,
+                'jobs': complete(Block(None, 'resource_monitor.jobs'))}
+    settings = {name: monitor.value(name) for name in FIELDS_OF['resource_monitor']}
+    for name in ('jobs', 'compute_node'):
+        part = monitor.get(name)
+        settings[name] = None if part is None else {field: part.value(field) for field in FIELDS_OF[part.where]}
+    if settings['enabled'] is None and settings['jobs'] is None and 'granularity' not in monitor:
+        settings['jobs'] = complete(Block(None, 'resource_monitor.jobs'))
+        settings['enabled'] = True
+    if settings['enabled'] is None:
+        settings['enabled'] = settings['jobs'] is None
+    return settings
+
+
+def plan_rules(handler: Block) -> str:
+    """Rules of a failure handler as JSON text."""
+    rules = []
+    for rule in handler.get('rules', ()):
+        given = {name: rule[name] for name in FIELDS_OF['rule'] if rule.get(name)}
+        rules.append({**given, 'max_retries': rule.value('max_retries')})
+    return format_json(rules)
+
+
+def plan_workflow(planner: Planner, workflow: Block) -> Dict[str, Any]:
+    """The workflow itself."""
+    copied = ('name', 'user', 'description', 'project', 'metadata', 'dynamic_jobs', 'access_groups')
+    body = {name: workflow[name] for name in copied if name in workflow}
+    body.update((name, workflow.value(name)) for name in WORKFLOW_DEFAULTS)
+    if workflow.value('enable_ro_crate'):
+        body['enable_ro_crate'] = True
+    if workflow.get('env'):
+        body['env'] = plan_workflow_env(planner)
+    if workflow.get('slurm_defaults'):
+        body['slurm_defaults'] = workflow['slurm_defaults']
+    config = dict(workflow.get('execution_config', {}))
+    if planner.stdio or config.get('job_stdio_overrides'):
+        config['job_stdio_overrides'] = {**config.get('job_stdio_overrides', {}), **planner.stdio}
+    if config:
+        body['execution_config'] = config
+    body['resource_monitor_config'] = plan_monitor(workflow.get('resource_monitor'))
+    return body
+
+
+def plan_workflow_env(planner: Planner) -> Dict[str, str]:
+    """The workflow's environment; a {parameter} with one value gives it, one with more gives its text as written."""
+    reading, workflow = planner.reading, planner.workflow
+    axes = {}
+    for name, value in workflow.get('parameters', {}).items():
+        try:
+            values = expand_values(value, reading.directory, reading.max_instances)
+        except ValueError:
+            values = []     # noted where the parameter is used; unused ones do no harm
+        axes[name] = Axis(values if len(values) == 1 else [value if isinstance(value, str) else format_json(value)], 1)
+    expansion = Expansion(workflow, Instances(1, axes))
+    return {name: spread(expansion.text(text, 'env'), 1)[0] for name, text in workflow['env'].items()}
+
+
+def find_times(planner: Planner) -> None:
+    """Times of the files that jobs read, as seen from the working directory, where the spec does not tell them."""
+    for place in {file for job in planner.jobs for file in job.input_files}:
+        record = planner.files[place]
+        if 'st_mtime' not in record:
+            try:
+                record['st_mtime'] = os.stat(record['path']).st_mtime
+            except (OSError, ValueError):
+                pass    # it is not there yet, or (ValueError) no file can have this path
+
+
+def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
+    """What concerns the workflow as a whole."""
+    for name in sorted(set(workflow.reading.variables).intersection(declared)):
+        workflow.error(f"'{name}' is both a variable and a parameter: rename one", 'variables', name)
+    if 'parameters' in workflow and 'parameters_file' in workflow:
+        workflow.error('parameters and parameters_file cannot be combined', 'parameters_file')
+    for name in workflow.get('slurm_defaults', ()):
+        if name.lower() in SCHEDULER_OPTIONS:
+            workflow.error(f"slurm_defaults cannot set '{name}': set it in slurm_schedulers", 'slurm_defaults', name)
+    groups = workflow.get('access_groups', ())
+    if len(set(groups)) < len(groups):
+        workflow.error('access_groups names a group twice', 'access_groups')
+    for handler in workflow.get('failure_handlers', ()):
+        for rule in handler.get('rules', ()):
+            if not rule.get('exit_codes') and not rule.get('match_all_exit_codes'):
+                handler.warn('a rule without exit_codes and match_all_exit_codes never applies', 'rules')
+
+
+def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
+              skip_checks: bool = False) -> Plan:
+    """Check and expand a spec. Raises BadInput with everything that is wrong, each problem with its place."""
+    reading = Reading(document, directory, max_instances)
+    raw = document.value
+    if not isinstance(raw, dict):
+        raise BadInput(f'a workflow must be a mapping with name and jobs, not {kind_of(raw)}',
+                       [Problem(f'a workflow must be a mapping with name and jobs, not {kind_of(raw)}', 1, 1)])
+    read_variables(Block(reading, 'workflow', raw))
+    workflow = read_block(reading, 'workflow', raw)
+    planner = Planner(reading, workflow)
+    requirements = planner.index_declared('resource_requirements')
+    schedulers = planner.index_declared('slurm_scheduler')
+    handlers = planner.index_declared('failure_handler')
+    planner.plan_files()
+    planner.plan_user_data()
+    planner.plan_jobs()
+    body = {
+        'workflow': plan_workflow(planner, workflow),
+        'files': planner.files,
+        'user_data': planner.user_data,
+        'resource_requirements': [complete(block) for block in requirements],
+        'slurm_schedulers': [complete(block) for block in schedulers],
+        'failure_handlers': [{'name': block.get('name'), 'rules': plan_rules(block)} for block in handlers],
+        'kinds': [[*kind[:3], list(kind[3]) if kind[3] else None] for kind in planner.kinds],
+        'dependency_sets': [list(members) for members in planner.sets],
+        'jobs': planner.jobs,
+        'actions': [plan_action(planner, action) for action in workflow.get('actions', ())],
+    }
+    check_workflow(workflow, planner.declared)
+    check_execution(workflow)
+    check_identifiers(planner)
+    check_producers(planner)
+    check_cycles(planner)
+    if not reading.problems:
+        check_fit(planner, skip_checks)
+        check_node_counts(planner, skip_checks)
+    summary = summarize(planner)
+    if reading.problems:
+        raise_problems(reading, summary)
+    find_times(planner)
+    return Plan(body, reading.warnings, summary)
+
+
+def raise_problems(reading: Reading, summary: Dict[str, Any]) -> None:
+    """Raise what is wrong with a spec, in the order of the file, each once."""
+    problems = sorted(dict.fromkeys(reading.problems), key=lambda problem: (problem.line, problem.column))
+    message = str(problems[0]) if len(problems) == 1 else f'{len(problems):,} problems in the workflow file'
+    raise BadInput(message, problems, warnings=reading.warnings, summary=summary)
+
+
+def summarize(planner: Planner) -> Dict[str, Any]:
+    """What `create --dry-run` tells about a spec."""
+    workflow = planner.workflow
+    schedulers, actions = workflow.get('slurm_schedulers', []), workflow.get('actions', [])
+    return {
+        'workflow_name': workflow.get('name', ''),
+        'workflow_description': workflow.get('description'),
+        'job_count': len(planner.jobs),
+        'job_count_before_expansion': len(workflow.get('jobs', [])),
+        'file_count': len(planner.files),
+        'file_count_before_expansion': len(workflow.get('files', [])),
+        'user_data_count': len(planner.user_data),
+        'resource_requirements_count': len(workflow.get('resource_requirements', [])),
+        'slurm_scheduler_count': len(schedulers),
+        'action_count': len(actions),
+        'has_schedule_nodes_action': any(action.get('action_type') == 'schedule_nodes' for action in actions),
+        'job_names': [job.name for job in planner.jobs],
+        'scheduler_names': [scheduler.get('name', '') for scheduler in schedulers],
+    }
+
+
+# -------- execution plan --------
+
+
+class Allocation(NamedTuple):
+    """A schedule_nodes action, as the execution plan sees it."""
+    trigger_type: str
+    jobs: Optional[Sequence[int]]   # that on_jobs_ready waits for, all of them
+    told: Dict[str, Any]            # scheduler, scheduler_type, num_allocations
+
+
+def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
+                   allocations: Sequence[Allocation]) -> Dict[str, Any]:
+    """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
+
+    Jobs of a circle never become ready and are in no event. An action fires when the last of its jobs is ready.
+    """
+    groups: Dict[Tuple[int, ...], List[int]] = {}
+    for place, members in enumerate(prerequisites):
+        groups.setdefault(tuple(sorted(members)), []).append(place)
+    order = order_events(groups, len(job_names))
+    ids = name_events(order, job_names)
+    event_of = {place: event for event, members in enumerate(order) for place in groups[members]}
+    events = []
+    for event, members in enumerate(order):
+        before = sorted({event_of[place] for place in members})
+        finished, ready = ([job_names[place] for place in places] for places in (members, groups[members]))
+        events.append(make_event(ids[event], finished, ready, [ids[number] for number in before]))
+        for number in before:
+            events[number]['unlocks_events'].append(ids[event])
+    for allocation in allocations:
+        fires = find_firing(allocation, event_of)
+        if fires is not None and fires < len(events):
+            gates = allocation.jobs or groups[order[fires]]
+            ready = [job_names[place] for place in groups[order[fires]] if place in gates]
+            events[fires]['scheduler_allocations'].append(dict(allocation.told, job_names=ready))
+    return {'total_events': len(events), 'total_jobs': len(job_names),
+            'root_events': [event['id'] for event in events if not event['depends_on_events']],
+            'leaf_events': [event['id'] for event in events if not event['unlocks_events']], 'events': events}
+
+
+def order_events(groups: Dict[Tuple[int, ...], List[int]], job_count: int) -> List[Tuple[int, ...]]:
+    """Sets of prerequisites in the order in which they are met, breadth first; those that never are, left out."""
+    missing = {members: len(members) for members in groups}
+    waiting: Dict[int, List[Tuple[int, ...]]] = {}
+    for members in groups:
+        for place in members:
+            waiting.setdefault(place, []).append(members)
+    order = [members for members in groups if not members]
+    for members in order:   # grows while it is walked
+        for place in groups[members]:
+            for later in waiting.get(place, ()):
+                missing[later] -= 1
+                if not missing[later]:
+                    order.append(later)
+    return order
+
+
+def name_events(order: Sequence[Tuple[int, ...]], job_names: Sequence[str]) -> List[str]:
+    """Ids of events as Torc makes them, each once."""
+    ids: Dict[str, int] = {}
+    for members in order:
+        names = [job_names[place] for place in members]
+        prefix = os.path.commonprefix(names).rstrip('_0123456789')
+        stem = 'start' if not names else f'after_{names[0]}' if len(names) == 1 else \
+            f'after_{prefix}_jobs' if len(prefix) >= 3 else f'after_{names[0]}_and_{len(names) - 1}_more'
+        number, name = 1, stem
+        while name in ids:
+            number += 1
+            name = f'{stem}_{number}'
+        ids[name] = number
+    return list(ids)
+
+
+def make_event(name: str, finished: List[str], ready: List[str], before: List[str]) -> Dict[str, Any]:
+    """One event."""
+    trigger, told = {'type': 'WorkflowStart'}, 'Workflow Start'
+    if finished:
+        trigger = {'type': 'JobsComplete', 'data': {'jobs': finished}}
+        told = f"'{finished[0]}' completes" if len(finished) == 1 else \
+            f"{len(finished)} jobs complete: {', '.join(finished[:3])}{', ...' if len(finished) > 3 else ''}"
+    return {'id': name, 'trigger': trigger, 'trigger_description': told, 'scheduler_allocations': [],
+            'jobs_becoming_ready': ready, 'depends_on_events': before, 'unlocks_events': []}
+
+
+def find_firing(allocation: Allocation, event_of: Dict[int, int]) -> Optional[int]:
+    """The event in which an allocation is made, or None."""
+    if allocation.trigger_type == 'on_workflow_start':
+        return 0
+    if allocation.trigger_type != 'on_jobs_ready' or not allocation.jobs:
+        return None
+    events = [event_of.get(place) for place in allocation.jobs]
+    return None if None in events else max(events)
+
+
+def plan_prerequisites(body: Dict[str, Any]) -> List[Sequence[int]]:
+    """Of each job of a plan, the jobs that must finish first: named, or implied by files and user data."""
+    jobs = [PlannedJob(*job) for job in body['jobs']]
+    producers = find_producers(jobs)
+    found = []
+    for place, job in enumerate(jobs):
+        members = body['dependency_sets'][job.dependencies] if job.dependencies is not None else ()
+        implied = {producer for key in input_keys(job) for producer in producers.get(key, ())} - {place}
+        found.append(sorted(implied.union(members)) if implied else members)
+    return found
+
+
+def plan_execution(body: Dict[str, Any]) -> Dict[str, Any]:
+    """Execution plan of a spec, as `workflows execution-plan` tells it."""
+    names = [scheduler['name'] for scheduler in body['slurm_schedulers']]
+    allocations = []
+    for action in body['actions']:
+        config = action['action_config']
+        if action['action_type'] == 'schedule_nodes':
+            told = {name: config.get(name) for name in ('scheduler_type', 'num_allocations')}
+            told['scheduler'] = names[config['scheduler']] if config['scheduler'] is not None else ''
+            allocations.append(Allocation(action['trigger_type'], action['job_indexes'], told))
+    plan = execution_plan([job[0] for job in body['jobs']], plan_prerequisites(body), allocations)
+    return {'status': 'success', 'source': 'spec_file', 'workflow_name': body['workflow']['name'], **plan}
+
+
+# -------- help --------
+
+
+PARAMETER_HELP = """\
+Parameters make many jobs (files, user data) from one entry:
+
+    jobs:
+      - name: "train_{lr}_{seed:02d}"
+        command: "train --lr {lr} --seed {seed}"
+        parameters:
+          lr: [0.1, 0.01]
+          seed: "1:5"
+
+makes ten jobs: all combinations, in the order in which the parameters stand, the last one changing fastest.
+
+Values
+    [1, 2.5, adam]      a list; 'quoted' items stay text and may hold commas
+    1:10   0:1:0.25     a range, with or without a step; both ends are included; text with a colon goes into a list
+    @names.txt          one value a line; blank lines and lines that begin with # do not count
+    5   abc             one value
+In text
+    {name}              the value; {name:03d} {name:.2f} {name:>8} format it as Python does
+    ${name}             is the shell's and stays; so do other braces; values in regular expressions are escaped
+    {...} works in      {templates}
+Combinations
+    parameter_mode: zip             value by value instead of all combinations; the lists must be equally long
+    use_parameters: [seed]          takes parameters of the workflow; a parameter of the job itself wins
+    parameters_file: runs.csv       one instance per row of a table: .csv with a header, .json (list of objects), .jsonl
+    use_parameters_file: true       takes the table of the workflow
+Collecting
+    Do not parameterise a job that waits for all others: give it depends_on_regexes or input_file_regexes.
+
+More than {limit} instances are refused, unless --max-instances N lifts the limit.
+"""
+
+
+def format_parameter_help() -> str:
+    """Text of `help parameters`."""
+    templates = ', '.join(dict.fromkeys(field.name for field in FIELDS if field.is_template))
+    lines = [line.rstrip() for line in re.findall(r'\S.{0,75}(?:\s|\Z)', templates)]
+    text = PARAMETER_HELP.replace('{templates}', ('\n' + ' ' * 24).join(lines))
+    return text.replace('{limit}', f'{MAX_INSTANCES:,}')
+
+
+def format_default(field: Field) -> str:
+    """A field's default for people: 'required', '', or the value as in a spec."""
+    if field.default in (None, REQUIRED):
+        return '' if field.default is None else 'required'
+    return field.default if isinstance(field.default, str) else json.dumps(field.default)
+
+
+def format_field_help() -> str:
+    """Text of `help spec`: every field of a workflow file."""
+    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. Its fields (* required, {} takes parameters):']
+    for where, title in BLOCKS.items():
+        lines += ['', title]
+        for field in FIELDS_OF[where].values():
+            marks = ('*' if field.default is REQUIRED else ' ') + (' {}' if field.is_template else '   ')
+            default = format_default(field) if field.default is not REQUIRED else ''
+            lines.append(f'  {field.name:28} {marks} {field.help}' + (f' [{default}]' if default else ''))
+            kind = TYPES[field.type]
+            if '|' in kind.words:
+                lines.append(f'      {kind.words}')
+    return '\n'.join(lines) + '\n'
+
+
+def format_field_markdown() -> str:
+    """The same as tables for README.md."""
+    lines = []
+    for where, title in BLOCKS.items():
+        lines += [f'#### {title}', '', '| field | type | default | {} | meaning |', '|---|---|---|---|---|']
+        for field in FIELDS_OF[where].values():
+            is_template = 'yes' if field.is_template else ''
+            cells = (f'`{field.name}`', TYPES[field.type].words, format_default(field), is_template, field.help)
+            lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
+        lines.append('')
+    return '\n'.join(lines)
