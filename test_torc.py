@@ -1616,6 +1616,140 @@ class FieldsTest(unittest.TestCase):
             self.assertIn(name, text)
 
 
+# ======== 7. Store ========
+
+class StoreTest(unittest.TestCase):
+    """A database in a directory of its own, and a clock that stands still."""
+
+    def setUp(self) -> None:
+        self.directory = tempfile.mkdtemp(prefix="torc's store ")
+        self.addCleanup(shutil.rmtree, self.directory)
+        self.path = os.path.join(self.directory, 'torc.db')
+        self.clock = 1700000000.0
+
+    def open(self) -> Any:
+        store = torc.Store(self.path, lambda: self.clock)
+        self.addCleanup(store.close)
+        return store
+
+    def test_a_new_database_is_private_whatever_the_umask(self):
+        before = os.umask(0)
+        self.addCleanup(os.umask, before)
+        store = self.open()
+        with store.transaction():
+            store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't'})
+        modes = {name: oct(os.stat(os.path.join(self.directory, name)).st_mode & 0o777) for name in os.listdir(self.directory)}
+        self.assertEqual({'0o600'}, set(modes.values()), modes)
+
+    def test_answers_are_on_disk_before_they_are_given(self):
+        store = self.open()
+        self.assertEqual(('wal', 2, 'exclusive'), (store.value('PRAGMA journal_mode'), store.value('PRAGMA synchronous'),
+                                                    store.value('PRAGMA locking_mode')))
+
+    def test_a_second_opener_is_refused_while_the_first_lives(self):
+        store = self.open()
+        with self.assertRaises(torc.Conflict) as caught:
+            torc.Store(self.path)
+        self.assertIn('in use by another torc.py', caught.exception.message)
+        code = 'import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute("BEGIN IMMEDIATE")'
+        other = subprocess.run([sys.executable, '-c', code, self.path], stderr=subprocess.PIPE)
+        self.assertIn(b'database is locked', other.stderr)      # looking at it did not drop our locks
+        store.close()
+        torc.Store(self.path).close()
+
+    def test_an_older_database_is_migrated_with_a_copy_kept(self):
+        store = self.open()
+        with store.transaction():
+            store.insert('workflow', {'name': 'old', 'user': 'u', 'timestamp': 't'})
+        store.close()
+        newer = torc.SCHEMA_VERSION + 1
+        with unittest.mock.patch.object(torc, 'SCHEMA_VERSION', newer), \
+                unittest.mock.patch.dict(torc.MIGRATIONS, {newer: 'ALTER TABLE workflow ADD COLUMN colour TEXT;'}):
+            store = self.open()
+            self.assertIn('colour', [column.name for column in store.columns('workflow')])
+            self.assertEqual((newer, ['old']), (store.value('PRAGMA user_version'), store.ids('SELECT name FROM workflow')))
+        copy = f'{self.path}.v{newer - 1}'
+        self.assertEqual(0o600, os.stat(copy).st_mode & 0o777)
+        with contextlib.closing(torc.Store(copy)) as store:
+            self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
+
+    def test_a_transaction_happens_whole_or_not_at_all(self):
+        store = self.open()
+        with self.assertRaises(ZeroDivisionError), store.transaction():
+            store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't'})
+            raise ZeroDivisionError
+        self.assertEqual(0, store.value('SELECT count(*) FROM workflow'))
+
+    def test_a_savepoint_takes_back_only_its_own_changes(self):
+        store = self.open()
+        with store.transaction():
+            store.insert('workflow', {'name': 'kept', 'user': 'u', 'timestamp': 't'})
+            with self.assertRaises(ZeroDivisionError), store.savepoint():
+                store.insert('workflow', {'name': 'lost', 'user': 'u', 'timestamp': 't'})
+                raise ZeroDivisionError
+        self.assertEqual(['kept'], store.ids('SELECT name FROM workflow'))
+
+    def test_declared_types_say_how_values_are_spoken(self):
+        store = self.open()
+        with store.transaction():
+            number = store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't', 'metadata': {'a': [1, None]}, 'is_canceled': True})
+        row = store.select('workflow', 'WHERE id = ?', (number,))[0]
+        self.assertEqual(({'a': [1, None]}, True, False), (row['metadata'], row['is_canceled'], row['is_archived']))
+        self.assertNotIn('description', row)
+
+    def test_files_that_are_no_databases_of_ours_are_refused(self):
+        def text() -> None:
+            with open(self.path, 'w') as file:
+                file.write('no database ' * 100)
+
+        def table(name: str) -> Callable[[], None]:
+            def make() -> None:
+                with contextlib.closing(sqlite3.connect(self.path)) as connection:
+                    connection.execute(f'CREATE TABLE {name} (x)')
+            return make
+
+        def newer() -> None:
+            with contextlib.closing(sqlite3.connect(self.path)) as connection:
+                connection.execute('PRAGMA user_version = 99')
+        for make, message in ((text, 'is not a torc.py database'), (table('stranger'), 'database of another program'),
+                              (table('_sqlx_migrations'), "database of Torc's own server"), (newer, 'made by a newer torc.py')):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+            make()
+            with open(self.path, 'rb') as file:
+                before = file.read()
+            with self.subTest(message), self.assertRaises(torc.BadInput) as caught:
+                torc.Store(self.path)
+            self.assertIn(message, caught.exception.message)
+            with open(self.path, 'rb') as file:
+                self.assertEqual(len(before), len(file.read()))
+
+    def test_an_empty_file_is_a_new_database(self):
+        open(self.path, 'w').close()
+        self.assertEqual(torc.SCHEMA_VERSION, self.open().value('PRAGMA user_version'))
+
+    def test_a_file_that_was_removed_or_replaced_takes_no_more(self):
+        for change in (os.unlink, lambda path: os.replace(shutil.copy(path, path + '.copy'), path)):
+            store = self.open()
+            change(self.path)
+            with self.assertRaises(torc.Conflict) as caught, store.transaction():
+                self.fail('the block must not run')
+            self.assertIn('was removed or replaced', caught.exception.message)
+            store.close()
+
+    def test_a_missing_directory_is_a_clear_error(self):
+        with self.assertRaises(torc.BadInput) as caught:
+            torc.Store(os.path.join(self.directory, 'nowhere', 'torc.db'))
+        self.assertIn('No such file or directory', caught.exception.message)
+
+    def test_every_table_dies_with_its_workflow(self):
+        store = self.open()
+        tables = store.ids("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name <> 'workflow'")
+        for table in tables:
+            parents = {row[2] for row in store.rows(f'PRAGMA foreign_key_list({table})') if row[6] == 'CASCADE'}
+            self.assertTrue(parents, table)
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

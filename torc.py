@@ -4546,3 +4546,585 @@ def format_field_markdown() -> str:
             lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
         lines.append('')
     return '\n'.join(lines)
+# ======== 6. Schema: the tables, as SQL text ========
+#
+# The nouns are Torc's. A column's declared type says how its value is stored and spoken: JSON TEXT (any JSON value;
+# SQL NULL is JSON null), BOOL INTEGER (0 or 1), STATUS INTEGER (a code of STATUSES, spoken as its name). The Store
+# reads columns and types back from the database, so that there is no second list of them in Python.
+#
+# Who waits for whom is kept in sets: jobs with the same prerequisites point at one dep_set, which counts how many of
+# its members are unfinished. Finishing a job touches the sets that it is a member of, never the jobs that wait: a
+# barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
+# claim looks at kinds (few), never at all ready jobs (many).
+
+SCHEMA_VERSION = 1
+
+SCHEMA = """
+CREATE TABLE workflow (
+    id                      INTEGER PRIMARY KEY AUTOINCREMENT,
+    name                    TEXT NOT NULL,
+    user                    TEXT NOT NULL,              -- the owner
+    description             TEXT,
+    project                 TEXT,
+    metadata                JSON TEXT,
+    timestamp               TEXT NOT NULL,              -- of creation, RFC 3339
+    submission_directory    TEXT,                       -- of the client that created it; relative paths start there
+    env                     JSON TEXT,                  -- for all its jobs
+    execution_config        JSON TEXT,
+    resource_monitor_config JSON TEXT,
+    slurm_defaults          JSON TEXT,
+    dynamic_jobs            JSON TEXT,
+    use_pending_failed      BOOL INTEGER NOT NULL DEFAULT 0,
+    enable_ro_crate         BOOL INTEGER,
+    compute_node_expiration_buffer_seconds         INTEGER,        -- accepted, without effect
+    compute_node_wait_for_new_jobs_seconds         INTEGER NOT NULL DEFAULT 90,   -- a runner without work leaves after it
+    compute_node_ignore_workflow_completion        BOOL INTEGER NOT NULL DEFAULT 0,
+    compute_node_wait_for_healthy_database_minutes INTEGER NOT NULL DEFAULT 20,
+    compute_node_min_time_for_new_jobs_seconds     INTEGER NOT NULL DEFAULT 300,
+    run_id                  INTEGER NOT NULL DEFAULT 0, -- run generation: 0 until the first initialize
+    is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
+    is_archived             BOOL INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX workflow_by_name ON workflow (name);
+CREATE INDEX workflow_by_user ON workflow (user);
+
+CREATE TABLE resource_requirements (
+    id           INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id  INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    name         TEXT NOT NULL,
+    num_cpus     INTEGER NOT NULL DEFAULT 1,            -- CPUs, GPUs and memory are per node
+    num_gpus     INTEGER NOT NULL DEFAULT 0,
+    num_nodes    INTEGER NOT NULL DEFAULT 1,
+    memory       TEXT NOT NULL DEFAULT '1m',
+    runtime      TEXT NOT NULL DEFAULT 'PT1M',
+    memory_bytes INTEGER NOT NULL,                      -- memory and runtime as numbers
+    runtime_s    INTEGER NOT NULL,
+    is_implicit  BOOL INTEGER NOT NULL DEFAULT 0        -- the placeholder 'default' that every workflow has: never a limit
+);
+CREATE INDEX resource_requirements_of ON resource_requirements (workflow_id, name);
+
+CREATE TABLE slurm_scheduler (
+    id                    INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id           INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    name                  TEXT,
+    account               TEXT NOT NULL,
+    gres                  TEXT,
+    mem                   TEXT,
+    nodes                 INTEGER NOT NULL DEFAULT 1,
+    ntasks_per_node       INTEGER,
+    partition             TEXT,
+    qos                   TEXT,
+    tmp                   TEXT,
+    walltime              TEXT NOT NULL DEFAULT '01:00:00',
+    extra                 TEXT,
+    serialize_allocations BOOL INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX slurm_scheduler_of ON slurm_scheduler (workflow_id);
+
+CREATE TABLE local_scheduler (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    name        TEXT,
+    memory      TEXT,
+    num_cpus    INTEGER
+);
+CREATE INDEX local_scheduler_of ON local_scheduler (workflow_id);
+
+CREATE TABLE scheduled_compute_node (
+    id                  INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id         INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    scheduler_id        INTEGER NOT NULL,               -- the Slurm job
+    scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
+    scheduler_type      TEXT NOT NULL,
+    status              TEXT NOT NULL                   -- pending, active, complete, canceled
+);
+CREATE INDEX scheduled_compute_node_of ON scheduled_compute_node (workflow_id, status);
+
+CREATE TABLE failure_handler (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    name        TEXT NOT NULL,
+    rules       TEXT NOT NULL,                          -- JSON, kept as the text it came as
+    UNIQUE (workflow_id, name)
+);
+
+CREATE TABLE compute_node (
+    id                  INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id         INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    hostname            TEXT NOT NULL,
+    pid                 INTEGER NOT NULL,               -- of the runner
+    start_time          TEXT NOT NULL,
+    end_time            TEXT,                           -- when its allocation ends
+    duration_seconds    REAL,
+    is_active           BOOL INTEGER,
+    num_cpus            INTEGER NOT NULL,
+    memory_gb           REAL NOT NULL,
+    num_gpus            INTEGER NOT NULL,
+    num_nodes           INTEGER NOT NULL,
+    time_limit          TEXT,
+    scheduler_config_id INTEGER,
+    compute_node_type   TEXT NOT NULL,
+    scheduler           JSON TEXT,
+    labels              JSON TEXT,
+    sample_count        INTEGER,
+    peak_cpu_percent    REAL,
+    avg_cpu_percent     REAL,
+    peak_memory_bytes   INTEGER,
+    avg_memory_bytes    INTEGER,
+    identity            TEXT,                           -- boot id and start ticks of the runner's process: tells a reused pid
+    lease_until         REAL                            -- silent beyond this time, the node counts as gone; NULL: never
+);
+CREATE INDEX compute_node_of ON compute_node (workflow_id);
+CREATE INDEX compute_node_active ON compute_node (lease_until) WHERE is_active = 1;
+
+CREATE TABLE job_kind (
+    id                       INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id              INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    resource_requirements_id INTEGER NOT NULL REFERENCES resource_requirements (id),   -- which stay while jobs need them
+    priority                 INTEGER NOT NULL DEFAULT 0,
+    scheduler_id             INTEGER,                   -- the slurm_scheduler that its jobs are bound to
+    labels                   JSON TEXT                  -- sorted, unique; NULL is none
+);
+CREATE INDEX job_kind_of ON job_kind (workflow_id, resource_requirements_id, priority);
+CREATE INDEX job_kind_requirements ON job_kind (resource_requirements_id);
+
+CREATE TABLE dep_set (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    digest      TEXT NOT NULL,                          -- SHA-256 of the sorted member ids
+    pending     INTEGER NOT NULL DEFAULT 0,             -- members that have not finished
+    failed      INTEGER NOT NULL DEFAULT 0,             -- members that have finished badly
+    UNIQUE (workflow_id, digest)
+);
+
+CREATE TABLE job (
+    id                             INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id                    INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    name                           TEXT NOT NULL,
+    command                        TEXT NOT NULL,
+    invocation_script              TEXT,
+    env                            JSON TEXT,           -- the workflow's, overlaid by its own
+    status                         STATUS INTEGER NOT NULL DEFAULT 0,
+    kind_id                        INTEGER NOT NULL,    -- job_kind; unchecked, so that it needs no index of all jobs
+    failure_handler_id             INTEGER REFERENCES failure_handler (id) ON DELETE SET NULL,
+    explicit_set_id                INTEGER,             -- dep_set as asked for
+    dep_set_id                     INTEGER,             -- dep_set with what files and user data imply, made by initialize
+    cancel_on_blocking_job_failure BOOL INTEGER NOT NULL DEFAULT 1,
+    supports_termination           BOOL INTEGER NOT NULL DEFAULT 0,
+    attempt_id                     INTEGER NOT NULL DEFAULT 1,
+    origin                         TEXT,                -- NULL, retry, spawn
+    start_time                     TEXT,
+    compute_node_id                INTEGER REFERENCES compute_node (id) ON DELETE SET NULL,
+    input_hash                     TEXT                 -- of what the last claim handed out
+);
+CREATE INDEX job_by_status ON job (workflow_id, status);
+CREATE INDEX job_ready ON job (kind_id, id) WHERE status = 2;   -- the order of claims
+CREATE INDEX job_waiting ON job (dep_set_id) WHERE dep_set_id IS NOT NULL;
+CREATE INDEX job_by_explicit_set ON job (explicit_set_id) WHERE explicit_set_id IS NOT NULL;
+CREATE INDEX job_by_node ON job (compute_node_id) WHERE compute_node_id IS NOT NULL;
+CREATE INDEX job_by_handler ON job (failure_handler_id) WHERE failure_handler_id IS NOT NULL;
+
+CREATE TABLE dep_member (
+    dep_set_id INTEGER NOT NULL REFERENCES dep_set (id) ON DELETE CASCADE,
+    job_id     INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    PRIMARY KEY (dep_set_id, job_id)
+) WITHOUT ROWID;
+CREATE INDEX dep_member_by_job ON dep_member (job_id);
+
+CREATE TABLE file (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    name        TEXT NOT NULL,
+    path        TEXT NOT NULL,
+    st_mtime    REAL,                                   -- as last seen; NULL: not seen
+    identifier  TEXT                                    -- RO-Crate @id
+);
+CREATE INDEX file_of ON file (workflow_id, name);
+
+CREATE TABLE user_data (
+    id           INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id  INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    name         TEXT NOT NULL,
+    is_ephemeral BOOL INTEGER NOT NULL DEFAULT 0,       -- cleared when the jobs that make it are to run again
+    data         JSON TEXT
+);
+CREATE INDEX user_data_of ON user_data (workflow_id, name);
+
+CREATE TABLE job_input_file (
+    job_id  INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    file_id INTEGER NOT NULL REFERENCES file (id) ON DELETE CASCADE,
+    PRIMARY KEY (job_id, file_id)
+) WITHOUT ROWID;
+CREATE INDEX job_input_file_by_file ON job_input_file (file_id);
+
+CREATE TABLE job_output_file (
+    job_id  INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    file_id INTEGER NOT NULL REFERENCES file (id) ON DELETE CASCADE,
+    PRIMARY KEY (job_id, file_id)
+) WITHOUT ROWID;
+CREATE INDEX job_output_file_by_file ON job_output_file (file_id);
+
+CREATE TABLE job_input_user_data (
+    job_id       INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    user_data_id INTEGER NOT NULL REFERENCES user_data (id) ON DELETE CASCADE,
+    PRIMARY KEY (job_id, user_data_id)
+) WITHOUT ROWID;
+CREATE INDEX job_input_user_data_by_record ON job_input_user_data (user_data_id);
+
+CREATE TABLE job_output_user_data (
+    job_id       INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    user_data_id INTEGER NOT NULL REFERENCES user_data (id) ON DELETE CASCADE,
+    PRIMARY KEY (job_id, user_data_id)
+) WITHOUT ROWID;
+CREATE INDEX job_output_user_data_by_record ON job_output_user_data (user_data_id);
+
+CREATE TABLE workflow_action (
+    id                INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id       INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    trigger_type      TEXT NOT NULL,                    -- one of TRIGGERS
+    action_type       TEXT NOT NULL,                    -- one of ACTION_TYPES
+    action_config     JSON TEXT NOT NULL,
+    trigger_count     INTEGER NOT NULL DEFAULT 0,       -- due when it reaches required_triggers
+    required_triggers INTEGER NOT NULL DEFAULT 1,
+    executed          BOOL INTEGER NOT NULL DEFAULT 0,  -- taken by a node
+    executed_at       TEXT,
+    executed_by       INTEGER,                          -- that node
+    is_reported       BOOL INTEGER NOT NULL DEFAULT 0,  -- that node has told how it ended
+    persistent        BOOL INTEGER NOT NULL DEFAULT 0,  -- once for every node instead of once
+    is_recovery       BOOL INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX workflow_action_of ON workflow_action (workflow_id, trigger_type);
+
+CREATE TABLE action_job (
+    action_id  INTEGER NOT NULL REFERENCES workflow_action (id) ON DELETE CASCADE,
+    job_id     INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    is_counted BOOL INTEGER NOT NULL DEFAULT 0,         -- a job counts once, however often it gets ready or ends
+    PRIMARY KEY (action_id, job_id)
+) WITHOUT ROWID;
+CREATE INDEX action_job_by_job ON action_job (job_id);
+
+CREATE TABLE action_execution (
+    action_id       INTEGER NOT NULL REFERENCES workflow_action (id) ON DELETE CASCADE,
+    compute_node_id INTEGER NOT NULL,                   -- a node that has taken a persistent action
+    is_reported     BOOL INTEGER NOT NULL DEFAULT 0,    -- ... and has told how it ended
+    PRIMARY KEY (action_id, compute_node_id)
+) WITHOUT ROWID;
+
+CREATE TABLE result (
+    id                INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id       INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    job_id            INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    run_id            INTEGER NOT NULL,
+    attempt_id        INTEGER NOT NULL DEFAULT 1,
+    compute_node_id   INTEGER NOT NULL,                 -- a node's results outlive the node
+    return_code       INTEGER NOT NULL,
+    exec_time_minutes REAL NOT NULL,
+    completion_time   TEXT NOT NULL,
+    status            STATUS INTEGER NOT NULL,
+    peak_memory_bytes INTEGER,
+    avg_memory_bytes  INTEGER,
+    peak_cpu_percent  REAL,
+    avg_cpu_percent   REAL,
+    is_current        BOOL INTEGER NOT NULL DEFAULT 1,  -- the job's latest, and not undone by a reset
+    UNIQUE (job_id, run_id, attempt_id)
+);
+CREATE INDEX result_of ON result (workflow_id);
+
+CREATE TABLE event (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    timestamp   INTEGER NOT NULL,                       -- milliseconds since the epoch
+    data        JSON TEXT NOT NULL
+);
+CREATE INDEX event_of ON event (workflow_id, timestamp);
+
+CREATE VIEW job_view AS
+    SELECT job.id AS id, job.workflow_id AS workflow_id, job.name AS name, job.command AS command,
+           ifnull(job.invocation_script, '') AS invocation_script, job.env AS env, job.status AS status,
+           job.cancel_on_blocking_job_failure AS cancel_on_blocking_job_failure,
+           job.supports_termination AS supports_termination,
+           job_kind.resource_requirements_id AS resource_requirements_id,
+           ifnull(job_kind.scheduler_id, 0) AS scheduler_id, ifnull(job.failure_handler_id, 0) AS failure_handler_id,
+           job.attempt_id AS attempt_id, job_kind.priority AS priority, job.origin AS origin,
+           job_kind.labels AS labels, job.start_time AS start_time, job.compute_node_id AS compute_node_id
+    FROM job CROSS JOIN job_kind ON job_kind.id = job.kind_id;
+
+CREATE VIEW result_view AS
+    SELECT result.*, job.name AS job_name FROM result CROSS JOIN job ON job.id = result.job_id;
+"""
+
+# Version -> the SQL that leads to it from the version before.
+MIGRATIONS = {}  # type: Dict[int, str]
+
+
+# ======== 7. Store: the only code that speaks to the workflow database ========
+#
+# One process opens the database, through one connection, in one thread; a second opener is refused. Whatever is
+# answered to a caller is on disk before: WAL with synchronous=FULL, which costs one fsync a transaction (TRUNCATE
+# where a file system refuses WAL). Every change happens inside transaction(); a verb that fails inside a savepoint()
+# leaves nothing behind. Rows come back as dicts in which NULL columns are left out.
+
+PRAGMAS = (
+    ('locking_mode', 'EXCLUSIVE'),  # before the first access: no shared memory file, no second process
+    ('journal_mode', 'WAL'),
+    ('synchronous', 'FULL'),        # an answer means: on disk
+    ('foreign_keys', 'ON'),
+    ('secure_delete', 'OFF'),       # EL 8 builds zero-fill freed pages; we store no secrets
+    ('temp_store', 'MEMORY'),
+    ('cache_size', '-65536'),       # KiB
+)
+BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
+PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
+                             'is_reported', 'identifier'])
+
+
+class TableColumn(NamedTuple):
+    """One column of a table or view, as the database describes it."""
+    name: str
+    codec: str      # first word of the declared type: JSON, BOOL, STATUS, or an SQL type
+
+
+def decode_cell(codec: str, value: Any) -> Any:
+    """A stored value as it is spoken."""
+    if value is None:
+        return None
+    if codec == 'JSON':
+        return json.loads(value)
+    if codec == 'BOOL':
+        return bool(value)
+    if codec == 'STATUS':
+        return STATUS_NAMES[value]
+    return value
+
+
+def encode_cell(codec: str, value: Any) -> Any:
+    """A spoken value as it is stored."""
+    if value is None:
+        return None
+    if codec == 'JSON':
+        return format_json(value)
+    if codec == 'BOOL':
+        return int(value)
+    if codec == 'STATUS':
+        return STATUS_CODES[value]
+    return value
+
+
+class Store:
+    """The workflow database. All verbs of the Service run on one."""
+
+    def __init__(self, path: str, now: Callable[[], float] = time.time) -> None:
+        """Open the database file, or make it. BadInput if it is something else, Conflict if another process has it."""
+        self.path = path
+        self.now = now                      # the clock; seconds since the epoch
+        self.caller = ''                    # who asks, for events and new workflows; set for each request
+        self._columns = {}                  # type: Dict[str, List[TableColumn]]
+        self._db = open_database(path)
+        self._file = file_identity(path)
+        try:
+            self._db.execute('BEGIN IMMEDIATE')     # takes the lock that holds until close()
+            self._db.execute('COMMIT')
+            prepare_schema(self._db, path)
+        except sqlite3.Error as error:
+            self._db.close()
+            raise explain_database_error(error, path) from None
+        except TorcError:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        """Give the database back, with everything in its main file."""
+        self._db.close()
+
+    def check_in_place(self) -> None:
+        """Conflict if the file was removed or replaced under us: what is written to it would be lost without a word."""
+        if file_identity(self.path) != self._file:
+            raise Conflict(f'the database {self.path} was removed or replaced while it was in use; nothing more can be stored in it')
+
+    # ---- transactions ----
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of the block or none of it, on disk at the end."""
+        self.check_in_place()
+        self._db.execute('BEGIN IMMEDIATE')
+        try:
+            yield
+        except BaseException:
+            if self._db.in_transaction:     # SQLite has rolled back by itself when the disk is full
+                self._db.execute('ROLLBACK')
+            raise
+        try:
+            self._db.execute('COMMIT')
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute('ROLLBACK')
+            raise explain_database_error(error, self.path) from None
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A view of one moment, for a block that changes nothing."""
+        self._db.execute('BEGIN')
+        try:
+            yield
+        finally:
+            self._db.execute('ROLLBACK')
+
+    @contextlib.contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """Inside a transaction: all of the block or none of it, while the transaction goes on."""
+        self._db.execute('SAVEPOINT verb')
+        try:
+            yield
+        except BaseException:
+            if self._db.in_transaction:     # a full disk may have rolled everything back already
+                self._db.execute('ROLLBACK TO verb')
+                self._db.execute('RELEASE verb')
+            raise
+        self._db.execute('RELEASE verb')
+
+    # ---- statements ----
+
+    def run(self, sql: str, parameters: Sequence[Any] = ()) -> int:
+        """Execute one statement; the number of rows that it changed."""
+        return self._db.execute(sql, parameters).rowcount
+
+    def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Execute one statement for each row of parameters."""
+        self._db.executemany(sql, rows)
+
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> List[Tuple]:
+        """All rows of a query, as tuples."""
+        return self._db.execute(sql, parameters).fetchall()
+
+    def one(self, sql: str, parameters: Sequence[Any] = ()) -> Optional[Tuple]:
+        """First row of a query, or None."""
+        return self._db.execute(sql, parameters).fetchone()
+
+    def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
+        """First cell of a query, or None."""
+        row = self._db.execute(sql, parameters).fetchone()
+        return None if row is None else row[0]
+
+    def ids(self, sql: str, parameters: Sequence[Any] = ()) -> List[Any]:
+        """First column of a query."""
+        return [row[0] for row in self._db.execute(sql, parameters)]
+
+    # ---- rows as dicts ----
+
+    def columns(self, table: str) -> List[TableColumn]:
+        """Columns of a table or view, read back from the database."""
+        if table not in self._columns:
+            described = self._db.execute(f'PRAGMA table_info({table})')
+            self._columns[table] = [TableColumn(row[1], (row[2].split() or [''])[0]) for row in described]
+        return self._columns[table]
+
+    def select(self, table: str, where: str = '', parameters: Sequence[Any] = ()) -> List[Dict[str, Any]]:
+        """Rows of a table or view as dicts; `where` may go on with ORDER BY and LIMIT."""
+        columns = [column for column in self.columns(table) if column.name not in PRIVATE_COLUMNS]
+        names = ', '.join(column.name for column in columns)
+        found = self._db.execute(f'SELECT {names} FROM {table} {where}', parameters)
+        return [{column.name: decode_cell(column.codec, cell) for column, cell in zip(columns, row) if cell is not None}
+                for row in found]
+
+    def insert(self, table: str, values: Dict[str, Any]) -> int:
+        """Add a row; keys that are no columns are passed over, and so is `id`: ids are ours to give. The new one."""
+        cells = {column.name: encode_cell(column.codec, values[column.name])
+                 for column in self.columns(table) if column.name != 'id' and values.get(column.name) is not None}
+        names, marks = ', '.join(cells), ', '.join('?' * len(cells))
+        return self._db.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})', list(cells.values())).lastrowid
+
+    def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Add many rows of already encoded cells."""
+        marks = ', '.join('?' * len(names))
+        self._db.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", rows)
+
+    def update(self, table: str, row_id: int, values: Dict[str, Any]) -> None:
+        """Change columns of one row; None stores NULL, keys that are no columns are passed over."""
+        cells = {column.name: encode_cell(column.codec, values[column.name])
+                 for column in self.columns(table) if column.name in values and column.name != 'id'}
+        if cells:
+            names = ', '.join(f'{name} = ?' for name in cells)
+            self._db.execute(f'UPDATE {table} SET {names} WHERE id = ?', [*cells.values(), row_id])
+
+    def next_id(self, table: str) -> int:
+        """The id that the next row of a table would get."""
+        return (self.value('SELECT seq FROM sqlite_sequence WHERE name = ?', (table,)) or 0) + 1
+
+    def add_event(self, workflow_id: int, data: Dict[str, Any]) -> int:
+        """Record something that happened to a workflow."""
+        return self.insert('event', {'workflow_id': workflow_id, 'timestamp': int(self.now() * 1000), 'data': data})
+
+
+def file_identity(path: str) -> Tuple[int, int]:
+    """What tells a file from another one of the same name; (0, 0) if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return (0, 0)
+    return found.st_dev, found.st_ino
+
+
+def open_database(path: str) -> sqlite3.Connection:
+    """Connect, the file made private if it is new, with all pragmas set."""
+    try:
+        # Only a new file is made here: closing any descriptor of a database drops the locks that this process has on it.
+        if not os.path.exists(path):
+            os.close(open_new_private(path, os.O_RDWR))
+    except OSError as error:
+        raise BadInput(f'cannot open the database {path}: {error.strerror}; give another place with --db') from None
+    try:
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    except sqlite3.Error as error:
+        raise explain_database_error(error, path) from None
+    try:
+        for name, wanted in PRAGMAS:
+            answer = connection.execute(f'PRAGMA {name} = {wanted}').fetchone()
+            if name == 'journal_mode' and answer[0] != 'wal':
+                connection.execute('PRAGMA journal_mode = TRUNCATE')
+    except sqlite3.Error as error:
+        connection.close()
+        raise explain_database_error(error, path) from None
+    return connection
+
+
+def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
+    """What SQLite refused, as an error for users."""
+    text = str(error)
+    if 'locked' in text or 'busy' in text:
+        return Conflict(f'the database {path} is in use by another torc.py; stop it, or give another place with --db')
+    if 'not a database' in text or 'malformed' in text:
+        return BadInput(f'{path} is not a torc.py database ({text}); give another place with --db')
+    if 'full' in text:
+        return TorcError(f'no space left for the database {path}; nothing of this request was stored', http=503)
+    return TorcError(f'the database {path} cannot be used: {text}', http=503)
+
+
+def keep_copy(connection: sqlite3.Connection, path: str) -> None:
+    """Copy a whole database to another file, through its connection: reading the file itself would drop our locks on it."""
+    os.close(open_new_private(path, os.O_WRONLY | os.O_TRUNC))
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as copy:
+        copy.executescript('\n'.join(connection.iterdump()))   # Connection.backup came with Python 3.7
+        copy.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').fetchone()[0]}")
+
+
+def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
+    """Make the tables in a new database, or bring an older one up to date with a copy kept beside it."""
+    version = connection.execute('PRAGMA user_version').fetchone()[0]
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if version > SCHEMA_VERSION:
+        raise BadInput(f'{path} was made by a newer torc.py (schema {version}, this one knows {SCHEMA_VERSION}); use that one')
+    if version == 0 and '_sqlx_migrations' in tables:
+        raise BadInput(f"{path} is a database of Torc's own server: export the workflow there and import it here, "
+                       'or give another place with --db')
+    if version == 0 and tables:
+        raise BadInput(f'{path} is a database of another program; give another place with --db')
+    if version == SCHEMA_VERSION:
+        return
+    if version:
+        keep_copy(connection, f'{path}.v{version}')
+    steps = [SCHEMA] if version == 0 else [MIGRATIONS[step] for step in range(version + 1, SCHEMA_VERSION + 1)]
+    script = ''.join(steps)
+    connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
+
+
