@@ -1750,6 +1750,704 @@ class StoreTest(unittest.TestCase):
             self.assertTrue(parents, table)
 
 
+# ======== 8. Service ========
+
+class ServiceTest(unittest.TestCase):
+    """Verbs on a Store, without sockets or processes; the clock stands still until the test moves it."""
+
+    def setUp(self) -> None:
+        self.directory = tempfile.mkdtemp(prefix="torc's service ")
+        self.addCleanup(shutil.rmtree, self.directory)
+        self.clock = 1700000000.0
+        self.store = torc.Store(os.path.join(self.directory, 'torc.db'), lambda: self.clock)
+        self.store.caller = 'tester'
+        self.addCleanup(self.store.close)
+
+    def call(self, name: str, body: Any = None, **parameters: Any) -> Any:
+        with self.store.transaction():
+            return torc.call_operation(self.store, name, parameters, body)
+
+    def create(self, jobs: str, **more: Any) -> int:
+        """A workflow from lines 'name: prerequisites'; a name ending in ! does not mind failures. Initialized."""
+        names = [line.split(':')[0].strip() for line in jobs.strip().splitlines()]
+        needs = [line.partition(':')[2].split() for line in jobs.strip().splitlines()]
+        plain = [name.rstrip('!') for name in names]
+        sets = [[plain.index(need) for need in row] for row in needs]
+        planned = [torc.PlannedJob(
+            name.rstrip('!'), more.get('command', 'true'), None, None, 0, place if sets[place] else None, more.get('handler'),
+            not name.endswith('!'), False, [], [], [], []) for place, name in enumerate(names)]
+        body = {'workflow': dict({'name': 'w', 'user': 'u'}, **more.get('workflow', {})), 'files': [], 'user_data': [], 'resource_requirements': [],
+                'slurm_schedulers': [], 'failure_handlers': more.get('handlers', []), 'kinds': [[None, 0, None, None]],
+                'dependency_sets': sets, 'jobs': planned, 'actions': more.get('actions', [])}
+        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
+        self.call('initialize_jobs', id=workflow_id)
+        return workflow_id
+
+    def node(self, workflow_id: int, **more: Any) -> int:
+        body = dict(workflow_id=workflow_id, hostname='h', pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
+                    num_gpus=0, num_nodes=1, compute_node_type='local', lease_s=60.0, **more)
+        return self.call('create_compute_node', body)['id']
+
+    def sync(self, workflow_id: int, node_id: int, **more: Any) -> Any:
+        run_id = self.call('get_workflow', id=workflow_id)['run_id']
+        return self.call('runner_sync', dict({'compute_node_id': node_id, 'run_id': run_id, 'lease_s': 60.0}, **more), id=workflow_id)
+
+    def claim(self, workflow_id: int, node_id: int, limit: int = 100) -> Dict[str, Dict[str, Any]]:
+        jobs = self.sync(workflow_id, node_id, want={'strategy': 'queue', 'limit': limit})['jobs']
+        return {job['name']: job for job in jobs}
+
+    @staticmethod
+    def end(job: Dict[str, Any], status: str = 'completed', code: int = 0, **more: Any) -> Dict[str, Any]:
+        return dict({'job_id': job['id'], 'attempt_id': job['attempt_id'], 'return_code': code, 'status': status,
+                     'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00.000Z'}, **more)
+
+    def statuses(self, workflow_id: int) -> Dict[str, str]:
+        return {job['name']: job['status'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+
+    def drive(self, workflow_id: int, ends: Dict[str, str]) -> Dict[str, str]:
+        """Run everything that gets ready, each job ending as told (completed if not told); the statuses at the end."""
+        node_id = self.node(workflow_id)
+        claimed = self.claim(workflow_id, node_id)
+        while claimed:
+            for name, job in claimed.items():
+                status = ends.get(name, 'completed')
+                answer = self.sync(workflow_id, node_id, completions=[self.end(job, status, int(status != 'completed'))])
+                self.assertEqual([], answer['errors'])
+            claimed = self.claim(workflow_id, node_id)
+        return self.statuses(workflow_id)
+
+    def assertRefused(self, text: str, name: str, body: Any = None, **parameters: Any) -> None:
+        with self.assertRaises(torc.TorcError) as caught:
+            self.call(name, body, **parameters)
+        self.assertIn(text, caught.exception.message)
+        self.assertIn(caught.exception.http, (400, 404, 409, 422))
+
+    def assertWhole(self) -> None:
+        """The counters agree with what they count."""
+        rows = self.store.rows('SELECT id, workflow_id, pending, failed FROM dep_set ORDER BY id')
+        with self.store.transaction():
+            for workflow_id in {row[1] for row in rows}:
+                torc.recount_sets(self.store, workflow_id)
+        self.assertEqual(rows, self.store.rows('SELECT id, workflow_id, pending, failed FROM dep_set ORDER BY id'))
+        self.assertEqual([], self.store.rows('PRAGMA foreign_key_check'))
+
+
+class CascadeTest(ServiceTest):
+    """What a job's end does to the others."""
+    DIAMOND = 'a:\nb: a\nc: a\nd: b c'
+    TABLE = '''
+        jobs                        ends                outcome
+        a: / b: a                   -                   completed completed
+        a: / b: a                   a=failed            failed canceled
+        a: / b: a                   a=terminated        terminated canceled
+        a: / b: a                   a=pending_failed    pending_failed blocked
+        a: / b!: a                  a=failed            failed completed
+        a: / b: a / c: a / d: b c   a=failed            failed canceled canceled canceled
+        a: / b: a / c: a / d: b c   b=failed            completed failed completed canceled
+        a: / b: a / c: a / d!: b c  b=failed            completed failed completed completed
+        a: / b: / c!: a b / d: c    a=failed            failed completed completed completed
+        a: / b: a / c!: b / d: c    a=failed            failed canceled completed completed
+        a: / b: a / c: b / d: c     -                   completed completed completed completed
+        '''
+
+    def test_every_outcome_follows_from_the_prerequisites(self):
+        for row in rows_of(self.TABLE):
+            with self.subTest(**row):
+                workflow_id = self.create(row['jobs'].replace(' / ', '\n'))
+                found = self.drive(workflow_id, dict(item.split('=') for item in row['ends'].split()))
+                self.assertEqual(row['outcome'], ' '.join(found.values()))
+        self.assertWhole()
+
+    def test_a_barrier_opens_with_the_last_of_its_members(self):
+        many = [f'a{i}' for i in range(30)]
+        workflow_id = self.create('\n'.join([f'{name}:' for name in many] + [f"b{i}: {' '.join(many)}" for i in range(30)]))
+        self.assertEqual(1, self.store.value('SELECT count(*) FROM dep_set'))
+        node_id = self.node(workflow_id)
+        jobs = list(self.claim(workflow_id, node_id).values())
+        self.assertEqual(30, len(jobs))
+        self.sync(workflow_id, node_id, completions=[self.end(job) for job in jobs[:-1]])
+        self.assertEqual({}, self.claim(workflow_id, node_id))
+        self.sync(workflow_id, node_id, completions=[self.end(jobs[-1])])
+        self.assertEqual(30, len(self.claim(workflow_id, node_id)))
+
+    def test_a_disabled_job_counts_as_finished_well(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        first = self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x', 'depends_on_job_ids': [first['id']]})
+        self.call('update_job', {'status': 'disabled'}, id=first['id'])
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'a': 'disabled', 'b': 'ready'}, self.statuses(workflow_id))
+
+    def test_files_and_user_data_imply_prerequisites(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
+        data_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
+        self.call('create_jobs', {'jobs': [
+            {'workflow_id': workflow_id, 'name': 'makes', 'command': 'x', 'output_file_ids': [file_id], 'output_user_data_ids': [data_id]},
+            {'workflow_id': workflow_id, 'name': 'reads', 'command': 'x', 'input_file_ids': [file_id]},
+            {'workflow_id': workflow_id, 'name': 'asks', 'command': 'x', 'input_user_data_ids': [data_id]}]})
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'makes': 'ready', 'reads': 'blocked', 'asks': 'blocked'}, self.statuses(workflow_id))
+        self.assertEqual([('makes', 'reads'), ('makes', 'asks')], [
+            (row['depends_on_job_name'], row['job_name']) for row in self.call('list_job_dependencies', id=workflow_id)['items']])
+
+    def test_jobs_that_wait_for_each_other_are_refused_by_name(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        files = [self.call('create_file', {'workflow_id': workflow_id, 'name': name, 'path': name})['id'] for name in 'fg']
+        for name, reads, makes in (('one', 0, 1), ('two', 1, 0)):
+            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'input_file_ids': [files[reads]],
+                                     'output_file_ids': [files[makes]]})
+        self.assertRefused('one -> two -> one', 'initialize_jobs', id=workflow_id)
+        self.assertEqual({'one': 'uninitialized', 'two': 'uninitialized'}, self.statuses(workflow_id))
+
+
+class CompletionTest(ServiceTest):
+    """Ends of attempts: once each, of the current run, of what was running."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb: a')
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+
+    def finish(self, **more: Any) -> Any:
+        return self.sync(self.workflow_id, self.node_id, completions=[dict(self.end(self.job), **more)])
+
+    def test_the_same_end_again_gets_the_same_answer_and_changes_nothing(self):
+        for _ in range(3):
+            answer = self.finish()
+            self.assertEqual(([[self.job['id'], 1, 'completed']], []), (answer['accepted'], answer['errors']))
+        self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+        self.assertWhole()
+
+    def test_another_end_of_an_ended_attempt_is_refused(self):
+        self.finish()
+        answer = self.finish(status='failed', return_code=3)
+        self.assertEqual([], answer['accepted'])
+        self.assertIn('has ended already, as completed with return code 0', answer['errors'][0]['message'])
+        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
+
+    def test_what_was_not_running_cannot_end(self):
+        blocked = self.call('list_jobs', workflow_id=self.workflow_id, status='blocked')['items'][0]
+        answer = self.sync(self.workflow_id, self.node_id, completions=[self.end(blocked)])
+        self.assertIn('is blocked', answer['errors'][0]['message'])
+        self.assertEqual('blocked', self.statuses(self.workflow_id)['b'])
+
+    def test_a_superseded_run_changes_nothing(self):
+        self.call('reset_workflow_status', id=self.workflow_id, force=True)
+        self.call('initialize_jobs', id=self.workflow_id)
+        body = {'compute_node_id': self.node_id, 'run_id': 1, 'completions': [self.end(self.job)]}
+        self.assertRefused('run 1 of workflow', 'runner_sync', body, id=self.workflow_id)
+        entry = {'job_id': self.job['id'], 'status': 'completed', 'run_id': 1, 'result': dict(
+            self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)}
+        answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=self.workflow_id)
+        self.assertEqual(([], 1), (answer['completed'], len(answer['errors'])))
+        self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+
+    def test_a_batch_is_accepted_entry_by_entry(self):
+        entry = {'job_id': self.job['id'], 'status': 'completed', 'run_id': 1, 'result': dict(
+            self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)}
+        wrong = dict(entry, status='running', result=dict(entry['result'], status='running'))
+        answer = self.call('batch_complete_jobs', {'completions': [wrong, entry, dict(entry, job_id=999)]}, id=self.workflow_id)
+        self.assertEqual([self.job['id']], answer['completed'])
+        self.assertEqual(2, len(answer['errors']))
+
+    def test_a_retry_leaves_the_failed_attempts_result_and_makes_the_next_ready(self):
+        answer = self.finish(status='failed', return_code=9, retry=True, max_retries=3)
+        self.assertEqual([[self.job['id'], 1, 'ready']], answer['accepted'])
+        again = self.claim(self.workflow_id, self.node_id)['a']
+        self.assertEqual(2, again['attempt_id'])
+        self.assertIn('attempt 1', self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])['errors'][0]['message'])
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(again)])
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        self.assertEqual([(1, 'failed', 9), (2, 'completed', 0)], [(row['attempt_id'], row['status'], row['return_code']) for row in rows])
+        self.assertEqual([2], [row['attempt_id'] for row in self.call('list_results', workflow_id=self.workflow_id)['items']])
+        self.assertEqual('ready', self.statuses(self.workflow_id)['b'])
+
+    def test_a_canceled_job_that_ran_gets_its_result(self):
+        self.call('cancel_workflow', id=self.workflow_id)
+        answer = self.finish(status='terminated', return_code=143)
+        self.assertEqual([[self.job['id'], 1, 'canceled']], answer['accepted'])
+        self.assertTrue(answer['is_canceled'])
+        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+        self.assertEqual(('canceled', 143), (result['status'], result['return_code']))
+        self.assertEqual({'a': 'canceled', 'b': 'canceled'}, self.statuses(self.workflow_id))
+
+    def test_single_operations_follow_the_same_rules(self):
+        self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
+        self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
+        self.assertEqual('running', self.statuses(self.workflow_id)['a'])
+        result = dict(self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)
+        self.assertRefused('cannot complete as', 'complete_job', result, job_id=self.job['id'], status='ready', run_id=1)
+        done = self.call('complete_job', result, job_id=self.job['id'], status='completed', run_id=1)
+        self.assertEqual('completed', done['status'])
+        self.assertRefused('only a pending one', 'start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
+        self.assertRefused('only a running, failed or terminated', 'retry_job', job_id=self.job['id'], run_id=1, max_retries=3)
+
+
+class ClaimTest(ServiceTest):
+    """Which jobs a node gets."""
+
+    def make(self, rows: str) -> int:
+        """A workflow from a table: name, cpus, memory, gpus, nodes, runtime, priority, labels, scheduler."""
+        table = rows_of(rows)
+        needs = [{'name': f'r{place}', 'num_cpus': int(row['cpus']), 'memory': row['memory'], 'num_gpus': int(row['gpus'] or 0),
+                  'num_nodes': int(row['nodes'] or 1), 'runtime': row['runtime']} for place, row in enumerate(table)]
+        kinds = [[place, int(row['priority'] or 0), int(row['scheduler']) if row['scheduler'] else None, row['labels'].split(',') if row['labels'] else None]
+                 for place, row in enumerate(table)]
+        jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, None, None, True, False, [], [], [], []) for place, row in enumerate(table)]
+        body = {'workflow': {'name': 'w', 'user': 'u'}, 'files': [], 'user_data': [], 'resource_requirements': needs,
+                'slurm_schedulers': [{'name': name, 'account': 'a'} for name in 'st'], 'failure_handlers': [], 'kinds': kinds,
+                'dependency_sets': [], 'jobs': jobs, 'actions': []}
+        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
+        self.call('initialize_jobs', id=workflow_id)
+        return workflow_id
+
+    def take(self, workflow_id: int, limit: int = 100, **node: Any) -> str:
+        """Names claimed by resources, in order; the reason where there are none."""
+        strict = node.pop('strict', False)
+        body = dict({'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}, **node)
+        answer = self.call('claim_jobs_based_on_resources', body, id=workflow_id, limit=limit, strict_scheduler_match=strict)
+        return ' '.join(job['name'] for job in answer['jobs']) or answer['reason']
+
+    TABLE = '''
+        name      cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+        small     1     1g      -     1      PT10M    -         -       -
+        long      1     1g      -     1      PT2H     -         -       -
+        wide      3     1g      -     1      PT10M    -         -       -
+        fat       1     7g      -     1      PT10M    -         -       -
+        urgent    1     1g      -     1      PT1M     5         -       -
+        gpu       1     1g      1     1      PT10M    -         -       -
+        two       4     1g      -     2      PT10M    -         -       -
+        tagged    1     1g      -     1      PT10M    -         a,b     -
+        '''
+
+    def test_order_is_priority_gpus_runtime_memory_cpus_then_id(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertEqual('urgent gpu long fat wide small', self.take(workflow_id, num_cpus=99, memory_gb=99.0, num_gpus=1))
+
+    def test_only_what_fits_is_taken_and_the_rest_goes_on_to_wait(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertEqual('urgent long wide', self.take(workflow_id, num_cpus=5, memory_gb=3.5))
+        self.assertEqual('fat', self.take(workflow_id, num_cpus=1))
+        self.assertEqual('small', self.take(workflow_id, num_cpus=1))
+
+    def test_packing_is_per_node(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertEqual('urgent long fat wide', self.take(workflow_id, num_nodes=2, num_cpus=3, memory_gb=9.0, time_limit='PT3H'))
+        self.assertIn('no ready job fits what is free', self.take(workflow_id, num_nodes=3, num_cpus=0, memory_gb=9.0))
+
+    def test_a_job_of_two_nodes_takes_whole_ones(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertIn('two', self.take(workflow_id, num_nodes=3, num_cpus=8, memory_gb=64.0))
+        self.assertNotIn('two', self.take(self.make(self.TABLE), num_nodes=1, num_cpus=8, memory_gb=64.0))
+
+    def test_remaining_time_bounds_the_runtime(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertEqual('urgent', self.take(workflow_id, num_cpus=99, memory_gb=99.0, time_limit='PT5M'))
+        self.assertEqual('every ready job needs at least PT10M, and only PT9M are left', self.take(workflow_id, time_limit='PT9M'))
+
+    def test_labels_are_sets(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertIn("labels that are all among this node's", self.take(workflow_id, labels=['a']))
+        self.assertEqual('tagged', self.take(workflow_id, labels=['c', 'b', 'a']))
+
+    def test_a_schedulers_own_jobs_come_first_then_unbound_then_any(self):
+        rows = '''
+            name   cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+            other  1     1g      -     1      PT1M     9         -       1
+            free   1     1g      -     1      PT1M     5         -       -
+            mine   1     1g      -     1      PT1M     -         -       0
+            '''
+        first = self.store.next_id('slurm_scheduler')
+        self.assertEqual('mine free other', self.take(self.make(rows), scheduler_config_id=first))
+        first = self.store.next_id('slurm_scheduler')
+        self.assertEqual('mine free', self.take(self.make(rows), scheduler_config_id=first, strict=True))
+
+    def test_the_queue_goes_by_priority_and_id_alone(self):
+        workflow_id = self.make(self.TABLE)
+        jobs = self.call('claim_next_jobs', id=workflow_id, limit=3)['jobs']
+        self.assertEqual(['urgent', 'small', 'long'], [job['name'] for job in jobs])
+        self.assertEqual({'pending'}, {job['status'] for job in jobs})
+
+    def test_jobs_that_need_the_same_go_by_id_whatever_their_requirements_are_called(self):
+        rows = '''
+            name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+            j0    1     1g      -     1      PT1M     -         -       -
+            j1    1     1g      -     1      PT1M     -         -       -
+            j2    1     1g      -     1      PT1M     -         -       -
+            '''
+        workflow_id = self.make(rows)
+        self.store.run('UPDATE job SET kind_id = (SELECT min(id) FROM job_kind) WHERE name = ?', ('j2',))
+        self.assertEqual('j0 j1 j2', self.take(workflow_id))
+
+    def test_rounds_ahead_take_more_than_fits_at_once(self):
+        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(20)))
+        node_id = self.node(workflow_id)
+        want = {'strategy': 'resources', 'limit': 100, 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'depth': 4,
+                'total': {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}}
+        self.assertEqual([f'j{i}' for i in range(7)], [job['name'] for job in self.sync(workflow_id, node_id, want=want)['jobs']])
+
+    def test_no_job_is_handed_out_twice(self):
+        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(50)))
+        nodes = [self.node(workflow_id) for _ in range(2)]
+        seen = [name for turn in range(20) for name in self.claim(workflow_id, nodes[turn % 2], 3)]
+        self.assertEqual(50, len(seen))
+        self.assertEqual(50, len(set(seen)))
+
+    def test_a_claims_cost_does_not_grow_with_what_is_ready(self):
+        def steps(count: int) -> int:
+            workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
+            node_id, calls = self.node(workflow_id), []
+            self.store._db.set_progress_handler(lambda: calls.append(1) and None, 50)
+            self.claim(workflow_id, node_id, 5)
+            self.store._db.set_progress_handler(None, 0)
+            return len(calls)
+        few, many = steps(2000), steps(6000)
+        self.assertLess(many, few * 1.3)
+
+
+class NamesOfAttemptsTest(ServiceTest):
+    """An attempt is known by (job, run, attempt): the same name never comes twice."""
+
+    def run_again(self, *changes: Callable[[int, int], Any]) -> None:
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
+        for change in changes:
+            change(workflow_id, job['id'])
+        again = self.claim(workflow_id, node_id)['a']
+        self.assertEqual(2, again['attempt_id'])
+        answer = self.sync(workflow_id, node_id, completions=[self.end(again)])
+        self.assertEqual(([[job['id'], 2, 'completed']], []), (answer['accepted'], answer['errors']))
+
+    def test_a_job_set_back_within_a_run_goes_on_counting(self):
+        def set_back(workflow_id: int, job_id: int) -> None:
+            self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
+
+        def initialize_part(workflow_id: int, job_id: int) -> None:
+            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+
+        def initialize_all(workflow_id: int, job_id: int) -> None:
+            self.call('initialize_jobs', id=workflow_id)
+
+        def make_ready(workflow_id: int, job_id: int) -> None:
+            self.call('manage_status_change', id=job_id, status='ready', run_id=1)
+        self.run_again(set_back, initialize_part)
+        self.run_again(initialize_all)
+        self.run_again(make_ready)
+
+    def test_a_new_run_begins_with_attempt_1(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
+
+    def test_retries_end_where_the_caller_says(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        for attempt, status in ((1, 'ready'), (2, 'failed')):
+            end = self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1, retry=True, max_retries=2)
+            answer = self.sync(workflow_id, node_id, completions=[end])
+            self.assertEqual(status, answer['accepted'][0][2])
+            self.assertEqual(status, self.sync(workflow_id, node_id, completions=[end])['accepted'][0][2])
+
+    def test_only_the_node_that_has_a_job_can_end_it(self):
+        workflow_id = self.create('a:')
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        job = self.claim(workflow_id, first)['a']
+        self.assertIn('in the hands of compute node', self.sync(workflow_id, second, completions=[self.end(job)])['errors'][0]['message'])
+        self.assertEqual([], self.sync(workflow_id, first, completions=[self.end(job)])['errors'])
+
+    def test_jobs_in_hand_are_not_reset_under_their_runner(self):
+        workflow_id = self.create('a:')
+        self.claim(workflow_id, self.node(workflow_id))
+        self.assertRefused('pending or running', 'reset_job_status', id=workflow_id)
+
+
+class NodeTest(ServiceTest):
+    """Nodes that go away."""
+
+    def test_a_silent_nodes_claims_come_back_and_its_running_jobs_are_orphans(self):
+        workflow_id = self.create('a:\nb:\nc: a')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, started=[[jobs['a']['id'], 1, torc.format_time(self.clock)]])
+        self.clock += 59
+        self.assertEqual([], self.release())
+        self.clock += 2
+        self.assertEqual([node_id], self.release())
+        self.assertEqual({'a': 'failed', 'b': 'ready', 'c': 'canceled'}, self.statuses(workflow_id))
+        result = self.call('list_results', workflow_id=workflow_id)['items'][0]
+        self.assertEqual((-128, 'failed'), (result['return_code'], result['status']))
+        self.assertRefused('was given up', 'runner_sync', {'compute_node_id': node_id, 'run_id': 1}, id=workflow_id)
+        self.assertWhole()
+
+    def release(self, alive: bool = True) -> List[int]:
+        with self.store.transaction():
+            return torc.release_lost_nodes(self.store, lambda hostname, pid, identity: alive)
+
+    def test_a_claim_that_a_dead_runner_may_have_started_is_another_attempt(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id)
+        self.release(alive=False)
+        self.assertEqual(2, self.claim(workflow_id, self.node(workflow_id))['a']['attempt_id'])
+        self.assertEqual(1, sum(event['data'].get('event_type') == 'job_retried' for event in self.call('list_events', workflow_id=workflow_id)['items']))
+
+    def test_a_dead_runner_is_not_waited_for(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id)
+        self.assertEqual([node_id], self.release(alive=False))
+        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+
+    def test_a_deleted_node_leaves_nothing_running(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, started=[[jobs['a']['id'], 1, torc.format_time(self.clock)]])
+        self.call('delete_compute_node', id=node_id)
+        self.assertEqual({'a': 'failed', 'b': 'ready'}, self.statuses(workflow_id))
+
+    def test_a_node_that_leaves_gives_back_what_it_did_not_start(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, returned=[[jobs['a']['id'], 1]])
+        self.assertEqual({'a': 'ready', 'b': 'pending'}, self.statuses(workflow_id))
+        self.call('update_compute_node', {'is_active': False, 'duration_seconds': 3.0}, id=node_id)
+        self.assertEqual({'a': 'ready', 'b': 'ready'}, self.statuses(workflow_id))
+
+    def test_a_claim_whose_answer_was_lost_comes_back(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, held=[[jobs['a']['id'], 1]])
+        self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
+
+
+class ActionTest(ServiceTest):
+    """Triggers: counted once for each job, taken once, armed again when the work is to be done again."""
+
+    def action(self, trigger: str, jobs: Optional[List[int]] = None, persistent: bool = False) -> Dict[str, Any]:
+        return {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs, 'persistent': persistent}
+
+    def due(self, workflow_id: int, node_id: int) -> List[str]:
+        return [action['trigger_type'] for action in self.sync(workflow_id, node_id, actions=list(torc.TRIGGERS))['actions']]
+
+    def test_each_trigger_comes_when_its_time_has_come(self):
+        workflow_id = self.create('a:\nb: a', actions=[
+            self.action('on_workflow_start'), self.action('on_worker_start', None, True), self.action('on_jobs_ready', [1]),
+            self.action('on_jobs_complete', [0, 1]), self.action('on_workflow_complete')])
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        self.assertEqual(['on_workflow_start', 'on_worker_start'], self.due(workflow_id, first))
+        self.assertEqual(['on_worker_start'], self.due(workflow_id, second))
+        self.assertEqual([], self.due(workflow_id, second))
+        self.sync(workflow_id, first, completions=[self.end(self.claim(workflow_id, first)['a'])])
+        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, second))
+        self.sync(workflow_id, first, completions=[self.end(self.claim(workflow_id, first)['b'])])
+        self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, first))
+        self.assertEqual([], self.due(workflow_id, first))
+
+    def test_jobs_that_the_cascade_cancels_count_as_ended(self):
+        workflow_id = self.create('a:\nb: a\nc: b', actions=[self.action('on_jobs_complete', [2]), self.action('on_workflow_complete')])
+        node_id = self.node(workflow_id)
+        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
+        self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, node_id))
+
+    def test_an_action_of_a_node_that_died_is_due_again(self):
+        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        self.assertEqual(['on_workflow_start'], self.due(workflow_id, first))
+        with self.store.transaction():
+            torc.release_node(self.store, first)
+        self.assertEqual(['on_workflow_start'], self.due(workflow_id, second))
+        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
+        self.sync(workflow_id, second, action_results=[{'action_id': action_id, 'success': True}])
+        with self.store.transaction():
+            torc.release_node(self.store, second)
+        self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
+
+    def test_a_partial_run_repeats_only_what_belongs_to_it(self):
+        workflow_id = self.create('a:\nb:', actions=[
+            self.action('on_workflow_start'), self.action('on_jobs_complete', [0]), self.action('on_jobs_complete', [1]), self.action('on_workflow_complete')])
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['a']), self.end(jobs['b'], 'failed', 1)])
+        self.assertEqual(4, len(self.due(workflow_id, node_id)))
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('reset_job_status', id=workflow_id, failed_only=True)
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        node_id = self.node(workflow_id)
+        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['b'])])
+        actions = self.call('get_pending_actions', id=workflow_id)
+        self.assertEqual([('on_jobs_complete', [jobs['b']['id']]), ('on_workflow_complete', None)],
+                         [(action['trigger_type'], action.get('job_ids')) for action in actions])
+
+    def test_an_action_that_comes_late_looks_at_what_has_been(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.sync(workflow_id, node_id, completions=[self.end(job)])
+        for trigger, gates in (('on_jobs_complete', [job['id']]), ('on_worker_start', None)):
+            self.call('create_workflow_action', {'workflow_id': workflow_id, 'trigger_type': trigger, 'action_type': 'run_commands',
+                                                 'action_config': {'commands': ['x']}, 'job_ids': gates}, id=workflow_id)
+        self.assertEqual(['on_jobs_complete', 'on_worker_start'], self.due(workflow_id, node_id))
+
+    def test_a_gate_that_is_deleted_is_not_waited_for(self):
+        workflow_id = self.create('a:\nb:', actions=[self.action('on_jobs_complete', [0, 1])])
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['a'])])
+        self.assertEqual([], self.due(workflow_id, node_id))
+        self.assertRefused('wait for its end', 'delete_job', id=jobs['b']['id'])
+        self.sync(workflow_id, node_id, returned=[[jobs['b']['id'], 1]])
+        self.call('delete_job', id=jobs['b']['id'])
+        self.assertEqual(['on_jobs_complete'], self.due(workflow_id, node_id))
+
+    def test_a_persistent_action_lost_with_an_answer_comes_back(self):
+        workflow_id = self.create('a:', actions=[self.action('on_worker_start', None, True)])
+        node_id = self.node(workflow_id)
+        self.assertEqual(['on_worker_start'], self.due(workflow_id, node_id))
+        self.sync(workflow_id, node_id, held=[], held_actions=[])
+        self.assertEqual(['on_worker_start'], self.due(workflow_id, node_id))
+
+    def test_an_action_that_another_client_claimed_is_not_due_again(self):
+        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
+        node_id = self.node(workflow_id)
+        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
+        self.call('claim_action', {'compute_node_id': node_id}, id=workflow_id, action_id=action_id)
+        self.call('update_compute_node', {'is_active': False}, id=node_id)
+        self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
+
+    def test_a_taken_action_is_a_conflict_for_the_next(self):
+        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
+        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
+        self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['claimed'])
+        with self.assertRaises(torc.Conflict):
+            self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
+
+
+class ResetTest(ServiceTest):
+    """Initialize, reinitialize, reset, change detection."""
+
+    def test_the_run_grows_with_every_reset(self):
+        workflow_id = self.create('a:')
+        self.assertEqual(1, self.call('get_workflow', id=workflow_id)['run_id'])
+        self.assertEqual(2, self.call('reset_workflow_status', id=workflow_id)['run_id'])
+
+    def test_a_partial_run_keeps_what_is_done_and_repeats_what_depends_on_the_rest(self):
+        workflow_id = self.create('a:\nb:\nc: a b\nd: a')
+        self.drive(workflow_id, {'b': 'failed'})
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('reset_job_status', id=workflow_id, failed_only=True)
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked', 'd': 'completed'}, self.statuses(workflow_id))
+        self.assertEqual(2, self.call('list_results', workflow_id=workflow_id)['total_count'])
+        self.assertEqual('completed', self.drive(workflow_id, {})['c'])
+        self.assertWhole()
+
+    def test_running_jobs_forbid_a_reset_unless_forced(self):
+        workflow_id = self.create('a:')
+        self.claim(workflow_id, self.node(workflow_id))
+        self.assertRefused('pending or running', 'reset_workflow_status', id=workflow_id)
+        self.assertRefused('pending or running', 'initialize_jobs', id=workflow_id)
+        self.call('reset_workflow_status', id=workflow_id, force=True)
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+
+    def test_an_archived_workflow_is_left_alone(self):
+        workflow_id = self.create('a:')
+        self.call('archive_workflow', {'is_archived': True}, id=workflow_id)
+        self.assertRefused('is archived', 'initialize_jobs', id=workflow_id)
+        self.assertRefused('is archived', 'reset_workflow_status', id=workflow_id, force=True)
+
+    def test_a_canceled_workflow_gives_no_work_until_it_is_reset(self):
+        workflow_id = self.create('a:\nb: a')
+        self.call('cancel_workflow', id=workflow_id)
+        self.assertEqual({}, self.claim(workflow_id, self.node(workflow_id)))
+        self.assertEqual({'is_complete': True, 'is_canceled': True}, self.call('is_workflow_complete', id=workflow_id))
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('reset_job_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+
+    def test_changed_files_inputs_and_missing_outputs_are_found(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        inp, mid, out = (self.call('create_file', {'workflow_id': workflow_id, 'name': n, 'path': n, 'st_mtime': 5.0})['id'] for n in ('in', 'mid', 'out'))
+        data = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd', 'data': 1})['id']
+        for name, reads, makes, asks in (('one', [inp], [mid], []), ('two', [mid], [out], []), ('three', [], [], [data])):
+            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'input_file_ids': reads,
+                                     'output_file_ids': makes, 'input_user_data_ids': asks})
+        self.call('initialize_jobs', id=workflow_id)
+        self.drive(workflow_id, {})
+
+        def changed(**times: Optional[float]) -> Dict[str, str]:
+            body = {'files': {str(file_id): times.get(name, 5.0) for name, file_id in (('inp', inp), ('mid', mid), ('out', out))}, 'dry_run': True}
+            return {row['job_name']: row['reason'] for row in self.call('check_changes', body, id=workflow_id)['changed']}
+        self.assertEqual({}, changed())
+        self.assertEqual({}, changed(inp=5.005))
+        self.assertEqual({'one': 'its input in changed'}, changed(inp=6.0))
+        self.assertEqual({'two': 'its output out is missing'}, changed(out=None))
+        self.assertEqual({'one': 'its output mid is missing', 'two': 'its input mid changed'}, changed(mid=None))
+        self.call('update_user_data', {'data': 2}, id=data)
+        self.assertEqual({'three': 'its command, environment, files or input data changed'}, changed())
+        self.assertEqual({'reinitialized_jobs': ['three']}, self.call('process_changed_job_inputs', id=workflow_id, dry_run=True))
+        self.call('check_changes', {'files': {str(inp): 6.0}}, id=workflow_id)
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        self.assertEqual({'one': 'ready', 'two': 'blocked', 'three': 'ready'}, self.statuses(workflow_id))
+
+    def test_ephemeral_user_data_is_cleared_when_its_maker_runs_again(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        made, given = (self.call('create_user_data', {'workflow_id': workflow_id, 'name': n, 'is_ephemeral': True, 'data': 1})['id'] for n in ('made', 'given'))
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'output_user_data_ids': [made], 'input_user_data_ids': [given]})
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertNotIn('data', self.call('get_user_data', id=made))
+        self.assertEqual(1, self.call('get_user_data', id=given)['data'])
+
+    def test_required_files_and_user_data_are_told(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        used, made = (self.call('create_file', {'workflow_id': workflow_id, 'name': n, 'path': n})['id'] for n in ('used', 'made'))
+        data = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'input_file_ids': [used], 'output_file_ids': [made],
+                                 'input_user_data_ids': [data]})
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'files': [used]}, self.call('list_required_existing_files', id=workflow_id))
+        self.assertEqual({'user_data': [data]}, self.call('list_missing_user_data', id=workflow_id))
+        self.drive(workflow_id, {})
+        self.assertEqual({'files': [used, made]}, self.call('list_required_existing_files', id=workflow_id))
+
+
+class PropertyTest(ServiceTest):
+    """Random workflows, driven in random order, against a plain model of the rules."""
+
+    def expected(self, needs: List[List[int]], tolerant: List[bool], bad: Set[int]) -> List[str]:
+        found = []
+        for place, row in enumerate(needs):
+            blocked = any(found[need] != 'completed' for need in row) and not tolerant[place]
+            found.append('canceled' if blocked else 'failed' if place in bad else 'completed')
+        return found
+
+    def test_any_graph_ends_as_the_rules_say(self):
+        for seed in range(25):
+            with self.subTest(seed=seed):
+                chance = random.Random(seed)
+                count = chance.randrange(2, 25)
+                needs = [sorted(chance.sample(range(place), chance.randrange(0, min(place, 4) + 1))) for place in range(count)]
+                tolerant = [chance.random() < 0.2 for _ in range(count)]
+                bad = {place for place in range(count) if chance.random() < 0.2}
+                lines = [f"j{place}{'!' if tolerant[place] else ''}: {' '.join(f'j{need}' for need in row)}" for place, row in enumerate(needs)]
+                workflow_id = self.create('\n'.join(lines))
+                found = self.drive(workflow_id, {f'j{place}': 'failed' for place in bad})
+                self.assertEqual(self.expected(needs, tolerant, bad), list(found.values()), lines)
+        self.assertWhole()
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

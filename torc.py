@@ -5128,3 +5128,1702 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
 
 
+# ======== 8. Service: the rules of a workflow ========
+#
+# Plain verbs over a Store, with the same names as the operations of the API. They start no process, open no socket and
+# know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at all.
+#
+# Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts, completions
+# and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt) and has one result.
+#
+# Completion. In one transaction: the result row, the job's status, the counters of the sets that it is a member of,
+# the jobs that this makes ready or cancels, and so on until nothing changes, and the actions that all of this triggers.
+# So no state needs a second look, and a restart of the server changes no outcome.
+#
+# Prerequisites. A waiting job is released when its set has no pending member. If a member ended badly, a job with
+# cancel_on_blocking_job_failure is canceled, and counts as a bad member in turn.
+#
+# Claims. Looked at by kind, in order of priority, GPUs, runtime, memory, CPUs (largest first), then id; so the cost
+# grows with the number of kinds and of jobs returned, not with the number of jobs that are ready.
+
+FINISHED = tuple(row.code for row in STATUSES if row.is_finished)
+BAD = tuple(row.code for row in STATUSES if row.is_bad)
+UNFINISHED = tuple(row.code for row in STATUSES if not row.is_finished)
+NOT_DONE = tuple(row.code for row in STATUSES if not row.is_done)
+ACTIVE = tuple(row.code for row in STATUSES if row.is_active)
+UNDONE_COUNT_LIMIT = 1000       # a runner wants to know whether there is work, not how much
+
+
+def sql_list(codes: Iterable[int]) -> str:
+    """'(1, 2)' for IN; only for integers of our own."""
+    return '(' + ', '.join(str(int(code)) for code in codes) + ')'
+
+
+def chunks(items: Sequence[Any], size: int = 500) -> Iterator[Sequence[Any]]:
+    """Pieces that fit the number of parameters that any SQLite takes (999)."""
+    for start in range(0, len(items), size):
+        yield items[start:start + size]
+
+
+def rows_by_ids(store: Store, sql: str, ids: Sequence[int]) -> List[Tuple]:
+    """Rows of a query that ends in IN, for any number of ids."""
+    return [row for piece in chunks(ids) for row in store.rows(f"{sql} ({', '.join('?' * len(piece))})", piece)]
+
+
+def run_by_ids(store: Store, sql: str, ids: Sequence[int]) -> None:
+    """A statement that ends in IN, for any number of ids."""
+    for piece in chunks(ids):
+        store.run(f"{sql} ({', '.join('?' * len(piece))})", piece)
+
+
+# -------- looking things up --------
+
+class WorkflowState(NamedTuple):
+    """What most rules ask of a workflow."""
+    id: int
+    run_id: int
+    is_canceled: bool
+    is_archived: bool
+    use_pending_failed: bool
+
+
+def workflow_state(store: Store, workflow_id: int) -> WorkflowState:
+    """The workflow's state. NotFound if there is none."""
+    row = store.one('SELECT id, run_id, is_canceled, is_archived, use_pending_failed FROM workflow WHERE id = ?', (workflow_id,))
+    if row is None:
+        raise NotFound(f'there is no workflow {workflow_id}')
+    return WorkflowState(row[0], row[1], bool(row[2]), bool(row[3]), bool(row[4]))
+
+
+def check_run(state: WorkflowState, run_id: int) -> None:
+    """Refuse what belongs to another run generation."""
+    if run_id != state.run_id:
+        raise Refused(f'run {run_id} of workflow {state.id} is over: the current one is {state.run_id}')
+
+
+class JobState(NamedTuple):
+    """What most rules ask of a job."""
+    id: int
+    workflow_id: int
+    name: str
+    status: int
+    attempt_id: int
+    compute_node_id: Optional[int]
+
+
+def job_state(store: Store, job_id: int) -> JobState:
+    """The job's state. NotFound if there is none."""
+    row = store.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id FROM job WHERE id = ?', (job_id,))
+    if row is None:
+        raise NotFound(f'there is no job {job_id}')
+    return JobState(*row)
+
+
+def get_row(store: Store, table: str, row_id: int) -> Dict[str, Any]:
+    """One row of a table or view as a dict. NotFound if there is none."""
+    found = store.select(table, 'WHERE id = ?', (row_id,))
+    if not found:
+        noun = table.replace('_view', '').replace('_', ' ')
+        raise NotFound(f'there is no {noun} {row_id}')
+    return found[0]
+
+
+def is_complete(store: Store, workflow_id: int) -> bool:
+    """Whether no job of the workflow has anything left to do."""
+    return not store.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} LIMIT 1', (workflow_id,))
+
+
+def check_owned(store: Store, table: str, workflow_id: int, ids: Iterable[int]) -> None:
+    """Refuse ids that do not exist or belong to another workflow."""
+    wanted = sorted(set(ids))
+    owned = {row[0] for row in rows_by_ids(store, f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN', wanted)}
+    missing = [row_id for row_id in wanted if row_id not in owned]
+    if missing:
+        raise Refused(f"workflow {workflow_id} has no {table.replace('_', ' ')} {missing[0]}")
+
+
+# -------- dependency sets --------
+
+def find_set(store: Store, workflow_id: int, members: Iterable[int]) -> Optional[int]:
+    """Id of the set with just these jobs, made if there is none; None for no jobs."""
+    ordered = sorted(set(members))
+    if not ordered:
+        return None
+    digest = members_digest(ordered)
+    found = store.value('SELECT id FROM dep_set WHERE workflow_id = ? AND digest = ?', (workflow_id, digest))
+    if found is None:
+        found = store.insert('dep_set', {'workflow_id': workflow_id, 'digest': digest})
+        store.insert_rows('dep_member', ('dep_set_id', 'job_id'), ((found, job_id) for job_id in ordered))
+    return found
+
+
+def members_digest(ordered: Sequence[int]) -> str:
+    """What tells one set of jobs from another."""
+    return hashlib.sha256(','.join(map(str, ordered)).encode()).hexdigest()
+
+
+def set_members(store: Store, set_id: Optional[int]) -> List[int]:
+    """Ids of the jobs in a set, in order."""
+    return [] if set_id is None else store.ids('SELECT job_id FROM dep_member WHERE dep_set_id = ? ORDER BY job_id', (set_id,))
+
+
+def implied_prerequisites(store: Store, workflow_id: int) -> Dict[int, Set[int]]:
+    """Consumer -> producers, through files and user data."""
+    found = collections.defaultdict(set)  # type: Dict[int, Set[int]]
+    for kind, column in (('file', 'file_id'), ('user_data', 'user_data_id')):
+        pairs = store.rows(
+            f'SELECT consumer.job_id, producer.job_id FROM {kind} item '
+            f'CROSS JOIN job_output_{kind} producer ON producer.{column} = item.id '
+            f'CROSS JOIN job_input_{kind} consumer ON consumer.{column} = item.id WHERE item.workflow_id = ?', (workflow_id,))
+        for consumer, producer in pairs:
+            found[consumer].add(producer)
+    return found
+
+
+def rebuild_dependencies(store: Store, workflow_id: int) -> None:
+    """Give every job the set of all its prerequisites: those asked for and those that files and user data imply."""
+    store.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? AND dep_set_id IS NOT explicit_set_id',
+              (workflow_id,))
+    implied = implied_prerequisites(store, workflow_id)
+    explicit = dict(rows_by_ids(store, 'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND id IN', list(implied)))
+    consumers = collections.defaultdict(list)  # type: Dict[Tuple[Optional[int], frozenset], List[int]]
+    for consumer, producers in implied.items():
+        consumers[explicit.get(consumer), frozenset(producers)].append(consumer)
+    for (explicit_set, producers), job_ids in consumers.items():
+        set_id = find_set(store, workflow_id, producers.union(set_members(store, explicit_set)))
+        store.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?', ((set_id, job_id) for job_id in job_ids))
+    store.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job WHERE job.dep_set_id = dep_set.id) '
+              'AND NOT EXISTS (SELECT 1 FROM job WHERE job.explicit_set_id = dep_set.id)', (workflow_id,))
+    refuse_cycles(store, workflow_id)
+
+
+def refuse_cycles(store: Store, workflow_id: int) -> None:
+    """Refuse jobs that wait for each other, by name."""
+    waiting = dict(store.rows('SELECT id, dep_set_id FROM job WHERE workflow_id = ? AND dep_set_id IS NOT NULL', (workflow_id,)))
+    members = collections.defaultdict(list)  # type: Dict[int, List[int]]
+    for set_id, job_id in store.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
+                                     '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
+        if job_id in waiting:       # the others wait for nothing
+            members[set_id].append(job_id)
+    released = collections.deque(set(waiting.values()) - set(members))
+    pending = {set_id: len(job_ids) for set_id, job_ids in members.items()}
+    sets_of = invert(members)
+    jobs_of = invert({job_id: [set_id] for job_id, set_id in waiting.items()})
+    while released:
+        for job_id in jobs_of[released.popleft()]:
+            for set_id in sets_of.get(job_id, ()):
+                pending[set_id] -= 1
+                if not pending[set_id]:
+                    released.append(set_id)
+    stuck = {set_id for set_id, count in pending.items() if count}
+    if stuck:
+        raise Refused('these jobs wait for each other: ' + name_cycle(store, waiting, members, stuck))
+
+
+def invert(lists: Dict[int, List[int]]) -> Dict[int, List[int]]:
+    """a -> [b] as b -> [a]."""
+    inverse = collections.defaultdict(list)  # type: Dict[int, List[int]]
+    for key, values in lists.items():
+        for value in values:
+            inverse[value].append(key)
+    return inverse
+
+
+def name_cycle(store: Store, waiting: Dict[int, int], members: Dict[int, List[int]], stuck: Set[int]) -> str:
+    """One cycle among the stuck sets, as 'a -> b -> a', each job waiting for the next."""
+    job_id = next(job for job, set_id in waiting.items() if set_id in stuck)
+    path = []  # type: List[int]
+    while job_id not in path:
+        path.append(job_id)
+        job_id = next(member for member in members[waiting[job_id]] if waiting[member] in stuck)
+    circle = path[path.index(job_id):] + [job_id]
+    names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', circle))
+    return ' -> '.join(names[member] for member in circle)
+
+
+def recount_sets(store: Store, workflow_id: int) -> None:
+    """Make the counters of all sets agree with the statuses of their members."""
+    count = ('(SELECT count(*) FROM dep_member CROSS JOIN job ON job.id = dep_member.job_id '
+             'WHERE dep_member.dep_set_id = dep_set.id AND job.status IN ')
+    store.run(f'UPDATE dep_set SET pending = {count}{sql_list(UNFINISHED)}), failed = {count}{sql_list(BAD)}) '
+              'WHERE workflow_id = ?', (workflow_id,))
+
+
+def settle(store: Store, workflow_id: int, ended: List[Tuple[int, int]]) -> None:
+    """Jobs have just ended with these statuses: release or cancel those that wait for them, to the end of the cascade."""
+    while ended:
+        bad_by_set = collections.Counter()  # type: Dict[int, int]
+        all_by_set = collections.Counter()  # type: Dict[int, int]
+        for job_id, status in ended:
+            for set_id in store.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,)):
+                all_by_set[set_id] += 1
+                bad_by_set[set_id] += status in BAD
+        store.run_many('UPDATE dep_set SET pending = pending - ?, failed = failed + ? WHERE id = ?',
+                       ((count, bad_by_set[set_id], set_id) for set_id, count in all_by_set.items()))
+        count_trigger(store, workflow_id, 'on_jobs_complete', [job_id for job_id, _ in ended])
+        ended = release_sets(store, workflow_id, list(all_by_set))
+
+
+def release_sets(store: Store, workflow_id: int, set_ids: Sequence[int]) -> List[Tuple[int, int]]:
+    """Let go the jobs that wait for these sets, where no member is pending. The ones that this cancels, with their status."""
+    canceled = []   # type: List[Tuple[int, int]]
+    ready = []      # type: List[int]
+    for set_id, failed in rows_by_ids(store, 'SELECT id, failed FROM dep_set WHERE pending <= 0 AND id IN', set_ids):
+        waiting = store.rows(f'SELECT id, cancel_on_blocking_job_failure FROM job WHERE dep_set_id = ? AND status = {BLOCKED}',
+                             (set_id,))
+        for job_id, cancels in waiting:
+            if failed and cancels:
+                canceled.append((job_id, CANCELED))
+            else:
+                ready.append(job_id)
+    run_by_ids(store, f'UPDATE job SET status = {READY} WHERE id IN', ready)
+    run_by_ids(store, f'UPDATE job SET status = {CANCELED} WHERE id IN', [job_id for job_id, _ in canceled])
+    count_trigger(store, workflow_id, 'on_jobs_ready', ready)
+    return canceled
+
+
+# -------- actions --------
+
+def count_trigger(store: Store, workflow_id: int, trigger: str, job_ids: Sequence[int]) -> None:
+    """Tell the actions with a job trigger that these jobs are ready, or have ended; each job counts once."""
+    if not job_ids or not store.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? AND trigger_type = ? LIMIT 1',
+                                    (workflow_id, trigger)):
+        return
+    gates = rows_by_ids(store, 'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 AND action_id IN '
+                        f"(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND trigger_type = '{trigger}') "
+                        'AND job_id IN', job_ids)
+    store.run_many('UPDATE action_job SET is_counted = 1 WHERE action_id = ? AND job_id = ?', gates)
+    counts = collections.Counter(action_id for action_id, _ in gates)
+    store.run_many('UPDATE workflow_action SET trigger_count = trigger_count + ? WHERE id = ?',
+                   ((count, action_id) for action_id, count in counts.items()))
+
+
+def satisfy_trigger(store: Store, workflow_id: int, trigger: str) -> None:
+    """Make the actions of a workflow or worker trigger due."""
+    store.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? AND trigger_type = ?',
+              (workflow_id, trigger))
+
+
+def note_if_complete(store: Store, workflow_id: int) -> bool:
+    """Whether the workflow is complete; if so, its on_workflow_complete actions are due."""
+    complete = is_complete(store, workflow_id)
+    if complete:
+        satisfy_trigger(store, workflow_id, 'on_workflow_complete')
+    return complete
+
+
+def rearm_actions(store: Store, workflow_id: int, is_partial: bool) -> None:
+    """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
+
+    In a partial run what has been done stays done: on_workflow_start, and job triggers whose jobs have all finished.
+    """
+    store.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
+    recount_actions(store, workflow_id, '1')
+    kept = '0'
+    if is_partial:
+        kept = ("trigger_type = 'on_workflow_start' OR trigger_type IN ('on_jobs_ready', 'on_jobs_complete') AND NOT EXISTS "
+                '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
+                f'WHERE action_job.action_id = workflow_action.id AND job.status NOT IN {sql_list(FINISHED)})')
+    store.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, is_reported = 0 '
+              f'WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
+    store.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE workflow_id = ? AND executed = 0)',
+              (workflow_id,))
+
+
+def recount_actions(store: Store, workflow_id: int, condition: str) -> None:
+    """Make the trigger counts of actions agree with the states of their jobs and of the workflow."""
+    chosen = f'(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND {condition})'
+    store.run(f'UPDATE action_job SET is_counted = (SELECT CASE action.trigger_type '
+              f"WHEN 'on_jobs_ready' THEN job.status NOT IN ({UNINITIALIZED}, {BLOCKED}) "
+              f'ELSE job.status IN {sql_list(FINISHED)} END '
+              'FROM job, workflow_action action WHERE job.id = action_job.job_id AND action.id = action_job.action_id) '
+              f'WHERE action_id IN {chosen}')
+    store.run("UPDATE workflow_action SET trigger_count = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
+              '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id AND is_counted = 1) '
+              "WHEN trigger_type = 'on_workflow_complete' THEN 0 ELSE required_triggers END, "
+              "required_triggers = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
+              'max(1, (SELECT count(*) FROM action_job WHERE action_id = workflow_action.id)) ELSE required_triggers END '
+              f'WHERE id IN {chosen}')
+
+
+def action_rows(store: Store, where: str, parameters: Sequence[Any]) -> List[Dict[str, Any]]:
+    """Actions as WorkflowActionModel, with the ids of the jobs that they wait for."""
+    actions = store.select('workflow_action', where, parameters)
+    for action in actions:
+        gates = store.ids('SELECT job_id FROM action_job WHERE action_id = ? ORDER BY job_id', (action['id'],))
+        if gates:
+            action['job_ids'] = gates
+    return actions
+
+
+def get_workflow_actions(store: Store, workflow_id: int) -> List[Dict[str, Any]]:
+    """All actions of a workflow, by id."""
+    workflow_state(store, workflow_id)
+    return action_rows(store, 'WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+
+
+def get_pending_actions(store: Store, workflow_id: int, trigger_type: Sequence[str] = ()) -> List[Dict[str, Any]]:
+    """Actions that are due and not taken, of the given triggers or of all."""
+    workflow_state(store, workflow_id)
+    return action_rows(store, *due_condition(workflow_id, [trigger_type] if isinstance(trigger_type, str) else trigger_type))
+
+
+def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> Tuple[str, Sequence[Any]]:
+    """WHERE clause and its parameters for the actions that are due."""
+    triggers = tuple(triggers) or TRIGGERS
+    marks = ', '.join('?' * len(triggers))
+    return (f'WHERE workflow_id = ? AND executed = 0 AND trigger_count >= required_triggers AND trigger_type IN ({marks}) {more} '
+            'ORDER BY id', (workflow_id, *triggers))
+
+
+def create_workflow_action(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add an action; a job trigger needs the ids of its jobs."""
+    workflow_state(store, workflow_id)
+    job_ids = sorted(set(body.get('job_ids') or ()))
+    check_action(body['trigger_type'], body['action_type'], body['action_config'])
+    check_owned(store, 'job', workflow_id, job_ids)
+    is_gated = body['trigger_type'] in JOB_TRIGGERS
+    values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None, executed_by=None,
+                  required_triggers=max(1, len(job_ids)) if is_gated else 1)
+    action_id = store.insert('workflow_action', values)
+    store.insert_rows('action_job', ('action_id', 'job_id'), ((action_id, job_id) for job_id in job_ids))
+    if workflow_state(store, workflow_id).run_id:   # it comes late: what it waits for may have been
+        recount_actions(store, workflow_id, f'id = {action_id}')
+    return action_rows(store, 'WHERE id = ?', (action_id,))[0]
+
+
+def check_action(trigger_type: str, action_type: str, config: Any) -> None:
+    """Refuse an action that nobody could ever run."""
+    if trigger_type not in TRIGGERS:
+        raise Refused(f"unknown trigger_type {trigger_type!r}; one of {', '.join(TRIGGERS)}")
+    if action_type not in ACTION_TYPES:
+        raise Refused(f"unknown action_type {action_type!r}; one of {', '.join(ACTION_TYPES)}")
+    commands = config.get('commands') if isinstance(config, dict) else None
+    if action_type == 'run_commands' and not (isinstance(commands, list) and commands and all(isinstance(c, str) for c in commands)):
+        raise Refused('action_config of run_commands needs "commands": a list of shell commands')
+
+
+def claim_action(store: Store, workflow_id: int, action_id: int, body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
+    workflow_state(store, workflow_id)
+    node_id = (body or {}).get('compute_node_id')
+    found = store.one('SELECT executed, persistent FROM workflow_action WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
+    if found is None:
+        raise NotFound(f'workflow {workflow_id} has no action {action_id}')
+    if not take_action(store, action_id, node_id, bool(found[1])):
+        raise Conflict(f'action {action_id} has already been taken', claimed=False)
+    note_action_reported(store, action_id, node_id or 0)     # who claims so never tells how it ended
+    return {'claimed': True, 'success': True, 'action_id': action_id}
+
+
+def take_action(store: Store, action_id: int, node_id: Optional[int], persistent: bool) -> bool:
+    """Mark an action as taken by a node; whether it was free."""
+    now = format_time(store.now())
+    if persistent:
+        taken = store.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) VALUES (?, ?)', (action_id, node_id or 0))
+        store.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
+    else:
+        taken = store.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, is_reported = 0 '
+                          'WHERE id = ? AND executed = 0', (now, node_id, action_id))
+    return bool(taken)
+
+
+def take_due_actions(store: Store, workflow_id: int, node_id: int, triggers: Sequence[str]) -> List[Dict[str, Any]]:
+    """The due run_commands actions of these triggers, taken for a node."""
+    if not triggers or not store.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
+        return []
+    due = store.select('workflow_action', *due_condition(workflow_id, triggers, "AND action_type = 'run_commands'"))
+    return [action for action in due if take_action(store, action['id'], node_id, action['persistent'])]
+
+
+def note_action_reported(store: Store, action_id: int, node_id: int) -> None:
+    """The node that took an action has said all that it will say of it."""
+    store.run('UPDATE workflow_action SET is_reported = 1 WHERE id = ?', (action_id,))
+    store.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?', (action_id, node_id))
+
+
+# -------- creating --------
+
+def create_workflow(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Make a workflow without jobs, with the implicit requirements named default."""
+    workflow_id = insert_workflow(store, body)
+    insert_requirements(store, workflow_id, dict(DEFAULT_REQUIREMENTS, is_implicit=True))
+    return get_workflow(store, workflow_id)
+
+
+def insert_workflow(store: Store, body: Dict[str, Any]) -> int:
+    """Check and store the workflow's own fields."""
+    check_env(body.get('env'))
+    if (body.get('dynamic_jobs') or {}).get('max_iterations', 1) < 1:
+        raise Refused('dynamic_jobs: max_iterations must be at least 1')
+    values = dict(WORKFLOW_DEFAULTS)
+    values.update({key: value for key, value in body.items() if value is not None})
+    values.update(timestamp=format_time(store.now()), user=body.get('user') or store.caller, run_id=0, is_canceled=False,
+                  is_archived=False)
+    return store.insert('workflow', values)
+
+
+def check_env(env: Optional[Dict[str, str]]) -> None:
+    """Refuse names that no shell could use."""
+    for name in env or ():
+        if not re.match(r'[A-Za-z_][A-Za-z0-9_]*\Z', name):
+            raise Refused(f'env: {printable(name)!r} is not a name for an environment variable')
+
+
+def insert_requirements(store: Store, workflow_id: int, body: Dict[str, Any]) -> int:
+    """Check and store resource requirements."""
+    values = dict(DEFAULT_REQUIREMENTS, runtime='PT1M')
+    values.update({key: value for key, value in body.items() if value is not None})
+    values.update(checked_requirements(values), workflow_id=workflow_id)
+    return store.insert('resource_requirements', values)
+
+
+def checked_requirements(values: Dict[str, Any]) -> Dict[str, int]:
+    """memory_bytes and runtime_s of requirements; Refused for values that cannot be."""
+    for name, least in (('num_cpus', 1), ('num_nodes', 1), ('num_gpus', 0)):
+        if values[name] < least:
+            raise Refused(f'{name} is {values[name]}; it must be at least {least}', field=name, value=values[name])
+    numbers = {}
+    for name, key, parse in (('memory', 'memory_bytes', parse_memory), ('runtime', 'runtime_s', parse_duration)):
+        try:
+            numbers[key] = parse(values[name])
+        except ValueError as error:
+            raise Refused(f'{name}: {error}', field=name, value=values[name]) from None
+    return numbers
+
+
+def create_workflow_from_spec(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Make a whole workflow from a plan (see Spec), in one go."""
+    try:
+        workflow_id = insert_plan(store, body)
+    except (KeyError, IndexError, TypeError, ValueError, sqlite3.IntegrityError) as error:
+        # a plan that our own Spec made never gets here; in one that another program made an index may lead nowhere
+        raise BadInput(f'the body is not a plan of a workflow ({type(error).__name__}: {error}); '
+                       'make it with torc.py create') from error
+    return {'workflow_id': workflow_id, 'workflow_name': body['workflow']['name'], 'job_count': len(body['jobs'])}
+
+
+def insert_plan(store: Store, body: Dict[str, Any]) -> int:
+    """Store everything that a plan holds. The workflow's id."""
+    workflow_id = insert_workflow(store, body['workflow'])
+    places = {}  # type: Dict[str, List[int]]
+    for table in ('file', 'user_data', 'slurm_scheduler', 'failure_handler'):
+        plural = table if table == 'user_data' else table + 's'
+        places[table] = [store.insert(table, dict(row, workflow_id=workflow_id)) for row in body[plural]]
+    declared = [row['name'] for row in body['resource_requirements']]
+    places['resource_requirements'] = [insert_requirements(store, workflow_id, row) for row in body['resource_requirements']]
+    default = (places['resource_requirements'][declared.index('default')] if 'default' in declared
+               else insert_requirements(store, workflow_id, dict(DEFAULT_REQUIREMENTS, is_implicit=True)))
+    places['job_kind'] = [insert_planned_kind(store, workflow_id, row, places, default) for row in body['kinds']]
+    first_job = store.next_id('job')
+    groups = [tuple(sorted({first_job + index_below(member, len(body['jobs'])) for member in members}))
+              for members in body['dependency_sets']]
+    set_ids = {group: store.insert('dep_set', {'workflow_id': workflow_id, 'digest': members_digest(group)}) for group in dict.fromkeys(groups)}
+    jobs = [row if isinstance(row, PlannedJob) else PlannedJob(*row) for row in body['jobs']]
+    insert_planned_jobs(store, workflow_id, jobs, places, [set_ids[group] for group in groups], body['workflow'].get('env'))
+    store.insert_rows('dep_member', ('dep_set_id', 'job_id'), (
+        (set_id, job_id) for group, set_id in set_ids.items() for job_id in group))
+    if groups:
+        refuse_cycles(store, workflow_id)
+    insert_planned_relations(store, jobs, first_job, places)
+    for action in body['actions']:
+        insert_planned_action(store, workflow_id, action, places, first_job)
+    return workflow_id
+
+
+def index_below(index: int, count: int) -> int:
+    """The index, if it leads to one of so many things. IndexError otherwise: below 0 Python would count from the end."""
+    if not 0 <= index < count:
+        raise IndexError(f'there is no number {index}')
+    return index
+
+
+def insert_planned_kind(store: Store, workflow_id: int, row: Sequence[Any], places: Dict[str, List[int]], default: int) -> int:
+    """Store one kind of a plan: requirements and scheduler by place, priority, labels."""
+    requirements, priority, scheduler, labels = row
+    check_labels(labels)
+    return find_kind(store, workflow_id, (
+        default if requirements is None else places['resource_requirements'][requirements],
+        priority, None if scheduler is None else places['slurm_scheduler'][scheduler], labels))
+
+
+def insert_planned_jobs(store: Store, workflow_id: int, jobs: Sequence[Any], places: Dict[str, List[int]], sets: List[int],
+                        workflow_env: Optional[Dict[str, str]]) -> None:
+    """Store the jobs of a plan, in its order, with consecutive ids."""
+    shared_env = format_json(workflow_env) if workflow_env else None
+    kinds, handlers = places['job_kind'], places['failure_handler']
+
+    def encoded() -> Iterator[Tuple]:
+        for job in jobs:
+            env = format_json({**(workflow_env or {}), **job.env}) if job.env else shared_env
+            set_id = None if job.dependencies is None else sets[job.dependencies]
+            yield (workflow_id, job.name, job.command, job.invocation_script, env, kinds[job.kind],
+                   None if job.failure_handler is None else handlers[job.failure_handler], set_id, set_id,
+                   int(job.cancel_on_blocking_job_failure), int(job.supports_termination))
+    store.insert_rows('job', ('workflow_id', 'name', 'command', 'invocation_script', 'env', 'kind_id', 'failure_handler_id',
+                              'explicit_set_id', 'dep_set_id', 'cancel_on_blocking_job_failure', 'supports_termination'), encoded())
+
+
+JOB_RELATIONS = (   # field of a planned job, field of JobModel, table, column, table of the related thing
+    ('input_files',      'input_file_ids',       'job_input_file',       'file_id',      'file'),
+    ('output_files',     'output_file_ids',      'job_output_file',      'file_id',      'file'),
+    ('input_user_data',  'input_user_data_ids',  'job_input_user_data',  'user_data_id', 'user_data'),
+    ('output_user_data', 'output_user_data_ids', 'job_output_user_data', 'user_data_id', 'user_data'),
+)
+
+
+def insert_planned_relations(store: Store, jobs: Sequence[Any], first_job: int, places: Dict[str, List[int]]) -> None:
+    """Store which job reads and writes what."""
+    for planned, _, table, column, related in JOB_RELATIONS:
+        ids = places[related]
+        if not any(map(operator.attrgetter(planned), jobs)):    # much faster than the loop below
+            continue
+        store.insert_rows(table, ('job_id', column), (
+            (first_job + place, ids[index]) for place, job in enumerate(jobs) for index in getattr(job, planned)))
+
+
+def insert_planned_action(store: Store, workflow_id: int, action: Dict[str, Any], places: Dict[str, List[int]], first_job: int) -> None:
+    """Store an action of a plan; a scheduler is named by its place in the plan."""
+    config = dict(action['action_config'])
+    if action['action_type'] == 'schedule_nodes':
+        scheduler = config.pop('scheduler', None)
+        config['scheduler_id'] = 0 if scheduler is None else places['slurm_scheduler'][scheduler]
+    job_ids = [first_job + index for index in action.get('job_indexes') or ()]      # create_workflow_action looks whose they are
+    create_workflow_action(store, workflow_id, dict(action, action_config=config, job_ids=job_ids))
+
+
+def find_kind(store: Store, workflow_id: int, kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
+    """Id of the kind with these requirements, priority, scheduler and labels, made if there is none."""
+    requirements, priority, scheduler, labels = kind
+    text = format_json(sorted(set(labels))) if labels else None
+    found = store.value('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? AND priority = ? '
+                        'AND scheduler_id IS ? AND labels IS ?', (workflow_id, requirements, priority, scheduler, text))
+    if found is None:
+        found = store.insert('job_kind', {'workflow_id': workflow_id, 'resource_requirements_id': requirements,
+                                          'priority': priority, 'scheduler_id': scheduler, 'labels': json.loads(text) if text else None})
+    return found
+
+
+def check_labels(labels: Optional[Sequence[str]]) -> None:
+    """Refuse labels that could not be told apart in a list."""
+    for label in labels or ():
+        if not label or label != label.strip() or ',' in label:
+            raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end with a blank')
+
+
+def create_job(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add one job, uninitialized."""
+    return get_job(store, insert_job(store, body))
+
+
+def create_jobs(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add up to 100,000 jobs of one workflow; their names must differ."""
+    check_bulk([job['workflow_id'] for job in body['jobs']], [job['name'] for job in body['jobs']], 'jobs')
+    ids = [insert_job(store, job) for job in body['jobs']]
+    return {'jobs': [get_job(store, job_id) for job_id in ids]}
+
+
+def check_bulk(workflow_ids: Sequence[int], names: Sequence[str], noun: str) -> None:
+    """Refuse a bulk request of no or too many things, of several workflows, or with a name twice."""
+    if not 0 < len(names) <= MAX_LIST_ITEMS:
+        raise Refused(f'{len(names)} {noun} in one request; 1 to {MAX_LIST_ITEMS} are possible')
+    if len(set(workflow_ids)) > 1:
+        raise Refused(f'all {noun} of one request must belong to one workflow')
+    if len(set(names)) < len(names):
+        twice = collections.Counter(names).most_common(1)[0][0]
+        raise Refused(f'the name {twice!r} stands twice among the {noun}')
+
+
+def insert_job(store: Store, body: Dict[str, Any]) -> int:
+    """Check and store one job with its relations. Its id."""
+    workflow_id = body['workflow_id']
+    workflow_state(store, workflow_id)
+    check_env(body.get('env'))
+    env = json.loads(store.value('SELECT env FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
+    env.update(body.get('env') or {})
+    requirements = body.get('resource_requirements_id') or store.value(
+        "SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = 'default' ORDER BY id LIMIT 1", (workflow_id,))
+    kind = job_kind(store, workflow_id, requirements, body)
+    handler = body.get('failure_handler_id') or None
+    check_owned(store, 'failure_handler', workflow_id, [handler] if handler else [])
+    prerequisites = body.get('depends_on_job_ids') or []
+    check_owned(store, 'job', workflow_id, prerequisites)
+    set_id = find_set(store, workflow_id, prerequisites)
+    values = dict(body, env=env or None, kind_id=kind, failure_handler_id=handler, explicit_set_id=set_id, dep_set_id=set_id,
+                  status='uninitialized', attempt_id=1, compute_node_id=None, start_time=None, origin=None)
+    job_id = store.insert('job', values)
+    for _, field, table, column, related in JOB_RELATIONS:
+        ids = sorted(set(body.get(field) or ()))
+        check_owned(store, related, workflow_id, ids)
+        store.insert_rows(table, ('job_id', column), ((job_id, item) for item in ids))
+    return job_id
+
+
+def job_kind(store: Store, workflow_id: int, requirements: Optional[int], body: Dict[str, Any]) -> int:
+    """Kind of a job that a request describes."""
+    check_labels(body.get('labels'))
+    if (body.get('priority') or 0) < 0:
+        raise BadInput(f"priority is {body['priority']}; it must be at least 0")
+    scheduler = body.get('scheduler_id') or None
+    check_owned(store, 'resource_requirements', workflow_id, [requirements or 0])
+    check_owned(store, 'slurm_scheduler', workflow_id, [scheduler] if scheduler else [])
+    return find_kind(store, workflow_id, (requirements or 0, body.get('priority') or 0, scheduler, body.get('labels')))
+
+
+def get_job(store: Store, job_id: int) -> Dict[str, Any]:
+    """A job with all that it is related to."""
+    job = get_row(store, 'job_view', job_id)
+    add_relations(store, [job])
+    return job
+
+
+def add_relations(store: Store, jobs: List[Dict[str, Any]]) -> None:
+    """Fill in the id lists of jobs; empty ones are left out."""
+    by_id = {job['id']: job for job in jobs}
+    query = ' UNION ALL '.join(f"SELECT '{field}' AS field, job_id, {column} AS item FROM {table}" for _, field, table, column, _ in JOB_RELATIONS)
+    for field, job_id, item in rows_by_ids(store, f'SELECT field, job_id, item FROM ({query}) WHERE job_id IN', list(by_id)):
+        by_id[job_id].setdefault(field, []).append(item)
+    sets = dict(rows_by_ids(store, 'SELECT id, dep_set_id FROM job WHERE dep_set_id IS NOT NULL AND id IN', list(by_id)))
+    members = {set_id: set_members(store, set_id) for set_id in set(sets.values())}
+    for job_id, set_id in sets.items():
+        by_id[job_id]['depends_on_job_ids'] = members[set_id]
+
+
+KIND_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels')
+ALWAYS_EDITABLE = KIND_FIELDS + ('cancel_on_blocking_job_failure', 'supports_termination', 'invocation_script')
+EDITABLE_WHEN_IDLE = ('name', 'command')        # reinitialize sees the change and runs the job again
+EDITABLE_BEFORE_START = ('depends_on_job_ids', 'status')
+
+
+def update_job(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Change a job: what it runs only while no runner has it, what it waits for only while it is uninitialized."""
+    job = get_job(store, job_id)
+    changed = {key: value for key, value in body.items()
+               if value is not None and key != 'id' and comparable(key, value) != comparable(key, job.get(key))}
+    fixed = [key for key in changed if key not in ALWAYS_EDITABLE + EDITABLE_WHEN_IDLE + EDITABLE_BEFORE_START
+             or key in EDITABLE_WHEN_IDLE and STATUSES[STATUS_CODES[job['status']]].is_active]
+    early = [key for key in changed if key in EDITABLE_BEFORE_START and job['status'] != 'uninitialized']
+    if fixed or early:
+        raise Refused(f"{', '.join(fixed + early)} of job {job_id} cannot change" +
+                      (' once the job is initialized' if early and not fixed else ''))
+    if changed.get('status', 'disabled') != 'disabled':
+        raise Refused(f"status of job {job_id} cannot be set to {changed['status']!r}: only 'disabled' can be set")
+    if any(key in KIND_FIELDS for key in changed):
+        kind = dict({key: job.get(key) for key in KIND_FIELDS}, **changed)
+        changed['kind_id'] = job_kind(store, job['workflow_id'], kind['resource_requirements_id'], kind)
+    if 'depends_on_job_ids' in changed:
+        check_owned(store, 'job', job['workflow_id'], changed['depends_on_job_ids'])
+        set_id = find_set(store, job['workflow_id'], changed['depends_on_job_ids'])
+        changed.update(explicit_set_id=set_id, dep_set_id=set_id)
+    store.update('job', job_id, changed)
+    return get_job(store, job_id)
+
+
+def comparable(key: str, value: Any) -> Any:
+    """A job's field in a form that tells a change from a repetition: lists are sets, and missing is empty."""
+    return sorted(set(value or ())) if key.endswith('_ids') or key == 'labels' else value or None
+
+
+def delete_job(store: Store, job_id: int) -> Dict[str, Any]:
+    """Remove a job and what belongs to it; those that waited for it wait no longer. Refused while a runner has it."""
+    job = get_job(store, job_id)
+    if STATUSES[STATUS_CODES[job['status']]].is_active:
+        raise Refused(f"job {job_id} is {job['status']}: wait for its end, or cancel the workflow first")
+    sets = store.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,))
+    gated = store.ids('SELECT action_id FROM action_job WHERE job_id = ?', (job_id,))
+    store.run('DELETE FROM job WHERE id = ?', (job_id,))
+    if gated:
+        recount_actions(store, job['workflow_id'], f'id IN {sql_list(gated)}')
+    if sets:
+        recount_sets(store, job['workflow_id'])
+        settle(store, job['workflow_id'], release_sets(store, job['workflow_id'], sets))
+    return job
+
+
+# -------- workflows --------
+
+def get_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """One workflow."""
+    return get_row(store, 'workflow', workflow_id)
+
+
+WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups')
+WORKFLOW_EDITABLE = (
+    'name', 'description', 'project', 'metadata', 'compute_node_expiration_buffer_seconds', 'compute_node_wait_for_new_jobs_seconds',
+    'compute_node_ignore_workflow_completion', 'compute_node_wait_for_healthy_database_minutes',
+    'compute_node_min_time_for_new_jobs_seconds', 'use_pending_failed', 'enable_ro_crate', 'execution_config',
+    'resource_monitor_config', 'slurm_defaults', 'user')
+
+
+def update_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Change the fields of a workflow that may change after its creation."""
+    current = get_workflow(store, workflow_id)
+    given = {key: value for key, value in body.items() if value is not None}
+    fixed = [key for key in WORKFLOW_FIXED if key in given and given[key] != current.get(key)]
+    if fixed:
+        raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot change after its creation")
+    store.update('workflow', workflow_id, {key: given[key] for key in WORKFLOW_EDITABLE if key in given})
+    return get_workflow(store, workflow_id)
+
+
+def delete_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Remove a workflow and everything that belongs to it."""
+    workflow = get_workflow(store, workflow_id)
+    store.run('DELETE FROM workflow WHERE id = ?', (workflow_id,))
+    return workflow
+
+
+def archive_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Put a workflow away, or take it back: archived ones are not initialized, reset or listed by default."""
+    workflow_state(store, workflow_id)
+    store.update('workflow', workflow_id, {'is_archived': body['is_archived']})
+    add_user_event(store, workflow_id, 'archive_workflow', is_archived=body['is_archived'])
+    return get_workflow(store, workflow_id)
+
+
+def add_user_event(store: Store, workflow_id: int, action: str, **details: Any) -> None:
+    """Record that a user did something to a workflow."""
+    store.add_event(workflow_id, dict(details, category='user_action', action=action, user=store.caller, workflow_id=workflow_id))
+
+
+def cancel_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Stop a workflow: no job starts any more, and runners stop those that run."""
+    state = workflow_state(store, workflow_id)
+    store.run('UPDATE workflow SET is_canceled = 1 WHERE id = ?', (workflow_id,))
+    store.run(f'UPDATE job SET status = {CANCELED} WHERE workflow_id = ? AND status IN {sql_list((BLOCKED, READY, *ACTIVE))}', (workflow_id,))
+    recount_sets(store, workflow_id)
+    store.add_event(workflow_id, {'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
+                                  'workflow_id': workflow_id, 'run_id': state.run_id, 'user': store.caller})
+    return get_workflow(store, workflow_id)
+
+
+def is_workflow_complete(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Whether a runner has anything left to wait for."""
+    state = workflow_state(store, workflow_id)
+    return {'is_complete': state.is_canceled or is_complete(store, workflow_id), 'is_canceled': state.is_canceled}
+
+
+def is_workflow_uninitialized(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Whether no job has been initialized yet."""
+    workflow_state(store, workflow_id)
+    touched = store.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED}) LIMIT 1', (workflow_id,))
+    return {'is_uninitialized': touched is None}
+
+
+def count_by_status(store: Store, workflow_id: int) -> Dict[str, int]:
+    """Status name -> number of jobs, zeros included."""
+    counts = dict(store.rows('SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status', (workflow_id,)))
+    return {row.name: counts.get(row.code, 0) for row in STATUSES}
+
+
+def get_workflow_status(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """One summary: jobs by status, times, nodes, and why ready jobs may be waiting."""
+    workflow = get_workflow(store, workflow_id)
+    counts = count_by_status(store, workflow_id)
+    answer = {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
+              'total_jobs': sum(counts.values()), 'jobs_by_status': counts, 'is_canceled': workflow['is_canceled'],
+              'is_complete': workflow['is_canceled'] or not any(counts[STATUS_NAMES[code]] for code in NOT_DONE),
+              'unserved_ready_labels': count_unserved_labels(store, workflow_id)}
+    answer.update(measure_times(store, workflow_id))
+    answer['active_compute_nodes'] = store.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1', (workflow_id,))
+    for status in ('pending', 'active'):
+        answer[f'{status}_scheduled_nodes'] = store.value(
+            'SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? AND status = ?', (workflow_id, status))
+    answer.update(measure_blocked_by_time(store, workflow_id))
+    return answer
+
+
+def measure_times(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Time spent in jobs, and from the first start to the last end, of the current results."""
+    total, walltime_s = store.one(
+        'SELECT total(exec_time_minutes), (max(julianday(completion_time)) - '
+        'min(julianday(completion_time) - exec_time_minutes / 1440)) * 86400 '
+        'FROM result WHERE workflow_id = ? AND is_current = 1', (workflow_id,))
+    return {'total_exec_time_minutes': total, **({} if walltime_s is None else {'walltime_seconds': walltime_s})}
+
+
+def measure_blocked_by_time(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Ready jobs whose runtime is longer than any active node's remaining time."""
+    ready = store.rows(f'SELECT requirements.runtime_s, (SELECT count(*) FROM job WHERE job.kind_id = kind.id AND status = {READY}) '
+                       'FROM job_kind kind JOIN resource_requirements requirements ON requirements.id = kind.resource_requirements_id '
+                       'WHERE kind.workflow_id = ? AND kind.labels IS NULL', (workflow_id,))
+    ends = store.ids('SELECT end_time FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND labels IS NULL', (workflow_id,))
+    waiting = [(runtime_s, count) for runtime_s, count in ready if count]
+    answer = {'runtime_blocked_ready_jobs': 0}  # type: Dict[str, Any]
+    if waiting:
+        answer['longest_ready_runtime_seconds'] = max(runtime_s for runtime_s, _ in waiting)
+    if ends and None not in ends:
+        remaining_s = max(0, int(max(parse_time(end) for end in ends) - store.now()))
+        answer['max_allocation_remaining_seconds'] = remaining_s
+        answer['runtime_blocked_ready_jobs'] = sum(count for runtime_s, count in waiting if runtime_s > remaining_s + CLAIM_GRACE_S)
+    return answer
+
+
+def count_unserved_labels(store: Store, workflow_id: int) -> Dict[str, int]:
+    """Label set, joined by commas -> ready jobs that no active node may take."""
+    nodes = [set(json.loads(labels)) for labels in store.ids(
+        'SELECT labels FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND labels IS NOT NULL', (workflow_id,))]
+    unserved = collections.Counter()  # type: Dict[str, int]
+    for text, count in store.rows(
+            f'SELECT labels, (SELECT count(*) FROM job WHERE job.kind_id = job_kind.id AND status = {READY}) FROM job_kind '
+            'WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,)):
+        labels = json.loads(text)
+        if count and not any(node.issuperset(labels) for node in nodes):
+            unserved[','.join(labels)] += count
+    return dict(unserved)
+
+
+def list_job_ids(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Ids of all jobs."""
+    workflow_state(store, workflow_id)
+    ids = store.ids('SELECT id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    return {'job_ids': ids, 'count': len(ids)}
+
+
+def list_required_existing_files(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Files that must exist before the start: inputs that no job makes, and outputs of completed jobs."""
+    return {'files': list_required(store, workflow_id, 'file', 'file_id', '1')}
+
+
+def list_missing_user_data(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """User data without a value that should have one: inputs that no job makes, and outputs of completed jobs."""
+    return {'user_data': list_required(store, workflow_id, 'user_data', 'user_data_id', 'item.data IS NULL')}
+
+
+def list_required(store: Store, workflow_id: int, kind: str, column: str, condition: str) -> List[int]:
+    """Ids of files or user data that jobs rely on from the start."""
+    workflow_state(store, workflow_id)
+    return store.ids(
+        f'SELECT item.id FROM {kind} item WHERE item.workflow_id = ? AND {condition} AND ('
+        f'EXISTS (SELECT 1 FROM job_input_{kind} WHERE {column} = item.id) '
+        f'AND NOT EXISTS (SELECT 1 FROM job_output_{kind} WHERE {column} = item.id) '
+        f'OR EXISTS (SELECT 1 FROM job_output_{kind} made CROSS JOIN job ON job.id = made.job_id '
+        f'WHERE made.{column} = item.id AND job.status = {COMPLETED})) ORDER BY item.id', (workflow_id,))
+
+
+def get_running_jobs(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Running jobs with their nodes."""
+    workflow_state(store, workflow_id)
+    total = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
+    rows = store.rows(
+        'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time FROM job '
+        f'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND job.status = {RUNNING} '
+        'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, max(0, min(limit, MAX_LIST_ITEMS)), max(0, offset)))
+    names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time')
+    items = [{key: cell for key, cell in zip(names, row) if cell is not None} for row in rows]
+    return list_answer(items, offset, total)
+
+
+def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
+    """The envelope of every list."""
+    return {'items': items, 'offset': offset, 'max_limit': MAX_LIST_ITEMS, 'count': len(items), 'total_count': total,
+            'has_more': offset + len(items) < total}
+
+
+# -------- initialize and reset --------
+
+def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = False,
+                    clear_ephemeral_user_data: bool = True) -> Dict[str, Any]:
+    """Make a workflow ready to run: all of it, or only the uninitialized jobs and those that depend on them."""
+    state = workflow_state(store, workflow_id)
+    if state.is_archived:
+        raise Refused(f'workflow {workflow_id} is archived; take it back first: torc.py workflows archive false {workflow_id}')
+    if not only_uninitialized:
+        refuse_active(store, workflow_id, 'initialized')
+    if state.run_id == 0:
+        store.run('UPDATE workflow SET run_id = 1 WHERE id = ?', (workflow_id,))
+    store.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
+    rebuild_dependencies(store, workflow_id)
+    if only_uninitialized:
+        uninitialize(store, downstream_of_uninitialized(store, workflow_id))
+    else:
+        store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
+    start_over(store, workflow_id, clear_ephemeral_user_data)
+    rearm_actions(store, workflow_id, only_uninitialized)
+    note_if_complete(store, workflow_id)
+    verb = 'Reinitialized' if only_uninitialized else 'Initialized'
+    return {'message': f'{verb} workflow {workflow_id}'}
+
+
+def refuse_active(store: Store, workflow_id: int, verb: str) -> None:
+    """Refuse while jobs are in runners' hands."""
+    active = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
+    if active:
+        raise Refused(f'workflow {workflow_id} cannot be {verb} while {active} of its jobs are pending or running; '
+                      f'cancel it first (torc.py cancel {workflow_id}), or reset it with --force')
+
+
+def downstream_of_uninitialized(store: Store, workflow_id: int) -> List[int]:
+    """Jobs that depend, however far, on an uninitialized one; but none that is uninitialized, disabled or active itself."""
+    kept = sql_list((UNINITIALIZED, DISABLED, *ACTIVE))
+    return store.ids(
+        'WITH RECURSIVE downstream (id) AS ('
+        f'SELECT id FROM job WHERE workflow_id = ? AND status = {UNINITIALIZED} UNION '
+        'SELECT waiting.id FROM downstream CROSS JOIN dep_member ON dep_member.job_id = downstream.id '
+        'CROSS JOIN job waiting ON waiting.dep_set_id = dep_member.dep_set_id) '
+        f'SELECT id FROM job WHERE id IN (SELECT id FROM downstream) AND status NOT IN {kept}', (workflow_id,))
+
+
+def uninitialize(store: Store, job_ids: Sequence[int]) -> None:
+    """Set jobs back to the state before initialize."""
+    run_by_ids(store, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', job_ids)
+
+
+def start_over(store: Store, workflow_id: int, clear_ephemeral: bool) -> None:
+    """Give all uninitialized jobs a first attempt, and make them ready, blocked or canceled."""
+    fresh = f'(SELECT id FROM job WHERE workflow_id = {int(workflow_id)} AND status = {UNINITIALIZED})'
+    store.run(f'UPDATE result SET is_current = 0 WHERE workflow_id = ? AND is_current = 1 AND job_id IN {fresh}', (workflow_id,))
+    if clear_ephemeral:
+        store.run('UPDATE user_data SET data = NULL WHERE workflow_id = ? AND is_ephemeral = 1 AND id IN '
+                  f'(SELECT user_data_id FROM job_output_user_data WHERE job_id IN {fresh})', (workflow_id,))
+    recount_sets(store, workflow_id)
+    store.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} ELSE {BLOCKED} END, attempt_id = 1, start_time = NULL, '
+              f'compute_node_id = NULL, origin = nullif(origin, ?) WHERE workflow_id = ? AND status = {UNINITIALIZED}', ('retry', workflow_id))
+    number_attempts(store, workflow_id)
+    idle_sets = store.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
+    settle(store, workflow_id, release_sets(store, workflow_id, idle_sets))
+
+
+def number_attempts(store: Store, workflow_id: int) -> None:
+    """Jobs that run again within a run go on counting: an attempt's name (job, run, attempt) is never used twice."""
+    run_id = workflow_state(store, workflow_id).run_id
+    ended = ('SELECT {0} FROM result WHERE result.workflow_id = ' + str(int(workflow_id)) + f' AND result.run_id = {run_id}')
+    if store.one(ended.format('1') + ' LIMIT 1'):
+        store.run(f"UPDATE job SET attempt_id = 1 + ({ended.format('max(result.attempt_id)')} AND result.job_id = job.id) "
+                  f"WHERE status IN {sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN ({ended.format('job_id')})")
+
+
+def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -> Dict[str, Any]:
+    """Begin a new run generation. With force also while jobs are active: what their runners report is then stale."""
+    state = workflow_state(store, workflow_id)
+    if state.is_archived:
+        raise Refused(f'workflow {workflow_id} is archived; take it back first: torc.py workflows archive false {workflow_id}')
+    if not force:
+        refuse_active(store, workflow_id, 'reset')
+        if store.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
+            raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or reset it with --force')
+    uninitialize(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,)))
+    store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1 WHERE id = ?', (workflow_id,))
+    add_user_event(store, workflow_id, 'reset_workflow_status', force=force)
+    return get_workflow(store, workflow_id)
+
+
+def reset_job_status(store: Store, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
+    """Set all jobs, or those that ended badly and all that depend on them, back to uninitialized. Disabled ones stay so."""
+    workflow_state(store, workflow_id)
+    if not failed_only:
+        refuse_active(store, workflow_id, 'reset')
+    wanted = (*BAD, PENDING_FAILED) if failed_only else tuple(set(STATUS_NAMES) - {UNINITIALIZED, DISABLED})
+    job_ids = store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(wanted)}', (workflow_id,))
+    uninitialize(store, job_ids)
+    if failed_only:
+        uninitialize(store, downstream_of_uninitialized(store, workflow_id))
+    recount_sets(store, workflow_id)
+    add_user_event(store, workflow_id, 'reset_job_status', failed_only=failed_only, updated_count=len(job_ids))
+    answer = {'workflow_id': workflow_id, 'updated_count': len(job_ids), 'status': 'uninitialized'}
+    return dict(answer, reset_type='failed_only') if failed_only else answer
+
+
+# -------- change detection --------
+
+MTIME_TOLERANCE_S = 0.01    # file systems and JSON round
+
+
+def set_file_times(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Record when files were last changed: file id -> seconds since the epoch, or null for a file that is not there."""
+    workflow_state(store, workflow_id)
+    times = times_by_id(body['files'])
+    store.run_many('UPDATE file SET st_mtime = ? WHERE id = ? AND workflow_id = ?',
+                   ((mtime, file_id, workflow_id) for file_id, mtime in times.items()))
+    return {'count': len(times)}
+
+
+def times_by_id(files: Dict[str, Optional[float]]) -> Dict[int, Optional[float]]:
+    """File times with the ids as numbers: in JSON they are text."""
+    for file_id in files:
+        if not re.match(r'[0-9]{1,18}\Z', str(file_id)):
+            raise BadInput(f'{printable(str(file_id))!r} is not the id of a file')
+    return {int(file_id): mtime for file_id, mtime in files.items()}
+
+
+def check_changes(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Find the finished jobs whose inputs are no longer what they ran with, or whose outputs are gone; set them back.
+
+    `files` tells the caller's present file times (null: missing). With dry_run nothing changes.
+    """
+    workflow_state(store, workflow_id)
+    times = times_by_id(body.get('files') or {})
+    reasons = {}  # type: Dict[int, str]
+    note_changed_files(store, workflow_id, times, reasons)
+    for job_id in changed_job_inputs(store, workflow_id):
+        reasons.setdefault(job_id, 'its command, environment, files or input data changed')
+    names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
+    if not body.get('dry_run'):
+        uninitialize(store, list(reasons))
+        set_file_times(store, workflow_id, {'files': body.get('files') or {}})
+        recount_sets(store, workflow_id)
+    return {'changed': [{'job_id': job_id, 'job_name': names[job_id], 'reason': reasons[job_id]} for job_id in sorted(reasons)]}
+
+
+def note_changed_files(store: Store, workflow_id: int, times: Dict[int, Optional[float]], reasons: Dict[int, str]) -> None:
+    """Add the jobs that read a changed file, and the completed ones that made a file which is gone."""
+    finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
+    for file_id, path, known in store.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?', (workflow_id,)):
+        if file_id not in times:
+            continue
+        seen = times[file_id]
+        if seen is None:
+            for job_id in store.ids('SELECT job.id FROM job_output_file made CROSS JOIN job ON job.id = made.job_id '
+                                    f'WHERE made.file_id = ? AND job.status = {COMPLETED}', (file_id,)):
+                reasons.setdefault(job_id, f'its output {path} is missing')
+        if (seen is None) != (known is None) or seen is not None and abs(seen - known) > MTIME_TOLERANCE_S:
+            for job_id in store.ids('SELECT job.id FROM job_input_file used CROSS JOIN job ON job.id = used.job_id '
+                                    f'WHERE used.file_id = ? AND job.status IN {finished}', (file_id,)):
+                reasons.setdefault(job_id, f'its input {path} changed')
+
+
+def changed_job_inputs(store: Store, workflow_id: int) -> List[int]:
+    """Finished jobs that would be handed out differently now than when they were claimed."""
+    finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
+    known = dict(store.rows(f'SELECT id, input_hash FROM job WHERE workflow_id = ? AND input_hash IS NOT NULL AND status IN {finished}',
+                            (workflow_id,)))
+    return [job_id for job_id, found in hash_inputs(store, list(known)).items() if found != known[job_id]]
+
+
+def process_changed_job_inputs(store: Store, workflow_id: int, dry_run: bool = False) -> Dict[str, Any]:
+    """Set back the finished jobs whose command, environment, relations or input data changed since they ran."""
+    workflow_state(store, workflow_id)
+    job_ids = changed_job_inputs(store, workflow_id)
+    names = [row[0] for row in rows_by_ids(store, 'SELECT name FROM job WHERE id IN', job_ids)]
+    if not dry_run:
+        uninitialize(store, job_ids)
+        recount_sets(store, workflow_id)
+        add_user_event(store, workflow_id, 'process_changed_job_inputs', reinitialized_count=len(names), reinitialized_jobs=names)
+    return {'reinitialized_jobs': names}
+
+
+def hash_inputs(store: Store, job_ids: Sequence[int]) -> Dict[int, str]:
+    """Job id -> SHA-256 of what the job is given to run: command, script, env, prerequisites, file paths, input data."""
+    parts = {row[0]: list(row[1:]) for row in rows_by_ids(
+        store, 'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set WHERE dep_set.id = explicit_set_id) '
+        'FROM job WHERE id IN', job_ids)}
+    for table, text in (('job_input_file', 'path'), ('job_output_file', 'path')):
+        for job_id, name, path in rows_by_ids(
+                store, f"SELECT used.job_id, '{table}', file.{text} FROM {table} used CROSS JOIN file ON file.id = used.file_id "
+                'WHERE used.job_id IN', job_ids):
+            parts[job_id].append(f'{name}:{path}')
+    for table, text in (('job_input_user_data', 'data'), ('job_output_user_data', 'name')):
+        for job_id, name, content in rows_by_ids(
+                store, f"SELECT used.job_id, '{table}', record.name || '=' || ifnull(record.{text}, '') FROM {table} used "
+                'CROSS JOIN user_data record ON record.id = used.user_data_id WHERE used.job_id IN', job_ids):
+            parts[job_id].append(f'{name}:{content}')
+    fixed = 4   # the columns of the job itself; what follows is in no certain order
+    return {job_id: hashlib.sha256(format_json(part[:fixed] + sorted(part[fixed:])).encode()).hexdigest() for job_id, part in parts.items()}
+
+
+# -------- claiming --------
+
+class Kind(NamedTuple):
+    """What claims look at, for a group of ready jobs."""
+    id: int
+    priority: int
+    num_gpus: int
+    runtime_s: int
+    memory_bytes: int
+    num_cpus: int
+    num_nodes: int
+    scheduler_id: Optional[int]
+    labels: Optional[str]           # JSON list
+    requirements_name: str
+    is_implicit: bool               # the placeholder requirements
+
+    def rank(self) -> Tuple[int, ...]:
+        """Jobs with a smaller rank are claimed first."""
+        return (-self.priority, -self.num_gpus, -self.runtime_s, -self.memory_bytes, -self.num_cpus)
+
+
+KIND_QUERY = (
+    'SELECT kind.id, kind.priority, needs.num_gpus, needs.runtime_s, needs.memory_bytes, needs.num_cpus, needs.num_nodes, '
+    'kind.scheduler_id, kind.labels, needs.name, needs.is_implicit FROM job_kind kind '
+    'CROSS JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
+    f'WHERE kind.workflow_id = ? AND EXISTS (SELECT 1 FROM job WHERE job.kind_id = kind.id AND job.status = {READY})')
+
+
+def ready_kinds(store: Store, workflow_id: int, labels: Optional[Sequence[str]]) -> List[Kind]:
+    """Kinds with ready jobs that a node with these labels may take: it must have all of a job's, and labelled nodes take
+    labelled jobs only."""
+    check_labels(labels)
+    mine = set(labels or ())
+    kinds = [Kind(*row) for row in store.rows(KIND_QUERY, (workflow_id,))]
+    return [kind for kind in kinds if (mine.issuperset(json.loads(kind.labels)) if kind.labels else not mine)]
+
+
+class Capacity(NamedTuple):
+    """Free CPUs, memory in bytes and GPUs of one node."""
+    num_cpus: int
+    memory_bytes: int
+    num_gpus: int
+
+    def count(self, kind: Kind) -> int:
+        """How many single-node jobs of a kind fit."""
+        fits = [self.num_cpus // kind.num_cpus]
+        if kind.memory_bytes:
+            fits.append(self.memory_bytes // kind.memory_bytes)
+        if kind.num_gpus:
+            fits.append(self.num_gpus // kind.num_gpus)
+        return max(0, min(fits))
+
+    def less(self, kind: Kind, count: int) -> 'Capacity':
+        """What is left after taking so many jobs of a kind."""
+        return Capacity(self.num_cpus - count * kind.num_cpus, self.memory_bytes - count * kind.memory_bytes,
+                        self.num_gpus - count * kind.num_gpus)
+
+
+class Packer:
+    """Fills the free nodes of one claim, kind by kind. Jobs of several nodes take whole, untouched ones."""
+
+    def __init__(self, capacity: Capacity, num_nodes: int) -> None:
+        self.whole = capacity                       # of an untouched node
+        self.nodes = [capacity] * max(1, num_nodes)
+
+    def room(self, kind: Kind) -> int:
+        """For how many jobs of a kind there is room."""
+        if kind.num_nodes > 1:
+            return len(self.untouched(kind)) // kind.num_nodes
+        return sum(node.count(kind) for node in self.nodes)
+
+    def untouched(self, kind: Kind) -> List[int]:
+        """Places of the nodes of which nothing is taken, if a job of the kind fits one."""
+        return [place for place, node in enumerate(self.nodes) if node == self.whole] if self.whole.count(kind) else []
+
+    def take(self, kind: Kind, wanted: int) -> int:
+        """Reserve room for up to so many jobs of a kind; for how many there was room."""
+        if kind.num_nodes > 1:
+            return self.take_whole_nodes(kind, wanted)
+        taken = 0
+        for place, node in enumerate(self.nodes):
+            count = min(node.count(kind), wanted - taken)
+            self.nodes[place] = node.less(kind, count)
+            taken += count
+        return taken
+
+    def take_whole_nodes(self, kind: Kind, wanted: int) -> int:
+        """The same for jobs that need several nodes each."""
+        untouched = self.untouched(kind)
+        count = min(wanted, len(untouched) // kind.num_nodes)
+        for place in reversed(untouched[:count * kind.num_nodes]):
+            del self.nodes[place]
+        return count
+
+
+def take_ready(store: Store, kind_id: int, count: int, after: int = 0) -> List[int]:
+    """Ids of the first ready jobs of a kind."""
+    return store.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} AND id > ? ORDER BY id LIMIT ?', (kind_id, after, count))
+
+
+def claim_by_resources(store: Store, workflow_id: int, want: Dict[str, Any]) -> List[int]:
+    """Ready jobs that fit the stated free capacity per node and the remaining time, first those bound to the caller's
+    scheduler, then unbound ones, then (unless strict) any. `depth` further rounds of the `total` capacity may be taken ahead."""
+    missing = [name for name in ('num_cpus', 'memory_gb', 'num_gpus') if want.get(name) is None]
+    if missing:
+        raise BadInput(f"a claim by resources needs {', '.join(missing)}")
+    limit_s = parse_time_limit(want.get('time_limit'))
+    kinds = [kind for kind in ready_kinds(store, workflow_id, want.get('labels')) if limit_s is None or kind.runtime_s <= limit_s]
+    kinds = kinds_by_turn(kinds, want)
+    chosen = []  # type: List[int]
+    last = {}    # type: Dict[int, int]
+    for number in range(max(1, want.get('depth') or 1)):
+        capacity = want['total'] if number and want.get('total') else want
+        packer = Packer(Capacity(int(capacity['num_cpus']), int(capacity['memory_gb'] * 1024 ** 3), int(capacity['num_gpus'])),
+                        int(want.get('num_nodes') or 1))
+        found = pack_round(store, kinds, packer, want['limit'] - len(chosen), last)
+        if not found:
+            break
+        chosen += found
+    return chosen
+
+
+def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
+    """0 for jobs bound to the caller's scheduler, 1 for unbound ones, 2 for those of another."""
+    return 1 if kind.scheduler_id is None else 0 if kind.scheduler_id == scheduler_id else 2
+
+
+def kinds_by_turn(kinds: Sequence[Kind], want: Dict[str, Any]) -> List[List[Kind]]:
+    """The kinds in the order in which a caller may take them; those that need the same together."""
+    mine = want.get('scheduler_config_id')
+
+    def order(kind: Kind) -> Tuple:
+        return (claim_turn(kind, mine), kind.rank(), kind.num_nodes)
+    allowed = [kind for kind in kinds if claim_turn(kind, mine) < 2 or not want.get('strict')]
+    return [list(group) for _, group in itertools.groupby(sorted(allowed, key=order), key=order)]
+
+
+def pack_round(store: Store, kinds: Sequence[Sequence[Kind]], packer: Packer, limit: int, last: Dict[int, int]) -> List[int]:
+    """Take from each kind what fits, at most `limit`. `last` remembers the last job taken of each kind."""
+    chosen = []  # type: List[int]
+    for group in kinds:
+        room = min(limit - len(chosen), packer.room(group[0]))
+        if room > 0:
+            ready = sorted((job_id, kind.id) for kind in group for job_id in take_ready(store, kind.id, room, last.get(kind.id, 0)))
+            taken = ready[:packer.take(group[0], min(room, len(ready)))]
+            last.update((kind_id, job_id) for job_id, kind_id in taken)
+            chosen += [job_id for job_id, _ in taken]
+    return chosen
+
+
+def claim_by_queue(store: Store, workflow_id: int, want: Dict[str, Any]) -> List[int]:
+    """The next ready jobs by priority and id, whatever they need."""
+    kinds = sorted(ready_kinds(store, workflow_id, want.get('labels')), key=lambda kind: -kind.priority)
+    chosen = []  # type: List[int]
+    for _, group in itertools.groupby(kinds, key=lambda kind: kind.priority):
+        room = want['limit'] - len(chosen)
+        if room <= 0:
+            break
+        chosen += sorted(job_id for kind in group for job_id in take_ready(store, kind.id, room))[:room]
+    return chosen
+
+
+CLAIM_STRATEGIES = {'resources': claim_by_resources, 'queue': claim_by_queue}
+
+
+def parse_time_limit(text: Optional[str]) -> Optional[int]:
+    """A claim's time limit in seconds; None: no limit."""
+    try:
+        return None if text is None else parse_duration(text)
+    except ValueError as error:
+        raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
+
+
+def claim(store: Store, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> List[int]:
+    """Choose ready jobs by the wanted strategy and hand them to a node: ready -> pending."""
+    if state.is_canceled or want['limit'] <= 0:
+        return []
+    chosen = CLAIM_STRATEGIES[want['strategy']](store, state.id, want)
+    hashes = hash_inputs(store, chosen)
+    store.run_many(f'UPDATE job SET status = {PENDING}, compute_node_id = ?, input_hash = ? WHERE id = ?',
+                   ((node_id, hashes[job_id], job_id) for job_id in chosen))
+    return chosen
+
+
+def explain_no_jobs(store: Store, state: WorkflowState, want: Dict[str, Any]) -> str:
+    """Why a claim brought nothing, in words that a user understands."""
+    if state.is_canceled:
+        return 'Workflow is canceled'
+    if want['limit'] <= 0:
+        return 'the limit is 0'
+    everything = [Kind(*row) for row in store.rows(KIND_QUERY, (state.id,))]
+    if not everything:
+        waiting = count_by_status(store, state.id)
+        return 'no job is ready: ' + (', '.join(f'{count} {name}' for name, count in waiting.items() if count) or 'there are none')
+    kinds = ready_kinds(store, state.id, want.get('labels'))
+    if not kinds:
+        return "the ready jobs have labels that this node lacks" if not want.get('labels') else \
+            "no ready job has labels that are all among this node's"
+    limit_s = parse_time_limit(want.get('time_limit'))
+    if limit_s is not None and all(kind.runtime_s > limit_s for kind in kinds):
+        shortest_s = min(kind.runtime_s for kind in kinds)
+        return f'every ready job needs at least {format_duration(shortest_s)}, and only {format_duration(limit_s)} are left'
+    if want.get('strict') and not kinds_by_turn(kinds, want):
+        return 'every ready job is bound to another scheduler'
+    smallest = min(kinds, key=lambda kind: (kind.num_nodes, kind.num_cpus, kind.memory_bytes, kind.num_gpus))
+    return (f'no ready job fits what is free: the smallest needs {smallest.num_cpus} CPUs, {format_memory(smallest.memory_bytes)} and '
+            f'{smallest.num_gpus} GPUs on {smallest.num_nodes} nodes')
+
+
+def claim_jobs_based_on_resources(store: Store, workflow_id: int, limit: int, body: Dict[str, Any],
+                                  strict_scheduler_match: bool = False) -> Dict[str, Any]:
+    """Claim jobs that fit a node's free resources."""
+    state = workflow_state(store, workflow_id)
+    want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match)
+    chosen = claim(store, state, want, body.get('id'))
+    answer = {'jobs': claimed_models(store, chosen)}  # type: Dict[str, Any]
+    if not chosen:
+        answer['reason'] = explain_no_jobs(store, state, want)
+    return answer
+
+
+def claim_next_jobs(store: Store, workflow_id: int, limit: int = 10, labels: str = '') -> Dict[str, Any]:
+    """Claim the next jobs of the queue."""
+    state = workflow_state(store, workflow_id)
+    if limit < 0:
+        raise Refused(f'limit is {limit}; it must be at least 0')
+    want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS), 'labels': [label for label in labels.split(',') if label]}
+    return {'jobs': claimed_models(store, claim(store, state, want, None))}
+
+
+def claimed_models(store: Store, job_ids: Sequence[int]) -> List[Dict[str, Any]]:
+    """Claimed jobs as JobModel, with the ids of what they write."""
+    jobs = {job['id']: job for piece in chunks(job_ids)
+            for job in store.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))})", piece)}
+    for _, field, table, column, _ in JOB_RELATIONS:
+        if field.startswith('output'):
+            for job_id, item in rows_by_ids(store, f'SELECT job_id, {column} FROM {table} WHERE job_id IN', job_ids):
+                jobs[job_id].setdefault(field, []).append(item)
+    return [jobs[job_id] for job_id in job_ids]
+
+
+# -------- start, complete, retry --------
+
+def start_job(store: Store, job_id: int, run_id: int, compute_node_id: int) -> Dict[str, Any]:
+    """A node has started a claimed job: pending -> running. The same word again is no error."""
+    job = job_state(store, job_id)
+    check_run(workflow_state(store, job.workflow_id), run_id)
+    check_owned(store, 'compute_node', job.workflow_id, [compute_node_id])
+    if (job.status, job.compute_node_id) != (RUNNING, compute_node_id):
+        if job.status != PENDING:
+            raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a pending one can be started')
+        mark_started(store, job_id, compute_node_id, format_time(store.now()))
+    return get_row(store, 'job_view', job_id)
+
+
+def mark_started(store: Store, job_id: int, node_id: int, start_time: str) -> None:
+    """pending -> running; anything else stays."""
+    store.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ? AND status = {PENDING}',
+              (start_time, node_id, job_id))
+
+
+def complete_job(store: Store, job_id: int, status: str, run_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """The end of an attempt. The same again gets the same answer; another one for the same attempt is refused."""
+    job = job_state(store, job_id)
+    if not is_final(status):
+        raise Refused(f'a job cannot complete as {status!r}')
+    if body['job_id'] != job_id or body['workflow_id'] != job.workflow_id or body['status'] != status or body['run_id'] != run_id:
+        raise Refused('job_id, workflow_id, status and run_id of the result differ from those of the request')
+    record_end(store, workflow_state(store, job.workflow_id), dict(body, run_id=run_id))
+    note_if_complete(store, job.workflow_id)
+    return get_job(store, job_id)
+
+
+def is_final(status: str) -> bool:
+    """Whether an attempt may end with this status."""
+    return status in STATUS_CODES and STATUSES[STATUS_CODES[status]].is_final
+
+
+def batch_complete_jobs(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """The ends of many attempts; each is accepted or refused for itself."""
+    state = workflow_state(store, workflow_id)
+    completed, errors = [], []
+    for entry in body['completions']:
+        try:
+            if not is_final(entry['status']):
+                raise Refused(f"a job cannot complete as {entry['status']!r}")
+            end = dict(entry['result'], job_id=entry['job_id'], run_id=entry['run_id'], status=entry['status'])
+            if any(end[key] != entry['result'][key] for key in ('job_id', 'run_id', 'status')):
+                raise Refused('job_id, status and run_id of the result differ from those of the entry')
+            record_end(store, state, end)
+            completed.append(entry['job_id'])
+        except TorcError as error:
+            errors.append({'job_id': entry['job_id'], 'message': error.message})
+    note_if_complete(store, workflow_id)
+    return {'completed': completed, 'errors': errors}
+
+
+def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
+    """Take in the end of one attempt, with all that follows from it. The job's status afterwards.
+
+    `end` is a ResultModel, with `retry` if the next attempt is to be made ready. Raises TorcErrors before it writes.
+    """
+    job = job_state(store, end['job_id'])
+    if job.workflow_id != state.id:
+        raise Refused(f'job {job.id} belongs to workflow {job.workflow_id}')
+    check_run(state, end['run_id'])
+    attempt_id = end.get('attempt_id') or job.attempt_id
+    if is_known_end(store, job, attempt_id, end):
+        return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
+    if attempt_id != job.attempt_id:
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    was_canceled = job.status == CANCELED and job.compute_node_id is not None
+    if job.status not in ACTIVE and not was_canceled:
+        raise Refused(f'job {job.id} is {STATUS_NAMES[job.status]}: nothing was running that could end')
+    store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
+    store.insert('result', dict(end, workflow_id=state.id, attempt_id=attempt_id, is_current=True,
+                                compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
+                                status='canceled' if was_canceled else end['status']))
+    if was_canceled:
+        return 'canceled'
+    if end.get('retry') and end['status'] in ('failed', 'terminated') and attempt_id < (end.get('max_retries') or DEFAULT_MAX_RETRIES):
+        return begin_next_attempt(store, state, job)
+    status = STATUS_CODES[end['status']]
+    store.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
+    if STATUSES[status].is_finished:
+        settle(store, state.id, [(job.id, status)])
+    return end['status']
+
+
+def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, Any]) -> bool:
+    """Whether this very end was taken in before. Refused if the attempt has ended otherwise."""
+    known = store.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
+                      (job.id, end['run_id'], attempt_id))
+    if known is None:
+        return False
+    if known[0] == end['return_code'] and (known[1] == STATUS_CODES[end['status']] or known[1] == CANCELED):
+        return True
+    raise Refused(f'attempt {attempt_id} of job {job.id} has ended already, as {STATUS_NAMES[known[1]]} with return code {known[0]}')
+
+
+def begin_next_attempt(store: Store, state: WorkflowState, job: JobState) -> str:
+    """Make a job ready again, as its next attempt."""
+    store.run(f"UPDATE job SET status = {READY}, attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
+              'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
+    store.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = 'on_workflow_complete'", (state.id,))
+    store.add_event(state.id, {
+        'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'previous_attempt': job.attempt_id,
+        'new_attempt': job.attempt_id + 1, 'run_id': state.run_id, 'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
+    return 'ready'
+
+
+def retry_job(store: Store, job_id: int, run_id: int, max_retries: int) -> Dict[str, Any]:
+    """Make a running, failed or terminated job ready for its next attempt, if it has one left."""
+    job = job_state(store, job_id)
+    state = workflow_state(store, job.workflow_id)
+    check_run(state, run_id)
+    if state.is_canceled:
+        raise Refused(f'workflow {state.id} is canceled')
+    if job.status not in (RUNNING, FAILED, TERMINATED):
+        raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a running, failed or terminated one can be retried')
+    if job.attempt_id >= max_retries:
+        raise Refused(f'job {job_id} has used its {max_retries} attempts')
+    begin_next_attempt(store, state, job)
+    if job.status != RUNNING:
+        recount_sets(store, job.workflow_id)
+    return get_row(store, 'job_view', job_id)
+
+
+def manage_status_change(store: Store, job_id: int, status: str, run_id: int) -> Dict[str, Any]:
+    """Set a job to a status that is not an end. What depends on a job that is set back is set back too, at the next initialize."""
+    job = job_state(store, job_id)
+    code = STATUS_CODES[status]
+    if STATUSES[code].is_final:
+        raise Refused(f'{status} is an end: report it as a completion')
+    if code != job.status:
+        check_run(workflow_state(store, job.workflow_id), run_id)
+        store.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
+        if code not in ACTIVE:
+            store.run('UPDATE job SET start_time = NULL, compute_node_id = NULL WHERE id = ?', (job_id,))
+            number_attempts(store, job.workflow_id)
+        if STATUSES[job.status].is_finished or STATUSES[code].is_finished:
+            reverse_or_settle(store, job, code)
+    return get_job(store, job_id)
+
+
+def reverse_or_settle(store: Store, job: JobState, code: int) -> None:
+    """After a job was moved into or out of a finished status by hand."""
+    if code == UNINITIALIZED:
+        uninitialize(store, downstream_of_uninitialized(store, job.workflow_id))
+    recount_sets(store, job.workflow_id)
+    sets = store.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
+    settle(store, job.workflow_id, release_sets(store, job.workflow_id, sets))
+
+
+def give_back(store: Store, job_ids: Sequence[int]) -> None:
+    """Claimed jobs that nobody started: pending -> ready."""
+    run_by_ids(store, f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN', job_ids)
+
+
+# -------- nodes --------
+
+def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+    """A runner begins."""
+    workflow_state(store, body['workflow_id'])
+    check_labels(body.get('labels'))
+    labels = sorted(set(body['labels'])) if body.get('labels') else None
+    values = dict(body, is_active=body.get('is_active') is not False, labels=labels)
+    if body.get('lease_s') is not None:
+        values['lease_until'] = store.now() + body['lease_s']
+    return get_row(store, 'compute_node', store.insert('compute_node', values))
+
+
+def update_compute_node(store: Store, node_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Change a node. One that ends gives back what it has claimed and not started."""
+    before = get_row(store, 'compute_node', node_id)
+    store.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None and key != 'workflow_id'})
+    if before.get('is_active') and body.get('is_active') is False:
+        give_back(store, store.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))     # it knows what it did not start
+        release_node(store, node_id)
+    return get_row(store, 'compute_node', node_id)
+
+
+def delete_compute_node(store: Store, node_id: int) -> Dict[str, Any]:
+    """Remove a node; what it had in hand is released first. Its results stay."""
+    node = get_row(store, 'compute_node', node_id)
+    release_node(store, node_id)
+    store.run('DELETE FROM compute_node WHERE id = ?', (node_id,))
+    return node
+
+
+def delete_compute_nodes(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """Remove all nodes of a workflow."""
+    workflow_state(store, workflow_id)
+    nodes = store.ids('SELECT id FROM compute_node WHERE workflow_id = ?', (workflow_id,))
+    for node_id in nodes:
+        delete_compute_node(store, node_id)
+    return {'count': len(nodes)}
+
+
+def release_node(store: Store, node_id: int) -> None:
+    """A node went away: its claims come back, its running jobs have failed as orphans, its unreported actions are due again."""
+    workflow_id = store.value('SELECT workflow_id FROM compute_node WHERE id = ?', (node_id,))
+    store.run('UPDATE compute_node SET is_active = 0, lease_until = NULL WHERE id = ?', (node_id,))
+    store.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
+              'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+    state = workflow_state(store, workflow_id)
+    for job_id in store.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,)):
+        # It may have been started without our being told: what runs now is another attempt.
+        begin_next_attempt(store, state, job_state(store, job_id))
+    for job_id, start_time in store.rows(f'SELECT id, start_time FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,)):
+        spent_s = store.now() - parse_time(start_time) if start_time else 0.0
+        record_end(store, state, {'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
+                                  'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(store.now())})
+        store.add_event(workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
+                                      'message': f'Job {job_id} was running on node {node_id}, which went away'})
+    note_if_complete(store, workflow_id)
+
+
+def release_lost_nodes(store: Store, is_alive: Callable[[str, int, str], bool]) -> List[int]:
+    """Release the active nodes whose lease is over or whose runner is known to be dead. Their ids.
+
+    is_alive(hostname, pid, identity) is asked for every active node; it answers True when it cannot know.
+    """
+    lost = []
+    rows = store.rows('SELECT id, hostname, pid, identity, lease_until FROM compute_node '
+                      'WHERE is_active = 1 AND lease_until IS NOT NULL')
+    for node_id, hostname, pid, identity, lease_until in rows:
+        if lease_until < store.now() or not is_alive(hostname, pid, identity or ''):
+            try:
+                with store.savepoint():
+                    release_node(store, node_id)
+                lost.append(node_id)
+            except TorcError as error:      # the other nodes' jobs must not wait for it
+                log.error('compute node %d cannot be released: %s', node_id, error.message)
+    return lost
+
+
+# -------- a runner's turn --------
+
+def runner_sync(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Everything that a runner has to say and to ask in one turn of its loop, in one transaction.
+
+    Takes in ends, starts and returned claims; gives work, due actions and the workflow's state.
+    """
+    state = workflow_state(store, workflow_id)
+    check_run(state, body['run_id'])
+    node_id = body['compute_node_id']
+    renew_lease(store, workflow_id, node_id, body.get('lease_s'))
+    answer = {'run_id': state.run_id, 'accepted': [], 'errors': []}  # type: Dict[str, Any]
+    for end in body.get('completions') or ():
+        take_in_end(store, state, node_id, end, answer)
+    for job_id, attempt_id, start_time in body.get('started') or ():
+        if store.one('SELECT 1 FROM job WHERE id = ? AND compute_node_id = ? AND attempt_id = ?', (job_id, node_id, attempt_id)):
+            mark_started(store, job_id, node_id, start_time)
+    give_back(store, [job_id for job_id, _ in body.get('returned') or () if
+                      store.value('SELECT compute_node_id FROM job WHERE id = ?', (job_id,)) == node_id])
+    for result in body.get('action_results') or ():
+        take_in_action(store, workflow_id, node_id, result)
+    if body.get('held') is not None:
+        take_back_unheard(store, node_id, {job_id for job_id, _ in body['held']}, set(body.get('held_actions') or ()))
+    want = body.get('want')
+    chosen = claim(store, state, want, node_id) if want else []
+    answer.update(describe_claims(store, chosen))
+    answer['reason'] = explain_no_jobs(store, state, want) if want and not chosen and body.get('explain') else None
+    complete = note_if_complete(store, workflow_id)
+    answer['actions'] = take_due_actions(store, workflow_id, node_id, body.get('actions') or ())
+    answer.update(describe_progress(store, state, complete))
+    return answer
+
+
+def renew_lease(store: Store, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
+    """The node is alive. Refused if it was given up: its jobs may already run elsewhere."""
+    row = store.one('SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
+    if row is None:
+        raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
+    if not row[0]:
+        raise Refused(f'compute node {node_id} was given up, because nothing was heard of it; register a new one', gone=True)
+    if lease_s is not None:
+        store.run('UPDATE compute_node SET lease_until = ? WHERE id = ?', (store.now() + lease_s, node_id))
+
+
+def take_back_unheard(store: Store, node_id: int, held_jobs: Set[int], held_actions: Set[int]) -> None:
+    """After an answer was lost: what the node was given but does not hold goes back, to be given again."""
+    claimed = store.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
+    give_back(store, [job_id for job_id in claimed if job_id not in held_jobs])
+    taken = store.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+    store.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE id = ?',
+                   ((action_id,) for action_id in taken if action_id not in held_actions))
+    persistent = store.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND is_reported = 0', (node_id,))
+    store.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
+                   ((action_id, node_id) for action_id in persistent if action_id not in held_actions))
+
+
+def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str, Any], answer: Dict[str, Any]) -> None:
+    """One completion of a runner's turn: into `accepted` or `errors`."""
+    try:
+        if not is_final(end['status']):
+            raise Refused(f"a job cannot complete as {end['status']!r}")
+        refuse_other_holder(store, node_id, end)
+        status = record_end(store, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
+    except TorcError as error:
+        answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'], 'message': error.message})
+        return
+    answer['accepted'].append([end['job_id'], end['attempt_id'], status])
+    if end.get('file_times'):
+        set_file_times(store, state.id, {'files': end['file_times']})
+    if end.get('message'):
+        store.add_event(state.id, {'category': 'job', 'event_type': f"job_{end['status']}", 'job_id': end['job_id'], 'run_id': state.run_id,
+                                   'attempt_id': end['attempt_id'], 'message': end['message']})
+
+
+def refuse_other_holder(store: Store, node_id: int, end: Dict[str, Any]) -> None:
+    """Refuse the end of an attempt that is in another node's hands."""
+    job = job_state(store, end['job_id'])
+    if job.status in ACTIVE and job.attempt_id == end['attempt_id'] and job.compute_node_id not in (None, node_id):
+        raise Refused(f'job {job.id} is in the hands of compute node {job.compute_node_id}')
+
+
+def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
+    """How an action ended on the node that took it."""
+    note_action_reported(store, result['action_id'], node_id)
+    store.add_event(workflow_id, {'category': 'action', 'event_type': 'action_completed' if result['success'] else 'action_failed',
+                                  'action_id': result['action_id'], 'message': result.get('message') or ''})
+
+
+def describe_claims(store: Store, job_ids: Sequence[int]) -> Dict[str, Any]:
+    """Claimed jobs with all that is needed to run them; what many share is told once."""
+    rows = {row[0]: row for row in rows_by_ids(
+        store, 'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job WHERE id IN', job_ids)}
+    outputs = collections.defaultdict(list)  # type: Dict[int, List[List[Any]]]
+    for job_id, file_id, path in rows_by_ids(
+            store, 'SELECT made.job_id, file.id, file.path FROM job_output_file made CROSS JOIN file ON file.id = made.file_id '
+            'WHERE made.job_id IN', job_ids):
+        outputs[job_id].append([file_id, path])
+    kinds = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
+    handlers = list(dict.fromkeys(row[7] for row in rows.values() if row[7]))
+    rules = dict(rows_by_ids(store, 'SELECT id, rules FROM failure_handler WHERE id IN', handlers))
+    jobs = [{'id': row[0], 'name': row[1], 'command': row[2], 'invocation_script': row[3], 'env': json.loads(row[4]) if row[4] else None,
+             'attempt_id': row[5], 'kind': kinds.index(row[6]), 'outputs': outputs.get(row[0], []),
+             'failure_handler': handlers.index(row[7]) if row[7] else None} for row in (rows[job_id] for job_id in job_ids)]
+    return {'jobs': jobs, 'kinds': [describe_kind(store, kind) for kind in kinds], 'handlers': [json.loads(rules[h]) for h in handlers]}
+
+
+def describe_kind(store: Store, kind_id: int) -> Dict[str, Any]:
+    """What a job of a kind needs."""
+    row = store.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, needs.num_nodes, needs.runtime_s, '
+                    'needs.is_implicit FROM job_kind kind CROSS JOIN resource_requirements needs '
+                    'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (kind_id,))
+    names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s', 'is_implicit')
+    return dict(zip(names, row))
+
+
+def describe_progress(store: Store, state: WorkflowState, complete: bool) -> Dict[str, Any]:
+    """What a runner needs to decide whether to stay."""
+    unfinished = 0 if complete else store.value(
+        f'SELECT count(*) FROM (SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} LIMIT {UNDONE_COUNT_LIMIT})',
+        (state.id,))
+    may_run = sql_list((READY, *ACTIVE))      # a blocked job waits for one of these, or for a person
+    claimable = not complete and store.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {may_run} LIMIT 1', (state.id,)) is not None
+    actions = store.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 "
+                          "AND action_type = 'run_commands' "
+                          "AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')", (state.id,))
+    return {'is_complete': complete or state.is_canceled, 'is_canceled': state.is_canceled, 'unfinished': unfinished,
+            'claimable': claimable, 'pending_actions': actions}
+
+
