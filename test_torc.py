@@ -2448,6 +2448,219 @@ class PropertyTest(ServiceTest):
         self.assertWhole()
 
 
+# ======== 9. API ========
+
+class ApiTest(ServiceTest):
+    """What arrives is checked before a verb sees it; every mistake of a client is a 4xx that names it."""
+
+    def ask(self, method: str, path: str, body: Any = None, query: str = '') -> Tuple[int, Any]:
+        data = body if isinstance(body, bytes) else b'' if body is None else json.dumps(body).encode()
+        with self.store.transaction():
+            return torc.answer_request(self.store, method, torc.API_PREFIX + path, query, data, 'tester')
+
+    def test_mistakes_get_a_clear_4xx(self):
+        workflow_id = self.create('a:')
+        job = {'workflow_id': workflow_id, 'name': 'n', 'command': 'c'}
+        deep = b'[' * 100000
+        table = (
+            ('GET',  '/nowhere',                 None,                              404, 'nothing at'),
+            ('PATCH', '/workflows/1',            None,                              405, 'takes DELETE, GET, PUT'),
+            ('GET',  '/workflows/x',             None,                              400, 'must be an integer'),
+            ('GET',  '/workflows/99999',         None,                              404, 'no workflow 99999'),
+            ('GET',  '/workflows/' + '9' * 19,   None,                              422, 'beyond 64 bits'),
+            ('GET',  '/jobs',                    None,                              400, 'workflow_id is missing'),
+            ('POST', '/jobs',                    b'{',                              400, 'not JSON'),
+            ('POST', '/jobs',                    b'\xff',                           400, 'not JSON'),
+            ('POST', '/jobs',                    deep,                              400, 'not JSON: nested too deeply'),
+            ('POST', '/jobs',                    b'{"priority": NaN}',              400, 'NaN is not allowed'),
+            ('POST', '/jobs',                    b'{"name": "a", "name": "b"}',     400, "duplicate key 'name'"),
+            ('POST', '/jobs',                    [1],                               422, 'must be an object'),
+            ('POST', '/jobs',                    dict(job, name=5),                 422, 'name must be text'),
+            ('POST', '/jobs',                    dict(job, name='a\nb'),            422, 'control character'),
+            ('POST', '/jobs',                    dict(job, name='x' * 2000),        422, '2000 characters'),
+            ('POST', '/jobs',                    dict(job, command='a\0b'),         422, 'cannot be stored'),
+            ('POST', '/jobs',                    b'{"workflow_id": 1, "name": "\\ud800", "command": "c"}', 422, 'cannot be stored'),
+            ('POST', '/jobs',                    dict(job, priority=2 ** 63),       422, 'beyond 64 bits'),
+            ('POST', '/jobs',                    dict(job, priority=True),          422, 'must be an integer'),
+            ('POST', '/jobs',                    dict(job, priority=-1),            422, 'at least 0'),
+            ('POST', '/jobs',                    dict(job, env={'A': 1}),           422, 'env.A must be text'),
+            ('POST', '/jobs',                    dict(job, status='happy'),         422, 'one of uninitialized'),
+            ('POST', '/jobs',                    dict(job, labels=['a,b']),         422, 'hold a comma'),
+            ('POST', '/jobs',                    dict(job, input_file_ids=[77]),    422, 'has no file 77'),
+            ('POST', '/jobs',                    {'workflow_id': 1, 'name': 'n'},   422, 'command is missing'),
+            ('POST', '/resource_requirements',   {'workflow_id': 1, 'name': 'r', 'memory': '1.5g'}, 422, 'not an amount of memory'),
+            ('POST', '/resource_requirements',   {'workflow_id': 1, 'name': 'r', 'runtime': '1h'},  422, 'not a duration'),
+            ('POST', '/workflows/from_spec',     {},                                422, 'workflow is missing'),
+            ('POST', '/workflows/from_spec',     b'7',                              422, 'must be an object'),
+            ('PUT',  '/jobs/1/manage_status_change/completed/1', None,              422, 'is an end'),
+            ('PUT',  '/jobs/1/manage_status_change/gone/1', None,                   422, 'unknown status'),
+        )
+        for method, path, body, status, text in table:
+            with self.subTest(path=path, body=body if body != deep else 'deep'):
+                found, value = self.ask(method, path, body)
+                self.assertEqual(status, found, value)
+                self.assertIn(text, value['error']['message'])
+        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+
+    def plan(self, **changes: Any) -> Dict[str, Any]:
+        row = ['a', 'true', None, None, 0, None, None, True, False, [], [], [], []]
+        body = {'workflow': {'name': 'w'}, 'files': [], 'user_data': [], 'resource_requirements': [], 'slurm_schedulers': [],
+                'failure_handlers': [], 'kinds': [[None, 0, None, None]], 'dependency_sets': [], 'jobs': [row], 'actions': []}
+        job = changes.pop('job', {})
+        for place, value in job.items():
+            row[place] = value
+        return dict(body, **changes)
+
+    def test_a_plan_of_another_program_is_checked_to_the_last_field(self):
+        other = self.create('x:')
+        table = (
+            (self.plan(job={0: 5}), 'jobs.name must be str'), (self.plan(job={0: 'a\x1b'}), 'control character'), (self.plan(job={0: 'x' * 2000}), '2000 characters'),
+            (self.plan(job={1: 'a\0'}), 'cannot be stored'), (self.plan(job={3: {'A': None}}), 'must be text'), (self.plan(job={3: []}), 'jobs.env must be dict'),
+            (self.plan(job={4: -1}), 'between 0 and'), (self.plan(job={4: 7}), 'not a plan'), (self.plan(job={4: True}), 'jobs.kind must be int'),
+            (self.plan(job={5: 3}), 'not a plan'), (self.plan(job={9: [[1]]}), 'an integer'), (self.plan(job={9: [3]}), 'not a plan'),
+            (self.plan(jobs=[[1]]), 'lists of 13'), (self.plan(jobs=7), 'jobs must be a list'), (self.plan(dependency_sets=[[-1]]), 'no number -1'),
+            (self.plan(dependency_sets=[['x']]), 'must be an integer'), (self.plan(dependency_sets=[[5]]), 'no number 5'), (self.plan(kinds=[[None, 'x', None, None]]), 'a number'),
+            (self.plan(kinds=[[None, 1e400, None, None]]), 'Infinity'), (self.plan(kinds=[[None, 0, None, ['a,b']]]), 'hold a comma'),
+            (self.plan(kinds=[[None, 0, None, 'abc']]), 'a list'), (self.plan(files=[{'name': [], 'path': 'p'}]), 'files[0].name must be text'),
+            (self.plan(files=[{'name': 'f'}]), 'not a plan'), (self.plan(workflow={'name': 'w', 'execution_config': 'x'}), 'must be an object'),
+            (self.plan(workflow={'name': 'w', 'compute_node_wait_for_new_jobs_seconds': 'soon'}), 'must be an integer'),
+            (self.plan(failure_handlers=[{'name': 'h', 'rules': 'garbage'}]), 'is not JSON'), (self.plan(actions=[{'trigger_type': 'x', 'action_type': 'y', 'action_config': {}}]), 'unknown trigger_type'),
+        )
+        for body, text in table:
+            with self.subTest(text):
+                status, value = self.ask('POST', '/workflows/from_spec', body)
+                self.assertIn(status, (400, 422), value)
+                self.assertIn(text, json.dumps(value))
+        self.assertEqual([other], self.store.ids('SELECT id FROM workflow'))
+
+    def test_jobs_that_wait_for_themselves_are_refused_before_they_start(self):
+        status, value = self.ask('POST', '/workflows/from_spec', self.plan(job={5: 0}, dependency_sets=[[0]]))
+        self.assertEqual((422, True), (status, 'a -> a' in json.dumps(value)), value)
+
+    def test_what_no_model_knows_is_not_stored(self):
+        workflow_id = self.create('a:')
+        job = self.call('create_job', {'workflow_id': workflow_id, 'name': 'n', 'command': 'c', 'id': torc.MAX_INTEGER, 'input_hash': 'x', 'kind_id': 99})
+        self.assertLess(job['id'], 100)
+        self.assertEqual(None, self.store.value('SELECT input_hash FROM job WHERE id = ?', (job['id'],)))
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'm', 'command': 'c'})
+
+    def test_a_runners_words_are_checked_like_all_others(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        end = self.end(job)
+        table = (
+            {'started': [[1]]}, {'started': [[job['id'], 1, 'garbage']]}, {'started': [1]}, {'returned': [5]}, {'held': [None]}, {'held': [[{}, 1]]},
+            {'want': {'strategy': 'magic', 'limit': 1}}, {'want': {'strategy': 'resources', 'limit': 1}}, {'completions': [dict(end, exec_time_minutes=1e308)]},
+            {'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 1, 'num_gpus': 0, 'memory_gb': 1e308}},
+            {'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 1, 'num_gpus': 0, 'memory_gb': 1.0, 'num_nodes': 3 * 10 ** 8}},
+            {'completions': [dict(end, completion_time='soon')]}, {'completions': [dict(end, file_times={'x': 1.0})]}, {'completions': [None]},
+        )
+        for words in table:
+            with self.subTest(**words):
+                status, value = self.ask('POST', f'/workflows/{workflow_id}/runner_sync', dict({'compute_node_id': node_id, 'run_id': 1}, **words))
+                self.assertTrue(status == 422 or value.get('errors'), value)
+        self.assertEqual({'a': 'pending'}, self.statuses(workflow_id))
+
+    def test_labels_filter_as_claims_do(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        for name, labels in (('plain', []), ('a', ['a']), ('ab', ['b', 'a'])):
+            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'c', 'labels': labels})
+        for query, names in (('labels=', ['plain']), ('labels=a', ['a']), ('labels=a,b,c', ['a', 'ab']), ('labels=b', [])):
+            with self.subTest(query):
+                self.assertEqual(names, self.names(workflow_id, query))
+
+    def test_a_list_of_ids_in_another_order_is_no_change(self):
+        workflow_id = self.create('a:\nb:\nc: a b')
+        job = self.ask('GET', '/jobs', None, f'workflow_id={workflow_id}&name=c&include_relationships=true')[1]['items'][0]
+        self.call('update_job', {'depends_on_job_ids': job['depends_on_job_ids'][::-1], 'priority': 2}, id=job['id'])
+        self.assertEqual(2, self.call('get_job', id=job['id'])['priority'])
+
+    def test_lists_are_paged_sorted_filtered_and_counted(self):
+        workflow_id = self.create('\n'.join(f'{name}:' for name in ('pear', 'apple', 'fig', 'apricot')))
+        self.assertEqual(['pear', 'apple'], self.names(workflow_id, 'limit=2'))
+        self.assertEqual(['fig', 'apricot'], self.names(workflow_id, 'offset=2'))
+        self.assertEqual(['apple', 'apricot', 'fig', 'pear'], self.names(workflow_id, 'sort_by=name'))
+        self.assertEqual(['apricot', 'fig', 'apple', 'pear'], self.names(workflow_id, 'reverse_sort=true'))
+        self.assertEqual(['apple', 'apricot'], self.names(workflow_id, 'name=AP'))
+        self.assertEqual([], self.names(workflow_id, 'status=failed'))
+        _, page = self.ask('GET', '/jobs', None, f'workflow_id={workflow_id}&limit=1&name=ap')
+        self.assertEqual((1, 2, True, 100000), (page['count'], page['total_count'], page['has_more'], page['max_limit']))
+        status, value = self.ask('GET', '/jobs', None, f'workflow_id={workflow_id}&sort_by=command;drop')
+        self.assertEqual((422, True), (status, 'no field to sort by' in value['error']['message']))
+
+    def names(self, workflow_id: int, query: str) -> List[str]:
+        status, value = self.ask('GET', '/jobs', None, f'workflow_id={workflow_id}&{query}')
+        self.assertEqual(200, status, value)
+        return [job['name'] for job in value['items']]
+
+    def test_a_refused_request_leaves_the_others_of_its_turn_alone(self):
+        with self.store.transaction():
+            first = torc.answer_request(self.store, 'POST', torc.API_PREFIX + '/workflows', '', b'{"name": "w", "user": "u"}')
+            torc.answer_request(self.store, 'POST', torc.API_PREFIX + '/workflows/from_spec', '', b'{"workflow": {"name": "x", "user": "u"}}')
+        self.assertEqual(200, first[0])
+        self.assertEqual(['w'], self.store.ids('SELECT name FROM workflow'))
+
+    def test_every_route_names_an_operation_of_the_official_interface_or_an_addition(self):
+        official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
+        additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times'}
+        ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
+        self.assertEqual({name: official.get(name) for name in ours if name not in additions},
+                         {name: place for name, place in ours.items() if name not in additions})
+
+    def test_every_body_model_is_known_and_every_verb_has_a_docstring(self):
+        for route in torc.ROUTES:
+            with self.subTest(route.name):
+                self.assertTrue(route.verb.__doc__)
+                self.assertIn(route.body.lstrip('?') or '-', [*torc.MODELS, '-'])
+
+    def test_objects_are_created_read_changed_listed_and_deleted_alike(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        table = (
+            ('file', 'files', {'name': 'f', 'path': 'p'}, {'path': 'q'}),
+            ('user_data', 'user_data', {'name': 'd', 'data': {'a': [1]}}, {'data': 2}),
+            ('resource_requirements', 'resource_requirements', {'name': 'r', 'memory': '2g'}, {'num_cpus': 3}),
+            ('slurm_scheduler', 'slurm_schedulers', {'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '01:00:00'}, {'nodes': 2}),
+            ('local_scheduler', 'local_schedulers', {'memory': '1g', 'num_cpus': 2}, {'num_cpus': 4}),
+            ('compute_node', 'compute_nodes', {'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0,
+                                               'num_nodes': 1, 'compute_node_type': 'local'}, {'pid': 2}),
+            ('scheduled_compute_node', 'scheduled_compute_nodes', {'scheduler_id': 1, 'scheduler_config_id': 1, 'scheduler_type': 'slurm',
+                                                                   'status': 'pending'}, {'status': 'active'}),
+        )
+        for noun, plural, body, change in table:
+            with self.subTest(noun):
+                made = self.call(f'create_{noun}', dict(body, workflow_id=workflow_id))
+                self.assertEqual(made, self.call(f'get_{noun}', id=made['id']))
+                changed = self.call(f'update_{noun}', change, id=made['id'])
+                self.assertEqual({**made, **change}, changed)
+                self.assertIn(changed, self.call(f'list_{plural}', workflow_id=workflow_id)['items'])
+                remove = 'delete_resource_requirement' if noun == 'resource_requirements' else f'delete_{noun}'
+                self.assertEqual(changed, self.call(remove, id=made['id']))
+                self.assertRefused('there is no', f'get_{noun}', id=made['id'])
+
+    def test_a_failure_handlers_name_is_unique(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        body = {'workflow_id': workflow_id, 'name': 'h', 'rules': '[]'}
+        self.call('create_failure_handler', body)
+        self.assertRefused('there is such a failure handler already', 'create_failure_handler', body)
+
+    def test_requirements_that_jobs_need_stay(self):
+        workflow_id = self.create('a:')
+        needs = self.call('list_resource_requirements', workflow_id=workflow_id)['items'][0]
+        self.assertRefused('jobs still need these', 'delete_resource_requirement', id=needs['id'])
+        self.call('delete_jobs', workflow_id=workflow_id)
+        self.assertEqual({'count': 1}, self.call('delete_resource_requirements', workflow_id=workflow_id))
+
+    def test_results_and_events_can_be_listed(self):
+        workflow_id = self.create('a:\nb:')
+        self.drive(workflow_id, {'b': 'failed'})
+        rows = self.call('list_results', workflow_id=workflow_id, return_code=1)['items']
+        self.assertEqual(['b'], [row['job_name'] for row in rows])
+        self.call('create_event', {'workflow_id': workflow_id, 'data': {'category': 'mine'}})
+        self.assertEqual(1, self.call('list_events', workflow_id=workflow_id, category='mine')['total_count'])
+        self.assertEqual(0, self.call('list_events', workflow_id=workflow_id, category='min')['total_count'])
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

@@ -6827,3 +6827,893 @@ def describe_progress(store: Store, state: WorkflowState, complete: bool) -> Dic
             'claimable': claimable, 'pending_actions': actions}
 
 
+# ======== 9. API: tables that map HTTP to verbs ========
+#
+# MODELS says what a request's body may hold, RESOURCES what a list may be asked for, ROUTES which verb answers. An
+# endpoint is a row. Whatever arrives is checked here, before a verb sees it: types, required fields, ranges, text that
+# SQLite or a terminal could not hold. Two doors lead in: answer_request for HTTP (bytes in, status and value out), and
+# call_operation for callers in the same process. Both give the same values.
+#
+# Nothing that a client can send is answered with a 5xx, but for a full disk: clients of this API repeat their request
+# for many minutes after a 5xx.
+
+ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
+         'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES)}
+
+# Model -> its fields as name:type, ! where required. Types: those of SCALAR_CHECKS, [list], {map}, {map with nulls?}, @Model or
+# enum, ?Model of which any field may be missing.
+MODELS = {
+    'ArchiveWorkflowRequest': 'is_archived:bool!',
+    'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
+    'CheckChangesRequest': 'files:{float?} dry_run:bool',
+    'ClaimActionRequest': 'compute_node_id:int',
+    'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! duration_seconds:float end_time:time '
+                        'hostname:str! id:int is_active:bool labels:[str] memory_gb:float! num_cpus:int! num_gpus:int! '
+                        'num_nodes:int! peak_cpu_percent:float peak_memory_bytes:int pid:int! sample_count:int scheduler:any '
+                        'scheduler_config_id:int start_time:time! time_limit:str workflow_id:int! identity:str lease_s:float',
+    'ComputeNodeMonitorConfig': 'cpu:bool enabled:bool granularity:@MonitorGranularity memory:bool',
+    'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! num_nodes:nodes! '
+                             'scheduler_config_id:int time_limit:str',
+    'DynamicJobsConfig': 'max_iterations:int',
+    'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
+    'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} limit_resources:bool mode:@ExecutionMode '
+                       'oom_exit_code:int sigkill_headroom_seconds:int sigterm_lead_seconds:int srun_mpi:str '
+                       'srun_termination_signal:str staggered_start:bool stdio:@StdioConfig termination_signal:str timeout_exit_code:int',
+    'FailureHandlerModel': 'id:int name:name! rules:rules! workflow_id:int!',
+    'FileModel': 'id:int name:name! path:str! st_mtime:float workflow_id:int! identifier:str',
+    'FilesModel': 'files:[@FileModel]!',
+    'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
+    'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:str! compute_node_id:int depends_on_job_ids:[int] '
+                'env:{str} failure_handler_id:int id:int input_file_ids:[int] input_user_data_ids:[int] invocation_script:str '
+                'labels:[str] name:name! origin:str output_file_ids:[int] output_user_data_ids:[int] priority:int '
+                'resource_requirements_id:int schedule_compute_nodes:any scheduler_id:int start_time:str status:@JobStatus '
+                'supports_termination:bool workflow_id:int!',
+    'JobMonitorConfig': 'enabled:bool granularity:@MonitorGranularity',
+    'JobsModel': 'jobs:[@JobModel]!',
+    'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
+    'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
+                 'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
+                 'failure_handlers:[?FailureHandlerModel]! kinds:[planned_kind]! dependency_sets:[[int]]! jobs:planned_jobs! '
+                 'actions:[@PlannedAction]!',
+    'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] persistent:bool',
+    'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int generate_plots:bool '
+                             'granularity:@MonitorGranularity jobs:@JobMonitorConfig sample_interval_seconds:int',
+    'ResourceRequirementsModel': 'id:int memory:str name:name! num_cpus:int num_gpus:int num_nodes:int runtime:str workflow_id:int!',
+    'ResultModel': 'attempt_id:int avg_cpu_percent:float avg_memory_bytes:int completion_time:time! compute_node_id:int! '
+                   'exec_time_minutes:minutes! id:int job_id:int! job_name:str peak_cpu_percent:float peak_memory_bytes:int '
+                   'return_code:int! run_id:int! status:@JobStatus! workflow_id:int!',
+    'RunnerAction': 'action_id:int! success:bool! message:str',
+    'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
+    'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! completion_time:time! '
+                 'peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float avg_cpu_percent:float retry:bool '
+                 'max_retries:int file_times:{float} message:str',
+    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] started:[start] returned:[attempt] '
+                         'want:@RunnerWant actions:[str] action_results:[@RunnerAction] explain:bool '
+                         'held:[attempt] held_actions:[int]',
+    'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int num_nodes:nodes depth:int total:@RunnerCapacity '
+                  'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
+    'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! status:str! workflow_id:int!',
+    'SetFileTimesRequest': 'files:{float?}!',
+    'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! ntasks_per_node:int partition:str '
+                           'qos:str serialize_allocations:bool tmp:str walltime:str! workflow_id:int!',
+    'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
+    'UserDataListModel': 'user_data:[@UserDataModel]!',
+    'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
+    'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str executed_by:int id:int '
+                           'is_recovery:bool job_ids:[int] persistent:bool required_triggers:int trigger_count:int '
+                           'trigger_type:str! workflow_id:int!',
+    'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int compute_node_ignore_workflow_completion:bool '
+                     'compute_node_min_time_for_new_jobs_seconds:int compute_node_wait_for_healthy_database_minutes:int '
+                     'compute_node_wait_for_new_jobs_seconds:int description:str dynamic_jobs:@DynamicJobsConfig '
+                     'enable_ro_crate:bool env:{str} execution_config:@ExecutionConfig id:int is_archived:bool is_canceled:bool '
+                     'metadata:object name:name! project:str resource_monitor_config:@ResourceMonitorConfig run_id:int '
+                     'slurm_defaults:object submission_directory:str timestamp:str use_pending_failed:bool user:str!',
+}
+
+UNSTORABLE = re.compile('[\x00\ud800-\udfff]')
+FORBIDDEN_IN_NAME = re.compile('[\x00-\x1f\x7f]')
+
+
+class ModelField(NamedTuple):
+    """One field of a model."""
+    type: str
+    is_required: bool
+
+
+@functools.lru_cache(maxsize=None)
+def model_fields(model: str) -> Dict[str, ModelField]:
+    """ModelField name -> type and whether it is required."""
+    pairs = (item.split(':', 1) for item in MODELS[model].split())
+    return {name: ModelField(kind.rstrip('!'), kind.endswith('!')) for name, kind in pairs}
+
+
+def wrong_type(place: str, wanted: str, value: Any) -> BadInput:
+    """The error for a value of another type."""
+    shown = 'null' if value is None else printable(repr(value)[:60])
+    return BadInput(f'{place} must be {wanted}, not {shown}', field=place)
+
+
+def check_int(place: str, value: Any) -> None:
+    """Refuse anything but an integer of 64 bits."""
+    if type(value) is not int and not (isinstance(value, int) and not isinstance(value, bool)):
+        raise wrong_type(place, 'an integer', value)
+    if not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
+        raise BadInput(f'{place} is beyond 64 bits', field=place)
+
+
+def check_float(place: str, value: Any) -> None:
+    """Refuse anything but a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise wrong_type(place, 'a number', value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise wrong_type(place, 'a finite number', value)
+    if isinstance(value, int):
+        check_int(place, value)
+
+
+def check_bool(place: str, value: Any) -> None:
+    """Refuse anything but true and false."""
+    if not isinstance(value, bool):
+        raise wrong_type(place, 'true or false', value)
+
+
+def check_str(place: str, value: Any) -> None:
+    """Refuse anything but text that can be stored."""
+    if not isinstance(value, str):
+        raise wrong_type(place, 'text', value)
+    if UNSTORABLE.search(value):
+        raise BadInput(f'{place} holds a character that cannot be stored (NUL or half of a surrogate pair)', field=place)
+
+
+def check_name(place: str, value: Any) -> None:
+    """Refuse anything but printable text of sensible length."""
+    check_str(place, value)
+    if len(value) > MAX_NAME_CHARACTERS:
+        raise BadInput(f'{place} has {len(value)} characters; at most {MAX_NAME_CHARACTERS} are possible', field=place)
+    if FORBIDDEN_IN_NAME.search(value):
+        raise BadInput(f'{place} {printable(value)!r} holds a control character', field=place)
+
+
+def check_time(place: str, value: Any) -> None:
+    """Refuse anything but a time that can be read back."""
+    check_str(place, value)
+    try:
+        parse_time(value)
+    except ValueError as error:
+        raise BadInput(f'{place}: {printable(str(error))}', field=place) from None
+
+
+def check_range(place: str, value: Any, most: float) -> None:
+    """Refuse numbers that are negative, or so large that sums of them could not be told."""
+    check_float(place, value)
+    if not 0 <= value <= most:
+        raise BadInput(f'{place} is {value}; it must be between 0 and {most:g}', field=place)
+
+
+def check_rules(place: str, value: Any) -> None:
+    """Refuse rules of a failure handler that no runner could follow: JSON text of a list of objects."""
+    check_str(place, value)
+    try:
+        rules = parse_json(value)
+    except ValueError as error:
+        raise BadInput(f'{place} is not JSON: {printable(str(error))}', field=place) from None
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+        raise wrong_type(place, 'JSON text of a list of objects', value)
+    check_any(place, rules)
+
+
+def check_row(place: str, value: Any, checks: Sequence[Callable[[str, Any], None]]) -> None:
+    """Refuse anything but a list with these types."""
+    if not isinstance(value, (list, tuple)) or len(value) != len(checks):
+        raise wrong_type(place, f'a list of {len(checks)}', value)
+    for check, item in zip(checks, value):
+        check(place, item)
+
+
+def check_any(place: str, value: Any, depth: int = 0) -> None:
+    """Refuse JSON values that cannot be stored: too deep, beyond 64 bits, with unstorable text."""
+    if depth > MAX_DEPTH:
+        raise BadInput(f'{place} is nested more than {MAX_DEPTH} levels deep', field=place)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_any(place, key, depth + 1)
+            check_any(place, item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_any(place, item, depth + 1)
+    elif isinstance(value, str):
+        if UNSTORABLE.search(value):
+            raise BadInput(f'{place} holds a character that cannot be stored (NUL or half of a surrogate pair)', field=place)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        check_float(place, value)
+
+
+def check_object(place: str, value: Any) -> None:
+    """Refuse anything but a JSON object."""
+    if not isinstance(value, dict):
+        raise wrong_type(place, 'an object', value)
+    check_any(place, value)
+
+
+PLANNED_TYPES = {   # field of PlannedJob -> types that its values may have; list: of indexes
+    'name': (str,), 'command': (str,), 'invocation_script': (str, type(None)), 'env': (dict, type(None)), 'kind': (int,),
+    'dependencies': (int, type(None)), 'failure_handler': (int, type(None)), 'cancel_on_blocking_job_failure': (bool,),
+    'supports_termination': (bool,), 'input_files': (list, tuple), 'output_files': (list, tuple), 'input_user_data': (list, tuple),
+    'output_user_data': (list, tuple),
+}
+
+
+def check_planned_jobs(place: str, value: Any) -> None:
+    """Refuse jobs of a plan that are not rows as PlannedJob has them. Looks at columns: there may be 100,000 jobs and more."""
+    if not isinstance(value, (list, tuple)):
+        raise wrong_type(place, 'a list', value)
+    if set(map(type, value)) == {PlannedJob}:
+        return      # made in this process, by our own Spec: over HTTP they come as lists
+    for row in value:
+        if not isinstance(row, (list, tuple)) or len(row) != len(PLANNED_TYPES):
+            raise wrong_type(place, f'lists of {len(PLANNED_TYPES)}', row)
+    for (field, types), column in zip(PLANNED_TYPES.items(), zip(*value)):
+        where = f'{place}.{field}'
+        if not set(map(type, column)).issubset(types):
+            raise wrong_type(where, ' or '.join(kind.__name__ for kind in types), next(x for x in column if type(x) not in types))
+        if int in types or list in types:
+            check_indexes(where, column)
+        elif dict in types:
+            for env in filter(None, column):
+                check_value(where, '{str}', env)
+        elif str in types:
+            check_str(where, '\n'.join(filter(None, column)))
+    for row in value:
+        if len(row[0]) > MAX_NAME_CHARACTERS or FORBIDDEN_IN_NAME.search(row[0]):
+            check_name(f'{place}.name', row[0])
+
+
+def check_indexes(place: str, column: Sequence[Any]) -> None:
+    """Refuse anything but numbers from 0, alone or in lists."""
+    for item in distinct(item for cell in column for item in (cell if isinstance(cell, (list, tuple)) else (cell,))):
+        if item is not None:
+            check_int(place, item)
+            check_range(place, item, MAX_INTEGER)
+
+
+def distinct(items: Iterable[Any]) -> Iterable[Any]:
+    """Items without repetition, where all of them can be compared."""
+    kept = list(items)
+    try:
+        return set(kept)
+    except TypeError:   # lists and the like: some check will refuse them
+        return kept
+
+
+def check_planned_kind(place: str, value: Any) -> None:
+    """Refuse a kind of a plan that is not requirements, priority, scheduler, labels."""
+    def check_optional(place: str, item: Any) -> None:
+        check_indexes(place, [item])
+
+    def check_texts(place: str, item: Any) -> None:
+        check_value(place, '[str]', item or [])
+    check_row(place, value, (check_optional, functools.partial(check_range, most=MAX_INTEGER), check_optional, check_texts))
+    check_int(place, value[1])
+
+
+SCALAR_CHECKS = {   # type of MODELS -> what refuses other values
+    'int': check_int, 'float': check_float, 'bool': check_bool, 'str': check_str, 'any': check_any, 'object': check_object,
+    'name': check_name, 'time': check_time, 'rules': check_rules,
+    'minutes': functools.partial(check_range, most=1e9), 'gigabytes': functools.partial(check_range, most=1e9),
+    'nodes': lambda place, value: (check_int(place, value), check_range(place, value, 1e5)),
+    'attempt': functools.partial(check_row, checks=(check_int, check_int)),
+    'start': functools.partial(check_row, checks=(check_int, check_int, check_time)),
+    'planned_jobs': check_planned_jobs, 'planned_kind': check_planned_kind,
+}
+
+
+def check_value(place: str, kind: str, value: Any) -> Any:
+    """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
+    if kind in SCALAR_CHECKS:
+        SCALAR_CHECKS[kind](place, value)
+        return value
+    if kind[0] == '[':
+        if not isinstance(value, (list, tuple)):
+            raise wrong_type(place, 'a list', value)
+        return [check_value(f'{place}[{index}]', kind[1:-1], item) for index, item in enumerate(value)]
+    if kind[0] == '{':
+        return check_map(place, kind[1:-1], value)
+    if kind[1:] in ENUMS:
+        if value not in ENUMS[kind[1:]]:
+            raise wrong_type(place, 'one of ' + ', '.join(ENUMS[kind[1:]]), value)
+        return value
+    return check_model(place, kind[1:], value, is_partial=kind[0] == '?')
+
+
+def check_map(place: str, kind: str, value: Any) -> Dict[str, Any]:
+    """The same for an object with any keys; a kind that ends in ? may be null."""
+    if not isinstance(value, dict):
+        raise wrong_type(place, 'an object', value)
+    for key, item in value.items():
+        check_str(place, key)
+        if item is not None or kind[-1] != '?':
+            check_value(f'{place}.{printable(key)}', kind.rstrip('?'), item)
+    return value
+
+
+def check_model(place: str, model: str, value: Any, is_partial: bool = False) -> Dict[str, Any]:
+    """Refuse a body that does not fit a model; its known fields. Unknown ones are passed over: newer clients send more."""
+    if not isinstance(value, dict):
+        raise wrong_type(place or 'the body', 'an object', value)
+    known = {}
+    for name, field in model_fields(model).items():
+        found = value.get(name)
+        path = f'{place}.{name}' if place else name
+        if found is not None:
+            known[name] = check_value(path, field.type, found)
+        elif field.is_required and not is_partial:
+            raise BadInput(f'{path} is missing', field=path)
+        elif name in value:
+            known[name] = None
+    return known
+
+
+# -------- lists --------
+
+class Resource(NamedTuple):
+    """A noun with the usual operations on rows of one table."""
+    table: str
+    view: str                   # what is read; usually the table
+    filters: Dict[str, str]     # query parameter -> condition with one ?; other parameters compare for equality
+
+
+CONTAINS = 'instr(lower({0}), lower(?)) > 0'
+RESOURCES = {
+    'workflow': Resource('workflow', 'workflow', {'description': CONTAINS.format('description')}),
+    'job': Resource('job', 'job_view', {
+        'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
+        'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
+        'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = dep_member.dep_set_id WHERE dep_member.job_id = ?)',
+        'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
+        'origin_is_set': '(origin IS NOT NULL) = ?', 'labels': "instr(?, '|' || ifnull(labels, '') || '|') > 0"}),
+    'file': Resource('file', 'file', {
+        'path': CONTAINS.format('path'), 'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
+        'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
+    'user_data': Resource('user_data', 'user_data', {
+        'name': CONTAINS.format('name'),
+        'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
+        'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
+    'resource_requirements': Resource('resource_requirements', 'resource_requirements', {
+        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)'}),
+    'failure_handler': Resource('failure_handler', 'failure_handler', {}),
+    'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', {}),
+    'local_scheduler': Resource('local_scheduler', 'local_scheduler', {}),
+    'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', {}),
+    'compute_node': Resource('compute_node', 'compute_node', {
+        'scheduled_compute_node_id': """instr(replace(scheduler, '}', ','), '"scheduler_id":' || ? || ',') > 0"""}),
+    'result': Resource('result', 'result_view', {'all_runs': '(? OR is_current = 1)'}),
+    'event': Resource('event', 'event', {
+        'category': """instr(data, '"category":"' || ? || '"') > 0""", 'after_timestamp': 'timestamp > ?'}),
+}
+
+
+def list_rows(store: Store, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
+              reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
+    """One page of a list: filtered, sorted (by id among equals), with the total number of items under the filters."""
+    noun = RESOURCES[resource]
+    if 'workflow_id' in filters:
+        workflow_state(store, filters['workflow_id'])
+    if offset < 0 or limit < 0:
+        raise Refused('offset and limit must be at least 0')
+    if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
+        raise Refused(f"unknown status {printable(str(filters['status']))!r}; one of {', '.join(STATUS_CODES)}")
+    limit = min(limit, MAX_LIST_ITEMS)
+    names = [column.name for column in store.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
+    if sort_by and sort_by not in names:
+        raise BadInput(f'{printable(sort_by)!r} is no field to sort by' + (did_you_mean(sort_by, names) or '; use ' + ', '.join(names)))
+    conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
+    where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
+    values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value for name, value in filters.items()]
+    total = store.value(f'SELECT count(*) FROM {noun.view} {where}', values)
+    way = 'DESC' if reverse_sort else 'ASC'
+    order = f'{sort_by} {way}, id {way}' if sort_by and sort_by != 'id' else f'id {way}'
+    items = store.select(noun.view, f'{where} ORDER BY {order} LIMIT ? OFFSET ?', [*values, limit, offset])
+    return list_answer(items, offset, total)
+
+
+def list_jobs(store: Store, resource: str, include_relationships: bool = False, **query: Any) -> Dict[str, Any]:
+    """Jobs; their id lists only if asked for."""
+    if 'labels' in query:
+        query['labels'] = served_labels(store, query['workflow_id'], set(filter(None, query['labels'].split(','))))
+    answer = list_rows(store, resource, **query)
+    if include_relationships:
+        add_relations(store, answer['items'])
+    return answer
+
+
+def served_labels(store: Store, workflow_id: int, labels: Set[str]) -> str:
+    """The label sets of a workflow's jobs that a runner with these labels may take, between bars."""
+    kinds = store.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,))
+    served = [text for text in kinds if labels.issuperset(json.loads(text))] if labels else ['']
+    return '|' + '|'.join(served) + '|' if served else ''
+
+
+def list_results(store: Store, resource: str, all_runs: bool = False, **query: Any) -> Dict[str, Any]:
+    """Results: each job's current one, or all of all runs and attempts."""
+    return list_rows(store, resource, all_runs=all_runs, **query)
+
+
+RELATION_QUERIES = {
+    'job': ('job.name, job.id AS job_id, job.name AS job_name, need.id AS depends_on_job_id, need.name AS depends_on_job_name '
+            'FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id CROSS JOIN job need ON need.id = dep_member.job_id '
+            'WHERE job.workflow_id = :workflow'),
+    'file': ("item.name, item.id AS file_id, item.name AS file_name, item.path AS file_path, made.job_id AS producer_job_id, "
+             'maker.name AS producer_job_name, used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM file item '
+             'LEFT JOIN job_output_file made ON made.file_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
+             'LEFT JOIN job_input_file used ON used.file_id = item.id LEFT JOIN job user ON user.id = used.job_id '
+             'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)'),
+    'user_data': ("item.name, item.id AS user_data_id, item.name AS user_data_name, made.job_id AS producer_job_id, "
+                  'maker.name AS producer_job_name, used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM user_data item '
+                  'LEFT JOIN job_output_user_data made ON made.user_data_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
+                  'LEFT JOIN job_input_user_data used ON used.user_data_id = item.id LEFT JOIN job user ON user.id = used.job_id '
+                  'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)'),
+}
+
+
+def list_relations(store: Store, resource: str, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS,
+                   sort_by: str = '', reverse_sort: bool = False) -> Dict[str, Any]:
+    """Who waits for whom, or which job makes and uses which file or user data; dependency sets spelled out."""
+    workflow_state(store, workflow_id)
+    query = RELATION_QUERIES[resource]
+    names = re.findall(r' AS (\w+)', query)
+    if sort_by and sort_by not in names:
+        raise Refused(f'{printable(sort_by)!r} is no field to sort by; use ' + ', '.join(names))
+    total = store.value(f'SELECT count(*) FROM (SELECT {query})', {'workflow': workflow_id})
+    way = 'DESC' if reverse_sort else 'ASC'
+    order = ', '.join(f'{column} {way}' for column in ([sort_by] if sort_by else ['2', '5']))
+    rows = store.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
+                      {'workflow': workflow_id, 'limit': max(0, min(limit, MAX_LIST_ITEMS)), 'offset': max(0, offset)})
+    items = [{name: cell for name, cell in zip(names, row[1:]) if cell is not None} for row in rows]
+    return list_answer([dict(item, workflow_id=workflow_id) for item in items], max(0, offset), total)
+
+
+# -------- the usual operations --------
+
+def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add a row that no special rule holds for."""
+    workflow_state(store, body['workflow_id'])
+    values = {key: value for key, value in body.items() if key != 'id'}
+    if resource == 'event':
+        values['timestamp'] = int(store.now() * 1000)
+    try:
+        return read_row(store, resource, store.insert(RESOURCES[resource].table, values))
+    except sqlite3.IntegrityError as error:
+        raise explain_integrity_error(error, resource, body) from None
+
+
+def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str, Any]) -> TorcError:
+    """A row that stands in another's way, or points at nothing."""
+    noun = resource.replace('_', ' ')
+    if 'UNIQUE' in str(error):
+        return Conflict(f"there is such a {noun} already" + (f": {body['name']!r}" if 'name' in body else ''))
+    return Refused(f'the {noun} refers to something that does not exist')
+
+
+def create_rows(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add up to 100,000 files or user data records of one workflow; their names must differ."""
+    key = 'user_data' if resource == 'user_data' else resource + 's'
+    check_bulk([row['workflow_id'] for row in body[key]], [row['name'] for row in body[key]], key)
+    return {key: [create_row(store, resource, row) for row in body[key]]}
+
+
+def create_requirements(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add resource requirements; memory and runtime must be readable."""
+    workflow_state(store, body['workflow_id'])
+    return read_row(store, resource, insert_requirements(store, body['workflow_id'], {k: v for k, v in body.items() if k != 'id'}))
+
+
+def update_requirements(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Change resource requirements, for all jobs that have them."""
+    current = read_row(store, resource, row_id)
+    values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
+    values.update(checked_requirements(dict(current, **values)), is_implicit=False)
+    store.update('resource_requirements', row_id, values)
+    changed = read_row(store, resource, row_id)
+    details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items() if key != 'workflow_id'}
+    add_user_event(store, current['workflow_id'], 'update_resource_requirements', **details)
+    return changed
+
+
+def create_user_data(store: Store, resource: str, body: Dict[str, Any], consumer_job_id: Optional[int] = None,
+                     producer_job_id: Optional[int] = None) -> Dict[str, Any]:
+    """Add user data, and link it to the jobs that use and make it."""
+    record = create_row(store, resource, body)
+    for table, job_id in (('job_input_user_data', consumer_job_id), ('job_output_user_data', producer_job_id)):
+        if job_id is not None:
+            check_owned(store, 'job', body['workflow_id'], [job_id])
+            store.insert_rows(table, ('job_id', 'user_data_id'), [(job_id, record['id'])])
+    return record
+
+
+def create_result(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add a result by hand; the job's status stays."""
+    check_owned(store, 'job', body['workflow_id'], [body['job_id']])
+    return create_row(store, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
+
+
+def read_row(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+    """One row."""
+    return get_row(store, RESOURCES[resource].view, row_id)
+
+
+def update_row(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Change the given fields of a row; it stays in its workflow."""
+    current = read_row(store, resource, row_id)
+    values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
+    if body.get('workflow_id') not in (None, current['workflow_id']):
+        raise Refused(f"{resource.replace('_', ' ')} {row_id} belongs to workflow {current['workflow_id']} and stays there")
+    fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values and values[name] != current.get(name)]
+    if fixed:
+        raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot change")
+    if resource == 'file' and 'st_mtime' in body:
+        values['st_mtime'] = body['st_mtime']
+    store.update(RESOURCES[resource].table, row_id, values)
+    return read_row(store, resource, row_id)
+
+
+def update_event(store: Store, resource: str, row_id: int, body: Any) -> Dict[str, Any]:
+    """Replace what an event says."""
+    read_row(store, resource, row_id)
+    data = body.get('data', body) if isinstance(body, dict) else body
+    if data is None:
+        raise BadInput('data is missing', field='data')
+    store.update('event', row_id, {'data': data})
+    return read_row(store, resource, row_id)
+
+
+def delete_row(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+    """Remove a row; what it was is the answer."""
+    row = read_row(store, resource, row_id)
+    delete_where(store, resource, 'id', row_id)
+    return row
+
+
+def delete_where(store: Store, resource: str, column: str, value: int) -> int:
+    """Remove rows, unless others need them; how many."""
+    try:
+        with store.savepoint():
+            if resource == 'resource_requirements':     # kinds that no job is of any more
+                store.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
+            return store.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
+    except sqlite3.IntegrityError:
+        raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete them first") from None
+
+
+def delete_rows(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+    """Remove all rows of a workflow."""
+    workflow_state(store, workflow_id)
+    if resource == 'job':
+        refuse_active(store, workflow_id, 'emptied')
+    return {'count': delete_where(store, resource, 'workflow_id', workflow_id)}
+
+
+def ping(store: Store) -> Dict[str, Any]:
+    """The server is there."""
+    return {'status': 'ok'}
+
+
+def get_version(store: Store) -> Dict[str, Any]:
+    """Versions of the program and of the interface."""
+    return {'version': __version__, 'api_version': API_VERSION}
+
+
+# -------- routes --------
+
+class Route(NamedTuple):
+    """One operation."""
+    name: str           # as in the official interface and its clients
+    method: str
+    path: str           # below API_PREFIX, parameters in braces
+    verb: Callable[..., Any]
+    resource: str = ''  # first argument of the usual operations
+    query: str = ''     # name:type of each query parameter, ! where required
+    body: str = ''      # model of the body; '?' before it: fields may be missing, '-': anything
+
+
+PAGE = 'offset:int limit:int sort_by:str reverse_sort:bool '
+OF = 'workflow_id:int! '
+WF = '/workflows/{workflow_id}'
+ROUTES = (
+    Route('ping',        'GET', '/ping',    ping),
+    Route('get_version', 'GET', '/version', get_version),
+
+    Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel'),
+    Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel'),
+    Route('list_workflows',              'GET',    '/workflows',              list_rows, 'workflow',
+          PAGE + 'name:str user:str description:str is_archived:bool'),
+    Route('get_workflow',                'GET',    WF,                        get_workflow),
+    Route('update_workflow',             'PUT',    WF,                        update_workflow, '', '', '?WorkflowModel'),
+    Route('delete_workflow',             'DELETE', WF,                        delete_workflow),
+    Route('archive_workflow',            'POST',   WF + '/archive',           archive_workflow, '', '', 'ArchiveWorkflowRequest'),
+    Route('cancel_workflow',             'PUT',    WF + '/cancel',            cancel_workflow),
+    Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status),
+    Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete),
+    Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized),
+    Route('initialize_jobs',             'POST',   WF + '/initialize_jobs',   initialize_jobs, '',
+          'only_uninitialized:bool clear_ephemeral_user_data:bool'),
+    Route('reset_workflow_status',       'POST',   WF + '/reset_status',      reset_workflow_status, '', 'force:bool'),
+    Route('reset_job_status',            'POST',   WF + '/reset_job_status',  reset_job_status, '', 'failed_only:bool'),
+    Route('process_changed_job_inputs',  'POST',   WF + '/process_changed_job_inputs', process_changed_job_inputs, '', 'dry_run:bool'),
+    Route('check_changes',               'POST',   WF + '/check_changes',     check_changes, '', '', 'CheckChangesRequest'),
+    Route('set_file_times',              'POST',   WF + '/set_file_times',    set_file_times, '', '', 'SetFileTimesRequest'),
+    Route('list_required_existing_files', 'GET',   WF + '/required_existing_files', list_required_existing_files),
+    Route('list_missing_user_data',      'GET',    WF + '/missing_user_data', list_missing_user_data),
+    Route('get_running_jobs',            'GET',    WF + '/running_jobs',      get_running_jobs, '', 'offset:int limit:int'),
+    Route('list_job_ids',                'GET',    WF + '/job_ids',           list_job_ids),
+    Route('list_job_dependencies',       'GET',    WF + '/job_dependencies',  list_relations, 'job', PAGE),
+    Route('list_job_file_relationships', 'GET',    WF + '/job_file_relationships', list_relations, 'file', PAGE),
+    Route('list_job_user_data_relationships', 'GET', WF + '/job_user_data_relationships', list_relations, 'user_data', PAGE),
+
+    Route('claim_jobs_based_on_resources', 'POST', WF + '/claim_jobs_based_on_resources/{limit}', claim_jobs_based_on_resources, '',
+          'strict_scheduler_match:bool', 'ComputeNodesResources'),
+    Route('claim_next_jobs',             'POST',   WF + '/claim_next_jobs',   claim_next_jobs, '', 'limit:int labels:str'),
+    Route('batch_complete_jobs',         'POST',   WF + '/batch_complete_jobs', batch_complete_jobs, '', '', 'BatchCompleteJobsRequest'),
+    Route('runner_sync',                 'POST',   WF + '/runner_sync',       runner_sync, '', '', 'RunnerSyncRequest'),
+
+    Route('create_job',           'POST',   '/jobs',          create_job, '', '', 'JobModel'),
+    Route('create_jobs',          'POST',   '/bulk_jobs',     create_jobs, '', '', 'JobsModel'),
+    Route('list_jobs',            'GET',    '/jobs',          list_jobs, 'job', OF + PAGE + 'status:str needs_file_id:int '
+          'upstream_job_id:int include_relationships:bool active_compute_node_id:int origin_is_set:bool name:str command:str labels:str'),
+    Route('get_job',              'GET',    '/jobs/{job_id}', get_job),
+    Route('update_job',           'PUT',    '/jobs/{job_id}', update_job, '', '', '?JobModel'),
+    Route('delete_job',           'DELETE', '/jobs/{job_id}', delete_job),
+    Route('delete_jobs',          'DELETE', '/jobs',          delete_rows, 'job', OF),
+    Route('start_job',            'PUT',    '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job),
+    Route('complete_job',         'POST',   '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, '', '', 'ResultModel'),
+    Route('retry_job',            'POST',   '/jobs/{job_id}/retry/{run_id}', retry_job, '', 'max_retries:int!'),
+    Route('manage_status_change', 'PUT',    '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change),
+
+    Route('create_file',  'POST',   '/files',          create_row, 'file', '', 'FileModel'),
+    Route('create_files', 'POST',   '/bulk_files',     create_rows, 'file', '', 'FilesModel'),
+    Route('list_files',   'GET',    '/files',          list_rows, 'file', OF + PAGE + 'produced_by_job_id:int name:str path:str is_output:bool'),
+    Route('get_file',     'GET',    '/files/{row_id}', read_row, 'file'),
+    Route('update_file',  'PUT',    '/files/{row_id}', update_row, 'file', '', '?FileModel'),
+    Route('delete_file',  'DELETE', '/files/{row_id}', delete_row, 'file'),
+    Route('delete_files', 'DELETE', '/files',          delete_rows, 'file', OF),
+
+    Route('create_user_data',      'POST',   '/user_data',          create_user_data, 'user_data', 'consumer_job_id:int producer_job_id:int', 'UserDataModel'),
+    Route('create_user_data_list', 'POST',   '/bulk_user_data',     create_rows, 'user_data', '', 'UserDataListModel'),
+    Route('list_user_data',        'GET',    '/user_data',          list_rows, 'user_data',
+          OF + PAGE + 'consumer_job_id:int producer_job_id:int name:str is_ephemeral:bool'),
+    Route('get_user_data',         'GET',    '/user_data/{row_id}', read_row, 'user_data'),
+    Route('update_user_data',      'PUT',    '/user_data/{row_id}', update_row, 'user_data', '', '?UserDataModel'),
+    Route('delete_user_data',      'DELETE', '/user_data/{row_id}', delete_row, 'user_data'),
+    Route('delete_all_user_data',  'DELETE', '/user_data',          delete_rows, 'user_data', OF),
+
+    Route('create_resource_requirements', 'POST',   '/resource_requirements',          create_requirements, 'resource_requirements', '', 'ResourceRequirementsModel'),
+    Route('list_resource_requirements',   'GET',    '/resource_requirements',          list_rows, 'resource_requirements',
+          OF + PAGE + 'job_id:int name:str memory:str num_cpus:int num_gpus:int num_nodes:int runtime:str'),
+    Route('get_resource_requirements',    'GET',    '/resource_requirements/{row_id}', read_row, 'resource_requirements'),
+    Route('update_resource_requirements', 'PUT',    '/resource_requirements/{row_id}', update_requirements, 'resource_requirements', '', '?ResourceRequirementsModel'),
+    Route('delete_resource_requirement',  'DELETE', '/resource_requirements/{row_id}', delete_row, 'resource_requirements'),
+    Route('delete_resource_requirements', 'DELETE', '/resource_requirements',          delete_rows, 'resource_requirements', OF),
+
+    Route('create_failure_handler', 'POST',   '/failure_handlers',          create_row, 'failure_handler', '', 'FailureHandlerModel'),
+    Route('list_failure_handlers',  'GET',    WF + '/failure_handlers',     list_rows, 'failure_handler', PAGE),
+    Route('get_failure_handler',    'GET',    '/failure_handlers/{row_id}', read_row, 'failure_handler'),
+    Route('delete_failure_handler', 'DELETE', '/failure_handlers/{row_id}', delete_row, 'failure_handler'),
+
+    Route('create_result',  'POST',   '/results',          create_result, 'result', '', 'ResultModel'),
+    Route('list_results',   'GET',    '/results',          list_results, 'result',
+          OF + PAGE + 'job_id:int run_id:int return_code:int status:str compute_node_id:int all_runs:bool'),
+    Route('get_result',     'GET',    '/results/{row_id}', read_row, 'result'),
+    Route('update_result',  'PUT',    '/results/{row_id}', update_row, 'result', '', '?ResultModel'),
+    Route('delete_result',  'DELETE', '/results/{row_id}', delete_row, 'result'),
+    Route('delete_results', 'DELETE', '/results',          delete_rows, 'result', OF),
+
+    Route('create_event',  'POST',   '/events',          create_row, 'event', '', 'EventModel'),
+    Route('list_events',   'GET',    '/events',          list_rows, 'event', OF + PAGE + 'category:str after_timestamp:int'),
+    Route('get_event',     'GET',    '/events/{row_id}', read_row, 'event'),
+    Route('update_event',  'PUT',    '/events/{row_id}', update_event, 'event', '', '-'),
+    Route('delete_event',  'DELETE', '/events/{row_id}', delete_row, 'event'),
+    Route('delete_events', 'DELETE', '/events',          delete_rows, 'event', OF),
+
+    Route('create_compute_node',  'POST',   '/compute_nodes',           create_compute_node, '', '', 'ComputeNodeModel'),
+    Route('list_compute_nodes',   'GET',    '/compute_nodes',           list_rows, 'compute_node',
+          OF + PAGE + 'hostname:str is_active:bool scheduled_compute_node_id:int'),
+    Route('get_compute_node',     'GET',    '/compute_nodes/{row_id}',  read_row, 'compute_node'),
+    Route('update_compute_node',  'PUT',    '/compute_nodes/{node_id}', update_compute_node, '', '', '?ComputeNodeModel'),
+    Route('delete_compute_node',  'DELETE', '/compute_nodes/{node_id}', delete_compute_node),
+    Route('delete_compute_nodes', 'DELETE', '/compute_nodes',           delete_compute_nodes, '', OF),
+
+    Route('create_slurm_scheduler',  'POST',   '/slurm_schedulers',          create_row, 'slurm_scheduler', '', 'SlurmSchedulerModel'),
+    Route('list_slurm_schedulers',   'GET',    '/slurm_schedulers',          list_rows, 'slurm_scheduler', OF + PAGE),
+    Route('get_slurm_scheduler',     'GET',    '/slurm_schedulers/{row_id}', read_row, 'slurm_scheduler'),
+    Route('update_slurm_scheduler',  'PUT',    '/slurm_schedulers/{row_id}', update_row, 'slurm_scheduler', '', '?SlurmSchedulerModel'),
+    Route('delete_slurm_scheduler',  'DELETE', '/slurm_schedulers/{row_id}', delete_row, 'slurm_scheduler'),
+    Route('delete_slurm_schedulers', 'DELETE', '/slurm_schedulers',          delete_rows, 'slurm_scheduler', OF),
+
+    Route('create_local_scheduler',  'POST',   '/local_schedulers',          create_row, 'local_scheduler', '', 'LocalSchedulerModel'),
+    Route('list_local_schedulers',   'GET',    '/local_schedulers',          list_rows, 'local_scheduler', OF + PAGE + 'memory:str num_cpus:int'),
+    Route('get_local_scheduler',     'GET',    '/local_schedulers/{row_id}', read_row, 'local_scheduler'),
+    Route('update_local_scheduler',  'PUT',    '/local_schedulers/{row_id}', update_row, 'local_scheduler', '', '?LocalSchedulerModel'),
+    Route('delete_local_scheduler',  'DELETE', '/local_schedulers/{row_id}', delete_row, 'local_scheduler'),
+    Route('delete_local_schedulers', 'DELETE', '/local_schedulers',          delete_rows, 'local_scheduler', OF),
+
+    Route('create_scheduled_compute_node',  'POST',   '/scheduled_compute_nodes',          create_row, 'scheduled_compute_node', '', 'ScheduledComputeNodesModel'),
+    Route('list_scheduled_compute_nodes',   'GET',    '/scheduled_compute_nodes',          list_rows, 'scheduled_compute_node',
+          OF + PAGE + 'scheduler_id:int scheduler_config_id:int status:str'),
+    Route('get_scheduled_compute_node',     'GET',    '/scheduled_compute_nodes/{row_id}', read_row, 'scheduled_compute_node'),
+    Route('update_scheduled_compute_node',  'PUT',    '/scheduled_compute_nodes/{row_id}', update_row, 'scheduled_compute_node', '', '?ScheduledComputeNodesModel'),
+    Route('delete_scheduled_compute_node',  'DELETE', '/scheduled_compute_nodes/{row_id}', delete_row, 'scheduled_compute_node'),
+    Route('delete_scheduled_compute_nodes', 'DELETE', '/scheduled_compute_nodes',          delete_rows, 'scheduled_compute_node', OF),
+
+    Route('create_workflow_action', 'POST', WF + '/actions',                   create_workflow_action, '', '', 'WorkflowActionModel'),
+    Route('get_workflow_actions',   'GET',  WF + '/actions',                   get_workflow_actions),
+    Route('get_pending_actions',    'GET',  WF + '/actions/pending',           get_pending_actions, '', 'trigger_type:[str]'),
+    Route('claim_action',           'POST', WF + '/actions/{action_id}/claim', claim_action, '', '', 'ClaimActionRequest'),
+)
+OPERATIONS = {route.name: route for route in ROUTES}
+BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/workflows/from_spec'))
+TEXT_PARAMETERS = frozenset(['status'])     # path parameters that are not integers
+
+
+def body_limit(path: str) -> int:
+    """How many bytes the body of a request to this path may have."""
+    return MAX_BULK_BODY_BYTES if path in BULK_PATHS else MAX_BODY_BYTES
+
+
+@functools.lru_cache(maxsize=None)
+def route_parts(route: Route) -> Tuple[str, ...]:
+    """Path of a route, cut at its slashes."""
+    return tuple(route.path.strip('/').split('/'))
+
+
+@functools.lru_cache(maxsize=None)
+def routes_by_shape() -> Dict[Tuple[int, str], List[Route]]:
+    """(number of parts, first part) -> routes, those with fewer parameters first."""
+    shapes = collections.defaultdict(list)  # type: Dict[Tuple[int, str], List[Route]]
+    for route in sorted(ROUTES, key=lambda route: route.path.count('{')):
+        parts = route_parts(route)
+        shapes[len(parts), parts[0]].append(route)
+    return dict(shapes)
+
+
+def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
+    """The route of a request and its path parameters. 404 for an unknown path, 405 for another method."""
+    parts = path[len(API_PREFIX):].strip('/').split('/') if path.startswith(API_PREFIX + '/') else ['']
+    route = match_route(method, tuple('0' if part.isdigit() else part for part in parts))
+    if route is None:
+        allowed = {other for other in ('DELETE', 'GET', 'POST', 'PUT') if match_route(other, tuple(parts))}
+        if allowed:
+            raise BadInput(f"{printable(path)} takes {', '.join(sorted(allowed))}, not {method}", http=405)
+        raise NotFound(f'there is nothing at {printable(path)}')
+    return route, {want[1:-1]: urllib.parse.unquote(part) for want, part in zip(route_parts(route), parts) if want[0] == '{'}
+
+
+@functools.lru_cache(maxsize=1000)
+def match_route(method: str, parts: Tuple[str, ...]) -> Optional[Route]:
+    """The route for the parts of a path, in which a number may stand for any other; None if there is none."""
+    for route in routes_by_shape().get((len(parts), parts[0]), ()):
+        if route.method == method and all(want == part or want[0] == '{' for want, part in zip(route_parts(route), parts)):
+            return route
+    return None
+
+
+def parse_parameter(name: str, kind: str, text: str) -> Any:
+    """A query or path parameter as a value."""
+    if kind == 'str':
+        check_str(name, text)
+        return text
+    if kind == 'bool' and text.lower() in ('true', 'false', '1', '0'):
+        return text.lower() in ('true', '1')
+    if kind == 'int' and re.match(r'[-+]?[0-9]{1,20}\Z', text):
+        check_int(name, int(text))
+        return int(text)
+    wanted = {'int': 'an integer', 'bool': 'true or false'}[kind]
+    raise BadInput(f'{name} must be {wanted}, not {printable(text)[:60]!r}', http=400, field=name)
+
+
+def parse_query(route: Route, query: str) -> Dict[str, Any]:
+    """Query parameters of a request as values; those that the route does not know are passed over, as in Torc."""
+    found = urllib.parse.parse_qs(query, keep_blank_values=True, errors='surrogateescape')
+    values = {}
+    for name, field in query_fields(route).items():
+        if name in found:
+            is_list = field.type[0] == '['
+            parsed = [parse_parameter(name, field.type.strip('[]'), text) for text in found[name]]
+            values[name] = parsed if is_list else parsed[-1]
+    return values
+
+
+@functools.lru_cache(maxsize=None)
+def query_fields(route: Route) -> Dict[str, ModelField]:
+    """Query parameters of a route."""
+    pairs = (item.split(':') for item in route.query.split())
+    return {name: ModelField(kind.rstrip('!'), kind.endswith('!')) for name, kind in pairs}
+
+
+def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
+    """A caller's parameters by the route's names: `id` may stand for the first one in the path. BadInput for unknown ones."""
+    in_path = [part[1:-1] for part in route_parts(route) if part[0] == '{']
+    if 'id' in parameters and in_path:
+        parameters = dict(parameters)
+        parameters.setdefault(in_path[0], parameters.pop('id'))
+    known = [*in_path, *query_fields(route)]
+    for name in parameters:
+        if name not in known:
+            raise BadInput(f'{route.name} has no parameter {name!r}' + did_you_mean(name, known) + '; it takes ' + (', '.join(known) or 'none'))
+    missing = [name for name in in_path if parameters.get(name) is None]
+    if missing:
+        raise BadInput(f"{route.name} needs {', '.join(missing)}")
+    return parameters
+
+
+def call_route(store: Store, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
+    """Check what was sent, and let the verb answer."""
+    for name, field in query_fields(route).items():
+        if field.is_required and parameters.get(name) is None:
+            raise BadInput(f'{name} is missing in the query of {route.name}', http=400, field=name)
+    arguments = {name: value for name, value in parameters.items() if value is not None}
+    for name, value in arguments.items():
+        if isinstance(value, str):
+            check_str(name, value)
+    if route.body:
+        is_optional = route.name == 'claim_action' and body is None
+        arguments['body'] = body if is_optional else check_body(route.body, body)
+    if 'status' in arguments and '{status}' in route.path and arguments['status'] not in STATUS_CODES:
+        raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}", field='status')
+    return route.verb(store, route.resource, **arguments) if route.resource else route.verb(store, **arguments)
+
+
+def check_body(model: str, body: Any) -> Any:
+    """What a route's verb gets of a body."""
+    if model != '-':
+        return check_model('', model.lstrip('?'), body, is_partial=model[0] == '?')
+    if not isinstance(body, (dict, list)):
+        raise wrong_type('the body', 'an object', body)
+    check_any('the body', body)
+    return body
+
+
+def call_operation(store: Store, name: str, parameters: Dict[str, Any], body: Any = None) -> Any:
+    """Answer an operation for a caller in this process. The caller holds a transaction. Raises TorcErrors."""
+    route = OPERATIONS[name]
+    with store.savepoint():
+        return call_route(store, route, name_parameters(route, parameters), body)
+
+
+def answer_request(store: Store, method: str, path: str, query: str, body: bytes, caller: str = '') -> Tuple[int, Any]:
+    """Answer a request in a savepoint of its own, within the caller's transaction. (HTTP status, value); never raises."""
+    store.caller = caller
+    try:
+        route, found = find_route(method, path)
+        parameters = {name: text if name in TEXT_PARAMETERS else parse_parameter(name, 'int', text) for name, text in found.items()}
+        parameters.update(parse_query(route, query))
+        value = parse_body(body) if route.body else None
+        with store.savepoint():
+            return 200, call_route(store, route, parameters, value)
+    except TorcError as error:
+        return error.http, format_error(error)
+    except sqlite3.IntegrityError:
+        return 422, format_error(Refused('the request refers to something that does not exist, or to what exists already'))
+    except sqlite3.Error as error:
+        explained = explain_database_error(error, store.path)
+        log.error('%s %s: %s', method, printable(path), explained.message)
+        return 503, format_error(explained)
+    except Exception:  # border: one request; a bug must not take the server and the other requests with it
+        log.error('%s %s failed; please report this bug\n%s', method, printable(path), traceback.format_exc())
+        return 500, {'error': {'error': 'InternalServerError', 'message': "a bug in torc.py; the server's log has the traceback"}}
+
+
+def parse_body(body: bytes) -> Any:
+    """A request's body as a value; nothing at all is null."""
+    if not body.strip():
+        return None
+    try:
+        return parse_json(body.decode('utf-8'))
+    except ValueError as error:     # of both: a UnicodeDecodeError is one
+        raise BadInput(f'the body is not JSON: {printable(str(error))}', http=400) from None
+
+
+def format_error(error: TorcError) -> Dict[str, Any]:
+    """An error as ErrorResponse."""
+    kind = {401: 'Unauthorized', 403: 'Forbidden', 404: 'NotFound', 409: 'Conflict'}.get(error.http, type(error).__name__)
+    return {'error': dict(error.details, error=kind, message=error.message)}
+
+
