@@ -2661,6 +2661,798 @@ class ApiTest(ServiceTest):
         self.assertEqual(0, self.call('list_events', workflow_id=workflow_id, category='min')['total_count'])
 
 
+# ======== 10. Server: one selector loop, HTTP framing, state files ========
+
+class ServerThread(threading.Thread):
+    """A torc.Server in a thread of the test, on a database of its own."""
+
+    def __init__(self, database: str, token: str = '') -> None:
+        super().__init__(daemon=True)
+        self.database, self.token = database, token
+        self.is_ready = threading.Event()
+        self.start()
+        assert self.is_ready.wait(20), 'the server did not start'
+
+    def run(self) -> None:
+        store = torc.Store(self.database)
+        listener = torc.open_listener('127.0.0.1', 0, True)
+        self.server = torc.Server(store, listener, self.token)
+        self.port = listener.getsockname()[1]
+        self.is_ready.set()
+        try:
+            self.server.serve_forever()
+        finally:
+            self.server.close()
+            store.close()
+
+    def stop(self) -> None:
+        """End it."""
+        self.server.stop()
+        self.join(10)
+
+    def connect(self) -> socket.socket:
+        """A client's socket."""
+        return socket.create_connection(('127.0.0.1', self.port), 10)
+
+    def ask(self, *parts: bytes) -> bytes:
+        """Send parts, one after the other, then read until the server has hung up or all is answered."""
+        with self.connect() as client:
+            for part in parts:
+                client.sendall(part)
+            client.shutdown(socket.SHUT_WR)
+            return read_all(client)
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Everything until the other side hangs up, however it does."""
+    found = b''
+    with contextlib.suppress(ConnectionResetError):
+        while True:
+            data = client.recv(65536)
+            if not data:
+                break
+            found += data
+    return found
+
+
+def read_answers(client: socket.socket, count: int) -> bytes:
+    """So many whole answers."""
+    found = b''
+    while len(re.findall(rb'(?s)\r\n\r\n', found)) < count or not is_whole(found):
+        data = client.recv(65536)
+        assert data, found
+        found += data
+    return found
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether the data ends with the end of an answer."""
+    while data:
+        head, _, rest = data.partition(b'\r\n\r\n')
+        length = re.search(rb'content-length: (\d+)', head)
+        size = int(length.group(1)) if length else 0
+        if len(rest) < size:
+            return False
+        data = rest[size:]
+    return True
+
+
+def statuses(data: bytes) -> List[int]:
+    """Statuses of all answers in the data."""
+    return [int(number) for number in re.findall(rb'HTTP/1\.1 (\d+) ', data)]
+
+
+def http_request(method: str = 'GET', path: str = '/torc-service/v1/ping', body: bytes = b'', version: str = '1.1', **fields: str) -> bytes:
+    """Bytes of a request. Fields by name, _ for -; host is there unless it is given as ''."""
+    fields = dict({'host': '127.0.0.1'}, **fields)
+    if body:
+        fields['content_length'] = str(len(body))
+    lines = ''.join(f'{name.replace("_", "-")}: {value}\r\n' for name, value in fields.items() if value)
+    return f'{method} {path} HTTP/{version}\r\n{lines}\r\n'.encode('latin-1') + body
+
+
+class FramingTest(unittest.TestCase):
+    """Heads of requests, as pure text."""
+
+    def test_a_head_is_cut_into_its_parts(self) -> None:
+        head = torc.parse_head(b'POST /a%20b?x=1&y=2 HTTP/1.1\r\nHost: h:1\r\nX-Odd:\r\nContent-LENGTH:  12 ')
+        self.assertEqual(('POST', '/a%20b', 'x=1&y=2', 12, True), (head.method, head.path, head.query, head.length, head.keeps_alive))
+        self.assertEqual({'host': 'h:1', 'x-odd': '', 'content-length': '12'}, head.fields)
+
+    def test_who_keeps_the_connection(self) -> None:
+        for line, fields, keeps in (('1.1', '', True), ('1.1', 'Connection: close', False), ('1.1', 'Connection: Keep-Alive', True),
+                                    ('1.0', '', False), ('1.0', 'Connection: keep-alive', True), ('1.1', 'Connection: Close, TE', False)):
+            with self.subTest(line=line, fields=fields):
+                data = f'GET / HTTP/{line}' + (f'\r\n{fields}' if fields else '')
+                self.assertEqual(keeps, torc.parse_head(data.encode()).keeps_alive)
+
+    def test_what_is_not_plain_http_is_refused_with_its_status(self) -> None:
+        cases = (
+            (400, 'GET /'), (400, 'GET / HTTP/2.0'), (400, 'get / HTTP/1.1'), (400, 'GET  / HTTP/1.1'), (400, 'GET http://h/ HTTP/1.1'),
+            (400, 'GET /\xe9 HTTP/1.1'), (400, 'PRI * HTTP/2.0'), (400, 'OPTIONS * HTTP/1.1'), (400, 'GET / HTTP/1.1 '),
+            (400, 'GET / HTTP/1.1\r\nno colon'), (400, 'GET / HTTP/1.1\r\nblank before : 1'), (400, 'GET / HTTP/1.1\r\na: 1\r\n folded'),
+            (400, 'GET / HTTP/1.1\r\n: nameless'), (400, 'GET / HTTP/1.1\r\na: nul\0'), (400, 'GET / HTTP/1.1\r\na: bare\ncr: 1'),
+            (400, 'GET / HTTP/1.1\r\na: bare\rcr: 1'), (400, 'GET / HTTP/1.1\r\nhost: a\r\nHOST: b'),
+            (400, 'GET / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 1'), (400, 'GET / HTTP/1.1\r\ncontent-length: -1'),
+            (400, 'GET / HTTP/1.1\r\ncontent-length: +1'), (400, 'GET / HTTP/1.1\r\ncontent-length: 1, 1'),
+            (400, 'GET / HTTP/1.1\r\ncontent-length: 0x10'), (400, 'GET / HTTP/1.1\r\ncontent-length: 99999999999'),
+            (400, 'GET / HTTP/1.1\r\ncontent-length: \xb2'), (400, 'GET / HTTP/1.1\r\ncontent-length:'),
+            (501, 'POST / HTTP/1.1\r\ntransfer-encoding: chunked'), (501, 'POST / HTTP/1.1\r\ncontent-length: 3\r\nTransfer-Encoding: x'),
+            (431, 'GET / HTTP/1.1' + '\r\na: 1' * 101))
+        for status, text in cases:
+            with self.subTest(text=text[:60]), self.assertRaises(torc.BadInput) as caught:
+                torc.parse_head(text.encode('latin-1'))
+            self.assertEqual(status, caught.exception.http, text[:60])
+
+    def test_an_answer_is_one_piece_and_not_to_be_cached_framed_or_sniffed(self) -> None:
+        self.assertEqual(
+            b'HTTP/1.1 200 OK\r\nx-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
+            b'content-type: application/json\r\ncontent-length: 2\r\n\r\n{}', torc.format_answer(200, b'{}'))
+        self.assertNotIn(b'content-type:', torc.format_answer(200, b''))
+
+
+class AccessTest(unittest.TestCase):
+    """Who may ask, decided on a head alone."""
+    TOKEN = 'T' * 43
+
+    def verdict(self, path: str = '/x', token: str = TOKEN, method: str = 'GET', **fields: str) -> int:
+        """200, or the status of the refusal."""
+        head = torc.parse_head(http_request(method, path, **fields)[:-4])
+        try:
+            torc.check_access(head, token.encode(), {'127.0.0.1', '::1', 'localhost', 'node1'})
+        except torc.TorcError as error:
+            return error.http
+        return 200
+
+    def test_the_token_opens_as_bearer_and_as_password_of_anybody(self) -> None:
+        basic = base64.b64encode(f'anybody:{self.TOKEN}'.encode()).decode()
+        for field, status in ((f'Bearer {self.TOKEN}', 200), (f'bearer {self.TOKEN}', 200), (f'Basic {basic}', 200), ('', 401),
+                              ('Bearer', 401), (f'Bearer {self.TOKEN}x', 401), (f'Bearer {self.TOKEN[1:]}', 401), ('Basic ???', 401),
+                              (f'Digest {self.TOKEN}', 401), ('Basic ' + base64.b64encode(self.TOKEN.encode()).decode(), 401), (self.TOKEN, 401)):
+            with self.subTest(field=field):
+                self.assertEqual(status, self.verdict(authorization=field))
+
+    def test_every_method_needs_it_and_only_healthz_does_not(self) -> None:
+        for method in ('GET', 'HEAD', 'POST', 'PUT', 'DELETE', 'PATCH', 'OPTIONS', 'TRACE', 'CONNECT', 'BREW'):
+            self.assertEqual(401, self.verdict(method=method))
+            self.assertEqual(200, self.verdict(method=method, token=''))
+        self.assertEqual(200, self.verdict('/healthz'))
+        for path in ('/healthz/', '/Healthz', '/healthz/..', '//healthz', '/%68ealthz'):
+            self.assertEqual(401, self.verdict(path))
+
+    def test_only_our_own_names_are_answered_to(self) -> None:
+        for host, status in (('127.0.0.1:8080', 200), ('localhost', 200), ('LOCALHOST.:1', 200), ('[::1]:80', 200), ('node1:9', 200), ('', 400),
+                             ('evil.example', 403), ('127.0.0.1.evil.example', 403), ('localhost:port', 400), ('[::1', 400), ('a b', 403),
+                             ('127.0.0.2', 403), ('::1', 400)):
+            with self.subTest(host=host):
+                self.assertEqual(status, self.verdict(host=host, token=''))
+                self.assertEqual(status, self.verdict('/healthz', host=host))
+
+    def test_pages_of_other_sites_are_refused(self) -> None:
+        for fields, status in (({'origin': 'http://127.0.0.1:80', 'host': '127.0.0.1:80'}, 200), ({'origin': 'http://127.0.0.1:81', 'host': '127.0.0.1:80'}, 403),
+                               ({'origin': 'null'}, 403), ({'origin': 'https://127.0.0.1'}, 403), ({'sec_fetch_site': 'same-origin'}, 200),
+                               ({'sec_fetch_site': 'none'}, 200), ({'sec_fetch_site': 'cross-site'}, 403), ({'sec_fetch_site': 'same-site'}, 403)):
+            with self.subTest(fields=fields):
+                self.assertEqual(status, self.verdict(token='', **fields))
+
+
+class StateFilesTest(WorldTest):
+    """Token, connection file, directories."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        os.chmod(self.world.directory, 0o700)
+        self.database = self.world.path('torc.db')
+
+    def test_a_token_is_made_once_and_is_private(self) -> None:
+        path = self.database + '.token'
+        mask = os.umask(0)
+        self.addCleanup(os.umask, mask)
+        token = torc.keep_token(path)
+        self.assertRegex(token, r'\A[0-9A-Za-z_-]{43}\Z')
+        self.assertEqual(0o600, os.stat(path).st_mode & 0o777)
+        self.assertEqual(token, torc.keep_token(path))
+        self.assertNotEqual(token, torc.keep_token(path, is_new=True))
+
+    def test_a_token_file_that_others_may_know_is_refused(self) -> None:
+        path = self.database + '.token'
+        torc.keep_token(path)
+        os.chmod(path, 0o640)
+        self.assertRaisesRegex(torc.Denied, 'not a private file', torc.read_token, path)
+        os.chmod(path, 0o600)
+        os.link(path, path + '2')
+        self.assertRaisesRegex(torc.Denied, 'not a private file', torc.read_token, path)
+        os.unlink(path)
+        os.symlink(path + '2', path)
+        self.assertRaisesRegex(torc.Denied, 'cannot read', torc.read_token, path)
+        os.unlink(path)
+        os.mkfifo(path, 0o600)
+        self.assertRaisesRegex(torc.Denied, 'not a private file', torc.read_token, path)
+        self.assertRaisesRegex(torc.Denied, 'no token file', torc.read_token, path + '3')
+
+    def test_a_directory_that_others_may_change_is_refused(self) -> None:
+        place = self.world.path('shared', 'torc.db')
+        os.mkdir(os.path.dirname(place))
+        for mode, is_good in ((0o700, True), (0o755, True), (0o777, False), (0o757, False), (0o1777, True)):
+            os.chmod(os.path.dirname(place), mode)
+            with self.subTest(mode=oct(mode)):
+                if is_good:
+                    torc.prepare_database_directory(place)
+                else:
+                    self.assertRaisesRegex(torc.Denied, 'chmod go-w', torc.prepare_database_directory, place)
+        torc.prepare_database_directory(self.world.path('new', 'er', 'torc.db'))
+        self.assertEqual(0o700, os.stat(self.world.path('new', 'er')).st_mode & 0o777)
+        self.world.write('file', '')
+        self.assertRaisesRegex(torc.BadInput, 'cannot make the directory', torc.prepare_database_directory, self.world.path('file', 'torc.db'))
+
+    def test_a_connection_file_counts_while_its_process_lives(self) -> None:
+        options = torc.ServerOptions(self.database)
+        with torc.connection_file(options, ['http://127.0.0.1:1/torc-service/v1']):
+            found = torc.read_connection_file(self.database)
+            self.assertEqual(0o600, os.stat(self.database + '.connection').st_mode & 0o777)
+            self.assertEqual((os.getpid(), 'http://127.0.0.1:1/torc-service/v1', self.database + '.token'),
+                             (found['pid'], found['url'], found['token_file']))
+            for change, lives in (({'start_ticks': found['start_ticks'] + 1}, False), ({'boot_id': 'other'}, False), ({'pid': 2 ** 22 + 5}, False),
+                                  ({'pid': None}, False), ({'host': 'elsewhere'}, None), ({}, True)):
+                self.assertIs(lives, torc.process_lives(dict(found, **change)))
+        self.assertIsNone(torc.read_connection_file(self.database))
+        self.assertFalse(os.path.exists(self.database + '.connection'))
+
+    def test_only_its_writer_removes_a_connection_file(self) -> None:
+        with torc.connection_file(torc.ServerOptions(self.database), ['http://127.0.0.1:1']):
+            torc.write_atomically(self.database + '.connection', torc.format_json(
+                dict(torc.describe_process(), url='http://127.0.0.1:2', server_id='another')).encode())
+        self.assertEqual('another', torc.read_connection_file(self.database)['server_id'])
+
+    def test_a_damaged_connection_file_names_the_cure(self) -> None:
+        for text in ('', '{', '[]', '{"url": 1}'):
+            torc.write_atomically(self.database + '.connection', text.encode())
+            self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.read_connection_file, self.database)
+
+    def test_nobody_but_this_machine_is_let_in_without_a_token(self) -> None:
+        self.assertRaisesRegex(torc.BadInput, '--no-auth', torc.open_listener, '0.0.0.0', 0, False)
+        torc.open_listener('127.0.0.1', 0, False).close()
+        with contextlib.closing(torc.open_listener('127.0.0.1', 0, True)) as listener:
+            self.assertFalse(listener.get_inheritable())
+            self.assertRaisesRegex(torc.Conflict, '--port 0 takes any free one', torc.open_listener, '127.0.0.1', listener.getsockname()[1], True)
+        self.assertRaisesRegex(torc.BadInput, 'no address', torc.open_listener, 'no such name', 0, True)
+        self.assertRaises(torc.TorcError, torc.open_listener, '127.0.0.1', 70000, True)
+
+
+class LeaseTest(WorldTest):
+    """The lease beside a database on a network file system."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.database = self.world.path('torc.db')
+        self.now = 1000.0
+
+    def lease(self, **changes: Any) -> Any:
+        """A lease by the test's clock, of this process or of one described by changes."""
+        lease = torc.Lease(self.database, lambda: self.now)
+        lease.mine.update(changes)
+        return lease
+
+    def test_one_holds_it_until_it_gives_it_back(self) -> None:
+        first = self.lease()
+        first.take()
+        self.assertEqual(0o600, os.stat(self.database + '.lease').st_mode & 0o777)
+        self.assertRaisesRegex(torc.Conflict, f'process {os.getpid()} on host', self.lease().take)
+        first.release()
+        second = self.lease()
+        second.take()
+        first.release()     # not its own any more
+        self.assertEqual(second.mine['id'], second.read()['id'])
+
+    def test_a_dead_process_of_this_host_loses_it_at_once(self) -> None:
+        self.lease(start_ticks=1).take()
+        heir = self.lease()
+        heir.take()
+        self.assertEqual((heir.mine['id'], 2), (heir.read()['id'], heir.read()['generation']))
+        self.assertFalse(os.path.exists(self.database + '.lease.takeover'))
+
+    def test_another_host_loses_it_after_three_periods_of_silence_by_our_clock(self) -> None:
+        holder = self.lease(host='elsewhere')
+        holder.take()
+        heir, pauses = self.lease(), []
+        sleep, torc.time.sleep = torc.time.sleep, lambda pause_s: (pauses.append(pause_s), self.pass_time(holder, len(pauses)))
+        self.addCleanup(setattr, torc.time, 'sleep', sleep)
+        heir.take(wait_s=60)
+        self.assertAlmostEqual(5 + 30, self.now - 1000, delta=1.5)
+        self.assertRaisesRegex(torc.Conflict, 'taken the database over', holder.renew)
+        heir.renew()
+
+    def pass_time(self, holder: Any, count: int) -> None:
+        """A second goes by; in the fifth the holder gives a last sign."""
+        self.now += 1
+        if count == 5:
+            holder.write()
+
+    def test_a_person_may_take_it_over(self) -> None:
+        self.lease(host='elsewhere').take()
+        self.assertRaises(torc.Conflict, self.lease().take)
+        heir = self.lease()
+        heir.take(takes_over=True)
+        self.assertEqual(heir.mine['id'], heir.read()['id'])
+
+    def test_it_is_renewed_once_a_period(self) -> None:
+        lease = self.lease()
+        lease.take()
+        for seconds, renewals in ((9, 0), (2, 1), (9, 1), (11, 2)):
+            self.now += seconds
+            lease.renew()
+            self.assertEqual(renewals, lease.read()['renewals'])
+
+    def test_a_disk_that_is_full_for_a_moment_does_not_lose_it(self) -> None:
+        def fail(*_: Any) -> None:
+            raise OSError(28, 'No space left on device')
+
+        lease = self.lease()
+        lease.take()
+        write, torc.write_atomically = torc.write_atomically, fail
+        self.addCleanup(setattr, torc, 'write_atomically', write)
+        self.now += 15
+        lease.renew()
+        self.now += 10
+        self.assertRaisesRegex(torc.Conflict, 'could not be renewed.*No space left', lease.renew)
+
+    def test_a_database_on_a_network_file_system_gets_one(self) -> None:
+        kind, torc.LOCAL_FILESYSTEMS = torc.LOCAL_FILESYSTEMS, frozenset()
+        self.addCleanup(setattr, torc, 'LOCAL_FILESYSTEMS', kind)
+        store, lease = torc.hold_database(self.database)
+        self.assertTrue(os.path.exists(self.database + '.lease'))
+        self.assertRaises(torc.Conflict, torc.hold_database, self.database)
+        store.close()
+        lease.release()
+        self.assertFalse(os.path.exists(self.database + '.lease'))
+
+
+class ServerTest(WorldTest):
+    """The loop, on real sockets."""
+    TOKEN = ''
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.server = ServerThread(self.world.path('torc.db'), self.TOKEN)
+        self.addCleanup(self.server.stop)       # before the world's own end
+        logging.getLogger('torc').setLevel(logging.CRITICAL)
+        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
+
+    def set_constant(self, name: str, value: Any) -> None:
+        """Another value for a constant of torc, in this test."""
+        self.addCleanup(setattr, torc, name, getattr(torc, name))
+        setattr(torc, name, value)
+
+    def test_requests_follow_each_other_on_one_connection(self) -> None:
+        with self.server.connect() as client:
+            for _ in range(3):
+                client.sendall(http_request())
+                answer = read_answers(client, 1)
+                self.assertTrue(answer.startswith(b'HTTP/1.1 200 OK\r\n') and answer.endswith(b'\r\n\r\n{"status":"ok"}'), answer)
+
+    def test_pipelined_requests_are_answered_in_their_order(self) -> None:
+        body = b'{"name": "w%d", "user": "u"}'
+        data = b''.join(http_request('POST', '/torc-service/v1/workflows', body % number) for number in range(20))
+        with self.server.connect() as client:
+            client.sendall(data)
+            answer = read_answers(client, 20)
+        self.assertEqual([b'w%d' % number for number in range(20)], re.findall(rb'"name":"(w\d+)"', answer))
+
+    def test_a_flood_of_pipelined_requests_is_bounded(self) -> None:
+        requests, count = http_request() * 500, 10
+        with self.server.connect() as client:
+            for _ in range(count):
+                client.sendall(requests)
+            self.assertEqual([200] * 500 * count, statuses(read_answers(client, 500 * count)))
+        self.assertTrue(all(len(one.received) < 200000 for one in self.server.server.connections))
+
+    def test_bytes_may_come_one_by_one(self) -> None:
+        data = b'\r\n' + http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')
+        answer = self.server.ask(*[data[index:index + 1] for index in range(len(data))])
+        self.assertEqual([200], statuses(answer))
+
+    def test_http_1_0_and_close_end_the_connection(self) -> None:
+        for request in (http_request(version='1.0'), http_request(connection='close')):
+            with self.server.connect() as client:
+                client.sendall(request)
+                answer = read_all(client)   # until the server hangs up
+            self.assertIn(b'\r\nconnection: close\r\n', answer)
+            self.assertTrue(answer.endswith(b'{"status":"ok"}'))
+
+    def test_head_answers_without_the_body(self) -> None:
+        answer = self.server.ask(http_request('HEAD'))
+        self.assertTrue(answer.endswith(b'content-length: 15\r\n\r\n'), answer)
+
+    def test_other_methods_are_4xx(self) -> None:
+        for method in ('OPTIONS', 'PATCH', 'TRACE', 'BREW'):
+            self.assertEqual([405], statuses(self.server.ask(http_request(method))))
+        self.assertEqual([404], statuses(self.server.ask(http_request(path='/nowhere'))))
+
+    def test_who_expects_100_is_told_to_go_on(self) -> None:
+        body = b'{"name":"w","user":"u"}'
+        request = http_request('POST', '/torc-service/v1/workflows', body, expect='100-continue')
+        with self.server.connect() as client:
+            client.sendall(request[:-len(body)])
+            self.assertEqual(b'HTTP/1.1 100 Continue\r\n\r\n', client.recv(1000))
+            client.sendall(body)
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.assertEqual([417], statuses(self.server.ask(http_request(expect='wonders'))))
+
+    def test_a_body_too_large_is_refused_before_it_comes(self) -> None:
+        head = http_request('POST', '/torc-service/v1/workflows', content_length=str(torc.MAX_BODY_BYTES + 1), expect='100-continue')
+        with self.server.connect() as client:
+            client.sendall(head)
+            self.assertEqual([413], statuses(read_all(client)))
+        with self.server.connect() as client:   # and one that does not wait for leave still gets to read why
+            client.sendall(http_request('POST', '/torc-service/v1/workflows', b'x' * (torc.MAX_BODY_BYTES + 1)))
+            self.assertEqual([413], statuses(read_all(client)))
+
+    def test_rubbish_is_answered_and_cut_off(self) -> None:
+        for status, data in ((400, b'\x16\x03\x01\x02\x00\x01\x00'), (400, b'\0' * 100), (414, b'GET /' + b'x' * 20000), (400, b'GET / HTTP/1.1\nHost: x\n\r\n\r\n'),
+                             (431, b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000), (431, http_request(path='/', x='y' * 70000)),
+                             (501, http_request('POST', '/', transfer_encoding='chunked') + b'5\r\nGET /\r\n0\r\n\r\n')):
+            with self.subTest(data=data[:30]):
+                with self.server.connect() as client:
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        client.sendall(data)
+                    self.assertEqual([status], statuses(read_all(client)))
+        self.assertEqual([200], statuses(self.server.ask(http_request())))
+
+    def test_a_request_that_does_not_arrive_ends_in_time_and_a_quiet_connection_stays(self) -> None:
+        self.set_constant('CLIENT_DEADLINE_S', 0.2)
+        with self.server.connect() as quiet:
+            quiet.sendall(http_request())
+            read_answers(quiet, 1)
+            for part in (b'GET', http_request()[:-2], http_request('POST', '/', b'body')[:-2]):
+                with self.server.connect() as slow:
+                    slow.sendall(part)
+                    self.assertEqual([408], statuses(read_all(slow)))
+            quiet.sendall(http_request())
+            self.assertEqual([200], statuses(read_answers(quiet, 1)))
+
+    def test_a_reader_that_does_not_read_is_given_up_and_holds_up_nobody(self) -> None:
+        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1000000}}).encode()
+        self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+        for _ in range(20):
+            self.assertEqual([200], statuses(self.server.ask(http_request('POST', '/torc-service/v1/events', body))))
+        self.set_constant('CLIENT_DEADLINE_S', 0.5)
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(('127.0.0.1', self.server.port))
+            slow.sendall(http_request(path='/torc-service/v1/events?workflow_id=1') * 2)
+            self.assertEqual([200], statuses(self.server.ask(http_request())))
+            self.world.wait(lambda: not self.server.server.connections, 20, 'the slow reader to be dropped')
+
+    def test_a_patient_reader_gets_all_of_a_large_answer(self) -> None:
+        self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1500000}}).encode()
+        for _ in range(4):
+            self.server.ask(http_request('POST', '/torc-service/v1/events', body))
+        answer = self.server.ask(http_request(path='/torc-service/v1/events?workflow_id=1') + http_request())
+        self.assertEqual([200, 200], statuses(answer))
+        self.assertGreater(len(answer), 6000000)
+
+    def test_a_client_that_is_gone_before_the_answer_harms_nobody(self) -> None:
+        for _ in range(30):
+            with self.server.connect() as client:
+                client.sendall(http_request() * 3)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))     # a reset, not an end
+        self.assertEqual([200], statuses(self.server.ask(http_request())))
+        self.world.wait(lambda: not self.server.server.connections, 10, 'the connections to be forgotten')
+
+    def test_many_may_knock_at_once(self) -> None:
+        clients = [self.server.connect() for _ in range(300)]
+        for client in clients:
+            client.sendall(http_request())
+        for client in clients:
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+            client.close()
+
+    def test_a_span_id_comes_back_unless_it_is_odd(self) -> None:
+        self.assertIn(b'\r\nx-span-id: ab-12\r\n', self.server.ask(http_request(x_span_id='ab-12')))
+        self.assertNotIn(b'x-span-id', self.server.ask(http_request(x_span_id='a b\x80')))
+
+
+class TokenServerTest(WorldTest):
+    """A server with a token."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.token = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
+        self.server = ServerThread(self.world.path('torc.db'), self.token)
+        self.addCleanup(self.server.stop)
+
+    def test_nothing_is_answered_without_it_on_any_route_and_method(self) -> None:
+        paths = [torc.API_PREFIX + re.sub(r'\{\w+\}', '1', route.path) for route in torc.ROUTES] + ['/', '/nowhere', torc.API_PREFIX]
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                for method in ('GET', 'POST', 'PUT', 'DELETE', 'HEAD', 'OPTIONS', 'PATCH'):
+                    client = stack.enter_context(self.server.connect())
+                    client.sendall(http_request(method, path))
+                    answer = read_all(client)
+                    self.assertEqual([401], statuses(answer), (method, path))
+                    client.close()
+        self.assertIn(b'\r\nwww-authenticate: Basic', answer)
+        self.assertNotIn(b'access-control', answer.lower())
+        self.assertEqual([200], statuses(self.server.ask(http_request(authorization=f'Bearer {self.token}'))))
+
+    def test_a_body_is_not_waited_for_from_a_stranger(self) -> None:
+        with self.server.connect() as client:
+            client.sendall(http_request('POST', '/torc-service/v1/workflows', content_length='1000'))
+            self.assertEqual([401], statuses(read_all(client)))
+
+    def test_healthz_is_free_and_proves_who_it_is(self) -> None:
+        self.assertTrue(self.server.ask(http_request(path='/healthz')).endswith(b'\r\n\r\n{"status":"ok"}'))
+        answer = self.server.ask(http_request(path='/healthz?challenge=abc', host='127.0.0.1:99'))
+        self.assertTrue(answer.endswith(f'"proof":"{torc.prove_token(self.token.encode(), "abc", self.server.port)}"}}'.encode()), answer)
+        self.assertNotEqual(torc.prove_token(self.token.encode(), 'abc', 1), torc.prove_token(self.token.encode(), 'abc', 2))
+
+
+class CountingStore:
+    """A store that counts its transactions, and may fail at their ends."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.writes, self.reads, self.failures = store, 0, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """As the store's, but failures go first."""
+        with self.store.transaction():
+            yield
+            self.writes += 1
+            if self.failures:
+                self.failures -= 1
+                raise sqlite3.OperationalError('database or disk is full')
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """As the store's."""
+        with self.store.reading():
+            yield
+            self.reads += 1
+
+
+class TurnTest(WorldTest):
+    """Turns of the loop, one by one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.store = CountingStore(torc.Store(self.world.path('torc.db')))
+        self.server = torc.Server(self.store, torc.open_listener('127.0.0.1', 0, True), tick=lambda store: False)
+        self.addCleanup(self.store.close)
+        self.addCleanup(self.server.close)
+        self.server.on_clock(time.monotonic() + 1)    # the first tick
+        self.store.writes = 0
+        self.clients = [socket.create_connection(self.server.listener.getsockname(), 10) for _ in range(10)]
+        for client in self.clients:
+            self.addCleanup(client.close)
+        self.server.on_accept(0)
+        logging.getLogger('torc').setLevel(logging.CRITICAL)
+        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
+
+    def ask_all(self, request: bytes) -> List[int]:
+        """Statuses of answers to the same request from every client, sent before one turn."""
+        for client in self.clients:
+            client.sendall(request)
+        self.server.turn()
+        return [status for client in self.clients for status in statuses(read_answers(client, 1))]
+
+    def test_requests_of_one_turn_share_a_transaction(self) -> None:
+        self.assertEqual([200] * 10, self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')))
+        self.assertEqual((1, 0), (self.store.writes, self.store.reads))
+        self.assertEqual(10, self.store.value('SELECT count(*) FROM workflow'))
+
+    def test_a_turn_of_readers_writes_nothing(self) -> None:
+        self.assertEqual([200] * 10, self.ask_all(http_request()))
+        self.assertEqual((0, 1), (self.store.writes, self.store.reads))
+
+    def test_a_bad_request_leaves_the_others_alone(self) -> None:
+        self.clients[0].sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":1}'))
+        self.clients[1].sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+        self.server.turn()
+        self.assertEqual([[422], [200]], [statuses(read_answers(client, 1)) for client in self.clients[:2]])
+        self.assertEqual(1, self.store.writes)
+
+    def test_when_a_commit_fails_nobody_is_told_that_it_is_done(self) -> None:
+        self.store.failures = 100
+        self.assertEqual([503] * 10, self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')))
+        self.assertEqual(0, self.store.value('SELECT count(*) FROM workflow'))
+
+    def test_requests_that_cannot_be_done_together_are_tried_alone(self) -> None:
+        self.store.failures = 2
+        self.assertEqual([200] * 9 + [503], sorted(self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))))
+        self.assertEqual(9, self.store.value('SELECT count(*) FROM workflow'))
+
+    def test_the_loop_sleeps_when_there_is_nothing_to_do(self) -> None:
+        self.assertIsNone(self.server.wait_s())
+        self.ask_all(http_request())
+        self.assertGreater(self.server.wait_s(), 4)     # the service looks at its clock 5 s after a request
+        self.clients[0].sendall(b'GET')
+        self.server.turn()
+        self.assertLess(self.server.sweep_at, time.monotonic() + torc.CLIENT_DEADLINE_S)
+
+    def test_without_descriptors_it_neither_ends_nor_spins(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        late = [socket.socket() for _ in range(3)]
+        for client in late:
+            self.addCleanup(client.close)
+        lowest = os.dup(0)
+        os.close(lowest)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        for client in late:
+            client.connect(self.server.listener.getsockname())
+        self.server.turn()
+        self.assertEqual(b'', late[0].recv(10))         # refused, not left to wait
+        self.assertGreater(self.server.wait_s(), 0)     # the other two knock on, unheard
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        late[1].sendall(http_request())
+        self.world.wait(lambda: self.server.turn() or len(self.server.connections) == 12, 10, 'the others to be let in')
+
+
+class ServeTest(WorldTest):
+    """`torc.py serve`, from outside."""
+
+    def test_it_says_one_line_and_ends_cleanly_with_a_signal(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            url = self.world.serve('--db', 'my.db')
+            self.assertEqual([f'torc: serving {url}'], self.world.server.lines())
+            self.assertEqual(url, torc.read_connection_file(self.world.path('my.db'))['url'])
+            self.world.server.send(number)
+            outcome = self.assertExit(0, self.world.server.finish(10))
+            self.assertEqual(1, outcome.out.count('\n'))
+            self.assertEqual({'my.db', 'my.db.token'}, set(os.listdir(self.world.directory)))
+
+    def test_a_second_one_is_refused_and_one_after_a_kill_is_not(self) -> None:
+        self.world.serve('--db', 'my.db')
+        port = torc.parse_url(self.world.url).port
+        self.assertExit(4, self.world.cli('serve', '--db', 'my.db', '--port', 0), 'in use by another torc.py')
+        self.assertExit(4, self.world.cli('serve', '--db', 'your.db', '--port', port), '--port 0 takes any free one')
+        self.world.server.kill()
+        self.assertIsNone(torc.read_connection_file(self.world.path('my.db')))
+        self.world.serve('--db', 'my.db', '--port', port)
+
+    def test_the_token_stays_unless_a_new_one_is_wanted(self) -> None:
+        tokens = []
+        for flags in ((), (), ('--new-token',)):
+            self.world.serve('--db', 'my.db', *flags)
+            tokens.append(torc.read_token(self.world.path('my.db.token')))
+            self.world.server.send(signal.SIGTERM)
+            self.world.server.finish(10)
+        self.assertEqual(tokens[0], tokens[1])
+        self.assertNotEqual(tokens[1], tokens[2])
+
+    def test_without_a_token_on_this_machine_only(self) -> None:
+        self.assertExit(2, self.world.cli('serve', '--no-auth', '--host', '0.0.0.0', '--port', 0), '--no-auth would let everybody')
+        self.world.serve('--no-auth', '--db', 'my.db')
+        client = self.world.connect(db=self.world.path('my.db'))
+        self.assertEqual({'status': 'ok'}, client.ping())
+        client.close()
+
+    def test_other_machines_reach_it_by_its_names(self) -> None:
+        self.world.serve('--host', '0.0.0.0', '--db', 'my.db')
+        found = torc.read_connection_file(self.world.path('my.db'))
+        self.assertIn(socket.gethostname(), found['url'])
+        port = torc.parse_url(found['url']).port
+        for host, status in ((socket.gethostname(), 200), ('evil.example', 403), ('localhost', 200)):
+            with socket.create_connection(('127.0.0.1', port), 10) as client:
+                client.sendall(http_request(path='/healthz', host=f'{host}:{port}', connection='close'))
+                self.assertEqual([status], statuses(read_all(client)), host)
+
+
+class EmbeddedTest(WorldTest):
+    """Servers that are forked by the first who needs one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        os.chmod(self.world.directory, 0o755)
+        self.database = self.world.path('torc_output', 'torc.db')
+        self.addCleanup(self.end_server)
+
+    def end_server(self) -> None:
+        """Nothing is left, whatever happened."""
+        found = torc.read_connection_file(self.database)
+        if found:
+            os.kill(found['pid'], signal.SIGTERM)
+            self.world.wait(lambda: not torc.process_lives(found), 10, 'the embedded server to end')
+
+    def start_server(self) -> Dict[str, Any]:
+        """Start one; what its connection file says."""
+        self.assertTrue(torc.start_embedded_server(self.database))
+        return torc.read_connection_file(self.database)
+
+    def hold(self, found: Dict[str, Any]) -> socket.socket:
+        """A connection that keeps it."""
+        address = torc.parse_url(found['url'])
+        client = socket.create_connection((address.host, address.port), 10)
+        self.addCleanup(client.close)
+        client.sendall(http_request(path='/healthz'))
+        read_answers(client, 1)
+        return client
+
+    def test_it_lets_go_of_everything_that_was_the_callers(self) -> None:
+        reader, writer = os.pipe()
+        os.set_inheritable(writer, True)
+        found = self.start_server()
+        os.close(writer)
+        readable, _, _ = select.select([reader], [], [], 10)
+        self.assertTrue(readable and os.read(reader, 1) == b'', 'it holds a pipe of the caller')
+        os.close(reader)
+        proc = f'/proc/{found["pid"]}'
+        need('proc', os.path.isdir(proc), 'looks into /proc')
+        self.assertNotEqual(os.getsid(0), os.getsid(found['pid']))
+        self.assertNotEqual(os.getpid(), int(read_text(proc + '/stat').rpartition(')')[2].split()[1]))
+        self.assertEqual('/', os.readlink(proc + '/cwd'))
+        places = {int(number): os.readlink(f'{proc}/fd/{number}') for number in os.listdir(proc + '/fd')}
+        self.assertEqual(['/dev/null', '/dev/null', self.database + '.log'], [places[number] for number in range(3)])
+        known = ('/dev/null', 'socket:', 'anon_inode:', self.database)
+        self.assertEqual([], [place for place in places.values() if not place.startswith(known)])
+
+    def test_its_files_are_private_and_hold_the_token_in_one_place(self) -> None:
+        self.start_server()
+        self.assertEqual(0o700, os.stat(os.path.dirname(self.database)).st_mode & 0o777)
+        token = torc.read_token(self.database + '.token')
+        for name in os.listdir(os.path.dirname(self.database)):
+            path = os.path.join(os.path.dirname(self.database), name)
+            self.assertEqual(0o600, os.stat(path).st_mode & 0o777, name)
+            with open(path, 'rb') as file:
+                self.assertEqual(name.endswith('.token'), token.encode() in file.read(), name)
+
+    def test_it_leaves_when_its_last_client_has_left(self) -> None:
+        found = self.start_server()
+        first, second = self.hold(found), self.hold(found)
+        first.close()
+        select.select([], [], [], 2 * torc.EMBEDDED_GRACE_S)
+        self.assertTrue(torc.process_lives(found))
+        second.close()
+        self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
+        self.assertEqual({'torc.db', 'torc.db.log', 'torc.db.token'}, set(os.listdir(os.path.dirname(self.database))))
+
+    def test_a_signal_ends_it_cleanly(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            found = self.start_server()
+            self.hold(found)
+            os.kill(found['pid'], number)
+            self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
+            self.assertEqual({'torc.db', 'torc.db.log', 'torc.db.token'}, set(os.listdir(os.path.dirname(self.database))))
+
+    def test_one_that_was_killed_is_replaced(self) -> None:
+        found = self.start_server()
+        token = torc.read_token(found['token_file'])
+        os.kill(found['pid'], signal.SIGKILL)
+        self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to die')
+        self.assertTrue(os.path.exists(self.database + '.connection'))
+        self.assertIsNone(torc.read_connection_file(self.database))
+        self.assertNotEqual(found['pid'], self.start_server()['pid'])
+        self.assertEqual(token, torc.read_token(found['token_file']))
+
+    def test_a_second_one_is_not_needed(self) -> None:
+        found = self.start_server()
+        self.assertFalse(torc.start_embedded_server(self.database))
+        self.assertEqual(found['pid'], torc.read_connection_file(self.database)['pid'])
+        self.assertNotIn('Traceback', read_text(self.database + '.log'))
+
+    def test_why_it_did_not_start_is_told(self) -> None:
+        os.mkdir(os.path.dirname(self.database), 0o700)
+        with open(self.database, 'w') as file:
+            file.write('this is no database\n' * 100)
+        with self.assertRaisesRegex(torc.Unreachable, 'is not a torc.py database'):
+            torc.start_embedded_server(self.database)
+
+    def test_its_clients_ctrl_c_does_not_reach_it(self) -> None:
+        script = ("import sys, os, signal; sys.path.insert(0, sys.argv[1]); import torc; torc.start_embedded_server(sys.argv[2]);"
+                  "os.killpg(0, signal.SIGINT)")
+        process = subprocess.Popen([sys.executable, '-B', '-c', script, HERE, self.database], start_new_session=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process.communicate(timeout=30)     # returns, for nobody holds the pipes any more
+        found = torc.read_connection_file(self.database)
+        self.assertTrue(torc.process_lives(found))
+        self.hold(found)
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

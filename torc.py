@@ -7717,3 +7717,1013 @@ def format_error(error: TorcError) -> Dict[str, Any]:
     return {'error': dict(error.details, error=kind, message=error.message)}
 
 
+# ======== 10. Server: one selector loop, HTTP framing, state files ========
+#
+# One process, one thread, one database. Each turn of the loop reads what has arrived, runs every complete request
+# inside one transaction, commits once, and only then sends the answers: what a client was told is on disk, and under
+# load the commits batch themselves. Invariants:
+#
+#   * A connection has at most one request in a turn and is not read while an answer waits to be sent, so that no
+#     client, however slow or greedy, holds more memory than one request and one answer. Pipelined requests wait.
+#   * Who may ask is decided on the head alone, in check_access(), before the body is read and before any route is
+#     looked at: host, origin, token. Only /healthz goes without a token.
+#   * Whatever begins has a deadline; a quiet connection between requests has none, for it is how a runner stays.
+#   * A connection's trouble ends that connection, never the loop.
+#
+# Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts), torc.db.connection
+# (where the living server is; removed at its end), torc.db.lease (on file systems whose locks cannot be trusted), and
+# torc.db.log (of an embedded server). An embedded server is forked by the first client that needs one and leaves
+# when its last connection has closed. Which process serves is decided by the database's lock and nothing else.
+
+CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
+SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate
+DRAIN_S = 2.0                       # reading on after a refusal: to close at once would destroy it (RFC 9112, 9.6)
+TICK_S = 5.0                        # between looks for lost nodes
+EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
+EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
+START_DEADLINE_S = 30.0             # for an embedded server to answer
+MAX_REQUEST_LINE_BYTES = 16 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+MAX_FIELDS = 100
+RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
+BACKLOG = 1024
+MAX_LOG_BYTES = 2 ** 20             # of an embedded server's log; it is emptied at a start beyond
+REQUEST_LINE = re.compile(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
+FIELD_LINES = re.compile(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
+HOST_TEXT = re.compile(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
+SPAN_ID = re.compile(r'[0-9A-Za-z_.:-]{1,100}\Z')
+SINGLE_FIELDS = frozenset([
+    'authorization', 'connection', 'content-length', 'expect', 'host', 'origin', 'sec-fetch-site', 'transfer-encoding'])
+STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # bytes on the wakeup descriptor; 0: stop()
+LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
+ANSWER_FIELDS = 'x-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
+
+
+# -------- state files --------
+
+def state_directory() -> str:
+    """Where a lasting server keeps its database: $XDG_STATE_HOME/torc, else ~/.local/state/torc."""
+    home = os.environ.get('XDG_STATE_HOME', '')
+    if not os.path.isabs(home):     # relative ones are to be ignored (XDG Base Directory Specification)
+        home = os.path.join(os.path.expanduser('~'), '.local', 'state')
+    return os.path.join(home, 'torc')
+
+
+def default_database() -> str:
+    """Database of a lasting server that was told no other."""
+    return os.path.join(state_directory(), 'torc.db')
+
+
+def prepare_database_directory(database: str) -> None:
+    """Make the directory of a database, or check that nobody else can replace the files in it."""
+    directory = os.path.dirname(os.path.abspath(database))
+    try:
+        make_private_directory(directory)
+        found = os.stat(directory)
+    except OSError as error:
+        raise BadInput(f'cannot make the directory {directory}: {error.strerror}; '
+                       'give another place with --db') from None
+    if found.st_uid not in (os.geteuid(), 0):
+        raise Denied(f'{directory} belongs to another user, who could replace the database in it; '
+                     'give another place with --db')
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not is_private_group(found):
+        raise Denied(f'other users may write to {directory} and could replace the database in it: '
+                     f'`chmod go-w {shlex.quote(directory)}`, or give another place with --db')
+
+
+def is_private_group(found: os.stat_result) -> bool:
+    """Whether the group that may write is the owner's alone, as RHEL and Debian make one for each user."""
+    return not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open a state file that is ours and no link, and that nobody else can read. OSError, or Denied."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    found = os.fstat(descriptor)
+    is_private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    if is_private and stat.S_ISREG(found.st_mode) and found.st_nlink < 2:   # 0: replaced since it was opened
+        return descriptor
+    os.close(descriptor)
+    raise Denied(f'{path} is not a private file of yours: it must belong to you, be readable by nobody else, '
+                 'and have one name; remove it')
+
+
+def read_private(path: str) -> str:
+    """Text of a private state file. FileNotFoundError if there is none."""
+    try:
+        with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
+            return file.read(65536)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Denied(f'cannot read {path}: {error.strerror}; it must be a private file of yours') from None
+
+
+def read_token(path: str) -> str:
+    """Token in a token file."""
+    try:
+        token = read_private(path).strip()
+    except FileNotFoundError:
+        raise Denied(f'there is no token file {path}: TORC_TOKEN_FILE names that of a running server') from None
+    if not re.match(r'[0-9A-Za-z_-]{32,200}\Z', token):
+        raise Denied(f'{path} holds no token; `torc.py serve --new-token` makes one')
+    return token
+
+
+def keep_token(path: str, is_new: bool = False) -> str:
+    """The token of a database: the one that is there, or a new one. Callers hold the database."""
+    if is_new or not os.path.lexists(path):
+        write_atomically(path, secrets.token_urlsafe(32).encode() + b'\n')
+    return read_token(path)
+
+
+def describe_process() -> Dict[str, Any]:
+    """What names this process for good: host, boot, pid, start."""
+    pid = os.getpid()
+    return {'host': socket.gethostname(), 'boot_id': read_boot_id(), 'pid': pid,
+            'start_ticks': read_process_start_ticks(pid)}
+
+
+def process_lives(process: Dict[str, Any]) -> Optional[bool]:
+    """Whether a process described by describe_process() lives. None if it is of another host."""
+    if process.get('host') != socket.gethostname():
+        return None
+    if process.get('boot_id') != read_boot_id():
+        return False
+    pid, start_ticks = process.get('pid'), process.get('start_ticks')
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    if start_ticks:
+        return read_process_start_ticks(pid) == start_ticks
+    try:    # no /proc here
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:     # it lives, under another user
+        pass
+    return True
+
+
+def list_of(value: Any) -> List[Any]:
+    """A list as it is, nothing as an empty one, anything else as what no check lets through."""
+    return value if isinstance(value, list) else [] if value is None else [None]
+
+
+def read_connection_file(database: str) -> Optional[Dict[str, Any]]:
+    """Where a database is served, by its connection file. None if there is none, or its server is dead."""
+    try:
+        found = parse_json(read_private(database + '.connection'))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        found = None
+    words = [found.get('url'), found.get('token_file') or '', *list_of(found.get('candidates'))] if isinstance(found, dict) else [None]
+    if not all(isinstance(word, str) for word in words):
+        raise Denied(f'{database}.connection is damaged: remove it')
+    return None if process_lives(found) is False else found
+
+
+class Lease:
+    """The word that this process serves a database, for file systems whose locks may hold on one host only.
+
+    A file `<database>.lease`, made with O_EXCL and renewed by rename. A lease is taken over at once from a dead
+    process of this host, and from another host's when it was not renewed for three periods by our own clock. Its
+    holder reads it again before it commits anything a period after its last look, and ends when it has lost it.
+    """
+    PERIOD_S = 10.0
+
+    def __init__(self, database: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = database + '.lease'
+        self.clock = clock
+        self.mine = dict(describe_process(), id=secrets.token_hex(8), generation=1, renewals=0)
+        self.renewed_at = -math.inf     # by clock
+
+    def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
+        """Become the holder. Conflict if another one lives, after wait_s of watching it."""
+        first, seen_at = self.read(), self.clock()
+        while True:
+            found = self.read()
+            if found is None and self.create():
+                return
+            if found != first:
+                first, seen_at = found, self.clock()
+            silent_s = self.clock() - seen_at
+            if found is not None and (takes_over or process_lives(found) is False or silent_s >= 3 * self.PERIOD_S):
+                return self.replace(found)
+            if silent_s >= wait_s:
+                raise Conflict(self.describe(found or {}))
+            time.sleep(0.2)
+
+    def describe(self, found: Dict[str, Any]) -> str:
+        """Who has it, and the cure."""
+        return (f'the database is served by process {found.get("pid")} on host {found.get("host")} ({self.path}); '
+                'if that one is gone for certain, `torc.py serve --takeover` takes it')
+
+    def read(self) -> Optional[Dict[str, Any]]:
+        """The lease as it stands; None if nobody has it."""
+        try:
+            return json.loads(read_private(self.path))
+        except FileNotFoundError:
+            return None
+        except ValueError:      # made, but not yet written
+            return {}
+
+    def create(self) -> bool:
+        """Write a lease where there is none. False if somebody was faster."""
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, 'wb') as file:
+            file.write(format_json(self.mine).encode())
+        self.renewed_at = self.clock()
+        return True
+
+    def replace(self, found: Dict[str, Any]) -> None:
+        """Take over from a holder that was found dead. One at a time: a second file guards the exchange."""
+        guard = self.path + '.takeover'
+        try:
+            os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            raise Conflict(f'another process is taking the database over; if none is, remove {guard}') from None
+        try:
+            if self.read() != found:
+                raise Conflict(self.describe(found))
+            self.mine['generation'] = int(found.get('generation') or 0) + 1
+            self.write()
+        finally:
+            os.unlink(guard)
+
+    def write(self) -> None:
+        """Put our lease in place."""
+        self.mine['renewals'] += 1
+        write_atomically(self.path, format_json(self.mine).encode())
+        self.renewed_at = self.clock()
+
+    def renew(self) -> None:
+        """Once a period: see that it is still ours, and say so again. Conflict if it was lost, or may be soon."""
+        silent_s = self.clock() - self.renewed_at
+        if silent_s < self.PERIOD_S:
+            return
+        try:
+            found = self.read()
+            if found is None or found.get('id') != self.mine['id']:
+                raise Conflict('another server has taken the database over: ' + self.describe(found or {}))
+            self.write()
+        except (OSError, Denied) as error:      # a full disk, or a file system that comes back
+            if silent_s > 2 * self.PERIOD_S:
+                raise Conflict(f'the lease {self.path} could not be renewed, others may take it: {error}') from None
+
+    def release(self) -> None:
+        """Give it back, if it is ours."""
+        found = self.read()
+        if found is not None and found.get('id') == self.mine['id']:
+            os.unlink(self.path)
+
+
+def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0) -> Tuple[Store, Optional[Lease]]:
+    """Open a database as its only process. Conflict if another one has it."""
+    prepare_database_directory(database)
+    lease = None
+    if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
+        lease = Lease(database)
+        lease.take(takes_over, wait_s)
+    try:
+        return Store(database), lease
+    except BaseException:
+        if lease is not None:
+            lease.release()
+        raise
+
+
+# -------- HTTP framing --------
+
+class Head(NamedTuple):
+    """A request without its body."""
+    method: str
+    path: str                   # as sent: still percent-encoded
+    query: str
+    fields: Dict[str, str]      # names in lower case
+    length: int                 # of the body, bytes
+    keeps_alive: bool           # the client wants to ask more
+
+
+class Request(NamedTuple):
+    """A complete request."""
+    head: Head
+    body: bytes
+
+
+def parse_head(data: bytes) -> Head:
+    """Request line and header fields, without the empty line -> Head. BadInput with the HTTP status."""
+    line, separator, rest = data.decode('latin-1').partition('\r\n')
+    rest = separator + rest
+    match = REQUEST_LINE.match(line)
+    if not match:
+        raise BadInput('the request line is not that of HTTP/1.1', http=400)
+    if rest.count('\r\n') > MAX_FIELDS:
+        raise BadInput(f'more than {MAX_FIELDS} header fields', http=431)
+    if not FIELD_LINES.match(rest):
+        raise BadInput('a header field is malformed', http=400)
+    fields = parse_fields(rest)
+    method, target, minor = match.groups()
+    path, _, query = target.partition('?')
+    wish = fields.get('connection', '').lower()
+    keeps_alive = 'close' not in wish if minor == '1' else 'keep-alive' in wish
+    return Head(method, path, query, fields, parse_length(fields), keeps_alive)
+
+
+def parse_fields(text: str) -> Dict[str, str]:
+    """Well-formed header lines -> values by lower-case name. What must not stand twice is refused."""
+    fields = {}     # type: Dict[str, str]
+    for line in text.split('\r\n')[1:]:
+        name, _, value = line.partition(':')
+        name = name.lower()
+        if name in fields and name in SINGLE_FIELDS:
+            raise BadInput(f'the header field {name} stands twice', http=400)
+        fields[name] = value.strip(' \t')
+    return fields
+
+
+def parse_length(fields: Dict[str, str]) -> int:
+    """Length of the body that follows. Chunked bodies are refused: read as plain they would hide a second request."""
+    if 'transfer-encoding' in fields:
+        raise BadInput('Transfer-Encoding is not supported: send the body with a Content-Length', http=501)
+    text = fields.get('content-length', '0')
+    if not re.match(r'[0-9]{1,10}\Z', text):
+        raise BadInput('Content-Length is not a number of bytes', http=400)
+    return int(text)
+
+
+def check_head_size(data: bytearray, end: int) -> None:
+    """Refuse a head that is too long, or no HTTP at all, whether it is complete (`end` of it) or not yet (-1)."""
+    if not 65 <= data[0] <= 90:     # a TLS hello begins with 0x16
+        raise BadInput('this is not a request of HTTP/1.1 (the server speaks plain HTTP)', http=400)
+    if data.find(b'\r\n', 0, MAX_REQUEST_LINE_BYTES) < 0 and len(data) > MAX_REQUEST_LINE_BYTES:
+        raise BadInput(f'the request line is longer than {MAX_REQUEST_LINE_BYTES} bytes', http=414)
+    if (len(data) if end < 0 else end) > MAX_HEAD_BYTES:
+        raise BadInput(f'the header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
+
+
+def format_answer(status: int, body: bytes, fields: str = '') -> bytes:
+    """One whole answer. `fields` are further header lines, each with its line end."""
+    if body:
+        fields += 'content-type: application/json\r\n'
+    reason = reason_phrase(status)
+    head = f'HTTP/1.1 {status} {reason}\r\n{ANSWER_FIELDS}{fields}content-length: {len(body)}\r\n\r\n'
+    return head.encode('latin-1') + body
+
+
+def format_refusal(error: TorcError, fields: str = '') -> bytes:
+    """The answer to a request that no verb could answer."""
+    return format_answer(error.http, format_json(format_error(error)).encode(), fields)
+
+
+# -------- who may ask --------
+
+def check_access(head: Head, token: bytes, names: Set[str]) -> None:
+    """Let a request pass, or raise: its Host must be ours, no page of another origin its sender, its token right.
+
+    An empty token lets everybody on this machine in. The Host check defeats names that an attacker's DNS points at
+    us; browsers send Origin or Sec-Fetch-Site with whatever a page of another site makes them ask.
+    """
+    host = HOST_TEXT.match(head.fields.get('host', ''))
+    if host is None:
+        raise BadInput('the header field Host is missing or malformed', http=400)
+    if host.group(1).strip('[]').rstrip('.').lower() not in names:
+        raise Denied(f'this server is not called {printable(host.group(1))!r}')
+    origin = head.fields.get('origin')
+    if origin is not None and origin.lower() != 'http://' + head.fields.get('host', '').lower():
+        raise Denied('requests from pages of another origin are not answered')
+    if head.fields.get('sec-fetch-site', 'none') not in ('none', 'same-origin'):
+        raise Denied('requests from pages of another site are not answered')
+    offered = offered_token(head.fields.get('authorization', ''))
+    if token and head.path != '/healthz' and not hmac.compare_digest(token, offered):
+        raise Denied('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
+                     'or any user with the token as password', http=401)
+
+
+def offered_token(authorization: str) -> bytes:
+    """Token in an Authorization field: Bearer TOKEN, or Basic with the token as password. b'' if there is none."""
+    scheme, _, value = authorization.partition(' ')
+    if scheme.lower() == 'bearer':
+        return value.strip().encode('latin-1')
+    if scheme.lower() != 'basic':
+        return b''
+    try:
+        return base64.b64decode(value.strip().encode('latin-1'), validate=True).partition(b':')[2]
+    except ValueError:
+        return b''
+
+
+def prove_token(token: bytes, challenge: str, port: int) -> str:
+    """What only a server on this port that holds the token can answer to a challenge.
+
+    A client asks for it before it shows its token: another user's program may have taken the port since. The port is in
+    it, so that such a program cannot fetch the answer from the true server, which may be back on another port.
+    """
+    return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
+
+
+# -------- the loop --------
+
+def is_node_alive(hostname: str, pid: int, identity: str) -> bool:
+    """Whether a runner may still live. `identity` is its BOOT_ID/START_TICKS. True when this host cannot know."""
+    boot_id, _, start_ticks = identity.partition('/')
+    if not start_ticks.isdigit():
+        return True
+    runner = {'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks)}
+    return process_lives(runner) is not False
+
+
+def watch_nodes(store: Store) -> bool:
+    """Take the jobs of lost nodes back. True while there are nodes to watch."""
+    release_lost_nodes(store, is_node_alive)
+    return store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
+
+
+class Connection:
+    """One client: its socket, what was read and not yet used, and what is still to be sent."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self.socket = client
+        self.received = bytearray()
+        self.head = None            # type: Optional[Head]  # of the request whose body is coming
+        self.unsent = memoryview(b'')
+        self.deadline = math.inf    # when to give the client up (monotonic); inf while nothing is under way
+        self.mask = selectors.EVENT_READ
+        self.is_queued = False      # a complete request waits for its turn: nothing more is read
+        self.is_last = False        # close when everything is sent
+        self.is_draining = False    # all is said; read on until the client has closed too
+
+
+class Server:
+    """Answers HTTP on a listening socket, with the verbs on a store. See the section's preface."""
+
+    def __init__(self, store: Store, listener: socket.socket, token: str = '', names: Iterable[str] = LOOPBACK_NAMES,
+                 lease: Optional[Lease] = None, is_embedded: bool = False,
+                 tick: Callable[[Store], bool] = watch_nodes) -> None:
+        self.store = store
+        self.listener = listener
+        self.token = token.encode()             # b'': everybody may ask
+        self.names = {name.lower() for name in names}   # that Host may say
+        self.lease = lease
+        self.tick = tick                        # called now and then inside a transaction; true: call again soon
+        self.caller = user_name() if token else 'anonymous'
+        self.connections = set()                # type: Set[Connection]
+        self.timed = set()                      # type: Set[Connection]  # those that have a deadline, or had one
+        self.sweep_at = math.inf                # when the first of them is due
+        self.complete = []                      # type: List[Tuple[Connection, Request]]  # for this turn or the next
+        self.is_leaving = False
+        self.is_embedded = is_embedded
+        self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
+        self.tick_at = time.monotonic()
+        self.accept_at = math.inf               # when to listen again, after descriptors ran out
+        self.reserve = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]    # given up to refuse a client when they do
+        self.wake_reader, self.wake_writer = socket.socketpair()
+        self.selector = selectors.DefaultSelector()
+        for sock in (listener, self.wake_reader, self.wake_writer):
+            sock.setblocking(False)
+        self.selector.register(self.wake_reader, selectors.EVENT_READ, self.on_wake)
+        self.selector.register(listener, selectors.EVENT_READ, self.on_accept)
+
+    def serve_forever(self) -> None:
+        """Answer until stop(), a signal under signals(), or, embedded, until the last client has left."""
+        while not self.is_leaving:
+            self.turn()
+        if self.accept_at == math.inf:
+            self.selector.unregister(self.listener)
+        deadline = time.monotonic() + DRAIN_S
+        while any(connection.unsent for connection in self.connections) and time.monotonic() < deadline:
+            for key, mask in self.selector.select(0.1):
+                if mask & selectors.EVENT_WRITE:
+                    key.data(mask)
+
+    def stop(self) -> None:
+        """End serve_forever() soon. May be called from any thread."""
+        self.wake_writer.send(b'\0')
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """While the block runs, SIGTERM, SIGINT and SIGHUP stop the server. In the main thread only."""
+        before = signal.set_wakeup_fd(self.wake_writer.fileno())
+        numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
+        # handlers do nothing: it is the wakeup descriptor that tells
+        handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
+        handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
+        try:
+            yield
+        finally:
+            for number, handler in handlers:
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+
+    def close(self) -> None:
+        """Close all sockets. The store is the caller's."""
+        for connection in list(self.connections):
+            self.drop(connection)
+        self.selector.close()
+        for descriptor in self.reserve:
+            os.close(descriptor)
+        for sock in (self.listener, self.wake_reader, self.wake_writer):
+            sock.close()
+
+    def turn(self) -> None:
+        """Wait for something, read it, answer what is complete."""
+        for key, mask in self.selector.select(self.wait_s()):
+            key.data(mask)
+        if self.complete:
+            self.store.check_in_place()
+            self.answer_complete()
+        self.on_clock(time.monotonic())
+
+    def wait_s(self) -> Optional[float]:
+        """How long nothing needs to be done; None: for ever."""
+        if self.complete:
+            return 0.0
+        now = time.monotonic()
+        times = [self.leave_at, self.tick_at, self.accept_at, self.sweep_at]
+        if self.lease is not None:
+            times.append(now + Lease.PERIOD_S / 2)
+        first = min(times)
+        return None if first == math.inf else max(0.0, first - now)
+
+    def on_wake(self, mask: int) -> None:
+        """A signal came, or stop() was called."""
+        for number in self.wake_reader.recv(4096):
+            if number in STOP_NUMBERS:      # others are those of a program that runs us inside
+                log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
+                self.is_leaving = True
+
+    def on_accept(self, mask: int) -> None:
+        """Take the clients that knock."""
+        for _ in range(BACKLOG):
+            try:
+                client, _ = self.listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                return self.on_exhaustion(error)
+            client.setblocking(False)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(client)
+            self.connections.add(connection)
+            self.selector.register(client, selectors.EVENT_READ, functools.partial(self.on_ready, connection))
+            self.leave_at = math.inf
+
+    def on_exhaustion(self, error: OSError) -> None:
+        """No descriptors left: refuse one client with the one in reserve, then let the others knock for a while."""
+        log.error('cannot take another client: %s', error.strerror)
+        try:
+            while self.reserve:
+                os.close(self.reserve.pop())
+            self.listener.accept()[0].close()
+            self.reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            pass    # it has gone, or there is no descriptor even so
+        self.selector.unregister(self.listener)     # it stays readable: the loop would spin
+        self.accept_at = time.monotonic() + 0.1
+
+    def on_ready(self, connection: Connection, mask: int) -> None:
+        """A client sent something, went away, or can take more of its answer."""
+        self.attempt(connection, self.on_writable if mask & selectors.EVENT_WRITE else self.on_readable)
+
+    def attempt(self, connection: Connection, step: Callable[..., Any], *arguments: Any) -> None:
+        """Do something with a client, whose trouble is its own."""
+        try:
+            step(connection, *arguments)
+        except BlockingIOError:
+            pass    # woken for nothing, which select(2) allows
+        except OSError:
+            self.drop(connection)
+        except Exception:   # border: a bug costs one connection, not the server
+            log.exception('a bug in torc.py: one client was cut off')
+            self.drop(connection)
+
+    def on_readable(self, connection: Connection) -> None:
+        """Read what a client sent."""
+        if connection.is_queued:
+            return
+        data = connection.socket.recv(RECEIVE_BYTES)
+        if not data:
+            self.drop(connection)
+        elif not connection.is_draining:
+            connection.received += data
+            self.look(connection)
+
+    def look(self, connection: Connection) -> None:
+        """See whether a client's request is complete, and whether it may be asked at all."""
+        try:
+            request = self.take_request(connection)
+        except TorcError as error:
+            return self.refuse(connection, error)
+        if request is not None:
+            connection.deadline = math.inf
+            connection.is_queued = True
+            self.complete.append((connection, request))
+        elif connection.deadline == math.inf and connection.received:
+            self.set_deadline(connection, CLIENT_DEADLINE_S)
+
+    def take_request(self, connection: Connection) -> Optional[Request]:
+        """Cut the next complete request from what was read; None if there is none yet."""
+        head = connection.head
+        if head is None:
+            head = connection.head = self.take_head(connection.received)
+            if head is None:
+                return None
+            if len(connection.received) < head.length:
+                if 'expect' in head.fields:
+                    self.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
+                self.set_deadline(connection, CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S)
+        if len(connection.received) < head.length:
+            return None
+        with memoryview(connection.received) as view:
+            body = bytes(view[:head.length])
+        del connection.received[:head.length]
+        connection.head = None
+        return Request(head, body)
+
+    def take_head(self, received: bytearray) -> Optional[Head]:
+        """Cut the next complete head, and judge it."""
+        if received[:2] == b'\r\n':     # left over from a sloppy client's last request (RFC 9112, 2.2)
+            del received[:2]
+        if not received or received == b'\r':
+            return None
+        end = received.find(b'\r\n\r\n')
+        check_head_size(received, end)
+        if end < 0:
+            return None
+        head = parse_head(bytes(received[:end]))
+        check_access(head, self.token, self.names)
+        if head.fields.get('expect', '100-continue').lower() != '100-continue':
+            raise BadInput('this expectation cannot be met', http=417)
+        limit = body_limit(head.path)
+        if head.length > limit:
+            raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
+        del received[:end + 4]
+        return head
+
+    def refuse(self, connection: Connection, error: TorcError) -> None:
+        """Answer a request that is not even read, and hang up."""
+        log.debug('refused with %d: %s', error.http, error.message)
+        connection.is_last = True
+        fields = 'connection: close\r\n' + ('www-authenticate: Basic realm="torc.py"\r\n' if error.http == 401 else '')
+        self.deliver(connection, format_refusal(error, fields))
+
+    def answer_complete(self) -> None:
+        """Run this turn's requests, and when all that they did is on disk, send the answers."""
+        batch, self.complete = self.complete, []
+        self.tick_at = min(self.tick_at, time.monotonic() + TICK_S)
+        answers = self.answer_all([request for _, request in batch])
+        for (connection, request), answer in zip(batch, answers):
+            connection.is_queued = False
+            connection.is_last = not request.head.keeps_alive
+            self.attempt(connection, self.deliver, answer)
+
+    def deliver(self, connection: Connection, answer: bytes) -> None:
+        """Send an answer, and go on with what the client has sent meanwhile."""
+        self.send(connection, answer)
+        self.on_sent(connection)
+
+    def answer_all(self, requests: List[Request]) -> List[bytes]:
+        """Answers to requests that share one transaction. If they cannot, each is tried alone."""
+        if self.lease is not None:
+            self.lease.renew()
+        is_reading = all(request.head.method in ('GET', 'HEAD') for request in requests)
+        try:
+            with self.store.reading() if is_reading else self.store.transaction():
+                return [self.answer(request) for request in requests]
+        except (sqlite3.Error, TorcError) as error:
+            log.error('%d requests could not be carried out: %s', len(requests), error)
+            reason = error
+        if len(requests) == 1:
+            failure = Unreachable(f'the database could not be written ({reason}); nothing was changed')
+            return [format_refusal(failure, 'retry-after: 1\r\n')]
+        return [answer for request in requests for answer in self.answer_all([request])]
+
+    def answer(self, request: Request) -> bytes:
+        """Run one request inside the turn's transaction."""
+        head = request.head
+        status, value = self.ask_verb(head, request.body)
+        if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
+            raise Unreachable(value['error']['message'])
+        try:
+            body = b'' if value is None else format_json(value).encode()
+        except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
+            log.exception('%s %s: a bug in torc.py: its answer cannot be sent', head.method, head.path)
+            status, body = 500, b'{"error":{"error":"InternalServerError","message":"a bug in torc.py"}}'
+        log.debug('%s %s %d', head.method, head.path, status)
+        fields = '' if head.keeps_alive else 'connection: close\r\n'
+        if head.keeps_alive and 'connection' in head.fields:
+            fields = 'connection: keep-alive\r\n'      # HTTP/1.0 wants to be told
+        if SPAN_ID.match(head.fields.get('x-span-id', '')):
+            fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
+        answer = format_answer(status, body, fields)
+        return answer[:len(answer) - len(body)] if head.method == 'HEAD' else answer
+
+    def ask_verb(self, head: Head, body: bytes) -> Tuple[int, Any]:
+        """Status and value for one request."""
+        method = 'GET' if head.method == 'HEAD' else head.method
+        if head.path != '/healthz' or method != 'GET':
+            return answer_request(self.store, method, head.path, head.query, body, self.caller)
+        name, _, challenge = head.query.partition('=')
+        if name != 'challenge':
+            return 200, {'status': 'ok'}
+        return 200, {'status': 'ok', 'proof': prove_token(self.token, challenge, self.listener.getsockname()[1])}
+
+    def send(self, connection: Connection, data: bytes) -> None:
+        """Send now what the client takes now, and the rest when it takes more."""
+        connection.unsent = memoryview(bytes(connection.unsent) + data if connection.unsent else data)
+        self.flush(connection)
+
+    def flush(self, connection: Connection) -> None:
+        """Send more of what is unsent. A client that takes nothing for a while is given up."""
+        try:
+            connection.unsent = connection.unsent[connection.socket.send(connection.unsent):]
+        except BlockingIOError:
+            pass    # nothing fits now
+        if connection.unsent:
+            self.set_deadline(connection, CLIENT_DEADLINE_S)
+            self.watch(connection, selectors.EVENT_WRITE)
+        else:
+            connection.deadline = math.inf
+            self.watch(connection, selectors.EVENT_READ)
+
+    def on_writable(self, connection: Connection) -> None:
+        """A client takes more."""
+        self.flush(connection)
+        self.on_sent(connection)
+
+    def watch(self, connection: Connection, mask: int) -> None:
+        """Wait for the client to send, or to receive: never both, which bounds what it can make us hold."""
+        if connection.mask != mask:
+            connection.mask = mask
+            self.selector.modify(connection.socket, mask, functools.partial(self.on_ready, connection))
+
+    def on_sent(self, connection: Connection) -> None:
+        """An answer may be sent as a whole: hang up, or look for the next request."""
+        if connection.unsent:
+            return
+        if not connection.is_last:
+            if connection.received or connection.head:
+                self.look(connection)
+            return
+        connection.is_draining = True
+        self.set_deadline(connection, DRAIN_S)
+        connection.socket.shutdown(socket.SHUT_WR)
+
+    def set_deadline(self, connection: Connection, wait_s: float) -> None:
+        """Give the client so long for what it is at."""
+        connection.deadline = time.monotonic() + wait_s
+        self.timed.add(connection)
+        self.sweep_at = min(self.sweep_at, connection.deadline)
+
+    def drop(self, connection: Connection) -> None:
+        """Forget a client."""
+        if connection not in self.connections:
+            return
+        self.connections.discard(connection)
+        self.timed.discard(connection)
+        self.selector.unregister(connection.socket)
+        connection.socket.close()
+        if self.is_embedded and not self.connections:
+            self.leave_at = time.monotonic() + EMBEDDED_GRACE_S
+
+    def on_clock(self, now: float) -> None:
+        """Do what is due."""
+        if self.sweep_at <= now:
+            self.sweep(now)
+        if self.accept_at <= now:
+            self.accept_at = math.inf
+            self.selector.register(self.listener, selectors.EVENT_READ, self.on_accept)
+        if self.tick_at <= now:
+            self.on_tick(now)
+        if self.lease is not None:
+            self.lease.renew()
+        if self.leave_at <= now:
+            self.on_accept(0)       # the last look: who knocked meanwhile is let in
+            self.is_leaving = self.leave_at <= now
+
+    def sweep(self, now: float) -> None:
+        """See whose time is over."""
+        for connection in [connection for connection in self.timed if connection.deadline <= now]:
+            self.on_deadline(connection)
+        self.timed = {connection for connection in self.timed if connection.deadline < math.inf}
+        self.sweep_at = min((connection.deadline for connection in self.timed), default=math.inf)
+
+    def on_deadline(self, connection: Connection) -> None:
+        """A client took too long."""
+        if connection.unsent or connection.is_draining:
+            self.drop(connection)
+        else:
+            connection.deadline = math.inf
+            self.attempt(connection, self.refuse, BadInput('the request did not arrive within its time', http=408))
+
+    def on_tick(self, now: float) -> None:
+        """Let the service look at its clock."""
+        try:
+            with self.store.transaction():
+                goes_on = self.tick(self.store)
+        except Exception:  # border: one look at the clock; the server goes on, and looks again
+            log.exception('the look for lost nodes failed')
+            goes_on = True
+        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
+
+
+# -------- serving a database --------
+
+class ServerOptions(NamedTuple):
+    """How a database is served."""
+    database: str
+    host: str = '127.0.0.1'
+    port: int = DEFAULT_PORT        # 0: any free one
+    needs_token: bool = True
+    new_token: bool = False
+    takes_over: bool = False        # the lease of a server that is gone for certain
+    is_embedded: bool = False
+
+
+def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
+    """Serve a database until a signal. `announce` gets the URL as soon as it answers."""
+    raise_descriptor_limit()
+    with contextlib.ExitStack() as stack:
+        wait_s = 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
+        store, lease = hold_database(options.database, options.takes_over, wait_s)
+        if lease is not None:
+            stack.callback(lease.release)
+        stack.callback(store.close)
+        listener = open_listener(options.host, options.port, options.needs_token)
+        stack.callback(listener.close)
+        token = keep_token(options.database + '.token', options.new_token) if options.needs_token else ''
+        host, port = listener.getsockname()[:2]
+        candidates = list_candidates(host, options.host)
+        names = {*LOOPBACK_NAMES, *candidates, socket.gethostname()}
+        server = Server(store, listener, token, names, lease, options.is_embedded)
+        stack.callback(server.close)
+        stack.enter_context(server.signals())
+        urls = [f'http://{f"[{name}]" if ":" in name else name}:{port}{API_PREFIX}' for name in candidates]
+        stack.enter_context(connection_file(options, urls))
+        log.info('serving %s at %s', options.database, ' '.join(urls))
+        announce(urls[0])
+        server.serve_forever()
+        log.info('no longer serving %s', options.database)
+
+
+def raise_descriptor_limit() -> None:
+    """As many clients as the system allows this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            pass    # macOS names a limit that it then refuses; the soft one will do
+
+
+def open_listener(host: str, port: int, needs_token: bool) -> socket.socket:
+    """A listening socket. Beyond this machine only with a token."""
+    if not 0 <= port <= 65535:
+        raise BadInput(f'there is no port {port}: --port takes 1 to 65535, or 0 for any free one')
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise BadInput(f'there is no address {host!r} to listen at: {error}; '
+                       '--host takes a name or address of this machine') from None
+    family, _, _, _, address = min(found, key=lambda row: row[0] != socket.AF_INET)
+    if not needs_token and not is_loopback(address[0]):
+        raise BadInput(f'--no-auth would let everybody who reaches {host} run commands as you; '
+                       'it works on 127.0.0.1 only')
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        cure = '--port 0 takes any free one' if error.errno == errno.EADDRINUSE else '--host and --port choose another'
+        raise Conflict(f'cannot listen at {host} port {port}: {error.strerror}; {cure}') from None
+    return listener
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    return address == '::1' or address.startswith('127.')
+
+
+def list_candidates(address: str, host: str) -> List[str]:
+    """Names and addresses of a server that listens at `address`, which was given as `host`; the best first."""
+    if address not in ('0.0.0.0', '::'):
+        return [address] + ([host] if host != address else [])
+    name = socket.gethostname()
+    found = [name, socket.getfqdn(), name.partition('.')[0]] + own_addresses()
+    return sorted(set(found), key=found.index)
+
+
+def own_addresses() -> List[str]:
+    """Addresses of this machine's interfaces, without loopback and link-local ones (Linux: /proc/net)."""
+    try:
+        with open('/proc/net/fib_trie') as file:
+            found = re.findall(r'\|-- ([0-9.]+)\n\s+/32 host LOCAL', file.read())
+        with open('/proc/net/if_inet6') as file:
+            rows = [line.split() for line in file]
+        found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[3] == '00']   # global
+    except OSError:
+        return []
+    return [address for address in sorted(set(found), key=found.index) if not is_loopback(address)]
+
+
+@contextlib.contextmanager
+def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
+    """While the block runs, the file that tells clients where the database is served."""
+    database = os.path.abspath(options.database)
+    path = database + '.connection'
+    content = dict(
+        describe_process(), url=urls[0], candidates=urls, server_id=secrets.token_hex(16), database=database,
+        token_file=database + '.token' if options.needs_token else None, is_embedded=options.is_embedded)
+    write_atomically(path, format_json(content).encode())
+    try:
+        yield
+    finally:
+        if (read_connection_file(database) or {}).get('server_id') == content['server_id']:
+            os.unlink(path)
+
+
+# -------- embedded --------
+
+def start_embedded_server(database: str) -> bool:
+    """Fork a server for a database. True when it answers; False if another process has the database.
+
+    A fork without exec: nothing is compiled again, and the command line shows no secret. Callers hold no open Store.
+    """
+    database = os.path.abspath(database)
+    prepare_database_directory(database)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run_embedded_server(ServerOptions(database, port=0, is_embedded=True), os.fdopen(writer, 'w'))
+    os.close(writer)
+    try:
+        os.waitpid(child, 0)    # the first child; the server is the second, and nobody's
+    except ChildProcessError:
+        pass    # the caller ignores SIGCHLD
+    with os.fdopen(reader, encoding='utf-8', errors='replace') as pipe:
+        answered, _, _ = select.select([pipe], [], [], START_DEADLINE_S)
+        said = pipe.read() if answered else f'no answer within {START_DEADLINE_S:g} s'
+    if said in ('ready', 'taken'):
+        return said == 'ready'
+    raise Unreachable(f'the server for {database} did not start: {said or "it died"}; see {database}.log')
+
+
+def run_embedded_server(options: ServerOptions, pipe: io.TextIOWrapper) -> None:
+    """In the forked child: leave the caller's session and be the server. Never returns into the caller's code."""
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            leave_caller(options.database + '.log', pipe.fileno())
+            serve_database(options, functools.partial(say_once, pipe, 'ready'))
+    except Conflict as error:
+        log.info('not needed: %s', error)
+        say_once(pipe, 'taken')
+    except TorcError as error:
+        log.error('%s', error)
+        say_once(pipe, error.message)
+    except BaseException as error:      # border: the caller's own handlers and clean-up must not run here
+        log.exception('a bug in torc.py: the embedded server ends')
+        say_once(pipe, f'{type(error).__name__}: {error}')
+    finally:
+        os._exit(0)
+
+
+def say_once(pipe: io.TextIOWrapper, text: str, *_: Any) -> None:
+    """Tell the process that waits for us how it went, if it was not told before."""
+    if not pipe.closed:
+        with contextlib.suppress(OSError):      # nobody waits any more
+            pipe.write(text)
+            pipe.close()
+
+
+def leave_caller(log_path: str, keep: int) -> None:
+    """Let go of everything that was inherited: signals, directory, umask, terminal, pipes, logging.
+
+    Inherited descriptors are pointed at /dev/null, not closed: objects of the caller's that die in this process close
+    their numbers, which might be ours by then.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.chdir('/')
+    os.umask(0o077)
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir('/dev/fd'):
+        if int(name) not in (keep, null):
+            os.dup2(null, int(name), inheritable=int(name) < 3)
+    sink = open_private(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if os.fstat(sink).st_size > MAX_LOG_BYTES:
+        os.ftruncate(sink, 0)
+    os.dup2(sink, 2)
+    handler = logging.StreamHandler(os.fdopen(sink, 'w', encoding='utf-8', errors='backslashreplace'))
+    handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+
+
