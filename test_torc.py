@@ -3453,6 +3453,318 @@ class EmbeddedTest(WorldTest):
         self.hold(found)
 
 
+# ======== 11. Client: the verbs of the service from anywhere ========
+
+class Impostor(threading.Thread):
+    """Somebody who listens and answers as the test says, and writes down what was sent."""
+
+    def __init__(self, *answers: bytes) -> None:
+        super().__init__(daemon=True)
+        self.answers, self.heard = list(answers), b''
+        self.listener = socket.create_server(('127.0.0.1', 0)) if hasattr(socket, 'create_server') else self.listen()
+        self.port = self.listener.getsockname()[1]
+        self.url = f'http://127.0.0.1:{self.port}/torc-service/v1'
+        self.start()
+
+    @staticmethod
+    def listen() -> socket.socket:
+        """A listening socket, on Python 3.6."""
+        listener = socket.socket()
+        listener.bind(('127.0.0.1', 0))
+        listener.listen(5)
+        return listener
+
+    def run(self) -> None:
+        for answer in self.answers:
+            client, _ = self.listener.accept()
+            with client:
+                self.heard += client.recv(65536)
+                for part in answer if isinstance(answer, list) else [answer]:
+                    client.sendall(part)
+
+    def stop(self) -> None:
+        """Hang up for good."""
+        self.join(10)
+        self.listener.close()
+
+
+class WireTest(unittest.TestCase):
+    """Answers as they come over the wire, of servers and proxies of all sorts."""
+
+    def ask(self, answer: Any) -> Tuple[int, bytes]:
+        """What the wire makes of an answer."""
+        impostor = Impostor(answer)
+        self.addCleanup(impostor.stop)
+        wire = torc.Wire(torc.parse_url(impostor.url))
+        self.addCleanup(wire.close)
+        return wire.ask('GET', '/x', deadline_s=5)
+
+    def test_answers_of_all_shapes_are_understood(self) -> None:
+        whole = b'HTTP/1.1 404 Not Found\r\nServer: x\r\nContent-Length: 4\r\n\r\nbody'
+        for answer in (whole, [whole[index:index + 1] for index in range(len(whole))], b'HTTP/1.1 100 Continue\r\n\r\n' + whole,
+                       b'HTTP/1.0 404 X\r\ncontent-length:4\r\nConnection: close\r\n\r\nbody'):
+            with self.subTest(answer=answer):
+                self.assertEqual((404, b'body'), self.ask(answer))
+
+    def test_what_is_no_answer_is_an_error(self) -> None:
+        for answer in (b'', b'SSH-2.0-OpenSSH_9.2\r\n\r\n', b'HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort', b'HTTP/1.1 200 OK\r\n\r\n',
+                       b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n'):
+            with self.subTest(answer=answer), self.assertRaises((OSError, ValueError)):
+                self.ask(answer)
+
+    def test_addresses(self) -> None:
+        for url, parts in (('http://h:8080/torc-service/v1', (False, 'h', 8080, '/torc-service/v1')), ('http://h', (False, 'h', 80, '/torc-service/v1')),
+                           ('https://[::1]:9/proxy/x/', (True, '::1', 9, '/proxy/x'))):
+            self.assertEqual(parts, torc.parse_url(url)[1:])
+        for url in ('', 'h:8080', 'ftp://h', 'http://', 'http://h:x', 'http://h:99999', 'http://u:secret@h', 'http://h/a b', 'http://h/\n'):
+            with self.subTest(url=url):
+                self.assertRaisesRegex(torc.BadInput, 'write http://HOST:PORT', torc.parse_url, url)
+
+    def test_errors_come_back_as_what_they_were(self) -> None:
+        for status, body, kind, text in (
+                (404, b'{"error":{"error":"NotFound","message":"no job 1"}}', torc.NotFound, 'no job 1'), (409, b'{"error":{"message":"m"}}', torc.Conflict, 'm'),
+                (422, b'{"error":{"error":"BadInput","message":"m","field":"f"}}', torc.BadInput, 'm'), (422, b'{"error":{"message":"m"}}', torc.Refused, 'm'),
+                (422, b'{"error":{"error":"Refused","message":"m"}}', torc.Refused, 'm'), (401, b'Unauthorized', torc.Denied, 'answered 401 Unauthorized'),
+                (403, b'', torc.Denied, '403'), (400, b'{"error":"text"}', torc.BadInput, 'text'), (503, b'{"error":{"message":"full"}}', torc.Unreachable, 'full'),
+                (500, b'<html>', torc.Unreachable, '500'), (200, b'<html>', torc.Unreachable, '502'), (302, b'', torc.Refused, '302')):
+            with self.subTest(status=status, body=body), self.assertRaisesRegex(kind, text) as caught:
+                torc.parse_answer(status, body)
+            self.assertIs(kind, type(caught.exception))
+        self.assertIsNone(torc.parse_answer(200, b''))
+
+
+class ClientTest(WorldTest):
+    """Finding a server or a database, and calling."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        inside = self.world.inside()
+        inside.__enter__()
+        self.addCleanup(inside.__exit__, None, None, None)
+        self.addCleanup(self.end_servers)
+        self.clients = []       # type: List[Any]
+
+    def end_servers(self) -> None:
+        """Close all clients, and see their servers end."""
+        for client in self.clients:
+            client.close()
+        for database in (torc.default_database(), os.path.abspath(torc.EMBEDDED_DATABASE)):
+            found = torc.read_connection_file(database)
+            if found and found['pid'] != os.getpid():
+                os.kill(found['pid'], signal.SIGTERM)
+                self.world.wait(lambda: not torc.process_lives(found), 10, 'the server to end')
+
+    def connect(self, **how: Any) -> Any:
+        """A client that is closed at the end."""
+        client = torc.Client.connect(**how)
+        self.clients.append(client)
+        return client
+
+    def test_without_a_server_the_verbs_are_called_directly(self) -> None:
+        client = self.connect()
+        self.assertEqual((True, '', os.path.abspath('torc_output/torc.db')), (client.is_direct, client.url, client.database))
+        workflow = client.create_workflow({'name': 'w', 'user': 'u'})
+        self.assertEqual('w', client.get_workflow(id=workflow['id'])['name'])
+        self.assertIsNone(torc.read_connection_file(client.database))
+
+    def test_direct_and_http_give_the_same(self) -> None:
+        client = self.connect()
+        number = client.create_workflow({'name': 'w', 'user': 'u', 'env': {'A': 'ü\n'}})['id']
+        client.create_job({'workflow_id': number, 'name': 'j', 'command': 'true'})
+        client.create_file({'workflow_id': number, 'name': 'f', 'path': '/x', 'st_mtime': 1.5})
+        client.create_event({'workflow_id': number, 'data': {'a': [1, 2.0, None, True, {'b': 'c'}]}})
+        client.initialize_jobs(id=number)
+        calls = [(route.name, {name: 1 for name in re.findall(r'{(\w+)}', route.path)}) for route in torc.ROUTES if route.method == 'GET']
+        calls = [(name, dict(params, **({'workflow_id': number} if 'workflow_id' in torc.query_fields(torc.OPERATIONS[name]) else {}))) for name, params in calls]
+        direct = [self.outcome(client, name, params) for name, params in calls]
+        self.assertTrue(client.is_direct)
+        client.need_server()
+        self.assertFalse(client.is_direct)
+        for (name, params), wanted in zip(calls, direct):
+            with self.subTest(name=name):
+                found = self.outcome(client, name, params)
+                self.assertEqual(wanted, found)
+                self.assertEqual(json.dumps(wanted), json.dumps(found))     # tuples, keys and booleans as well
+        self.assertGreater(sum('NotFound' not in value for value in direct), 20)
+
+    @staticmethod
+    def outcome(client: Any, name: str, params: Dict[str, Any]) -> Any:
+        """A value, or the kind and message of the error."""
+        try:
+            return client.call(name, **params)
+        except torc.TorcError as error:
+            return [type(error).__name__, error.message, error.http]
+
+    def test_slips_are_answered_at_once(self) -> None:
+        client = self.connect(needs_server=True)
+        self.assertRaisesRegex(torc.BadInput, "did you mean 'list_jobs'", client.call, 'list_job')
+        self.assertRaisesRegex(AttributeError, "did you mean 'list_jobs'", getattr, client, 'list_job')
+        self.assertRaisesRegex(torc.BadInput, 'get_workflow needs', client.get_workflow)
+        self.assertRaisesRegex(torc.BadInput, 'cannot be sent as JSON', client.create_workflow, {'name': float('nan')})
+        self.assertRaisesRegex(torc.BadInput, 'cannot be sent as JSON', client.create_workflow, {'name': '\ud800'})
+        self.assertRaisesRegex(torc.BadInput, 'cannot be sent as JSON', client.create_workflow, {'name': object()})
+        self.assertRaises(torc.NotFound, client.get_workflow, id=77)
+        self.assertRaises(torc.BadInput, client.create_workflow, {})
+
+    def test_all_items_come_page_by_page(self) -> None:
+        client = self.connect()
+        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        for index in range(7):
+            client.create_event({'workflow_id': number, 'data': {'index': index}})
+        self.assertEqual(list(range(7)), [item['data']['index'] for item in client.pages('list_events', workflow_id=number, limit=3)])
+
+    def test_a_reader_makes_no_database(self) -> None:
+        self.assertRaisesRegex(torc.NotFound, 'no server and no database', self.connect, is_reading=True)
+        self.assertFalse(os.path.exists('torc_output'))
+
+    def test_the_order_in_which_servers_are_found(self) -> None:
+        lasting = self.start_lasting(torc.default_database())
+        other = self.start_lasting(self.world.path('other.db'))
+        embedded = self.connect(db=torc.EMBEDDED_DATABASE, needs_server=True)
+        self.assertTrue(torc.read_connection_file(embedded.database)['is_embedded'])
+        self.assertEqual(lasting['url'], self.connect().url)
+        self.assertEqual(lasting['token_file'], self.connect().token_file)
+        self.assertEqual(embedded.url, self.connect(db=torc.EMBEDDED_DATABASE).url)
+        self.assertEqual(other['url'], self.connect(db='other.db').url)
+        os.environ['TORC_API_URL'], os.environ['TORC_TOKEN_FILE'] = other['url'], other['token_file']
+        self.assertEqual(other['url'], self.connect().url)
+        self.assertEqual('ok', self.connect().ping()['status'])
+        self.assertEqual(embedded.url, self.connect(db=torc.EMBEDDED_DATABASE).url)
+        del os.environ['TORC_TOKEN_FILE']
+        self.assertEqual('ok', self.connect(url=lasting['url']).ping()['status'])      # its token file is found by its address
+        self.assertRaises(torc.Denied, self.connect(url=other['url']).ping)
+
+    def start_lasting(self, database: str) -> Dict[str, Any]:
+        """A server that stays; what its connection file says."""
+        script = ('import sys; sys.path.insert(0, sys.argv[1]); import torc; '
+                  'torc.serve_database(torc.ServerOptions(sys.argv[2], port=0), lambda url: None)')
+        process = Background([sys.executable, '-B', '-c', script, HERE, database], self.world.directory, self.world.environment,
+                             os.path.join(self.world.root, 'logs', str(len(self.world.started))))
+        self.world.started.append(process)
+        return self.world.wait(lambda: torc.read_connection_file(database), 20, 'the server', [process])
+
+    def test_a_lasting_server_that_died_is_waited_for_and_not_replaced(self) -> None:
+        database = self.world.path('torc.db')
+        self.start_lasting(database)
+        client = self.connect(db=database, needs_server=True)
+        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        self.world.started[-1].kill()
+        self.assertRaisesRegex(torc.Unreachable, 'start it again with `torc.py serve --db', client.reconnect, wait_s=0.1)
+        self.start_lasting(database)
+        self.assertEqual('w', client.get_workflow(id=number)['name'])
+
+    def test_an_embedded_server_that_died_is_started_again(self) -> None:
+        client = self.connect(needs_server=True)
+        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        for _ in range(3):
+            os.kill(torc.read_connection_file(client.database)['pid'], signal.SIGKILL)
+            self.assertEqual('w', client.get_workflow(id=number)['name'])
+
+    def test_a_guest_of_an_embedded_server_that_died_goes_on_directly(self) -> None:
+        host = self.connect(needs_server=True)
+        host.create_workflow({'name': 'w', 'user': 'u'})
+        guest = self.connect()
+        self.assertEqual((False, host.url), (guest.is_direct, guest.url))
+        os.kill(torc.read_connection_file(host.database)['pid'], signal.SIGKILL)
+        self.assertEqual(1, guest.list_workflows()['count'])
+        self.assertTrue(guest.is_direct)
+
+    def test_a_body_that_is_too_large_is_told_as_such(self) -> None:
+        client = self.connect(needs_server=True)
+        with self.assertRaisesRegex(torc.BadInput, 'bytes; 2097152 are allowed here'):
+            client.create_workflow({'name': 'w', 'user': 'u', 'description': 'x' * 20000000})
+        self.assertEqual('ok', client.ping()['status'])
+
+    def test_a_closed_client_opens_again_with_the_next_call(self) -> None:
+        client = self.connect()
+        client.create_workflow({'name': 'w', 'user': 'u'})
+        client.close()
+        other = self.connect()      # the database is free
+        other.close()
+        self.assertEqual(1, client.list_workflows()['count'])
+
+    def test_a_command_waits_for_another_one_to_give_the_database_back(self) -> None:
+        first = self.connect()
+        first.ping()
+        with self.assertRaisesRegex(torc.Conflict, 'in use by another torc.py'):
+            torc.Client(database=first.database).reconnect(wait_s=0.1)
+        script = ("import sys; sys.path.insert(0, sys.argv[1]); import torc\n"
+                  "client = torc.Client(database=sys.argv[2])\n"
+                  "print(flush=True)\n"
+                  "client.reconnect()\n"
+                  "print(client.is_direct)\n")
+        process = subprocess.Popen([sys.executable, '-B', '-c', script, HERE, first.database], stdout=subprocess.PIPE, encoding='utf-8')
+        process.stdout.readline()
+        first.close()
+        self.assertEqual('True\n', process.communicate(timeout=20)[0])
+
+    def test_whoever_took_the_port_does_not_get_the_token(self) -> None:
+        database = self.world.path('torc.db')
+        token = torc.keep_token(database + '.token')
+        for answer in (torc.format_answer(200, b'{"status":"ok"}'), torc.format_answer(200, b'{"proof":"%s"}' % (b'0' * 64)), b'', b'SSH-2.0-x\r\n\r\n',
+                       torc.format_answer(200, b'[]')):
+            impostor = Impostor(answer, answer)
+            with torc.connection_file(torc.ServerOptions(database), [impostor.url]):
+                self.assertRaises(torc.Unreachable, torc.Client(database=database).reconnect, wait_s=0)
+            self.assertRaises(torc.Unreachable, torc.Client(url=impostor.url, token_file=database + '.token').reconnect, wait_s=0)
+            impostor.stop()
+            self.assertIn(b'GET /healthz?challenge=', impostor.heard)
+            self.assertNotIn(token.encode(), impostor.heard)
+
+    def test_what_may_have_been_done_is_not_sent_again(self) -> None:
+        answer = torc.format_answer(200, b'{"status":"ok"}')
+        impostor = Impostor(b'', b'', answer)
+        client = self.connect(url=impostor.url)
+        self.assertRaisesRegex(torc.Unreachable, 'no answer from', client.create_workflow, {'name': 'w', 'user': 'u'})
+        self.assertEqual({'status': 'ok'}, client.ping() if client.reconnect() is None else None)
+        impostor.stop()
+        self.assertEqual(1, impostor.heard.count(b'POST '))
+
+    def test_a_slow_server_is_not_waited_for_longer_than_the_deadline(self) -> None:
+        with contextlib.closing(Impostor.listen()) as listener:
+            client = self.connect(url=f'http://127.0.0.1:{listener.getsockname()[1]}')
+            begun = time.monotonic()
+            with self.assertRaisesRegex(torc.Unreachable, 'too slow'):
+                client.call('create_workflow', {'name': 'w', 'user': 'u'}, deadline_s=0.2)
+            self.assertLess(time.monotonic() - begun, 2)
+            client.close()
+
+    def test_nobody_there_is_told_soon(self) -> None:
+        with contextlib.closing(Impostor.listen()) as listener:
+            url = f'http://127.0.0.1:{listener.getsockname()[1]}/torc-service/v1'
+        os.environ['http_proxy'] = 'http://127.0.0.1:9'
+        with self.assertRaisesRegex(torc.Unreachable, 'does not answer: Connection refused; is the server running'):
+            torc.Client.connect(url=url)
+
+    def test_five_at_once_share_one_embedded_server(self) -> None:
+        script = ("import sys; sys.path.insert(0, sys.argv[1]); import torc\n"
+                  "client = torc.Client.connect(needs_server=True)\n"
+                  "for number in range(20): client.create_workflow({'name': 'w', 'user': 'u'})\n"
+                  "print(client.url)\n"
+                  "client.close() if len(sys.argv) > 2 else sys.stdin.read()\n")
+        processes = [subprocess.Popen([sys.executable, '-B', '-c', script, HERE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                      stderr=subprocess.PIPE, encoding='utf-8') for _ in range(5)]
+        urls = {process.stdout.readline() for process in processes}
+        outcomes = [process.communicate('')[1] for process in processes]
+        self.assertEqual([''] * 5, outcomes)
+        self.assertEqual(1, len(urls))
+        client = self.connect()
+        self.assertEqual(100, client.list_workflows()['count'])
+
+    def test_coming_while_the_server_leaves_is_no_error(self) -> None:
+        script = ("import sys, time; sys.path.insert(0, sys.argv[1]); import torc\n"
+                  "torc.EMBEDDED_GRACE_S = 0.0\n"
+                  "for number in range(40):\n"
+                  "    client = torc.Client.connect(needs_server=True)\n"
+                  "    client.create_workflow({'name': 'w', 'user': 'u'})\n"
+                  "    client.close()\n")
+        processes = [subprocess.Popen([sys.executable, '-B', '-c', script, HERE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8')
+                     for _ in range(3)]
+        self.assertEqual([('', '')] * 3, [process.communicate(timeout=60) for process in processes])
+        self.world.wait(lambda: not torc.read_connection_file(os.path.abspath(torc.EMBEDDED_DATABASE)), 10, 'the last server to leave')
+        self.assertEqual(120, self.connect().list_workflows()['count'])
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

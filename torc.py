@@ -8727,3 +8727,454 @@ def leave_caller(log_path: str, keep: int) -> None:
     log.setLevel(logging.INFO)
 
 
+# ======== 11. Client: the verbs of the service from anywhere ========
+#
+# One class, two transports, the same values. Through HTTP, on one kept-alive connection, when a server is there; and
+# directly, on a Store of its own, when there is only a database and nobody else has it: then a command costs no socket
+# and no process. Where to look, first found first taken: a URL or database that was named; TORC_API_URL; the lasting
+# server of this account; the embedded database of this directory.
+#
+# A connection file is believed only after its server has proved that it knows the token, for a port may have changed
+# hands. That exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it
+# stays until we close. What was sent once is not sent again by itself, unless it only reads: the caller knows better.
+
+EMBEDDED_DATABASE = os.path.join(DEFAULT_OUTPUT_DIR, 'torc.db')
+CONNECT_DEADLINE_S = 3.0            # for one address to accept
+FIND_DEADLINE_S = 10.0              # for a server that just starts or leaves, or another command with the database
+NAMED_DEADLINE_S = 1.0              # at first, for an address that was named: it is sooner mistyped than just starting
+CALL_DEADLINE_S = 600.0             # for one answer, if the caller names no other; large workflows take their time
+ERROR_KINDS = {kind.__name__: kind for kind in (BadInput, Refused, NotFound, Conflict, Denied, Unreachable)}
+ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 413: BadInput}
+STATUS_LINE = re.compile(rb'HTTP/1\.[01] ([0-9]{3})')
+LENGTH_FIELD = re.compile(rb'\r\ncontent-length:[ \t]*([0-9]+)[ \t]*(?:\r\n|\Z)', re.IGNORECASE)
+CLOSE_FIELD = re.compile(rb'\r\nconnection:[ \t]*close', re.IGNORECASE)
+
+
+class Address(NamedTuple):
+    """Where a server is."""
+    url: str
+    is_tls: bool
+    host: str
+    port: int
+    prefix: str     # of all paths
+
+
+def parse_url(url: str) -> Address:
+    """'http://host:8080/torc-service/v1' -> Address. Without a path the usual one is meant."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port or (443 if parts.scheme == 'https' else 80)
+    except ValueError:
+        parts, port = urllib.parse.urlsplit(''), 0
+    if parts.scheme not in ('http', 'https') or not parts.hostname or parts.username or not re.match(r'[!-~]+\Z', url):
+        raise BadInput(f'{printable(url)!r} is not the address of a server: write http://HOST:PORT{API_PREFIX}')
+    return Address(url, parts.scheme == 'https', parts.hostname, port, parts.path.rstrip('/') or API_PREFIX)
+
+
+class Wire:
+    """One HTTP connection, kept alive: a request goes out, its answer comes back. Errors are OSErrors.
+
+    Plain sockets, for http.client takes three times as long for a small answer, mostly in its header parser.
+    Proxies named in the environment are not used: they seldom lead to a login node's ports.
+    """
+
+    def __init__(self, address: Address, ca_file: str = '') -> None:
+        """Connect. OSError if nobody accepts."""
+        self.address = address
+        name = f'[{address.host}]' if ':' in address.host else address.host
+        self.host = f'{name}:{address.port}'
+        self.fields = f'host: {self.host}\r\nuser-agent: torc.py/{__version__}\r\n'
+        self.is_closed = False
+        self.is_waiting = False     # a request is out whose answer has not been read
+        self.socket = socket.create_connection((address.host, address.port), CONNECT_DEADLINE_S)
+        try:
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if address.is_tls:
+                context = ssl.create_default_context(cafile=ca_file or None)
+                self.socket = context.wrap_socket(self.socket, server_hostname=address.host)
+        except BaseException:
+            self.close()
+            raise
+
+    def show_token(self, token: str) -> None:
+        """Send the token with every request from now on."""
+        self.fields += f'authorization: Bearer {token}\r\n'
+
+    def close(self) -> None:
+        """Hang up."""
+        self.is_closed = True
+        self.socket.close()
+
+    def is_alive(self) -> bool:
+        """Whether the next request may go out: the server has not hung up, and no answer is still to come."""
+        return not self.is_closed and not self.is_waiting and not select_readable(self.socket)
+
+    def ask(self, method: str, target: str, body: Optional[bytes] = None,
+            deadline_s: float = CALL_DEADLINE_S) -> Tuple[int, bytes]:
+        """One request and its answer: (status, body)."""
+        self.send(method, target, body, deadline_s)
+        return self.read_answer(deadline_s)
+
+    def send(self, method: str, target: str, body: Optional[bytes], deadline_s: float) -> None:
+        """Let a request go out; read_answer() is to follow. After an error the wire is closed."""
+        fields = self.fields
+        if body is not None:
+            fields += f'content-type: application/json\r\ncontent-length: {len(body)}\r\n'
+        self.is_waiting = True
+        try:
+            self.socket.settimeout(deadline_s)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):    # a refusal may be there to read
+                self.socket.sendall(f'{method} {target} HTTP/1.1\r\n{fields}\r\n'.encode('ascii') + (body or b''))
+        except BaseException:
+            self.close()
+            raise
+
+    def read_answer(self, deadline_s: float) -> Tuple[int, bytes]:
+        """Status and body of the answer to the request that is out. After an error the wire is closed."""
+        try:
+            answer = self.receive_answer(time.monotonic() + deadline_s)
+        except BaseException:
+            self.close()    # what comes later would be taken for the answer to the next request
+            raise
+        self.is_waiting = False
+        return answer
+
+    def receive_answer(self, deadline: float) -> Tuple[int, bytes]:
+        """Read an answer off the socket."""
+        status, head, data = 100, b'', b''
+        while status < 200:     # 1xx: the true answer follows
+            while b'\r\n\r\n' not in data:
+                data += self.receive(deadline)
+            head, _, data = data.partition(b'\r\n\r\n')
+            match = STATUS_LINE.match(head)
+            if not match:
+                raise ConnectionError('what answers there does not speak HTTP')
+            status = int(match.group(1))
+        length = LENGTH_FIELD.search(head)
+        if length:
+            body = self.read_body(data, int(length.group(1)), deadline)
+        else:
+            raise ConnectionError('an answer came without its length')
+        if CLOSE_FIELD.search(head):
+            self.close()
+        return status, body
+
+    def receive(self, deadline: float, size: int = 65536) -> bytes:
+        """More bytes of an answer."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise socket.timeout('no answer within its time')
+        self.socket.settimeout(left_s)
+        data = self.socket.recv(size)
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, 'the server hung up')
+        return data
+
+    def read_body(self, data: bytes, length: int, deadline: float) -> bytes:
+        """A body of known length, of which some has come."""
+        if len(data) >= length:
+            return data[:length]
+        parts, missing = [data], length - len(data)
+        while missing > 0:
+            parts.append(self.receive(deadline, min(missing, 2 ** 20)))
+            missing -= len(parts[-1])
+        return b''.join(parts)
+
+
+def select_readable(sock: socket.socket) -> bool:
+    """Whether something can be read at once; between two requests that is the end, or rubbish."""
+    poll = select.poll()    # select() knows no descriptors from 1024 on
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
+    """Path and query of an operation."""
+    params = dict(params)
+    path = re.sub(r'\{(\w+)\}', lambda match: urllib.parse.quote(str(params.pop(match.group(1))), safe=''), route.path)
+    pairs = []
+    for name, value in params.items():
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            pairs.append((name, str(item).lower() if isinstance(item, bool) else str(item)))
+    return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
+
+
+def parse_answer(status: int, body: bytes) -> Any:
+    """Value of a good answer; the TorcError of a bad one, of the same kind as where it was raised."""
+    try:
+        value = json.loads(body.decode('utf-8')) if body else None
+    except ValueError:
+        value = None
+        status = status if status >= 300 else 502
+    if status < 300:
+        return value
+    found = value.get('error') if isinstance(value, dict) else None
+    found = found if isinstance(found, dict) else {'message': found} if isinstance(found, str) else {}
+    reason = reason_phrase(status)
+    message = str(found.get('message') or f'the server answered {status} {reason}'.strip())
+    if status >= 500:
+        raise Unreachable(f'the server cannot answer now: {message}', http=status)
+    kind = ERROR_KINDS_BY_STATUS.get(status) or ERROR_KINDS.get(str(found.get('error')), Refused)
+    details = {name: item for name, item in found.items() if name not in ('error', 'message', 'http', 'problems')}
+    raise kind(message, http=status, **details)
+
+
+class Pending:
+    """An operation that was asked for; finish() waits for what came of it. A selector may watch it meanwhile."""
+
+    def __init__(self, value: Any = None, wire: Optional[Wire] = None) -> None:
+        self.value = value      # the answer of a direct client
+        self.wire = wire        # on which the answer is to come
+
+    def fileno(self) -> int:
+        """Descriptor that gets readable with the answer; -1 if the answer is here."""
+        return -1 if self.wire is None or self.wire.is_closed else self.wire.socket.fileno()
+
+    def finish(self, deadline_s: float = CALL_DEADLINE_S) -> Any:
+        """The answer. Raises what call() raises."""
+        if self.wire is None:
+            return self.value
+        try:
+            status, answer = self.wire.read_answer(deadline_s)
+        except (OSError, ValueError) as error:
+            raise Unreachable(f'no answer from {self.wire.address.url}: {explain(error)}') from None
+        return parse_answer(status, answer)
+
+
+class Client:
+    """Every operation of the API by its name: client.list_jobs(workflow_id=1) returns plain dicts and lists.
+
+    Made by connect(). A client that is closed, or whose server went away, finds its way again with the next call.
+    """
+
+    def __init__(self, url: str = '', database: str = '', token_file: str = '', ca_file: str = '',
+                 needs_server: bool = False) -> None:
+        self.named_url = url                    # the only server that will do; ''
+        self.database = database                # or the database whose server, or whose file, will do
+        self.token_file = token_file            # path of the token's file, or ''
+        self.ca_file = ca_file                  # whose certificates are believed, for https
+        self.needs_server = needs_server        # fork an embedded server rather than open the database
+        self.servers_started = 0                # embedded ones, by this client
+        self.is_lasting = False                 # the database was served by a lasting server: wait for it, fork none
+        self._wire = None                       # type: Optional[Wire]
+        self._store = None                      # type: Optional[Store]
+        self._lease = None                      # type: Optional[Lease]
+
+    @classmethod
+    def connect(cls, url: Optional[str] = None, db: Optional[str] = None, needs_server: bool = False, ca_file: str = '',
+                is_reading: bool = False) -> 'Client':
+        """Find a server or a database, in the order of the section's preface. is_reading: make no new database."""
+        token_file = os.environ.get('TORC_TOKEN_FILE', '')
+        url = url or ('' if db else os.environ.get('TORC_API_URL', ''))
+        if url:
+            client = cls(url=parse_url(url).url, token_file=token_file or find_token_file(url), ca_file=ca_file)
+        else:
+            database = os.path.abspath(db) if db else find_database()
+            if is_reading and not os.path.exists(database):
+                raise NotFound(f'there is no server and no database {database}: '
+                               '`torc.py run FILE` or `torc.py create FILE` makes one')
+            client = cls(database=database, needs_server=needs_server)
+        client.reconnect(NAMED_DEADLINE_S if url else FIND_DEADLINE_S)
+        return client
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the verbs run in this process, on the database itself."""
+        return self._store is not None
+
+    @property
+    def url(self) -> str:
+        """The server's address, for TORC_API_URL; '' if the client is direct."""
+        return self._wire.address.url if self._wire is not None else self.named_url
+
+    def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
+        """Carry out an operation: body as the model says, path and query parameters by name. TorcErrors are the verb's.
+
+        `id` stands for the first parameter of the path. Unreachable: nobody answered, and it may have been done or not.
+        """
+        deadline_s = deadline_s or CALL_DEADLINE_S
+        try:
+            return self.begin(op, body, deadline_s, **params).finish(deadline_s)
+        except Unreachable:
+            if OPERATIONS[op].method != 'GET' or self._wire is None or not self._wire.is_closed:
+                raise
+        return self.begin(op, body, deadline_s, **params).finish(deadline_s)
+
+    def begin(self, op: str, body: Any = None, deadline_s: float = CALL_DEADLINE_S, **params: Any) -> Pending:
+        """Ask for an operation, wherever it can be carried out now; its answer may be fetched later, before the next call."""
+        route = OPERATIONS.get(op)
+        if route is None:
+            raise BadInput(f'there is no operation {op!r}' + did_you_mean(op, OPERATIONS))
+        params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
+        if self._store is None and (self._wire is None or not self._wire.is_alive()):
+            self.reconnect(min(FIND_DEADLINE_S, deadline_s))
+        if self._store is not None:
+            return Pending(self.call_direct(self._store, route, body, params))
+        data = None if body is None else format_body(body)
+        wire = self._wire
+        target = format_target(route, wire.address.prefix, params)
+        try:
+            wire.send(route.method, target, data, deadline_s)
+        except (OSError, ValueError) as error:
+            raise Unreachable(f'no answer from {self.url}: {explain(error)}') from None
+        return Pending(wire=wire)
+
+    @staticmethod
+    def call_direct(store: Store, route: Route, body: Any, params: Dict[str, Any]) -> Any:
+        """Carry out an operation on our own store."""
+        try:
+            with store.reading() if route.method == 'GET' else store.transaction():
+                return call_operation(store, route.name, params, body)
+        except sqlite3.Error as error:
+            raise explain_database_error(error, store.path) from None
+
+    def pages(self, op: str, **params: Any) -> Iterator[Any]:
+        """All items of a list operation, fetched page by page."""
+        offset = params.pop('offset', 0)
+        while True:
+            page = self.call(op, offset=offset, **params)
+            yield from page['items']
+            offset += len(page['items'])
+            if not page['has_more'] or not page['items']:
+                return
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith('_') or name not in OPERATIONS:
+            raise AttributeError(f'a client has no operation {name!r}' + did_you_mean(name, OPERATIONS))
+        return functools.partial(self.call, name)
+
+    def close(self) -> None:
+        """Give the connection or the database back. The next call opens it again."""
+        wire, store, lease = self._wire, self._store, self._lease
+        self._wire = self._store = self._lease = None
+        if wire is not None:
+            wire.close()
+        if store is not None:
+            store.close()
+        if lease is not None:
+            lease.release()
+
+    def need_server(self) -> None:
+        """From now on through a server: a direct client gives its database to an embedded one and joins it."""
+        if self.database and not self.needs_server:
+            self.needs_server = True
+            if self.is_direct:
+                self.reconnect()
+
+    def reconnect(self, wait_s: float = FIND_DEADLINE_S) -> None:
+        """Find the server or the database again; an embedded server that died is started anew.
+
+        Waits for what passes by itself: a server that starts or leaves, another command that has the database.
+        """
+        self.close()
+        deadline, pause_s = time.monotonic() + wait_s, 0.005
+        while True:
+            try:
+                return self.open()
+            except (Unreachable, Conflict):
+                if time.monotonic() + pause_s > deadline:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.25)
+
+    def open(self) -> None:
+        """One try to find what reconnect() wants."""
+        if self.named_url:
+            wire = self.open_wire([self.named_url])
+            self._wire = self.ask_proof(wire) if self.token_file else wire
+            return
+        found = read_connection_file(self.database)
+        if found is not None:
+            self.is_lasting = not found.get('is_embedded')
+            self.token_file = found.get('token_file') or ''
+            self._wire = self.open_proven(found)
+        elif self.is_lasting:
+            raise Unreachable(f'the server of {self.database} is gone; start it again with '
+                              f'`torc.py serve --db {shlex.quote(self.database)}`')
+        elif not self.needs_server:
+            self._store, self._lease = hold_database(self.database)
+            self._store.caller = user_name()
+        elif start_embedded_server(self.database):
+            self.servers_started += 1
+            self.open()
+        else:
+            raise Conflict(f'the database {self.database} is in use by another torc.py; stop it, '
+                           'or give another place with --db')
+
+    def open_wire(self, urls: Sequence[str]) -> Wire:
+        """Connect to the first address that accepts."""
+        reasons = []
+        for url in urls:
+            try:
+                return Wire(parse_url(url), self.ca_file)
+            except (OSError, ValueError) as error:      # a wrong certificate is a ValueError before Python 3.7
+                reasons.append(f'{url} does not answer: {explain(error)}')
+        raise Unreachable('; '.join(reasons) + '; is the server running?')
+
+    def open_proven(self, found: Dict[str, Any]) -> Wire:
+        """Connect to the server of a connection file, if it is the one that wrote it: only then it gets the token."""
+        urls = found.get('candidates') or [found['url']]
+        if process_lives(found) is None:
+            urls = [url for url in urls if not is_loopback(parse_url(url).host)]
+            if not urls:
+                raise Unreachable(f"the server of {self.database} runs on host {found['host']} and answers there only; "
+                                  'start it with --host to reach it from here')
+        return self.ask_proof(self.open_wire(urls))
+
+    def ask_proof(self, wire: Wire) -> Wire:
+        """Let the server prove that it knows the token, then show it ours. Without a token: see that it lets us in."""
+        challenge = secrets.token_hex(16)
+        try:
+            _, body = wire.ask('GET', f'/healthz?challenge={challenge}', deadline_s=FIND_DEADLINE_S)
+            proof = json.loads(body.decode()).get('proof')
+        except (OSError, ValueError, AttributeError) as error:
+            wire.close()
+            raise Unreachable(f'no answer from {wire.address.url}: {explain(error)}') from None
+        if self.token_file:
+            token = read_token(self.token_file)
+            if not hmac.compare_digest(str(proof), prove_token(token.encode(), challenge, wire.address.port)):
+                wire.close()
+                raise Unreachable(f'what answers at {wire.address.url} is not the server of the token in {self.token_file} '
+                                  '(through a tunnel, its port must be the same on both sides)')
+            wire.show_token(token)
+        return wire
+
+
+def explain(error: Exception) -> str:
+    """Why a connection failed, in words."""
+    if isinstance(error, socket.timeout):
+        return 'too slow'
+    return getattr(error, 'strerror', None) or str(error) or type(error).__name__
+
+
+def format_body(body: Any) -> bytes:
+    """A request's body. BadInput for what JSON cannot say."""
+    try:
+        return format_json(body).encode()
+    except (TypeError, ValueError, RecursionError) as error:    # of them UnicodeEncodeError: half of a surrogate pair
+        raise BadInput(f'the body cannot be sent as JSON: {error}') from None
+
+
+def find_database() -> str:
+    """The lasting server's database if that server lives, else the embedded one of this directory."""
+    lasting = default_database()
+    try:
+        is_served = read_connection_file(lasting) is not None
+    except Denied as error:
+        log.warning('%s', error)
+        is_served = False
+    return lasting if is_served else os.path.abspath(EMBEDDED_DATABASE)
+
+
+def find_token_file(url: str) -> str:
+    """Token file of the lasting or embedded server that answers at a URL; '' if neither does."""
+    for database in (default_database(), os.path.abspath(EMBEDDED_DATABASE)):
+        try:
+            found = read_connection_file(database)
+        except Denied:
+            continue    # not ours to trust
+        if found is not None and url.rstrip('/') in [str(candidate) for candidate in found.get('candidates') or ()]:
+            return found.get('token_file') or ''
+    return ''
+
+
