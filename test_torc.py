@@ -3765,6 +3765,276 @@ class ClientTest(WorldTest):
         self.assertEqual(120, self.connect().list_workflows()['count'])
 
 
+# ======== 13. Launcher ========
+
+
+class LauncherTest(WorldTest):
+    """Real processes: how they start, end, and take what they have left behind with them."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        with self.world.inside():
+            self.launcher = torc.Launcher(self.world.directory)
+        self.addCleanup(self.launcher.close)    # before the world's own: last in, first out
+
+    def start(self, command: str, name: str = '1-1', **variables: str) -> Any:
+        """Start a command whose output goes to the files out and err."""
+        outputs = [torc.open_output(self.world.path(stem)) for stem in ('out', 'err')]
+        try:
+            with self.world.inside():
+                return self.launcher.start(command, dict(variables, HERE=self.world.directory), outputs, name)
+        finally:
+            for descriptor in outputs:
+                os.close(descriptor)
+
+    def end_of(self, process: Any, deadline_s: float = 20) -> Any:
+        """Wait until nothing of a process lives."""
+        self.world.wait(lambda: self.look() and process in self.ended, deadline_s, 'the end of a process')
+        return process.end
+
+    def look(self) -> bool:
+        """One turn of a loop that owns the launcher."""
+        self.ended = getattr(self, 'ended', [])
+        self.launcher.kill_due()
+        self.ended += self.launcher.poll()
+        return True
+
+    def pid_in(self, name: str) -> int:
+        """A pid that a job has written to a file."""
+        return int(self.world.wait(lambda: self.world.read(name).strip(), 10, name))
+
+    def assertGone(self, *names: str) -> None:
+        """Processes whose pids stand in these files do not live."""
+        for name in names:
+            self.world.wait(lambda: not torc.read_process_start_ticks(self.pid_in(name)), 10, f'the end of {name}')
+
+    HIDDEN = '(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &) ; '
+
+    def test_what_hides_its_origin_ends_with_the_jobs_that_it_can_be_from(self):
+        other = self.start('echo $$ > other; exec sleep 1000', '2-1')
+        job = self.start('cd "$HERE"; ' + self.HIDDEN + 'while [ ! -s hidden ]; do /bin/sleep 0.01; done; /bin/sleep 0.1')
+        self.end_of(job)
+        self.launcher.stop(other, signal.SIGKILL, 0)
+        self.end_of(other)
+        self.world.wait(lambda: self.look() and not torc.read_process_start_ticks(self.pid_in('hidden')), 10, 'the end of the hidden process')
+        self.assertTrue(self.pid_in('hidden'))
+
+    def test_nothing_that_hides_its_origin_outlives_the_launcher(self):
+        with self.world.inside():
+            first, self.launcher = self.launcher, torc.Launcher(self.world.directory)
+        self.start('cd "$HERE"; exec env -i setsid /bin/sh -c "echo \\$\\$ > shell; /bin/sh -c \'echo \\$\\$ > hidden; /bin/sleep 1000; true\'; true"')
+        self.pid_in('hidden')
+        self.launcher.close()
+        self.launcher = first
+        self.assertGone('shell', 'hidden')
+
+    def test_a_guardian_that_was_killed_is_replaced(self):
+        first = self.launcher.guardian
+        os.kill(first, signal.SIGKILL)
+        self.world.wait(lambda: os.waitpid(first, os.WNOHANG)[0] == first, 10, 'the end of the guardian')
+        self.assertEqual(0, self.end_of(self.start('true')).return_code)
+        self.assertNotEqual(first, self.launcher.guardian)
+        self.assertTrue(torc.read_process_start_ticks(self.launcher.guardian))
+
+    def test_a_guardian_that_is_stopped_is_not_waited_for_for_ever(self):
+        os.kill(self.launcher.guardian, signal.SIGSTOP)
+        guardian, began = self.launcher.guardian, time.monotonic()
+        self.launcher.dismiss_guardian()
+        self.assertLess(time.monotonic() - began, 10)
+        self.assertFalse(torc.read_process_start_ticks(guardian))
+        with self.world.inside():
+            self.launcher.guardian, self.launcher.pipe = torc.start_guardian(b'x')
+
+    def test_a_command_gets_its_environment_and_its_exit_code_is_told(self):
+        process = self.start('echo "$GREETING"; echo oops >&2; exit 7', GREETING="it's $HOME")
+        end = self.end_of(process)
+        self.assertEqual((7, 0), (end.return_code, end.signal_number))
+        self.assertEqual(("it's $HOME\n", 'oops\n'), (self.world.read('out'), self.world.read('err')))
+
+    def test_a_signal_is_told_as_128_plus_its_number(self):
+        self.assertEqual(128 + 9, self.end_of(self.start('kill -KILL $$')).return_code)
+
+    def test_an_unknown_command_ends_with_127_and_says_so(self):
+        self.assertEqual(127, self.end_of(self.start('no-such-command-here')).return_code)
+        self.assertIn('no-such-command-here', self.world.read('err'))
+
+    def test_a_job_is_a_session_of_its_own_without_input_and_with_default_signals(self):
+        self.end_of(self.start('cat; ps -o sid= -p $$ >/dev/null 2>&1; echo $$; cut -d" " -f6 /proc/$$/stat; grep SigIgn /proc/$$/status'))
+        pid, session, ignored = self.world.read('out').split('\n')[:3]
+        self.assertEqual(pid, session)
+        self.assertEqual(0, int(ignored.split()[1], 16) & 0x7fffffff)   # 32 and 33 are the C library's own
+
+    def test_a_job_inherits_no_descriptor(self):
+        reader, writer = os.pipe()
+        os.set_inheritable(writer, True)
+        try:
+            self.launcher.seal_inherited_descriptors()
+            self.end_of(self.start('ls -l /proc/self/fd > fds'))
+        finally:
+            os.close(reader)
+            os.close(writer)
+        self.assertIn('/dev/null', self.world.read('fds'))
+        self.assertNotIn('pipe:', self.world.read('fds'))
+
+    def test_a_command_longer_than_an_argument_may_be_runs_from_a_private_file(self):
+        process = self.start('# ' + 'x' * 300000 + '\necho ran; exit 3')
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(process.script).st_mode))
+        self.assertEqual(3, self.end_of(process).return_code)
+        self.assertEqual('ran\n', self.world.read('out'))
+        self.assertFalse(os.path.exists(process.script))
+
+    def test_what_cannot_be_said_to_the_system_is_an_error(self):
+        for command, variables in (('echo \0', {}), ('true', {'A': 'b\0c'}), ('true', {'A=B': 'c'}), ('echo \ud800', {})):
+            with self.subTest(command), self.assertRaises(ValueError):
+                self.start(command, **variables)
+        with self.assertRaises(OSError):
+            self.start('true', A='x' * 200000)
+
+    def test_an_output_file_is_emptied_and_never_reached_through_a_link(self):
+        self.world.write('out', 'old')
+        os.symlink(self.world.write('precious', 'kept'), self.world.path('link'))
+        with self.assertRaises(OSError):
+            torc.open_output(self.world.path('link'))
+        self.assertEqual('kept', self.world.read('precious'))
+        self.end_of(self.start('echo new'))
+        self.assertEqual('new\n', self.world.read('out'))
+
+    def test_without_posix_spawn_popen_does_the_same(self):
+        self.launcher.spawn.close()
+        self.launcher.spawn = torc.PopenSpawner()
+        self.assertEqual(5, self.end_of(self.start('echo $A $$; cut -d" " -f6 /proc/$$/stat; exit 5', A='yes')).return_code)
+        pid, session = self.world.read('out').split()[1:]
+        self.assertEqual(pid, session)
+
+    def test_background_children_of_a_job_do_not_outlive_it(self):
+        self.end_of(self.start('sleep 1000 & echo $! > a'))
+        self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
+
+    def test_a_daemon_in_a_session_of_its_own_does_not_outlive_its_job(self):
+        self.end_of(self.start("setsid sh -c 'echo $$ > a; sleep 1000 & echo $! > b; wait' & until test -s b; do sleep 0.01; done"))
+        self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
+        self.assertFalse(torc.read_process_start_ticks(self.pid_in('b')))
+
+    def test_what_ignores_sigterm_is_killed(self):
+        torc_term, torc.LEFTOVER_TERM_S = torc.LEFTOVER_TERM_S, 0.2
+        try:
+            self.end_of(self.start("setsid sh -c 'trap \"\" TERM; echo $$ > a; while :; do sleep 0.1; done' & until test -s a; do sleep 0.01; done"))
+        finally:
+            torc.LEFTOVER_TERM_S = torc_term
+        self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
+
+    def test_the_end_of_one_job_leaves_the_daemons_of_another_alone(self):
+        other = self.start("setsid sh -c 'echo $$ > a; exec sleep 1000' & sleep 1000", '2-1')
+        daemon = self.pid_in('a')
+        self.end_of(self.start('true', '1-1'))
+        self.assertTrue(torc.read_process_start_ticks(daemon))
+        self.launcher.stop(other, signal.SIGTERM, 5)
+        self.assertEqual(143, self.end_of(other).return_code)
+        self.assertFalse(torc.read_process_start_ticks(daemon))
+
+    def test_a_stopped_job_may_clean_up_and_exit_as_it_likes(self):
+        process = self.start("trap 'echo saved; exit 42' TERM; echo > ready; while :; do sleep 0.05; done")
+        self.world.wait(lambda: os.path.exists(self.world.path('ready')), 10, 'the trap')
+        self.launcher.stop(process, signal.SIGTERM, 20)
+        self.assertEqual((42, 0), self.end_of(process)[:2])
+        self.assertEqual('saved\n', self.world.read('out'))
+
+    def test_a_frozen_job_is_continued_so_that_it_can_end(self):
+        process = self.start('kill -STOP $$; exit 0')
+        self.launcher.stop(process, signal.SIGTERM, 20)
+        self.assertEqual(143, self.end_of(process).return_code)
+
+    def test_a_job_that_ignores_the_signal_is_killed_when_its_time_is_over(self):
+        process = self.start("trap '' TERM; echo > ready; while :; do sleep 0.05; done")
+        self.world.wait(lambda: os.path.exists(self.world.path('ready')), 10, 'the trap')
+        self.launcher.stop(process, signal.SIGTERM, 0.2)
+        self.assertLessEqual(self.launcher.next_deadline(), time.monotonic() + 0.2)
+        self.assertEqual(137, self.end_of(process).return_code)
+
+    def test_closing_kills_everything_even_what_has_hidden_its_origin(self):
+        self.start("(env -i setsid sh -c 'echo $$ > a; exec sleep 1000' &) ; echo $$ > b; exec sleep 1000")
+        self.pid_in('a'), self.pid_in('b')
+        self.launcher.close()
+        self.addCleanup(self.revive)
+        self.assertGone('a', 'b')
+
+    def revive(self) -> None:
+        """A fresh launcher for tearDown to close."""
+        self.launcher.__init__(self.world.directory)
+
+    def test_peak_memory_is_told_where_it_is_known(self):
+        end = self.end_of(self.start(f"exec {shlex.quote(sys.executable)} -S -c 'x = bytearray(300 << 20)'"))
+        self.assertGreater(end.peak_memory_bytes, 300 << 20)
+        self.assertLess(end.peak_memory_bytes, 400 << 20)
+        self.assertGreater(end.cpu_s, 0)
+
+
+class GuardianTest(WorldTest):
+    """What happens when a runner dies without a word."""
+
+    def run_and_die(self, command: str, *pid_files: str) -> None:
+        """A process that owns a launcher starts a command, and is killed when the command has written its pids."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                os.chdir(self.world.directory)
+                os.environ[MARK] = self.world.mark
+                launcher = torc.Launcher(self.world.directory)
+                null = os.open(os.devnull, os.O_WRONLY)
+                launcher.start(command, {}, (null, null), '1-1')
+                while True:
+                    launcher.poll()
+                    select.select([], [], [], 0.01)
+            finally:
+                os._exit(1)
+        try:
+            self.pids = [int(self.world.wait(lambda: self.world.read(name).strip(), 10, name)) for name in pid_files]
+            self.world.wait(self.is_settled, 10, 'the guardian to look')
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for child in self.pids:
+            self.world.wait(lambda: not torc.read_process_start_ticks(child), 10, f'the end of {child}')
+
+    def is_settled(self) -> bool:
+        """Nothing to wait for, as a rule."""
+        return True
+
+    def test_a_killed_runner_leaves_no_job_behind(self):
+        self.run_and_die('echo $$ > a; sleep 1000 & echo $! > b; wait', 'a', 'b')
+
+    def test_a_killed_runner_leaves_no_daemon_behind(self):
+        self.run_and_die("echo $$ > a; setsid sh -c 'trap \"\" TERM HUP; (sleep 1000 & echo $! > c); echo $$ > b; sleep 1000' & wait", 'a', 'b', 'c')
+
+    def test_a_killed_runner_leaves_nothing_behind_that_has_hidden_its_origin(self):
+        began = time.monotonic()
+        self.is_settled = lambda: time.monotonic() > began + 2 * torc.GUARD_INTERVAL_S + 0.5    # it looks once a second
+        self.run_and_die("echo $$ > a; (env -i setsid sh -c 'echo $$ > b; exec sleep 1000' &); sleep 1000", 'a', 'b')
+
+
+class CommandTextTest(unittest.TestCase):
+    """What the shell gets."""
+
+    def test_an_invocation_script_wraps_or_precedes_the_command(self):
+        for script, text in ((None, 'run x'), ('  ', 'run x'), ('time ', 'time run x'), ('module load a\nexport B=1\n\n', 'module load a\nexport B=1\nrun x')):
+            with self.subTest(script):
+                self.assertEqual(text, torc.compose_command(script, 'run x'))
+
+    def test_gpus_are_shown_under_every_name(self):
+        self.assertEqual({}, torc.gpu_environment(()))
+        self.assertEqual({'2,0'}, set(torc.gpu_environment(('2', '0')).values()))
+        self.assertIn('CUDA_VISIBLE_DEVICES', torc.gpu_environment(('1',)))
+
+    def test_the_last_line_is_the_last_that_says_something(self):
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(b'first\n10%\r100% done \x1b[0m\n \n\n')
+            file.flush()
+            self.assertEqual('100% done \\x1b[0m', torc.read_last_line(file.name))
+        self.assertEqual('', torc.read_last_line('/no/such/file'))
+        self.assertEqual('', torc.read_last_line(None))
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.
