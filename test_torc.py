@@ -4035,6 +4035,432 @@ class CommandTextTest(unittest.TestCase):
         self.assertEqual('', torc.read_last_line(None))
 
 
+# ======== 16. Runner ========
+
+
+class StoreClient:
+    """The verbs on a store of our own, as the runner's client; `faults` says what happens to each request instead."""
+    url, token_file, servers_started = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0
+
+    def __init__(self, path: str) -> None:
+        self.store = torc.Store(path)
+        self.requests = []      # type: List[Dict[str, Any]]
+        self.before = lambda number: None   # type: Callable[[int], None]
+        self.after = lambda number: None    # type: Callable[[int], None]
+
+    def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
+        """Carry out an operation as a server would."""
+        if op == 'runner_sync':
+            self.requests.append(json.loads(json.dumps(body)))
+            self.before(len(self.requests))
+        with self.store.transaction():
+            answer = torc.call_operation(self.store, op, params, body)
+        if op == 'runner_sync':
+            self.after(len(self.requests))
+        return answer
+
+    def begin(self, op: str, body: Any = None, deadline_s: float = 0, **params: Any) -> Any:
+        """The same in two steps; what fails, fails when the answer is fetched."""
+        pending = torc.Pending()
+        try:
+            pending.value = self.call(op, body, deadline_s, **params)
+        except torc.Unreachable as error:
+            pending.finish = functools.partial(self.fail, error)
+        return pending
+
+    @staticmethod
+    def fail(error: Exception, *_: Any) -> None:
+        """No answer."""
+        raise error
+
+    def reconnect(self, wait_s: float = 0) -> None:
+        """Nothing can be done."""
+
+    def rows(self, op: str, **params: Any) -> List[Dict[str, Any]]:
+        """Items of a list."""
+        return self.call(op, **params)['items']
+
+
+class Watcher:
+    """Progress that remembers."""
+
+    def __init__(self) -> None:
+        self.failed, self.messages, self.counts = [], [], {}    # type: List[Tuple[str, int, str]], List[str], Dict[str, int]
+
+    def on_turn(self, counts: Dict[str, int]) -> None:
+        """Remember the last."""
+        self.counts = counts
+
+    def on_failed_job(self, name: str, return_code: int, last_line: str = '') -> None:
+        """Remember all."""
+        self.failed.append((name, return_code, last_line))
+
+    def on_message(self, text: str) -> None:
+        """Remember all."""
+        self.messages.append(text)
+
+
+class RunnerTest(WorldTest):
+    """Whole lives of a runner in this process, on a real store, with real jobs."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.client = StoreClient(self.world.path('torc.db'))
+        self.addCleanup(self.client.store.close)
+        self.progress = Watcher()
+
+    def create(self, *jobs: Any, **fields: Any) -> int:
+        """A workflow of jobs given as fields or commands; the first is named j1."""
+        listed = [dict({'name': f'j{number}'}, **(job if isinstance(job, dict) else {'command': job})) for number, job in enumerate(jobs, 1)]
+        document = torc.read_document(json.dumps(dict({'name': 'w', 'jobs': listed}, **fields)).encode(), '', 'json')
+        with self.world.inside():
+            plan = torc.read_plan(document, self.world.directory)
+        workflow_id = self.client.call('create_workflow_from_spec', json.loads(json.dumps(plan.body)))['workflow_id']
+        self.client.call('initialize_jobs', workflow_id=workflow_id)
+        return workflow_id
+
+    def run_it(self, workflow_id: int = 1, env: Optional[Dict[str, str]] = None, **options: Any) -> Any:
+        """Run a workflow here, to the runner's end."""
+        with self.world.inside(env):
+            options = dict({'num_cpus': 2, 'memory_gb': 4.0, 'num_gpus': 0, 'poll_interval_s': 0.2}, **options)
+            return torc.run_workflow(self.client, workflow_id, torc.RunnerOptions(output_dir='out', **options), self.progress)
+
+    def statuses(self) -> Dict[str, str]:
+        """Name -> status of all jobs of workflow 1."""
+        return {job['name']: job['status'] for job in self.client.rows('list_jobs', workflow_id=1)}
+
+    def results(self) -> List[Tuple[int, int, int, str]]:
+        """(job, attempt, return code, status) of all results."""
+        rows = self.client.rows('list_results', workflow_id=1, all_runs=True)
+        return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
+
+    def stdio(self, job_id: int = 1, end: str = 'o', attempt_id: int = 1) -> str:
+        """A job's output."""
+        return self.world.read(f'out/job_stdio/job_wf1_j{job_id}_r1_a{attempt_id}.{end}')
+
+    def log(self) -> str:
+        """The runner's log."""
+        return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*_wf1_r1.log'))
+
+    def test_a_diamond_runs_in_order_and_is_reported(self):
+        self.create('echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']}, {'command': 'echo b >> order', 'depends_on': ['j1']},
+                    {'command': 'echo c >> order', 'depends_on': ['j2', 'j3']})
+        outcome = self.run_it()
+        self.assertEqual((4, 0, True, 'complete'), (outcome.completed, outcome.failed, outcome.is_complete, outcome.reason))
+        self.assertEqual('a\nb\nb\nc\n', self.world.read('order'))
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+        self.assertEqual([False], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
+        self.assertLess(outcome.wall_s, 3)
+
+    def test_the_log_has_the_words_of_the_pages_and_is_private(self):
+        self.create('exit 3')
+        self.run_it()
+        for words in ('Job runner starting workflow_id=1 ', ' execution_mode=Direct limit_resources=true', 'Job started workflow_id=1 job_id=1 run_id=1 ',
+                      'Job completed workflow_id=1 job_id=1 run_id=1 attempt_id=1 return_code=3 status=failed ', 'Workflow complete workflow_id=1'):
+            self.assertIn(words, self.log())
+        path, = glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*')
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(path).st_mode))
+
+    def test_a_job_sees_its_variables_and_never_a_token(self):
+        self.create({'command': 'env', 'env': {'MINE': 'job', 'TORC_JOB_ID': 'mine'}}, env={'SHARED': 'all', 'MINE': 'workflow'})
+        self.run_it(env={'TORC_PASSWORD': 'sesame', 'OUTER': 'yes'})
+        found = dict(line.split('=', 1) for line in self.stdio().splitlines() if '=' in line)
+        wanted = {'MINE': 'job', 'SHARED': 'all', 'OUTER': 'yes', 'TORC_WORKFLOW_ID': '1', 'TORC_JOB_ID': '1', 'TORC_JOB_NAME': 'j1', 'TORC_RUN_ID': '1',
+                  'TORC_ATTEMPT_ID': '1', 'TORC_API_URL': StoreClient.url, 'TORC_TOKEN_FILE': StoreClient.token_file,
+                  'TORC_OUTPUT_DIR': self.world.path('out')}
+        self.assertEqual(wanted, {name: found.get(name) for name in wanted})
+        self.assertNotIn('sesame', self.stdio())
+        self.assertFalse([name for name in found if 'VISIBLE_DEVICES' in name])
+
+    def test_a_failed_job_is_named_with_its_last_words(self):
+        self.create("echo 'no luck' >&2; exit 4")
+        outcome = self.run_it()
+        self.assertEqual([(1, 'j1', 4, 'no luck')], outcome.failed_jobs)
+        self.assertEqual([('j1', 4, 'no luck')], self.progress.failed)
+
+    def test_stdio_modes_make_these_files(self):
+        rows = rows_of('''
+            mode       files
+            separate   job_wf1_j1_r1_a1.e job_wf1_j1_r1_a1.o
+            combined   job_wf1_j1_r1_a1.log
+            no_stdout  job_wf1_j1_r1_a1.e
+            no_stderr  job_wf1_j1_r1_a1.o
+            none       -
+            ''')
+        modes = {f'm{number}': row['mode'] for number, row in enumerate(rows)}
+        self.create(*({'name': name, 'command': 'echo out; echo err >&2'} for name in modes),
+                    execution_config={'job_stdio_overrides': {name: {'mode': mode} for name, mode in modes.items()}})
+        self.run_it()
+        files = sorted(os.listdir(self.world.path('out', 'job_stdio')))
+        for number, row in enumerate(rows, 1):
+            with self.subTest(row['mode']):
+                self.assertEqual(row['files'].replace('_j1_', f'_j{number}_').split(), [name for name in files if f'_j{number}_' in name])
+        self.assertEqual('out\nerr\n', self.world.read('out/job_stdio/job_wf1_j2_r1_a1.log'))
+
+    def test_output_is_deleted_after_success_only(self):
+        self.create('echo a', 'echo b; exit 1', execution_config={'stdio': {'mode': 'separate', 'delete_on_success': True}})
+        self.run_it()
+        self.assertEqual(['job_wf1_j2_r1_a1.e', 'job_wf1_j2_r1_a1.o'], sorted(os.listdir(self.world.path('out', 'job_stdio'))))
+
+    def test_a_missing_output_file_fails_the_job_by_name(self):
+        self.create({'command': 'true', 'output_files': ['f']}, {'command': 'true', 'input_files': ['f']},
+                    {'command': 'echo > made.txt', 'output_files': ['g']},
+                    files=[{'name': 'f', 'path': 'missing.txt'}, {'name': 'g', 'path': 'made.txt'}])
+        outcome = self.run_it()
+        self.assertEqual({'j1': 'failed', 'j2': 'canceled', 'j3': 'completed'}, self.statuses())
+        self.assertEqual((1, 'declared output files are missing: missing.txt'), outcome.failed_jobs[0][2:])
+        times = {row['name']: row.get('st_mtime') for row in self.client.rows('list_files', workflow_id=1)}
+        self.assertEqual({'f': None, 'g': os.stat(self.world.path('made.txt')).st_mtime}, times)
+
+    def test_gpus_are_given_by_index_and_never_twice(self):
+        command = 'test -z "$(mkdir gpu_$CUDA_VISIBLE_DEVICES 2>&1)" && echo $TORC_GPU_VISIBLE_DEVICES && sleep 0.1 && rmdir gpu_$CUDA_VISIBLE_DEVICES'
+        self.create(*[{'command': command, 'resource_requirements': 'gpu'}] * 6,
+                    resource_requirements=[{'name': 'gpu', 'num_cpus': 1, 'num_gpus': 1, 'memory': '1m', 'runtime': 'PT1M'}])
+        self.run_it(num_gpus=None, num_cpus=4, env={'CUDA_VISIBLE_DEVICES': '5,7'})
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+        self.assertEqual({'5\n', '7\n'}, {self.stdio(number) for number in range(1, 7)})
+
+    def test_resources_are_never_oversubscribed(self):
+        job = {'command': 'mkdir lock_$$ && test $(ls -d lock_* | wc -l) -le 2 && sleep 0.05 && rmdir lock_$$', 'resource_requirements': 'big'}
+        self.create(*[job] * 8, resource_requirements=[{'name': 'big', 'num_cpus': 2, 'memory': '1g', 'runtime': 'PT1M'}])
+        self.assertEqual(8, self.run_it(num_cpus=4, memory_gb=8.0).completed)
+
+    def test_the_queue_strategy_counts_jobs_only(self):
+        job = {'command': 'mkdir lock_$$; sleep 0.3; ls -d lock_* | wc -l', 'resource_requirements': 'big'}
+        self.create(*[job] * 4, resource_requirements=[{'name': 'big', 'num_cpus': 1, 'memory': '3g', 'runtime': 'PT1M'}])
+        self.assertEqual(4, self.run_it(num_cpus=1, max_parallel_jobs=4).completed)
+        self.assertEqual('4\n', self.stdio(4))
+
+    def test_a_failure_handler_retries_after_its_recovery_script(self):
+        self.create({'command': 'test -e mended || exit 10', 'failure_handler': 'fix'},
+                    failure_handlers=[{'name': 'fix', 'rules': [{'exit_codes': [10], 'max_retries': 3, 'recovery_script': 'echo $TORC_RETURN_CODE > mended'}]}])
+        self.assertEqual(1, self.run_it().completed)
+        self.assertEqual([(1, 1, 10, 'failed'), (1, 2, 0, 'completed')], self.results())
+        self.assertEqual('10\n', self.world.read('mended'))
+
+    def test_a_recovery_script_that_fails_vetoes_the_retry_and_is_named(self):
+        self.create({'command': 'exit 10', 'failure_handler': 'fix'},
+                    failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True, 'recovery_script': 'exit 5'}]}])
+        outcome = self.run_it()
+        self.assertEqual([(1, 1, 10, 'failed')], self.results())
+        self.assertIn('the recovery script ended with return code 5', outcome.failed_jobs[0][3])
+
+    def test_max_retries_counts_attempts(self):
+        self.create({'command': 'exit 1', 'failure_handler': 'fix'}, failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True}]}])
+        self.assertEqual(1, self.run_it().failed)
+        self.assertEqual([1, 2, 3], [row[1] for row in self.results()])
+
+    def test_a_failure_without_a_rule_may_wait_for_a_decision(self):
+        self.create('exit 1', {'command': 'true', 'depends_on': ['j1']}, use_pending_failed=True, compute_node_wait_for_new_jobs_seconds=1)
+        outcome = self.run_it()
+        self.assertEqual({'j1': 'pending_failed', 'j2': 'blocked'}, self.statuses())
+        self.assertFalse(outcome.is_complete)
+
+    def test_actions_of_all_six_triggers_run_in_their_order(self):
+        triggers = ('on_workflow_start', 'on_worker_start', 'on_jobs_ready', 'on_jobs_complete', 'on_workflow_complete', 'on_worker_complete')
+        actions = [dict({'trigger_type': trigger, 'action_type': 'run_commands', 'commands': [f'echo {trigger} >> order', 'pwd >> where']},
+                        **({'jobs': ['j2']} if 'jobs' in trigger else {})) for trigger in triggers]
+        self.create('echo job >> out/order', {'command': 'echo job >> out/order', 'depends_on': ['j1']}, actions=actions)
+        self.run_it()
+        lines = self.world.read('out/order').split()
+        self.assertEqual(sorted(triggers), sorted(line for line in lines if line != 'job'))
+        self.assertEqual(list(triggers[:2]), lines[:2])
+        self.assertEqual(list(triggers[-2:]), lines[-2:])
+        self.assertEqual({self.world.path('out')}, set(self.world.read('out/where').splitlines()))
+
+    def test_jobs_start_after_the_actions_that_come_with_them(self):
+        self.create('true', {'command': 'test -e out/made', 'depends_on': ['j1']},
+                    actions=[{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'commands': ['sleep 0.3; echo > made'], 'jobs': ['j2']}])
+        self.assertEqual(2, self.run_it().completed)
+
+    def test_an_action_stops_at_its_first_failure_and_says_so(self):
+        self.create('true', actions=[{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands', 'commands': ['echo a', 'exit 3', 'echo > never']}])
+        self.assertEqual(1, self.run_it().completed)
+        self.assertFalse(os.path.exists(self.world.path('out', 'never')))
+        self.assertTrue(any('command 2 ended with return code 3: exit 3' in text for text in self.progress.messages), self.progress.messages)
+        self.assertEqual('a\n', self.world.read('out/actions_wf1_r1.log'))
+
+    def test_mode_slurm_without_an_allocation_is_refused(self):
+        self.create('true', execution_config={'mode': 'slurm'})
+        with self.assertRaises(torc.Refused) as caught:
+            self.run_it()
+        self.assertIn("use mode 'auto' or 'direct'", str(caught.exception))
+
+    # -------- outages --------
+
+    def test_lost_answers_change_nothing(self):
+        self.create(*['echo $TORC_JOB_ID >> ran'] * 20)
+
+        def lose(number: int) -> None:
+            if number % 2:
+                raise torc.Unreachable('lost')
+        self.client.after = lose
+        self.assertEqual(20, self.run_it().completed)
+        self.assertEqual(sorted(map(str, range(1, 21))), sorted(self.world.read('ran').split()))
+        self.assertTrue(any('held' in request for request in self.client.requests))
+
+    def test_a_server_that_stays_away_is_given_up_when_all_has_ended(self):
+        self.create('true', 'sleep 0.5; echo > ended', compute_node_wait_for_healthy_database_minutes=0)
+
+        def fail(number: int) -> None:
+            if number > 2:
+                raise torc.Unreachable('nobody there')
+        self.client.before = fail
+        with self.assertRaises(torc.Unreachable) as caught:
+            self.run_it()
+        self.assertIn('2 ended jobs could not be reported: j1, j2', str(caught.exception))
+        self.assertTrue(os.path.exists(self.world.path('ended')))
+
+    def test_a_deleted_output_directory_fails_the_job_with_the_reason(self):
+        self.create('rm -rf out', {'command': 'true', 'depends_on': ['j1']})
+        outcome = self.run_it()
+        self.assertEqual({'j1': 'completed', 'j2': 'failed'}, self.statuses())
+        self.assertIn('No such file or directory', outcome.failed_jobs[0][3])
+
+    def test_without_room_for_processes_jobs_are_given_back_and_tried_again(self):
+        self.create('true')
+        real, calls = torc.Launcher.start, []
+
+        def start(launcher: Any, *arguments: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == 1:
+                raise OSError(errno_of('EAGAIN'), 'Resource temporarily unavailable')
+            return real(launcher, *arguments)
+        torc.Launcher.start = start
+        try:
+            self.assertEqual(1, self.run_it().completed)
+        finally:
+            torc.Launcher.start = real
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+
+    # -------- leaving --------
+
+    def test_an_idle_runner_leaves_after_its_limit(self):
+        job = {'command': 'true', 'resource_requirements': 'big'}
+        self.create(job, resource_requirements=[{'name': 'big', 'num_cpus': 64, 'memory': '1m', 'runtime': 'PT1M'}],
+                    compute_node_wait_for_new_jobs_seconds=1)
+        outcome = self.run_it()
+        self.assertEqual(('idle', False), (outcome.reason, outcome.is_complete))
+        self.assertGreaterEqual(outcome.wall_s, 1)
+
+    def test_a_canceled_workflow_stops_its_jobs(self):
+        self.create('sleep 1000')
+        self.client.before = lambda number: self.client.call('cancel_workflow', workflow_id=1) if number == 3 else None
+        outcome = self.run_it()
+        self.assertEqual((1, True, 'cancel'), (outcome.canceled, outcome.is_canceled, outcome.reason))
+        self.assertLess(outcome.wall_s, 10)
+
+    def test_ends_by_the_deadline_are_told_apart(self):
+        wait = 'while :; do sleep 0.02; done'
+        self.create(f"trap 'exit 0' TERM; {wait}", f"trap 'exit 42' TERM; {wait}", wait, f"trap '' TERM; {wait}", 'sleep 1000 & wait',
+                    execution_config={'sigkill_headroom_seconds': 1, 'sigterm_lead_seconds': 1},
+                    resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
+        outcome = self.run_it(num_cpus=5, end_time=time.time() + 3.5)
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated'), (4, 1, 152, 'terminated'),
+                          (5, 1, 152, 'terminated')], self.results())
+        self.assertEqual('deadline', outcome.reason)
+        self.assertLess(outcome.wall_s, 3.5)
+
+    def test_a_signal_stops_the_jobs_reports_them_and_gives_claims_back(self):
+        self.create('echo > ready; sleep 1000', *['true'] * 3)
+        self.client.after = lambda number: os.kill(os.getpid(), signal.SIGTERM) if os.path.exists(self.world.path('ready')) and \
+            not self.progress.messages else None
+        outcome = self.run_it(num_cpus=1, poll_interval_s=0.05)
+        self.assertEqual((signal.SIGTERM, 1), (outcome.interrupted_by, outcome.terminated))
+        self.assertEqual([(1, 1, 143, 'terminated')], self.results())
+        self.assertEqual({'j1': 'terminated', 'j2': 'ready', 'j3': 'ready', 'j4': 'ready'}, self.statuses())
+
+    def test_a_second_signal_kills_at_once(self):
+        self.create("trap '' TERM INT; echo > ready; while :; do sleep 0.02; done")
+        sent = []
+
+        def interrupt(number: int) -> None:
+            if os.path.exists(self.world.path('ready')) and not sent:
+                sent.extend(os.kill(os.getpid(), signal.SIGINT) or 1 for _ in range(2))
+        self.client.after = interrupt
+        outcome = self.run_it(poll_interval_s=0.05)
+        self.assertEqual([(1, 1, 137, 'terminated')], self.results())
+        self.assertLess(outcome.wall_s, 10)
+
+    def test_signals_are_as_they_were_afterwards(self):
+        before = [signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        self.create('true')
+        self.run_it()
+        self.assertEqual(before, [signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
+
+
+def errno_of(name: str) -> int:
+    """Number of an errno by its name."""
+    return getattr(torc.errno, name)
+
+
+class RunnerRulesTest(unittest.TestCase):
+    """The runner's arithmetic."""
+
+    def kind(self, cpus: int = 1, memory: int = 0, gpus: int = 0, **more: Any) -> Dict[str, Any]:
+        """Requirements."""
+        return dict({'num_cpus': cpus, 'memory_bytes': memory, 'num_gpus': gpus}, **more)
+
+    def test_gpus_are_handed_out_least_recently_used_first(self):
+        ledger = torc.Ledger(torc.NodeSize(8, 1 << 30, ('0', '1', '2')), None)
+        first = ledger.take(self.kind(gpus=2))
+        ledger.release(first)
+        self.assertEqual((('0', '1'), ('2', '0')), (first.devices, ledger.take(self.kind(gpus=2)).devices))
+        self.assertIsNone(ledger.take(self.kind(gpus=2)))
+
+    def test_gpus_are_shared_in_turn_by_the_queue_strategy(self):
+        ledger = torc.Ledger(torc.NodeSize(1, 1, ('0', '1', '2')), 10)
+        grants = [ledger.take(self.kind(gpus=count)) for count in (3, 2, 2)]
+        self.assertEqual([('0', '1', '2'), ('0', '1'), ('2', '0')], [grant.devices for grant in grants])
+        for grant in grants:
+            ledger.release(grant)
+        self.assertEqual(3, len(ledger.devices))
+
+    def test_the_placeholder_requirements_are_no_limit_of_memory(self):
+        ledger = torc.Ledger(torc.NodeSize(2, 10, ()), None)
+        self.assertIsNone(ledger.take(self.kind(memory=1 << 20)))
+        self.assertIsNotNone(ledger.take(self.kind(memory=1 << 20, is_implicit=True)))
+
+    def test_short_jobs_are_claimed_ahead_and_long_ones_are_not(self):
+        appetite = torc.Appetite(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), None), 300)
+        for mean_s, rounds in ((math.inf, 1), (10.0, 1), (0.2, 1), (0.029, 5), (0.0059, 25), (0.0, 64)):
+            appetite.mean_s = mean_s
+            self.assertEqual((rounds, 2 * rounds), (appetite.rounds(), appetite.want(math.inf)['limit']))
+
+    def test_a_claim_states_the_time_left_with_the_grace(self):
+        appetite = torc.Appetite(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), None), 300)
+        self.assertIsNone(appetite.want(math.inf)['time_limit'])
+        self.assertEqual('PT1H', appetite.want(3480.0)['time_limit'])
+
+    def test_the_queue_strategy_claims_nothing_near_the_end(self):
+        appetite = torc.Appetite(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), 4), 300)
+        self.assertEqual(4, appetite.want(301.0)['limit'])
+        self.assertIsNone(appetite.want(299.0))
+
+    def test_waits_double_without_progress_and_are_short_without_children(self):
+        runner = torc.Runner.__new__(torc.Runner)
+        runner.options = torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300)
+        runner.owners, runner.has_progressed, runner.backoff_s = {1: 1}, True, 5
+        waits = []
+        for _ in range(9):
+            runner.plan_poll(True)
+            waits.append(round(runner.poll_at - time.monotonic()))
+        self.assertEqual([5, 5, 10, 20, 40, 80, 160, 300, 300], waits)
+        runner.owners, runner.options = {}, torc.RunnerOptions(poll_interval_s=60)
+        runner.plan_poll(True)
+        self.assertEqual(30, round(runner.poll_at - time.monotonic()))
+
+    def test_the_first_rule_that_names_the_code_wins_then_the_first_for_all(self):
+        rules = [{'match_all_exit_codes': True, 'max_retries': 1}, {'exit_codes': [3], 'max_retries': 2}, {'exit_codes': [3], 'max_retries': 9}]
+        self.assertEqual(2, torc.find_rule(rules, 3)['max_retries'])
+        self.assertEqual(1, torc.find_rule(rules, 4)['max_retries'])
+        self.assertIsNone(torc.find_rule(rules[1:], 4))
+
+    def test_signals_have_names_with_and_without_sig(self):
+        for name, number in (('SIGINT', 2), ('int', 2), ('USR1', signal.SIGUSR1), ('nonsense', 15), ('SIG_IGN', 15)):
+            self.assertEqual(number, torc.parse_signal(name))
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

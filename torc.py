@@ -9843,3 +9843,1189 @@ class Launcher:
             pass
 
 
+# ======== 16. Runner: a node at work ========
+#
+# One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one request that
+# carries ends and starts to the server and brings work back; start; wait. Rules of the loop:
+#
+# * Only two things block: the wait, which a child's exit or a signal ends at once, and one request to the server, which
+#   has a deadline. Actions and recovery scripts are children like jobs.
+# * The server decides who runs what; the ledger guards every start all the same, since jobs may be claimed ahead: short
+#   ones for several rounds, so that starting the next never waits for an answer. What was claimed ahead and cannot
+#   start within a second goes back.
+# * Ends and starts are kept until the server has acknowledged them. It knows them by (job, run, attempt), so that
+#   saying them twice does no harm. While it is silent children go on and are reaped; nothing new is started.
+# * The runner leaves for one reason: the workflow is over, its time is over, a signal, or idleness. From then on it
+#   claims nothing, waits for what it has, reports, and takes itself off the list of nodes.
+#
+# -------- options and outcome --------
+
+BATCH_S = 0.05              # between two reports while there is work at hand
+START_NEWS_S = 0.1          # until a start is reported that nothing else gives reason to report
+AHEAD_S = 0.15              # so much work per slot is claimed ahead
+MAX_ROUNDS_AHEAD = 64
+STALE_AHEAD_S = 1.0         # jobs claimed ahead that could not start for so long go back
+ANSWER_DEADLINE_S = 15.0
+MAX_COMPLETIONS_PER_REQUEST = 500
+IDLE_WAIT_S = 30.0          # the longest wait without children
+LATE_ACTION_S = 120.0       # after a local end an action that is not yet triggered may still come
+CANCEL_LEAD_S = 2.0         # from SIGTERM to SIGKILL when the workflow is canceled
+FAREWELL_S = 10.0           # an interrupted runner tries so long to report to a silent server
+READ_DEADLINE_S = 5.0       # for an answer that has begun to come
+RECONNECT_S = 1.0           # a silent server is looked for so long at a time: children wait meanwhile
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 30.0
+SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
+
+
+class RunnerOptions(NamedTuple):
+    """How a node works. None: measured."""
+    output_dir: str = DEFAULT_OUTPUT_DIR
+    poll_interval_s: float = DEFAULT_POLL_INTERVAL_S
+    num_cpus: Optional[int] = None
+    memory_gb: Optional[float] = None
+    num_gpus: Optional[int] = None
+    max_parallel_jobs: Optional[int] = None     # given: queue strategy
+    end_time: Optional[float] = None            # seconds since the epoch
+    labels: Sequence[str] = ()
+    is_persistent: bool = False
+    claim_backoff_max_s: float = DEFAULT_CLAIM_BACKOFF_MAX_S
+    log_level: str = 'info'
+
+
+class RunOutcome(NamedTuple):
+    """What a runner did."""
+    completed: int
+    failed: int             # pending_failed ones too
+    terminated: int
+    canceled: int
+    failed_jobs: List[Tuple[int, str, int, str]]    # job id, name, return code, reason or last line of stderr
+    is_complete: bool
+    is_canceled: bool
+    interrupted_by: Optional[int]   # signal number
+    reason: str             # why the runner left
+    wall_s: float
+
+
+class NodeSize(NamedTuple):
+    """What a node has to give."""
+    num_cpus: int
+    memory_bytes: int
+    devices: Tuple[str, ...]    # GPUs, as CUDA_VISIBLE_DEVICES names them
+
+
+def measure_node(options: RunnerOptions) -> NodeSize:
+    """This node's size, where the options do not say otherwise."""
+    if options.num_cpus is not None:
+        num_cpus = options.num_cpus
+    elif hasattr(os, 'sched_getaffinity'):
+        num_cpus = len(os.sched_getaffinity(0))
+    else:
+        num_cpus = os.cpu_count() or 1
+    if options.memory_gb is not None:
+        memory_bytes = int(options.memory_gb * 1024 ** 3)
+    else:
+        memory_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    return NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus))
+
+
+def visible_devices(num_gpus: Optional[int]) -> Tuple[str, ...]:
+    """GPUs that may be used: those of CUDA_VISIBLE_DEVICES, else numbers from 0."""
+    words = [word.strip() for word in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')]
+    visible = [word for word in words if word and word not in ('-1', 'NoDevFiles')]
+    if not visible:
+        count = len(glob.glob('/dev/nvidia[0-9]*')) if num_gpus is None else num_gpus
+        visible = [str(number) for number in range(count)]
+    return tuple(visible if num_gpus is None else visible[:num_gpus])
+
+
+# -------- the ledger --------
+
+
+class Grant(NamedTuple):
+    """What a running job holds."""
+    num_cpus: int
+    memory_bytes: int
+    devices: Tuple[str, ...]
+    owned: Tuple[str, ...]      # of the devices, those that nobody else has
+
+
+class Ledger:
+    """CPUs, memory and GPUs of this node, and who holds them. GPUs are handed out least recently used first."""
+
+    def __init__(self, size: NodeSize, max_jobs: Optional[int]) -> None:
+        self.size = size
+        self.max_jobs = max_jobs        # given: only jobs are counted
+        self.num_cpus = size.num_cpus
+        self.memory_bytes = size.memory_bytes
+        self.devices = collections.deque(size.devices)
+        self.num_jobs = 0
+        self.shared = 0                 # counts GPUs handed out twice, for the queue strategy
+
+    @property
+    def slots(self) -> int:
+        """How many of the smallest jobs run at once."""
+        return self.size.num_cpus if self.max_jobs is None else self.max_jobs
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing at all can start."""
+        return self.num_cpus <= 0 if self.max_jobs is None else self.num_jobs >= self.max_jobs
+
+    def take(self, kind: Dict[str, Any]) -> Optional[Grant]:
+        """Room for a job of a kind, or None."""
+        if self.is_full:
+            return None
+        if self.max_jobs is not None:
+            self.num_jobs += 1
+            return Grant(0, 0, *self.take_devices(kind['num_gpus']))
+        # The implicit requirements are a placeholder: one CPU, no limit of memory.
+        memory_bytes = 0 if kind.get('is_implicit') else kind['memory_bytes']
+        if kind['num_cpus'] > self.num_cpus or memory_bytes > self.memory_bytes or kind['num_gpus'] > len(self.devices):
+            return None
+        self.num_jobs += 1
+        self.num_cpus -= kind['num_cpus']
+        self.memory_bytes -= memory_bytes
+        return Grant(kind['num_cpus'], memory_bytes, *self.take_devices(kind['num_gpus']))
+
+    def take_devices(self, wanted: int) -> Tuple[Tuple[str, ...], Tuple[str, ...]]:
+        """GPUs for a job, and which of them are its own: with too few free, all of them are shared in turn."""
+        if wanted <= len(self.devices):
+            owned = tuple(self.devices.popleft() for _ in range(wanted))
+            return owned, owned
+        pool = self.size.devices
+        chosen = tuple(pool[(self.shared + place) % len(pool)] for place in range(min(wanted, len(pool))))
+        self.shared += len(chosen)
+        return chosen, ()
+
+    def release(self, grant: Grant) -> None:
+        """A job has ended."""
+        self.num_jobs -= 1
+        self.num_cpus += grant.num_cpus
+        self.memory_bytes += grant.memory_bytes
+        self.devices.extend(grant.owned)
+
+
+# -------- wake-ups and the log --------
+
+
+class Wakeup:
+    """The only wait. SIGCHLD, SIGINT, SIGTERM and SIGHUP end it; their handlers do nothing (signal.set_wakeup_fd).
+
+    Needs the main thread. What was set before is set again by `close`.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+        self.old_descriptor = signal.set_wakeup_fd(self.writer)
+        self.old_handlers = {}      # type: Dict[int, Any]
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup and `&` in a script ask for these to be ignored; SIGCHLD is ours in any case.
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                self.old_handlers[number] = signal.signal(number, lambda *_: None)
+        # Launchers such as srun may start us with signals blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.old_handlers)
+
+    @staticmethod
+    def readable(numbers: Sequence[int], timeout_s: float) -> Set[int]:
+        """Those of the descriptors from which something can be read, once there is one or the time is over."""
+        poll = select.poll()    # select() knows no descriptors from 1024 on
+        for number in numbers:
+            poll.register(number, select.POLLIN)
+        return {number for number, _ in poll.poll(math.ceil(timeout_s * 1000))}
+
+    def has_answer(self, pending: Pending) -> bool:
+        """Whether the answer to a request is there, or will never be."""
+        return pending.fileno() < 0 or bool(self.readable([pending.fileno()], 0))
+
+    def wait(self, timeout_s: float, pending: Optional[Pending] = None) -> List[int]:
+        """Wait for a signal, the answer to a request, or the timeout; which signals came."""
+        number = -1 if pending is None else pending.fileno()
+        timeout_s = 0 if pending is not None and number < 0 else timeout_s
+        if self.reader not in self.readable([self.reader, number] if number >= 0 else [self.reader], timeout_s):
+            return []
+        try:
+            return list(os.read(self.reader, 65536))
+        except BlockingIOError:
+            return []
+
+    def close(self) -> None:
+        """Leave signals as they were."""
+        signal.set_wakeup_fd(self.old_descriptor)
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+class RunLog:
+    """The runner's own log: lines 'TIME LEVEL Message key=value', written once a turn."""
+    LEVELS = ('debug', 'info', 'warning', 'error')
+
+    def __init__(self, path: str, level: str) -> None:
+        self.lines = []     # type: List[str]
+        self.least = self.LEVELS.index(level) if level in self.LEVELS else 1
+        self.descriptor = open_new_private(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, message: str, level: str = 'info', **values: Any) -> None:
+        """Add a line; values that are None are left out."""
+        if self.LEVELS.index(level) >= self.least:
+            words = ''.join(f' {key}={value}' for key, value in values.items() if value is not None)
+            self.lines.append(f'{format_time(time.time())} {level.upper()} {printable(message + words)}\n')
+
+    def flush(self) -> None:
+        """Write what has gathered. A full disk costs the lines, not the runner."""
+        if self.lines:
+            text, self.lines = ''.join(self.lines), []
+            try:
+                os.write(self.descriptor, text.encode('utf-8', 'replace'))
+            except OSError:     # nobody could be told
+                pass
+
+    def close(self) -> None:
+        """Write the rest and close."""
+        self.flush()
+        os.close(self.descriptor)
+
+
+# -------- one job --------
+
+
+class Task:
+    """One attempt of a job in this runner's hands, from claim to acknowledged end."""
+    __slots__ = ('id', 'name', 'attempt_id', 'job', 'kind', 'rules', 'grant', 'stdout', 'stderr', 'deletes_stdio', 'process', 'stopped_for', 'completion', 'last_line')
+
+    def __init__(self, job: Dict[str, Any], kind: Dict[str, Any], rules: Sequence[Dict[str, Any]]) -> None:
+        self.id = job['id']             # type: int
+        self.name = job['name']         # type: str
+        self.attempt_id = job['attempt_id']     # type: int
+        self.job = job
+        self.kind = kind
+        self.rules = rules              # of its failure handler
+        self.grant = None               # type: Optional[Grant]
+        self.stdout = None              # type: Optional[str]
+        self.stderr = None              # type: Optional[str]
+        self.deletes_stdio = False      # after success
+        self.process = None             # type: Optional[Process]
+        self.stopped_for = ''           # '' or one of SIGNAL_REASONS
+        self.completion = {}            # type: Dict[str, Any]
+        self.last_line = ''             # reason, or last line of stderr
+
+    @property
+    def key(self) -> List[int]:
+        """What the server knows this attempt by, within the run."""
+        return [self.id, self.attempt_id]
+
+
+def open_outputs(task: Task, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
+    """Open a job's output files into `outputs`, by its stdio mode. `stem` is output directory, workflow and run."""
+    stdio = dict(EXECUTION_DEFAULTS['stdio'], **(config['stdio'] or {}))
+    stdio.update((config['job_stdio_overrides'] or {}).get(task.name) or {})
+    directory, workflow_id, run_id = stem
+    task.deletes_stdio = bool(stdio.get('delete_on_success'))
+    task.stdout, task.stderr = stdio_paths(directory, workflow_id, task.id, run_id, task.attempt_id, stdio['mode'])
+    outputs.append(open_output(task.stdout))
+    outputs.append(outputs[0] if task.stderr is not None and task.stderr == task.stdout else open_output(task.stderr))
+
+
+def job_variables(task: Task, common: Dict[str, str]) -> Dict[str, str]:
+    """A job's environment over the runner's: its own, its GPUs, and ours; later ones win."""
+    return {**(task.job['env'] or {}), **gpu_environment(task.grant.devices), **common, 'TORC_JOB_ID': str(task.id),
+            'TORC_JOB_NAME': task.name, 'TORC_ATTEMPT_ID': str(task.attempt_id)}
+
+
+def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> Dict[str, str]:
+    """Environment that every child gets. The token itself never: only where it lies."""
+    variables = {'TORC_WORKFLOW_ID': workflow['id'], 'TORC_RUN_ID': workflow.get('run_id') or 0, 'TORC_OUTPUT_DIR': output_dir,
+                 'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'), 'TORC_API_URL': client.url,
+                 'TORC_TOKEN_FILE': client.token_file}
+    return {name: str(value) for name, value in variables.items() if value not in (None, '')}
+
+
+class Verdict(NamedTuple):
+    """What an end means."""
+    status: str
+    return_code: int
+    message: str = ''
+
+
+def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int) -> Verdict:
+    """Status and return code of an attempt, before its output files are looked at."""
+    if stopped_for == 'cancel':
+        return Verdict('canceled', end.return_code, 'the workflow was canceled')
+    if end.return_code == 0:
+        return Verdict('completed', 0)
+    if stopped_for == 'deadline':
+        # A code of its own, such as a checkpoint's, is told; dying of what was sent is a timeout.
+        is_own = not end.signal_number and end.return_code != 128 + sent_signal
+        return Verdict('terminated', end.return_code if is_own else timeout_exit_code, "stopped: the runner's time is over")
+    if stopped_for:
+        return Verdict('terminated', end.return_code, 'stopped: the runner was interrupted')
+    return Verdict('failed', end.return_code)
+
+
+def stat_outputs(outputs: Sequence[Sequence[Any]]) -> Tuple[Dict[str, float], List[str]]:
+    """Modification times of declared output files, and the paths of those that are missing."""
+    times, missing = {}, []
+    for file_id, path in outputs:
+        try:
+            times[str(file_id)] = os.stat(path).st_mtime
+        except (OSError, ValueError):   # ValueError: a NUL in the path
+            missing.append(path)
+    return times, missing
+
+
+def is_disk_full(path: str) -> bool:
+    """Whether nothing more can be written where a path lies."""
+    try:
+        found = os.statvfs(path)
+    except OSError:     # it is gone altogether; the reason of a failure is told otherwise
+        return False
+    return found.f_bavail * found.f_frsize < 65536
+
+
+def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
+    """A failure handler's rule for a return code: the first that names it, else the first that matches all."""
+    for rule in rules:
+        if return_code in (rule.get('exit_codes') or ()):
+            return rule
+    return next((rule for rule in rules if rule.get('match_all_exit_codes')), None)
+
+
+# -------- words with the server --------
+
+
+class Link:
+    """What this runner has to tell the server, kept until it is acknowledged, and how long the server has been silent."""
+
+    def __init__(self, client: Any, workflow_id: int, run_id: int, node_id: int) -> None:
+        self.client = client
+        self.workflow_id = workflow_id
+        self.address = {'compute_node_id': node_id, 'run_id': run_id}
+        self.completions = []       # type: List[Dict[str, Any]]
+        self.started = []           # type: List[List[Any]]
+        self.returned = []          # type: List[List[int]]
+        self.action_results = []    # type: List[Dict[str, Any]]
+        self.silent_since = None    # type: Optional[float]
+        self.error = ''
+        self.retry_s = RETRY_FIRST_S
+        self.is_doubtful = False    # an answer was lost, with what it may have brought
+        self.pending = None         # type: Optional[Pending]
+        self.sent = {}              # type: Dict[str, List[Any]]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell, or a word is still out."""
+        return bool(self.pending or self.completions or self.started or self.returned or self.action_results)
+
+    def news(self) -> Dict[str, List[Any]]:
+        """What a request carries of it."""
+        return {'completions': self.completions[:MAX_COMPLETIONS_PER_REQUEST], 'started': self.started[:], 'returned': self.returned[:],
+                'action_results': self.action_results[:]}
+
+    def begin(self, request: Dict[str, Any], held: Callable[[], Dict[str, Any]]) -> None:
+        """Send one runner_sync with all news. The children need us: the answer is fetched when it is there."""
+        self.sent = self.news()
+        body = dict(self.address, **self.sent, **request)
+        if self.is_doubtful:
+            body.update(held())
+        try:
+            self.pending = self.client.begin('runner_sync', body, RECONNECT_S, workflow_id=self.workflow_id)
+        except Unreachable as error:
+            self.on_silence(error)
+
+    def finish(self, deadline_s: float) -> Optional[Dict[str, Any]]:
+        """The answer, or None if none came in time. Other TorcErrors pass."""
+        pending, self.pending = self.pending, None
+        try:
+            answer = pending.finish(deadline_s)
+        except Unreachable as error:
+            self.on_silence(error)
+            return None
+        self.silent_since, self.is_doubtful, self.retry_s = None, False, RETRY_FIRST_S
+        for name, items in self.sent.items():
+            del getattr(self, name)[:len(items)]    # what came up meanwhile stays
+        return answer
+
+    def on_silence(self, error: Unreachable) -> None:
+        """Note it, and wake a server of our own that has died."""
+        self.is_doubtful = True
+        self.error = error.message
+        if self.silent_since is None:
+            self.silent_since = time.monotonic()
+        else:
+            self.retry_s = min(2 * self.retry_s, RETRY_MAX_S)
+        try:
+            self.client.reconnect(RECONNECT_S)
+        except (Unreachable, Conflict) as again:
+            self.error = again.message
+
+
+# -------- actions --------
+
+
+class Actions:
+    """run_commands actions: one command at a time as a child of the loop, each action up to its first failure."""
+
+    def __init__(self, runner: 'Runner') -> None:
+        self.runner = runner
+        self.queue = collections.deque()    # type: collections.deque
+        self.current = None                 # type: Optional[Dict[str, Any]]
+        self.place = 0                      # of the command in the current action
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything runs or waits."""
+        return bool(self.current or self.queue)
+
+    def ids(self) -> List[int]:
+        """Actions in hand."""
+        return [action['id'] for action in ([self.current] if self.current else []) + list(self.queue)]
+
+    def add(self, actions: Sequence[Dict[str, Any]]) -> None:
+        """Take claimed actions and begin."""
+        self.queue.extend(actions)
+        if self.current is None:
+            self.start_next()
+
+    def start_next(self) -> None:
+        """Begin the next action, if there is one."""
+        if self.queue:
+            self.current, self.place = self.queue.popleft(), 0
+            self.runner.log.write('Action started', action_id=self.current['id'], trigger_type=self.current['trigger_type'])
+            self.start_command()
+
+    def start_command(self) -> None:
+        """Start the current command, or finish the action behind the last one."""
+        commands = self.current['action_config'].get('commands') or ()
+        if self.place >= len(commands):
+            self.finish(True, f'{len(commands)} commands completed')
+            return
+        try:
+            self.runner.start_script(f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.place]}', self.runner.variables,
+                                     'actions', f"a{self.current['id']}-{self.place}", self.on_command_end)
+        except (OSError, ValueError) as error:
+            self.finish(False, f'command {self.place + 1} cannot be started: {error}')
+
+    def on_command_end(self, process: Process) -> None:
+        """The next command, unless this one failed."""
+        command = self.current['action_config']['commands'][self.place]
+        if process.end.return_code:
+            self.finish(False, f'command {self.place + 1} ended with return code {process.end.return_code}: {command}')
+        else:
+            self.place += 1
+            self.start_command()
+
+    def finish(self, success: bool, message: str) -> None:
+        """Report the current action and go on with the next."""
+        action, self.current = self.current, None
+        runner = self.runner
+        runner.link.action_results.append({'action_id': action['id'], 'success': success, 'message': message})
+        runner.log.write(f"Action {'completed' if success else 'failed'}: {message}", 'info' if success else 'error', action_id=action['id'])
+        if not success:
+            runner.progress.on_message(printable(f"action {action['id']} ({action['trigger_type']}): {message}"))
+        runner.report_soon(0)
+        self.start_next()
+
+
+# -------- ends --------
+
+
+class Ends:
+    """Ends of jobs on their way to the server, and what came of them."""
+
+    def __init__(self, runner: 'Runner') -> None:
+        self.runner = runner
+        self.unreported = {}    # type: Dict[Tuple[int, int], Task]
+        self.counts = collections.Counter()     # type: collections.Counter
+        self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
+
+    def report(self, task: Task, end: ProcessEnd, verdict: Verdict, file_times: Dict[str, float]) -> None:
+        """Make the completion; where a failure handler wants another attempt, its recovery script runs first."""
+        task.completion = completion = {
+            'job_id': task.id, 'attempt_id': task.attempt_id, 'return_code': verdict.return_code, 'status': verdict.status,
+            'exec_time_minutes': end.wall_s / 60, 'completion_time': format_time(end.at), 'retry': False}
+        self.unreported[task.id, task.attempt_id] = task
+        if end.peak_memory_bytes:
+            completion['peak_memory_bytes'] = end.peak_memory_bytes
+        if end.wall_s > 0:
+            completion['avg_cpu_percent'] = end.cpu_s / end.wall_s * 100
+        if file_times:
+            completion['file_times'] = file_times
+        if verdict.message:
+            completion['message'] = verdict.message
+        if verdict.status in ('failed', 'terminated'):
+            task.last_line = printable(verdict.message) or read_last_line(task.stderr)
+            if task.stopped_for in ('', 'deadline') and self.tries_again(task):
+                return
+        self.queue(task)
+
+    def tries_again(self, task: Task) -> bool:
+        """Consult the failure handler. True if a recovery script was started, which will go on with the completion."""
+        completion = task.completion
+        rule = find_rule(task.rules, completion['return_code'])
+        if rule is None:
+            if self.runner.setting('use_pending_failed'):
+                completion['status'] = 'pending_failed'
+            return False
+        max_retries = DEFAULT_MAX_RETRIES if rule.get('max_retries') is None else rule['max_retries']
+        if task.attempt_id >= max_retries:
+            return False
+        completion.update(retry=True, max_retries=max_retries)
+        return bool(rule.get('recovery_script')) and self.start_recovery(task, rule['recovery_script'])
+
+    def start_recovery(self, task: Task, script: str) -> bool:
+        """Start a recovery script; one that cannot be started vetoes the retry."""
+        variables = dict(self.runner.variables, TORC_JOB_ID=str(task.id), TORC_JOB_NAME=task.name,
+                         TORC_ATTEMPT_ID=str(task.attempt_id), TORC_RETURN_CODE=str(task.completion['return_code']))
+
+        def on_recovery_end(process: Process) -> None:
+            if process.end.return_code:
+                self.veto_retry(task, f'the recovery script ended with return code {process.end.return_code}')
+            self.queue(task)
+        try:
+            self.runner.start_script(script, variables, 'recovery', f'{task.id}-{task.attempt_id}-recovery', on_recovery_end)
+        except (OSError, ValueError) as error:
+            self.veto_retry(task, f'the recovery script cannot be started: {error}')
+            return False
+        return True
+
+    def veto_retry(self, task: Task, reason: str) -> None:
+        """No further attempt, for this reason."""
+        task.completion.update(retry=False, message='; '.join(filter(None, (task.completion.get('message'), reason))))
+        task.last_line = '; '.join(filter(None, (task.last_line, reason)))
+        self.runner.log.write(f'No retry: {reason}', 'warning', **self.names(task))
+
+    def queue(self, task: Task) -> None:
+        """Let the next request tell this end: at once where slots would stay empty, else with those that follow."""
+        runner, completion = self.runner, task.completion
+        runner.link.completions.append(completion)
+        runner.log.write('Job completed', **self.names(task), return_code=completion['return_code'], status=completion['status'],
+                         exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}", reason=completion.get('message'))
+        has_work = len(runner.appetite.backlog) >= runner.ledger.slots
+        runner.report_soon(max(0.0, runner.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
+
+    def names(self, task: Task) -> Dict[str, int]:
+        """An attempt, as log lines name it."""
+        return {'workflow_id': self.runner.workflow_id, 'job_id': task.id, 'run_id': self.runner.run_id, 'attempt_id': task.attempt_id}
+
+    def on_answer(self, answer: Dict[str, Any]) -> None:
+        """The server has taken ends in, or refused them."""
+        for job_id, attempt_id, status in answer['accepted']:
+            task = self.unreported.pop((job_id, attempt_id), None)
+            if task is not None:
+                self.on_accepted(task, status)
+        for error in answer['errors']:
+            self.unreported.pop((error['job_id'], error['attempt_id']), None)
+            self.runner.log.write(f"Completion refused: {error['message']}", 'warning', job_id=error['job_id'])
+
+    def on_accepted(self, task: Task, status: str) -> None:
+        """Now it counts."""
+        if status == 'ready':
+            self.runner.log.write('Job retried', **self.names(task), new_attempt_id=task.attempt_id + 1)
+            return
+        self.counts['failed' if status == 'pending_failed' else status] += 1
+        if status == 'completed':
+            if task.deletes_stdio:
+                remove_files(task.stdout, task.stderr)
+        elif status != 'canceled':
+            code = task.completion['return_code']
+            self.failed_jobs.append((task.id, task.name, code, task.last_line))
+            self.runner.progress.on_failed_job(task.name, code, task.last_line)
+
+
+def remove_files(*paths: Optional[str]) -> None:
+    """Remove files that may be gone already."""
+    for path in set(paths) - {None}:
+        try:
+            os.unlink(path)
+        except OSError:     # by somebody else
+            pass
+
+
+# -------- claiming --------
+
+
+class Appetite:
+    """How much work to ask for: what is free, or several rounds ahead while jobs are short."""
+
+    def __init__(self, options: RunnerOptions, ledger: Ledger, min_time_s: float) -> None:
+        self.options = options
+        self.ledger = ledger
+        self.min_time_s = min_time_s    # the queue strategy claims nothing when less is left
+        self.mean_s = math.inf          # recent run time of a job
+        self.backlog = collections.deque()  # type: collections.deque
+        self.moved_at = 0.0             # when something was last put into or taken out of the backlog
+        self.not_before = 0.0           # the node is exhausted until then
+        self.pause_s = 1.0
+
+    def note_end(self, wall_s: float) -> None:
+        """Learn from a job's run time."""
+        self.mean_s = wall_s if math.isinf(self.mean_s) else 0.8 * self.mean_s + 0.2 * wall_s
+
+    def note_exhaustion(self) -> None:
+        """The node could not start a process: try again later, and later each time."""
+        self.not_before = time.monotonic() + self.pause_s
+        self.pause_s = min(2 * self.pause_s, 60.0)
+
+    def rounds(self) -> int:
+        """How many jobs per slot to have at hand; 1 is no more than can start now."""
+        return max(1, min(int(AHEAD_S / max(self.mean_s, 1e-6)), MAX_ROUNDS_AHEAD))
+
+    def want(self, remaining_s: float) -> Optional[Dict[str, Any]]:
+        """The `want` of a runner_sync, or None."""
+        if time.monotonic() < self.not_before:
+            return None
+        if self.ledger.max_jobs is not None:
+            return self.want_by_queue(remaining_s)
+        rounds, ledger = self.rounds(), self.ledger
+        if rounds == 1 and (self.backlog or ledger.is_full):
+            return None
+        # Ahead: whole rounds of the node's full size, since the running jobs will have ended by then.
+        size = (ledger.size.num_cpus, ledger.size.memory_bytes, len(ledger.size.devices))
+        free = size if rounds > 1 else (ledger.num_cpus, ledger.memory_bytes, len(ledger.devices))
+        limit = rounds * size[0] - len(self.backlog) if rounds > 1 else free[0]
+        if limit <= (rounds * size[0]) // 2 and rounds > 1 or limit <= 0:
+            return None
+        want = {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'num_nodes': 1, 'labels': list(self.options.labels) or None,
+                'time_limit': None, 'scheduler_config_id': None, 'strict': False, 'total': self.capacity(size)}
+        want.update(self.capacity(free))
+        if not math.isinf(remaining_s):
+            want['time_limit'] = format_duration(max(60, remaining_s + CLAIM_GRACE_S))
+        return want
+
+    @staticmethod
+    def capacity(values: Sequence[int]) -> Dict[str, Any]:
+        """CPUs, memory and GPUs as a request states them."""
+        return {'num_cpus': values[0], 'memory_gb': values[1] / 1024 ** 3, 'num_gpus': values[2]}
+
+    def want_by_queue(self, remaining_s: float) -> Optional[Dict[str, Any]]:
+        """The same for the queue strategy."""
+        limit = self.rounds() * self.ledger.max_jobs - self.ledger.num_jobs - len(self.backlog)
+        if remaining_s < self.min_time_s or limit <= 0 or limit < self.ledger.max_jobs * (self.rounds() - 1) // 2:
+            return None
+        return {'strategy': 'queue', 'limit': limit, 'labels': list(self.options.labels) or None}
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Claimed jobs, in the server's order."""
+        self.backlog.extend(tasks)
+        self.moved_at = time.monotonic()
+
+    def startable(self) -> Iterator[Task]:
+        """Take from the backlog what there is room for, in order; larger jobs do not hold up smaller ones behind them."""
+        passed = []
+        try:
+            while self.backlog and not self.ledger.is_full:
+                task = self.backlog.popleft()
+                task.grant = self.ledger.take(task.kind)
+                if task.grant is None:
+                    passed.append(task)
+                    continue
+                self.moved_at = time.monotonic()
+                yield task
+        finally:    # the caller may stop asking
+            self.backlog.extendleft(reversed(passed))
+
+    def drop(self) -> List[Task]:
+        """Everything in the backlog, to be given back."""
+        dropped = list(self.backlog)
+        self.backlog.clear()
+        return dropped
+
+    def drop_stale(self) -> List[Task]:
+        """What was claimed ahead of jobs that turn out to be long."""
+        if not self.backlog or time.monotonic() < self.moved_at + STALE_AHEAD_S:
+            return []
+        self.mean_s = max(self.mean_s, STALE_AHEAD_S)
+        return self.drop()
+
+
+# -------- the loop --------
+
+
+class Runner:
+    """One node's work for one workflow. `run` is its whole life."""
+
+    def __init__(self, client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> None:
+        self.client = client
+        self.servers_spared = client.servers_started    # those from before are not our children
+        self.workflow_id = workflow_id
+        self.options = options
+        self.progress = progress
+        self.began = time.monotonic()
+        self.output_dir = os.path.abspath(options.output_dir)
+        self.workflow = client.call('get_workflow', workflow_id=workflow_id)    # type: Dict[str, Any]
+        self.run_id = self.workflow.get('run_id') or 0      # type: int
+        self.config = dict(EXECUTION_DEFAULTS, **{key: value for key, value in (self.workflow.get('execution_config') or {}).items()
+                                                  if value is not None})
+        check_execution_mode(self.config['mode'])
+        self.stop_signal = parse_signal(self.config['termination_signal'])
+        self.ledger = Ledger(measure_node(options), options.max_parallel_jobs)
+        self.appetite = Appetite(options, self.ledger, self.setting('compute_node_min_time_for_new_jobs_seconds'))
+        self.tasks = {}             # type: Dict[Process, Task]
+        self.owners = {}            # type: Dict[Process, Callable[[Process], None]]
+        self.ends = Ends(self)
+        self.variables = {}         # type: Dict[str, str]
+        self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0}     # type: Dict[str, Any]
+        self.answers = 0
+        self.reason = ''            # why nothing was claimed, as last told
+        self.total = -1             # jobs that were to be done when we came
+        self.leaving = ''           # why, once it is decided
+        self.triggers = ()          # type: Sequence[str]
+        self.interrupted_by = None  # type: Optional[int]
+        self.is_killed = False      # no more patience: second signal, or the very end
+        self.end = math.inf         # monotonic; when the runner must be gone
+        self.stop_at = math.inf     # monotonic; when jobs get the termination signal
+        self.poll_at = 0.0          # monotonic; the next request by the rules of waiting
+        self.report_at = math.inf   # monotonic; the next request because of news
+        self.sent_at = 0.0
+        self.is_poll = False        # the request that is out is one by the rules of waiting
+        self.backoff_s = options.poll_interval_s
+        self.has_progressed = True  # since the last poll
+        self.worked_at = time.monotonic()   # last claim or local end: idleness counts from here
+        self.ended_at = -math.inf           # last local end
+
+    def setting(self, name: str) -> Any:
+        """A workflow's setting, or its default."""
+        value = self.workflow.get(name)
+        return WORKFLOW_DEFAULTS[name] if value is None else value
+
+    # ---- life ----
+
+    def run(self) -> RunOutcome:
+        """Register, work, leave."""
+        os.makedirs(os.path.join(self.output_dir, 'job_stdio'), exist_ok=True)
+        host = socket.gethostname()
+        self.log = RunLog(os.path.join(self.output_dir, f'job_runner_{host}_wf{self.workflow_id}_r{self.run_id}.log'), self.options.log_level)
+        self.wakeup = Wakeup()
+        try:
+            self.launcher = Launcher(os.path.join(self.output_dir, 'job_stdio'))
+            try:
+                self.set_deadline()
+                self.register(host)
+                self.actions = Actions(self)
+                self.live()
+            finally:
+                self.spare_server()
+                self.launcher.close()
+        finally:
+            self.wakeup.close()
+            self.log.close()
+        return self.outcome()
+
+    def live(self) -> None:
+        """From the first action to the last."""
+        try:
+            self.perform('on_workflow_start', 'on_worker_start')
+            self.work()
+            if self.answer['is_complete'] and not self.answer['is_canceled']:
+                self.perform('on_workflow_complete')
+            self.perform('on_worker_complete')
+        finally:
+            self.kill_everything()
+            self.deregister()
+
+    def set_deadline(self) -> None:
+        """Lay the timeline of the page "Execution Modes" on the monotonic clock."""
+        if self.options.end_time is not None:
+            self.end = time.monotonic() + self.options.end_time - time.time()
+            self.stop_at = self.end - self.config['sigkill_headroom_seconds'] - self.config['sigterm_lead_seconds']
+
+    def register(self, host: str) -> None:
+        """Become one of the workflow's compute nodes."""
+        size, options = self.ledger.size, self.options
+        body = {'workflow_id': self.workflow_id, 'hostname': host, 'pid': os.getpid(), 'start_time': format_time(time.time()),
+                'num_cpus': size.num_cpus, 'memory_gb': size.memory_bytes / 1024 ** 3, 'num_gpus': len(size.devices), 'num_nodes': 1,
+                'compute_node_type': 'local', 'is_active': True, 'lease_s': self.lease_s(),
+                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}'}
+        if options.end_time is not None:
+            body['end_time'] = format_time(options.end_time)
+        if options.labels:
+            body['labels'] = list(options.labels)
+        self.node_id = self.client.call('create_compute_node', body)['id']      # type: int
+        self.link = Link(self.client, self.workflow_id, self.run_id, self.node_id)
+        self.variables = common_variables(self.client, self.workflow, self.output_dir)
+        self.log.write(f'Job runner starting workflow_id={self.workflow_id}', run_id=self.run_id, compute_node_id=self.node_id, hostname=host,
+                       output_dir=self.output_dir, num_cpus=size.num_cpus, memory=format_memory(size.memory_bytes),
+                       num_gpus=len(size.devices), job_completion_poll_interval=f'{options.poll_interval_s:g}s',
+                       claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s', max_parallel_jobs=options.max_parallel_jobs,
+                       end_time=body.get('end_time'), execution_mode='Direct', limit_resources=str(self.config['limit_resources']).lower())
+
+    def lease_s(self) -> float:
+        """How long the server should trust us without another word."""
+        return 2 * max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S) + 2 * ANSWER_DEADLINE_S
+
+    def perform(self, *triggers: str) -> None:
+        """Run the due actions of these triggers to their end, claiming no jobs."""
+        self.triggers, self.poll_at, answers = triggers, 0.0, self.answers
+        while self.leaving != 'unreachable' and not self.is_killed:
+            self.turn(claims=False)
+            if self.answers > answers and not self.actions.is_busy and not self.link.action_results:
+                break
+            self.wait()
+
+    def work(self) -> None:
+        """Turn after turn, until it is time to leave and nothing is in hand."""
+        self.triggers, self.poll_at = JOB_TRIGGERS, 0.0
+        while self.leaving != 'unreachable':
+            self.turn(claims=not self.leaving)
+            self.look_for_the_exit()
+            if self.leaving and not (self.owners or self.actions.is_busy or self.link.has_news):
+                break
+            self.wait()
+
+    def turn(self, claims: bool) -> None:
+        """One round of the loop."""
+        self.reap()
+        self.stop_in_time()
+        self.start_jobs()
+        now = time.monotonic()
+        if self.link.pending is None and now >= min(self.poll_at, self.report_at):
+            self.begin_sync(claims)
+        if self.link.pending is not None:
+            has_answer = self.wakeup.has_answer(self.link.pending)
+            if has_answer or now >= self.sent_at + ANSWER_DEADLINE_S:
+                self.finish_sync(READ_DEADLINE_S if has_answer else 0.0)
+                self.start_jobs()
+        self.show()
+        self.log.flush()
+
+    def wait(self) -> None:
+        """Until a child ends, a signal comes, or one of our times has come."""
+        times = [self.launcher.next_deadline(), self.stop_at, math.inf if self.is_killed else self.end]
+        times += [self.sent_at + ANSWER_DEADLINE_S] if self.link.pending else [self.poll_at, self.report_at]
+        if self.appetite.backlog and not self.actions.is_busy:
+            times.append(max(self.appetite.moved_at + STALE_AHEAD_S, self.appetite.not_before))
+        for number in self.wakeup.wait(max(0.0, min(min(times) - time.monotonic(), 3600.0)), self.link.pending):
+            if number != signal.SIGCHLD:
+                self.on_signal(number)
+
+    # ---- words with the server ----
+
+    def report_soon(self, delay_s: float) -> None:
+        """There is news: send it within so many seconds. While the server is silent its own pace counts."""
+        if self.link.silent_since is None:
+            self.report_at = min(self.report_at, time.monotonic() + delay_s)
+
+    def begin_sync(self, claims: bool) -> None:
+        """Send one request: all news, the wish for work, due actions."""
+        now = time.monotonic()
+        self.is_poll = now >= self.poll_at
+        want = self.appetite.want(self.end - now) if claims and not self.leaving else None
+        self.sent_at, self.report_at = now, math.inf
+        is_first_silence = self.link.silent_since is None
+        self.link.begin({'lease_s': self.lease_s(), 'want': want, 'actions': list(self.triggers), 'explain': self.is_poll}, self.held)
+        self.spare_server()
+        if self.link.pending is None:
+            self.on_silence(is_first_silence)
+
+    def finish_sync(self, deadline_s: float) -> None:
+        """Fetch the answer to it."""
+        silent_before = self.link.silent_since
+        answer = self.link.finish(deadline_s)
+        if answer is None:
+            self.on_silence(silent_before is None)
+            return
+        if silent_before is not None:
+            self.say(f'the server answers again after {format_elapsed(time.monotonic() - silent_before)}')
+        self.on_answer(answer)
+        self.plan_poll(self.is_poll)
+        if self.link.completions:
+            self.report_soon(0)
+
+    def spare_server(self) -> None:
+        """A server that was started through us has become our child, but it is no job's."""
+        if self.client.servers_started != self.servers_spared:
+            self.servers_spared = self.client.servers_started
+            self.launcher.disown_strangers()
+
+    def held(self) -> Dict[str, Any]:
+        """All that we know to have; what else the server thinks that we have was lost with an answer."""
+        tasks = list(self.tasks.values()) + list(self.appetite.backlog) + list(self.ends.unreported.values())
+        return {'held': [task.key for task in tasks], 'held_actions': self.actions.ids()}
+
+    def on_silence(self, is_new: bool) -> None:
+        """No answer: children go on; ask again later; give up when the window is over and no child is left."""
+        link, now = self.link, time.monotonic()
+        self.spare_server()
+        self.poll_at = now + link.retry_s
+        if is_new:
+            self.say(f'no answer from the server, trying again: {link.error}', 'warning')
+        window_s = self.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        if self.leaving in SIGNAL_REASONS:
+            window_s = min(window_s, FAREWELL_S)
+        if not self.owners and now - max(link.silent_since, self.ended_at) >= window_s or now >= self.end:
+            self.leaving = 'unreachable'
+            self.log.write('Server unreachable past the retry window', 'error', unreported=len(link.completions))
+
+    def on_answer(self, answer: Dict[str, Any]) -> None:
+        """Take in what the server says."""
+        self.answer = answer
+        self.answers += 1
+        if self.total < 0:
+            self.total = answer['unfinished'] + len(answer['accepted'])
+        self.ends.on_answer(answer)
+        if answer['actions']:
+            self.actions.add(answer['actions'])
+        if answer['jobs']:
+            handlers = answer['handlers']
+            self.appetite.add([Task(job, answer['kinds'][job['kind']], handlers[job['failure_handler']] if job['failure_handler'] is not None else ())
+                               for job in answer['jobs']])
+            self.has_progressed = True
+            self.worked_at = time.monotonic()
+            if self.leaving:
+                self.give_back(self.appetite.drop())
+        elif answer.get('reason') and not self.owners and answer['reason'] != self.reason and not answer['is_complete']:
+            self.reason = answer['reason']
+            self.say(f'No jobs claimed: {self.reason}')
+
+    def plan_poll(self, is_poll: bool) -> None:
+        """When to ask again if nothing happens: the three regimes of the page "Job Runners"."""
+        base_s, now = self.options.poll_interval_s, time.monotonic()
+        if self.has_progressed:
+            wait_s = self.backoff_s = base_s
+        elif not is_poll:
+            return      # a report between two polls changes nothing
+        else:
+            wait_s = self.backoff_s
+            self.backoff_s = min(2 * self.backoff_s, max(self.options.claim_backoff_max_s, base_s))
+        if not self.owners:
+            wait_s = self.backoff_s = min(base_s, IDLE_WAIT_S)
+        self.has_progressed = False
+        self.poll_at = now + wait_s
+
+    # ---- starting ----
+
+    def start_jobs(self) -> None:
+        """Start from the backlog what fits; give back what has waited too long. Actions come first: jobs may count on them."""
+        if self.leaving or self.actions.is_busy or time.monotonic() < self.appetite.not_before:
+            return
+        for task in self.appetite.startable():
+            if not self.start_job(task):
+                break
+        stale = self.appetite.drop_stale()
+        if stale:
+            self.give_back(stale)
+
+    def start_job(self, task: Task) -> bool:
+        """Start one job. False if the node has no room for processes at present."""
+        outputs = []    # type: List[int]
+        try:
+            open_outputs(task, (self.output_dir, self.workflow_id, self.run_id), self.config, outputs)
+            task.process = self.launcher.start(compose_command(task.job['invocation_script'], task.job['command']),
+                                               job_variables(task, self.variables), outputs, f'{task.id}-{task.attempt_id}')
+        except (OSError, ValueError) as error:
+            return self.on_start_failure(task, error, outputs)
+        finally:
+            for descriptor in set(outputs):
+                os.close(descriptor)
+        self.tasks[task.process] = task
+        self.owners[task.process] = self.on_job_end
+        self.link.started.append([task.id, task.attempt_id, format_time(task.process.started_at)])
+        self.report_soon(START_NEWS_S)
+        self.log.write('Job started', workflow_id=self.workflow_id, job_id=task.id, run_id=self.run_id, compute_node_id=self.node_id,
+                       attempt_id=task.attempt_id, pid=task.process.pid)
+        return True
+
+    def on_start_failure(self, task: Task, error: Exception, outputs: Sequence[int]) -> bool:
+        """A start that failed: the node's fault gives the job back, anything else fails this job with the reason."""
+        self.ledger.release(task.grant)
+        if getattr(error, 'errno', None) in EXHAUSTION:
+            self.say(f'no job can be started at present: {error}', 'warning')
+            self.appetite.note_exhaustion()
+            self.give_back([task] + self.appetite.drop())
+            return False
+        has_no_shell = len(outputs) == 2 and isinstance(error, FileNotFoundError)
+        reason = f'cannot be started: {error}'
+        if has_no_shell:
+            try:
+                os.write(outputs[1], f'torc: {reason}\n'.encode('utf-8', 'replace'))
+            except OSError:     # a full disk: the reason stands in the completion too
+                pass
+        code = COMMAND_NOT_FOUND if has_no_shell else 1
+        end = ProcessEnd(code, 0, 0.0, 0.0, 0, time.time())
+        self.ends.report(task, end, Verdict('failed', code, reason), {})
+        return True
+
+    def give_back(self, tasks: Sequence[Task]) -> None:
+        """Claimed jobs that are not started: others may have them."""
+        self.link.returned += [task.key for task in tasks]
+        if tasks:
+            self.report_soon(0)
+
+    def start_script(self, command: str, variables: Dict[str, str], log_name: str, name: str, owner: Callable[[Process], None]) -> None:
+        """Start an action's command or a recovery script; its output is added to a log in the output directory."""
+        path = os.path.join(self.output_dir, f'{log_name}_wf{self.workflow_id}_r{self.run_id}.log')
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        try:
+            process = self.launcher.start(command, variables, (descriptor, descriptor), name)
+        finally:
+            os.close(descriptor)
+        self.owners[process] = owner
+
+    # ---- ends ----
+
+    def reap(self) -> None:
+        """Hand everything that has ended to whom it belongs."""
+        for process in self.launcher.poll() + self.launcher.give_up():
+            self.owners.pop(process)(process)
+
+    def on_job_end(self, process: Process) -> None:
+        """A job's process and all that came from it are gone: judge, and report or retry."""
+        task, end = self.tasks.pop(process), process.end
+        self.ledger.release(task.grant)
+        self.appetite.note_end(end.wall_s)
+        self.ended_at = self.worked_at = time.monotonic()
+        self.has_progressed = True
+        verdict = judge_end(end, task.stopped_for, self.stop_signal, self.config['timeout_exit_code'])
+        file_times = {}     # type: Dict[str, float]
+        if verdict.status == 'completed' and task.job['outputs']:
+            file_times, missing = stat_outputs(task.job['outputs'])
+            if missing:
+                verdict = Verdict('failed', 1, f"declared output files are missing: {', '.join(missing)}")
+        if verdict.status == 'failed' and not verdict.message and is_disk_full(self.output_dir):
+            verdict = verdict._replace(message=f'the disk of the output directory {self.output_dir} is full')
+        self.ends.report(task, end, verdict, file_times)
+
+    # ---- leaving ----
+
+    def on_signal(self, number: int) -> None:
+        """The first asks jobs to end; a second one kills them."""
+        if self.interrupted_by is not None:
+            self.say('killing all jobs', 'warning')
+            self.is_killed = True
+            self.kill_everything()
+            return
+        self.interrupted_by = number
+        name = signal.Signals(number).name
+        self.log.write(f'Termination requested ({name} received).', 'warning')
+        self.say(f"{name}: stopping {len(self.tasks)} {'job' if len(self.tasks) == 1 else 'jobs'}; again to kill at once", 'warning')
+        self.leave('interrupt', self.config['sigterm_lead_seconds'])
+
+    def stop_in_time(self) -> None:
+        """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
+        now = time.monotonic()
+        if now >= self.stop_at:
+            self.say('Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds and sigkill_headroom_seconds, is over')
+            self.leave('deadline', self.end - self.config['sigkill_headroom_seconds'] - now)
+        if now >= self.end and not self.is_killed:
+            self.is_killed = True
+            self.kill_everything()
+        for process in self.launcher.kill_due():
+            task = self.tasks.get(process)
+            self.log.write('Job SIGKILL', 'warning', workflow_id=self.workflow_id, job_id=task.id if task else None, pid=process.pid)
+
+    def leave(self, reason: str, lead_s: float = 0.0) -> None:
+        """Claim nothing more. For one of SIGNAL_REASONS, stop what runs."""
+        self.leaving = reason
+        self.give_back(self.appetite.drop())
+        if reason not in SIGNAL_REASONS:
+            return
+        self.stop_at = math.inf
+        self.actions.queue.clear()      # not begun: the server has them again as soon as we are off its list
+        self.log.write('Jobs terminating', workflow_id=self.workflow_id, count=len(self.tasks))
+        name = signal.Signals(self.stop_signal).name
+        for process in self.owners:
+            task = self.tasks.get(process)
+            if task is not None:
+                task.stopped_for = task.stopped_for or reason
+                self.log.write(f'Job {name}', workflow_id=self.workflow_id, job_id=task.id)
+            self.launcher.stop(process, self.stop_signal, lead_s)
+        self.log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
+
+    def kill_everything(self) -> None:
+        """SIGKILL all that runs, now."""
+        for process in self.owners:
+            self.launcher.stop(process, signal.SIGKILL, 0)
+        self.launcher.kill_due()
+
+    def look_for_the_exit(self) -> None:
+        """Decide whether it is time to leave."""
+        if self.leaving:
+            return
+        if self.answer['is_canceled']:
+            self.log.write('Workflow canceled', workflow_id=self.workflow_id)
+            self.leave('cancel', min(CANCEL_LEAD_S, self.config['sigterm_lead_seconds']))
+        elif self.answer['is_complete'] and not self.setting('compute_node_ignore_workflow_completion'):
+            self.log.write('Workflow complete', workflow_id=self.workflow_id)
+            self.leave('complete')
+        elif not self.owners and not self.appetite.backlog and not self.link.has_news and self.sent_at > self.ended_at:
+            self.look_for_idle_exit()
+
+    def look_for_idle_exit(self) -> None:
+        """Without children: leave when nothing came for long enough, or nothing can come any more."""
+        limit_s, now = self.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
+        if self.options.is_persistent and self.answer['unfinished'] or self.link.silent_since is not None or self.actions.is_busy:
+            self.worked_at = now
+            return
+        pending = self.answer.get('pending_actions') and now - self.ended_at < LATE_ACTION_S
+        ignores = self.setting('compute_node_ignore_workflow_completion')
+        if not self.answer.get('claimable', True) and not pending and not ignores and not self.options.is_persistent:
+            self.leave('stuck')
+            self.say(f"{self.answer['unfinished']} jobs are left, but none of them can run")
+        elif limit_s and now - self.worked_at >= limit_s and not pending:
+            self.leave('idle')
+            self.say(f'No jobs claimed for {now - self.worked_at:.0f} seconds (limit: {limit_s} seconds). Exiting job runner.')
+
+    def deregister(self) -> None:
+        """Take ourselves off the list of nodes."""
+        body = {'is_active': False, 'duration_seconds': time.monotonic() - self.began}
+        self.log.write('Job runner completed', workflow_id=self.workflow_id, run_id=self.run_id, compute_node_id=self.node_id,
+                       had_failures=str(self.ends.counts['failed'] > 0).lower(), had_terminations=str(self.ends.counts['terminated'] > 0).lower())
+        try:
+            self.client.call('update_compute_node', body, node_id=self.node_id)
+        except TorcError as error:      # gone with its workflow, or silent: its lease ends by itself
+            self.log.write(f'The compute node stays active: {error.message}', 'warning')
+
+    def outcome(self) -> RunOutcome:
+        """What to tell the user. Unreachable if the server could not be told."""
+        if self.leaving == 'unreachable':
+            names = ', '.join(task.name for task in list(self.ends.unreported.values())[:5])
+            lost = f' {len(self.ends.unreported)} ended jobs could not be reported: {names}.' if self.ends.unreported else ''
+            raise Unreachable(f'{self.link.error}.{lost} See {self.output_dir}')
+        counts = self.ends.counts
+        return RunOutcome(counts['completed'], counts['failed'], counts['terminated'], counts['canceled'], self.ends.failed_jobs,
+                          self.answer['is_complete'], self.answer['is_canceled'], self.interrupted_by, self.leaving,
+                          time.monotonic() - self.began)
+
+    # ---- telling the user ----
+
+    def say(self, message: str, level: str = 'info') -> None:
+        """To the log and to the user."""
+        self.log.write(message, level)
+        self.progress.on_message(printable(message))
+
+    def show(self) -> None:
+        """Counts for the progress line, as soon as the server has told them."""
+        total = self.total
+        if total < 0:
+            return
+        self.progress.on_turn({'total': total, 'done': max(0, total - self.answer['unfinished']), 'running': len(self.tasks),
+                               'failed': self.ends.counts['failed'] + self.ends.counts['terminated'], 'unfinished': self.answer['unfinished'],
+                               'completed': self.ends.counts['completed']})
+
+
+def check_execution_mode(mode: str) -> None:
+    """Refuse what cannot be done here. Mode auto is direct outside of an allocation."""
+    if mode == 'slurm':
+        where = 'there is no Slurm allocation here (SLURM_JOB_ID is not set)' if not os.environ.get('SLURM_JOB_ID') else \
+            'this version starts no Slurm steps'
+        raise Refused(f"execution_config.mode is 'slurm', but {where}; use mode 'auto' or 'direct'")
+
+
+def parse_signal(name: str) -> int:
+    """'SIGTERM' or 'TERM' -> its number; SIGTERM for what is not a signal's name."""
+    word = str(name).upper()
+    number = getattr(signal, word if word.startswith('SIG') else 'SIG' + word, None)
+    return int(number) if isinstance(number, signal.Signals) else int(signal.SIGTERM)
+
+
+def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> RunOutcome:
+    """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
+    return Runner(client, workflow_id, options, progress).run()
+
+
+
+
