@@ -4461,6 +4461,899 @@ class RunnerRulesTest(unittest.TestCase):
             self.assertEqual(number, torc.parse_signal(name))
 
 
+# ======== 19. Rendering ========
+#
+# Tables, CSV and lines as whole texts; Progress with a clock and a stream of its own.
+
+UNICODE = torc.Style(is_unicode=True, is_terminal=False, has_colour=False, width=0)
+TERMINAL = torc.Style(is_unicode=True, is_terminal=True, has_colour=True, width=60)
+
+
+def status_of(**counts: int) -> Dict[str, Any]:
+    """An answer of get_workflow_status."""
+    by_status = {row.name: counts.get(row.name, 0) for row in torc.STATUSES}
+    is_complete = not any(by_status[row.name] for row in torc.STATUSES if not row.is_done)
+    return {'workflow_id': 1, 'workflow_name': 'w', 'workflow_user': 'u', 'total_jobs': sum(counts.values()), 'jobs_by_status': by_status,
+            'total_exec_time_minutes': 0.1, 'walltime_seconds': 70.0, 'is_complete': is_complete, 'is_canceled': False,
+            'active_compute_nodes': 1, 'active_scheduled_nodes': 0, 'pending_scheduled_nodes': 0}
+
+
+class WidthTest(unittest.TestCase):
+    """Columns that a text takes."""
+
+    def test_wide_and_combining_characters_count_as_a_terminal_shows_them(self):
+        for text, width in (('abc', 3), ('\u65e5\u672c', 4), ('e\u0301', 1), ('\u200b', 0), ('\U0001f600', 2), ('', 0)):
+            self.assertEqual(width, torc.text_width(text), ascii(text))
+
+    def test_a_text_is_cut_at_its_width_and_says_so(self):
+        self.assertEqual('abcdef', torc.cut('abcdef', 6))
+        self.assertEqual('abcd…', torc.cut('abcdef', 5))
+        self.assertEqual('日…', torc.cut('日本語', 4))
+        self.assertEqual('ab~', torc.cut('abcdef', 3, '~'))
+
+
+class TableTest(unittest.TestCase):
+    """Lists for people and for programs."""
+    maxDiff = None
+
+    def test_a_table_is_boxed_with_numbers_on_the_right(self):
+        expected = ('╭────┬──────╮\n'
+                    '│ ID │ Name │\n'
+                    '├────┼──────┤\n'
+                    '│  1 │ 日本 │\n'
+                    '│ 10 │ b    │\n'
+                    '╰────┴──────╯\n')
+        self.assertEqual(expected, torc.format_table(['ID', 'Name'], [[1, '日本'], [10, 'b']], UNICODE))
+
+    def test_without_unicode_it_is_drawn_in_ascii(self):
+        expected = '+---+\n| A |\n+---+\n| x |\n+---+\n'
+        self.assertEqual(expected, torc.format_table(['A'], [['x']]))
+
+    def test_a_table_without_rows_has_its_header(self):
+        self.assertIn('| A |', torc.format_table(['A'], []))
+
+    def test_what_could_move_the_cursor_is_escaped(self):
+        text = torc.format_table(['A'], [['x\x1b[2J\ny\u202e']])
+        self.assertIn(r'x\x1b[2J\ny\u202e', text)
+        self.assertEqual(5, text.count('\n'))
+
+    def test_on_a_terminal_the_widest_column_is_cut_until_the_table_fits(self):
+        text = torc.format_table(['ID', 'Command'], [[1, 'c' * 200], [2, 'x']], TERMINAL)
+        self.assertGreaterEqual({60}, {torc.text_width(re.sub(r'\x1b\[\w+m', '', line)) for line in text.splitlines()})
+        self.assertIn('…', text)
+
+    def test_two_wide_columns_share_the_room_and_none_becomes_too_narrow(self):
+        self.assertEqual([2, 25, 25], torc.column_widths([['ID', 'a' * 90, 'b' * 50]], 63))
+        self.assertEqual([8, 8], torc.column_widths([['a' * 90, 'b' * 50]], 10))
+
+    def test_statuses_are_coloured_where_there_are_colours(self):
+        self.assertIn('\x1b[31mfailed\x1b[0m', torc.format_table(['Status'], [['failed']], TERMINAL))
+        self.assertNotIn('\x1b', torc.format_table(['Status'], [['failed']], UNICODE))
+
+    def test_csv_has_a_header_always_and_leaves_values_alone(self):
+        self.assertEqual('A,B\n', torc.format_csv(['A', 'B'], []))
+        self.assertEqual('A,B\n=1+1,"x,""y"""\ntrue,\n', torc.format_csv(['A', 'B'], [['=1+1', 'x,"y"'], [True, None]]))
+
+    def test_cells_are_one_line_each(self):
+        for value, text in ((None, ''), (True, 'true'), (False, 'false'), (1.25, '1.25'), ({'a': 1}, '{"a":1}'), ([1, 2], '[1,2]'), ('x', 'x')):
+            self.assertEqual(text, torc.format_cell(value))
+
+    def test_a_record_leaves_out_what_is_empty(self):
+        self.assertEqual('id:   1\nname: a\\x07\n', torc.format_record({'id': 1, 'env': None, 'name': 'a\x07'}))
+        self.assertEqual('', torc.format_record({}))
+
+    def test_json_is_indented_and_ascii_only_where_it_must_be(self):
+        self.assertEqual('{\n  "a": "é"\n}\n', torc.format_json_document({'a': 'é'}))
+        self.assertEqual('{\n  "a": "\\u00e9"\n}\n', torc.format_json_document({'a': 'é'}, True))
+
+    def test_help_in_two_columns_gives_a_long_word_its_own_line(self):
+        self.assertEqual('  a    x\n  bcd  y\n  much too long\n       z\n', torc.format_rows([('a', 'x'), ('bcd', 'y'), ('much too long', 'z')], limit=3))
+
+    def test_times_are_shown_in_local_time_and_other_texts_as_they_are(self):
+        self.assertRegex(torc.format_local_time('2026-11-21T09:28:54.436Z'), r'\A2026-11-2[012] \d\d:\d\d:54 [-+]\d{4}\Z')
+        self.assertEqual(['soon', ''], [torc.format_local_time('soon'), torc.format_local_time(None)])
+
+    def test_small_formats(self):
+        self.assertEqual(['6.7s', '1m 10s'], [torc.format_seconds(6.71), torc.format_seconds(70)])
+        self.assertEqual(['99.5%', ''], [torc.format_percent(99.49999), torc.format_percent(None)])
+        self.assertEqual(['1.0MB', ''], [torc.format_memory_cell(1 << 20), torc.format_memory_cell(None)])
+
+
+class StatusReportTest(unittest.TestCase):
+    """What `status` says."""
+    maxDiff = None
+
+    def test_the_report_counts_and_judges(self):
+        expected = ('Workflow 1: w (user u)\n'
+                    '\n'
+                    '  completed            3  ' + '+' * 22 + '\n'
+                    '  failed               1  ' + 'x' * 8 + '\n'
+                    '  total                4\n'
+                    '\n'
+                    '  Wall time 1m 10s, execution time 6.0s\n'
+                    '  1 compute nodes at work\n'
+                    '\n'
+                    'x Workflow ended: 3 completed, 1 failed\n')
+        self.assertEqual(expected, torc.format_status(status_of(completed=3, failed=1)))
+
+    def test_the_verdict_follows_from_the_counts(self):
+        table = ((status_of(completed=2), 'complete'), (status_of(completed=1, canceled=1), 'failed'), (status_of(ready=1), 'running'),
+                 (status_of(uninitialized=1), 'running'), (dict(status_of(ready=1), is_canceled=True), 'canceled'), (status_of(), 'complete'))
+        for status, kind in table:
+            self.assertEqual(kind, torc.verdict_of(status)[0], status)
+
+    def test_a_report_of_a_new_workflow_has_no_wall_time(self):
+        status = status_of(uninitialized=2)
+        del status['walltime_seconds']
+        text = torc.format_status(status, UNICODE)
+        self.assertIn('  Execution time 6.0s\n', text)
+        self.assertTrue(text.endswith('◷ Workflow has not been started\n'))
+
+    def test_names_in_it_are_made_safe(self):
+        self.assertIn(r'\x1b', torc.format_status(dict(status_of(ready=1), workflow_name='\x1b[2J')))
+
+
+class ProgressTest(unittest.TestCase):
+    """What `run` shows while jobs run."""
+
+    def setUp(self) -> None:
+        self.now = 0.0
+        self.stream = io.StringIO()
+
+    def progress(self, style: Any = torc.PLAIN, is_quiet: bool = False) -> Any:
+        """A Progress on our stream and clock."""
+        return torc.Progress(self.stream, style, is_quiet, lambda: self.now)
+
+    def turn(self, progress: Any, now: float, done: int, failed: int = 0) -> None:
+        """One turn of a runner at a time."""
+        self.now = now
+        progress.on_turn({'total': 10, 'done': done, 'running': 2, 'failed': failed})
+
+    def test_without_a_terminal_a_line_comes_at_the_start_and_every_ten_seconds(self):
+        progress = self.progress()
+        for now, done in ((0, 0), (1, 1), (9.9, 3), (10, 4), (15, 5), (20.5, 8)):
+            self.turn(progress, now, done)
+        self.assertEqual(['0/10 done, 2 running, 0s', '4/10 done, 2 running, 0.4 jobs/s, 10s', '8/10 done, 2 running, 0.4 jobs/s, 20s'],
+                         self.stream.getvalue().splitlines())
+
+    def test_a_failed_job_is_told_at_once_with_its_last_words_made_safe(self):
+        progress = self.progress()
+        self.turn(progress, 0, 0)
+        progress.on_failed_job('bad', 3, 'oops\x1b[2J')
+        self.assertEqual('failed bad (return code 3): oops\\x1b[2J', self.stream.getvalue().splitlines()[1])
+
+    def test_on_a_terminal_one_line_is_written_again_and_again_and_cleared(self):
+        progress = self.progress(TERMINAL)
+        self.turn(progress, 0, 0)
+        self.turn(progress, 0.05, 1)    # too soon
+        self.turn(progress, 0.2, 5, failed=1)
+        progress.finish()
+        self.assertEqual('\r[....................] 0/10 done, 2 running, 0s\x1b[K'
+                         '\r[##########..........] 5/10 done, 2 running, 1 failed, 0s\x1b[K\r\x1b[K', self.stream.getvalue())
+
+    def test_what_was_done_before_is_no_part_of_the_rate(self):
+        progress = self.progress()
+        self.turn(progress, 0, 6)
+        self.turn(progress, 10, 8)
+        self.assertIn('8/10 done, 2 running, 0.2 jobs/s', self.stream.getvalue())
+
+    def test_a_quiet_one_says_nothing(self):
+        progress = self.progress(is_quiet=True)
+        self.turn(progress, 0, 0)
+        progress.on_failed_job('bad', 3)
+        progress.on_message('x')
+        progress.finish()
+        self.assertEqual('', self.stream.getvalue())
+
+    def test_a_stream_that_is_closed_does_not_end_the_run(self):
+        progress = self.progress()
+        self.stream.close()
+        self.turn(progress, 0, 0)
+        self.assertTrue(progress.is_quiet)
+
+
+class StyleTest(unittest.TestCase):
+    """What a stream can show."""
+
+    def test_a_pipe_gets_the_whole_text_without_colours(self):
+        style = torc.style_of(io.TextIOWrapper(io.BytesIO(), encoding='utf-8'), {})
+        self.assertEqual((True, False, False, 0), style)
+
+    def test_a_terminal_gets_colours_unless_told_otherwise(self):
+        class Terminal(io.StringIO):
+            encoding = 'latin-1'
+
+            def isatty(self) -> bool:
+                return True
+
+        self.assertTrue(torc.style_of(Terminal(), {}).has_colour)
+        for environ in ({'NO_COLOR': '1'}, {'TERM': 'dumb'}):
+            self.assertFalse(torc.style_of(Terminal(), environ).has_colour)
+        self.assertFalse(torc.style_of(Terminal(), {}).is_unicode)
+        self.assertGreater(torc.style_of(Terminal(), {}).width, 0)
+
+
+# ======== 20. Commands ========
+#
+# Most enter through main() on an embedded database in the world's directory. What Torc 1.0 was recorded to print in JSON and
+# CSV is compared key by key.
+
+SAMPLE = '''
+    name: sample
+    description: one of each
+    project: p1
+    metadata: {k: 1}
+    env: {A: "1"}
+    enable_ro_crate: true
+    resource_monitor: {sample_interval_seconds: 1, jobs: {enabled: true, granularity: time_series}, compute_node: {enabled: true}}
+    files: [{name: inp, path: in.txt}, {name: outp, path: out.txt}]
+    user_data: [{name: cfg, data: {a: 1}}]
+    resource_requirements: [{name: small, num_cpus: 1, memory: 100m, runtime: PT10M}]
+    failure_handlers: [{name: fh, rules: [{exit_codes: [9], max_retries: 2}]}]
+    slurm_schedulers: [{name: sch, account: acct, nodes: 1, walltime: "01:00:00"}]
+    actions: [{trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo done]}]
+    jobs:
+      - {name: prep, command: "echo prep; echo x > in.txt", output_files: [inp], resource_requirements: small, priority: 5, scheduler: sch}
+      - {name: work, command: "cat in.txt > out.txt", input_files: [inp], output_files: [outp], resource_requirements: small}
+      - {name: gen, command: "true", input_user_data: [cfg], resource_requirements: small}
+      - {name: bad, command: "echo oops >&2; exit 3", depends_on: [prep], resource_requirements: small, failure_handler: fh}
+      - {name: tail, command: "true", depends_on: [bad], resource_requirements: small}
+'''
+# Recorded command -> ours, after a run of SAMPLE as workflow 1. Ids are those that the sample gets.
+RECORDED = (
+    ('status WF', 'status 1'),
+    ('workflows get WF', 'workflows get 1'),
+    ('workflows list', 'workflows list'),
+    ('workflows list --all-users', 'workflows list --all-users'),
+    ('workflows is-complete WF (done)', 'workflows is-complete 1'),
+    ('workflows execution-plan WF', 'workflows execution-plan 1'),
+    ('workflows execution-plan SPEC', 'workflows execution-plan w.yaml'),
+    ('workflows list-actions WF', 'workflows list-actions 1'),
+    ('jobs list WF', 'jobs list 1'),
+    ('jobs list WF --include-relationships', 'jobs list 1 --include-relationships'),
+    ('jobs list WF -x command (csv)', 'jobs list 1 -x command'),
+    ('jobs get J', 'jobs get 4'),
+    ('jobs running WF (before)', 'jobs running 1'),
+    ('jobs list-resource-requirements WF', 'jobs list-resource-requirements 1'),
+    ('files list WF', 'files list 1'),
+    ('files get ID', 'files get 1'),
+    ('files list-required-existing WF', 'files list-required-existing 1'),
+    ('user-data list WF', 'user-data list 1'),
+    ('user-data get ID', 'user-data get 1'),
+    ('user-data list-missing WF', 'user-data list-missing 1'),
+    ('resource-requirements list WF', 'resource-requirements list 1'),
+    ('resource-requirements get ID', 'resource-requirements get 1'),
+    ('failure-handlers list WF', 'failure-handlers list 1'),
+    ('failure-handlers get ID', 'failure-handlers get 1'),
+    ('results list WF --include-logs -o DIR', 'results list 1 --include-logs'),
+    ('events list WF', 'events list 1'),
+    ('job-dependencies job-job WF', 'job-dependencies job-job 1'),
+    ('job-dependencies job-file WF', 'job-dependencies job-file 1'),
+    ('job-dependencies job-user-data WF', 'job-dependencies job-user-data 1'),
+    ('create SPEC --dry-run', 'create w.yaml --dry-run'),
+    ('files create WF -n f9 -p p9', 'files create 1 -n f9 -p p9'),
+    ('user-data create WF -n u9 -d JSON', "user-data create 1 -n u9 -d '{\"b\": 2}'"),
+    ('user-data update ID -n u10', 'user-data update 2 -n u10'),
+    ('user-data delete ID', 'user-data delete 2'),
+    ('resource-requirements create WF -n rr9 --num-cpus 2', 'resource-requirements create 1 -n rr9 --num-cpus 2'),
+    ('resource-requirements update ID --memory 2g', 'resource-requirements update 3 --memory 2g'),
+    ('resource-requirements delete ID', 'resource-requirements delete 3'),
+    ('jobs create WF -n extra -c true', 'jobs create 1 -n extra -c true'),
+    ('jobs update J --priority 3', 'jobs update 6 --priority 3'),
+    ('jobs reset-status J --dry-run', 'jobs reset-status 4 --dry-run'),
+    ('events create WF -d JSON', "events create 1 -d '{\"category\": \"x\", \"n\": 1}'"),
+    ('events get-latest-event WF', 'events get-latest-event 1'),
+    ('workflows reinit WF --dry-run', 'workflows reinit 1 --dry-run'),
+    ('jobs reset-status --return-code 3 --workflow-id WF --no-prompts --reinit', 'jobs reset-status --return-code 3 --workflow-id 1 --no-prompts --reinit'),
+    ('jobs delete J', 'jobs delete 6'),
+    ('workflows reinit WF', 'workflows reinit 1'),
+    ('workflows reset-status WF --failed-only --no-prompts', 'workflows reset-status 1 --failed-only --no-prompts'),
+    ('workflows reset-status WF -r --no-prompts', 'workflows reset-status 1 -r --no-prompts'),
+    ('workflows init WF --dry-run', 'workflows init 1 --dry-run'),
+    ('workflows init WF', 'workflows init 1'),
+    ('workflows update WF -d d', 'workflows update 1 -d d'),
+    ('workflows archive true WF', 'workflows archive true 1'),
+    ('workflows archive false WF', 'workflows archive false 1'),
+    ('cancel WF', 'cancel 1'),
+    ('user-data delete-all WF2 --no-prompts', 'user-data delete-all 1 --no-prompts'),
+    ('jobs delete-all WF2 --no-prompts', 'jobs delete-all 1 --no-prompts'),
+    ('create SPEC', 'create w.yaml'),
+    ('workflows new -n fresh', 'workflows new -n fresh'),
+    ('delete WF WF2 99999999', 'delete 1 2'),
+)
+# Keys that are not asked for: a job's and node's measurements need a monitor; ro_crate and the like come with their sections.
+NOT_YET = {'peak_memory_bytes', 'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent', 'compute_node_id', 'executed_at', 'executed_by',
+           'st_mtime', 'access_groups', 'producer_job_id', 'producer_job_name', 'consumer_job_id', 'consumer_job_name', 'wait_for_new_jobs'}
+
+
+def missing_keys(recorded: Any, ours: Any, place: str = '') -> List[str]:
+    """Keys of a recorded document that ours has not, by their path. Of lists the first items are compared."""
+    if isinstance(recorded, dict) and isinstance(ours, dict):
+        if place.endswith(('.data', '.env', '.metadata', '.action_config', '.trigger')):
+            return []
+        found = [f'{place}.{key}' for key in recorded if key not in ours and key not in NOT_YET]
+        return found + [path for key in recorded if key in ours for path in missing_keys(recorded[key], ours[key], f'{place}.{key}')]
+    if isinstance(recorded, list) and isinstance(ours, list):
+        return missing_keys(recorded[0], ours[0], place + '[]') if recorded and ours else []
+    return [] if isinstance(recorded, dict) == isinstance(ours, dict) and isinstance(recorded, list) == isinstance(ours, list) else [place + ' (kind)']
+
+
+class CommandTest(WorldTest):
+    """A world with commands."""
+
+    def make(self, text: str = SAMPLE) -> None:
+        """Create a workflow in the embedded database."""
+        self.world.write('w.yaml', text)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+
+    def json(self, line: str, code: int = 0) -> Any:
+        """A command's JSON."""
+        return self.assertExit(code, self.world.main('-f', 'json', *shlex.split(line))).json()
+
+    def text(self, line: str, code: int = 0) -> str:
+        """A command's text."""
+        return self.assertExit(code, self.world.main(*shlex.split(line))).out
+
+
+class RecordedJsonTest(CommandTest):
+    """Scripts written for Torc 1.0 find its keys and columns."""
+
+    def test_json_has_the_recorded_keys_and_csv_the_recorded_columns(self):
+        recorded = {row['command']: row for row in read_shared('torc/cli_json.json')}
+        self.world.write('w.yaml', SAMPLE)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        for name, line in RECORDED:
+            with self.subTest(line):
+                if str(recorded[name].get('csv', 'exit 1')).split(' ')[0] not in ('exit', 'no'):
+                    outcome = self.assertExit(0, self.world.main('-f', 'csv', *shlex.split(line)))
+                    self.assertEqual(recorded[name]['csv'], outcome.out.splitlines()[0])
+                self.assertEqual([], missing_keys(recorded[name]['stdout'], self.json(line)))
+
+    def test_run_and_exec_print_one_line_for_scripts(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        outcome = self.assertExit(0, self.world.cli('-f', 'json', 'run', 'w.yaml'))
+        self.assertEqual('{"workflow_id":1,"message":"Created workflow 1"}\n', outcome.out)
+        outcome = self.assertExit(1, self.world.cli('exec', '-c', 'exit 2', '-f', 'json'))
+        self.assertEqual('{"workflow_id":2,"status":"failed","had_failures":true,"had_terminations":false}\n', outcome.out)
+
+
+class WhichWorkflowTest(CommandTest):
+    """Ids that are not given, and questions."""
+
+    def test_without_an_id_and_a_terminal_the_candidates_are_told(self):
+        self.assertExit(4, self.world.main('status'), 'there is no server and no database')
+        self.make()
+        self.make()
+        outcome = self.assertExit(2, self.world.main('status'))
+        self.assertEqual('torc: a workflow id is required when there is no terminal: 1 (sample), 2 (sample)\n', outcome.err)
+
+    def session(self, typed: str, **options: Any) -> Any:
+        """A session with somebody at a terminal who types this."""
+        terminal = io.StringIO(typed)
+        terminal.isatty = lambda: True
+        parsed = torc.parse_command_line(['status'])
+        session = torc.Session(dict(parsed.options, db=self.world.path('torc_output', 'torc.db'), **options), io.StringIO(), io.StringIO(), terminal)
+        session.command = parsed.command
+        self.addCleanup(session.close)
+        return session
+
+    def test_on_a_terminal_one_workflow_is_taken_and_of_several_one_is_chosen(self):
+        self.make()
+        with self.world.inside():
+            session = self.session('')
+            self.assertEqual(1, torc.choose_workflow(session, {'workflow_id': None}))
+            session.close()
+            self.world.main('workflows', 'new', '-n', 'second')
+            session = self.session('2\n')
+            self.assertEqual(2, torc.choose_workflow(session, {'workflow_id': None}))
+            self.assertIn('second', session.err.getvalue())
+            session.close()
+            with self.assertRaises(torc.BadInput):
+                torc.choose_workflow(self.session('7\n'), {'workflow_id': None})
+
+    def test_a_question_needs_a_terminal_or_its_flag(self):
+        self.make()
+        for line in ('cancel 1', 'delete 1', 'workflows reset-status 1', 'jobs delete-all 1', 'jobs reset-status 1', 'user-data delete-all 1'):
+            outcome = self.assertExit(2, self.world.main(*line.split()), '--no-prompts')
+            self.assertEqual('', outcome.out)
+        self.assertEqual(1, len(self.json('workflows list')['items']))
+        self.assertEqual(5, len(self.json('jobs list 1')['items']))
+
+    def test_no_is_the_answer_unless_yes_is_typed(self):
+        for typed, expected in (('y\n', True), ('YES\n', True), ('n\n', False), ('\n', False), ('', False)):
+            self.assertEqual(expected, self.session(typed).confirm('Sure?'), typed)
+        self.assertTrue(self.session('', no_prompts=True).confirm('Sure?'))
+        self.assertTrue(self.session('', format='json').confirm('Sure?'))
+
+
+class ObjectTest(CommandTest):
+    """Lists, and one function for many kinds of objects."""
+
+    def test_lists_are_limited_sorted_and_filtered(self):
+        self.make()
+        self.assertEqual(['work', 'gen'], [job['name'] for job in self.json('jobs list 1 -l 2 --offset 1')['items']])
+        self.assertEqual(['tail', 'bad'], [job['name'] for job in self.json('jobs list 1 --sort-by id --reverse-sort --limit 2')['items']])
+        self.assertEqual([], self.json('jobs list 1 -s failed')['items'])
+        self.assertEqual('No jobs found\n', self.text('jobs list 1 -s failed'))
+        self.assertEqual(['bad'], [job['name'] for job in self.json('jobs list 1 --upstream-job-id 1')['items'] if job['name'] == 'bad'])
+
+    def test_a_column_may_be_left_out(self):
+        self.make()
+        self.assertEqual('ID,Name,Status,Priority,Elapsed', self.text('-f csv jobs list 1 -x command -x "compute node"').splitlines()[0])
+
+    def test_what_is_not_given_stays(self):
+        self.make()
+        self.json('files update 1 -p elsewhere.txt')
+        record = self.json('files get 1')
+        self.assertEqual(('inp', 'elsewhere.txt'), (record['name'], record['path']))
+        outcome = self.assertExit(2, self.world.main('files', 'update', 1))
+        self.assertEqual('torc: nothing to change: give one of --name, --path\n', outcome.err)
+
+    def test_user_data_may_be_false_or_null_and_is_kept(self):
+        self.make()
+        for text in ('false', '0', '[]', '""'):
+            number = self.json(f"user-data create 1 -n x{text.strip('[]')} -d '{text}'")['id']
+            self.assertEqual(json.loads(text), self.json(f'user-data get {number}')['data'])
+
+    def test_an_unknown_id_is_exit_4(self):
+        self.make()
+        for line in ('jobs get 99', 'files get 99', 'results delete 99', 'workflows get 99', 'cancel 99 --no-prompts', 'logs 99 a', 'logs 1 nope', 'run 99'):
+            self.assertExit(4, self.world.main(*line.split()))
+
+    def test_labels_and_priority_of_a_job_change(self):
+        self.make()
+        self.assertEqual(['a', 'b'], self.json('jobs update 1 --label a,b --priority 7')['labels'])
+        job = self.json('jobs update 1 --clear-labels')
+        self.assertEqual((None, 7), (job.get('labels') or None, job['priority']))
+
+    def test_a_jobs_runtime_is_that_of_its_requirements(self):
+        self.make()
+        self.json('jobs update 1 --runtime PT2H')
+        self.assertEqual('PT2H', self.json('jobs list-resource-requirements 1 -j 1')[0]['runtime'])
+
+    def test_jobs_come_from_a_file_of_commands(self):
+        self.make()
+        self.world.write('commands.txt', '# two\necho 1\n\n  echo 2\n')
+        self.assertEqual(2, self.json('jobs create-from-file 1 commands.txt --memory-per-job 2g')['jobs_created'])
+        self.assertEqual([('job6', 'echo 1'), ('job7', 'echo 2')], [(job['name'], job['command']) for job in self.json('jobs list 1 --offset 5')['items']])
+        self.world.write('empty.txt', '# none\n')
+        self.assertExit(2, self.world.main('jobs', 'create-from-file', 1, 'empty.txt'), 'holds no command')
+
+    def test_failure_handlers_are_listed_of_the_jobs_that_have_one(self):
+        self.make()
+        self.assertEqual(['bad'], [row['job_name'] for row in self.json('jobs list-failure-handlers 1')])
+
+    def test_the_newest_event_may_be_none(self):
+        self.make()
+        self.assertIsNone(self.json('events get-latest-event 1'))
+        self.json("events create 1 -d '{\"category\": \"note\", \"level\": \"warning\"}'")
+        self.assertEqual('note', self.json('events get-latest-event 1')['data']['category'])
+        self.assertIn(',warning,note,', self.text('-f csv events list 1'))
+
+
+class WorkflowTest(CommandTest):
+    """What happens to whole workflows."""
+
+    def test_a_workflow_of_another_user_is_not_deleted(self):
+        self.make()
+        outcome = self.assertExit(4, self.world.main('delete', 1, 7, '--no-prompts', env={'TORC_USERNAME': 'other'}), 'belongs to tester')
+        self.assertIn('there is no workflow 7', outcome.err)
+        self.assertExit(0, self.world.main('delete', 1, '--force'), 'Deleted workflow 1')
+
+    def test_archived_workflows_are_listed_when_asked_for(self):
+        self.make()
+        self.make()
+        self.assertEqual([1], self.json('workflows archive true 1')['updated_workflows'])
+        for flags, ids in (('', [2]), ('--include-archived', [1, 2]), ('--archived-only', [1]), ('-a', [2])):
+            self.assertEqual(ids, [item['id'] for item in self.json(f'workflows list {flags}')['items']], flags)
+        answer = self.json('workflows archive false 1 9', 4)
+        self.assertEqual(('partial_success', [1]), (answer['status'], answer['updated_workflows']))
+
+    def test_a_dry_run_of_init_tells_what_is_missing_and_changes_nothing(self):
+        self.make('name: w\nfiles: [{name: f, path: f.txt}]\njobs: [{name: a, command: "true", input_files: [f]}]\n')
+        answer = self.json('workflows init 1 --dry-run', 4)
+        self.assertEqual((['f.txt'], False), (answer['missing_input_files'], answer['safe']))
+        outcome = self.assertExit(4, self.world.main('workflows', 'init', 1))
+        self.assertEqual('torc: 1 input files that no job makes are missing: f.txt; make them, or give --force to go on without them\n', outcome.err)
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--force'), 'warning: 1 input files')
+        self.assertEqual(1, self.json('status 1')['jobs_by_status']['ready'])
+
+    def test_a_second_init_asks_first_and_begins_a_new_run(self):
+        self.make()
+        self.text('workflows init 1')
+        first = self.json('workflows get 1')['run_id']
+        self.assertExit(2, self.world.main('workflows', 'init', 1), 'Forget its results')
+        self.text('workflows init 1 --no-prompts')
+        self.assertEqual(first + 1, self.json('workflows get 1')['run_id'])
+
+    def test_run_refuses_missing_inputs_before_it_creates_anything(self):
+        self.world.write('w.yaml', 'name: w\nfiles: [{name: f, path: f.txt}]\njobs: [{name: a, command: "true", input_files: [f]}]\n')
+        self.assertExit(4, self.world.main('run', 'w.yaml'), 'f.txt')
+        self.assertEqual([], self.json('workflows list')['items'] if os.path.exists(self.world.path('torc_output', 'torc.db')) else [])
+
+    def test_reinit_says_what_would_run_again_and_why(self):
+        self.world.write('f.txt', 'one')
+        self.world.write('w.yaml', '''
+            name: w
+            files: [{name: f, path: f.txt}, {name: g, path: g.txt}]
+            jobs:
+              - {name: a, command: cp f.txt g.txt, input_files: [f], output_files: [g]}
+              - {name: b, command: cat g.txt, input_files: [g]}
+              - {name: c, command: "true"}
+        ''')
+        self.assertExit(0, self.world.cli('run', 'w.yaml'))
+        os.utime(self.world.path('f.txt'), (1, 1))
+        before = self.json('status 1')
+        answer = self.json('workflows reinit 1 --dry-run')
+        self.assertEqual(['a'], [change['job_name'] for change in answer['changed']])
+        self.assertIn('would run again: a (', self.text('workflows reinit 1 --dry-run'))
+        self.assertEqual(before, self.json('status 1'))
+        self.assertExit(0, self.world.main('workflows', 'reinit', 1), 'a will run again: ')
+        self.assertEqual({'completed': 1, 'ready': 1, 'blocked': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
+
+    def test_chosen_jobs_are_reset_and_what_waits_for_them_is_told(self):
+        self.world.write('w.yaml', SAMPLE)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        answer = self.json('jobs reset-status --status failed --workflow-id 1 --dry-run')
+        self.assertEqual((['bad'], ['tail']), ([job['name'] for job in answer['jobs']], [job['name'] for job in answer['downstream_jobs']]))
+        answer = self.json('jobs reset-status 4 --reinit')
+        self.assertEqual(([4], True), (answer['reset_job_ids'], answer['reinit']['applied']))
+        self.assertEqual(1, self.json('status 1')['jobs_by_status']['ready'])
+        answer = self.json('jobs reset-status --status terminated --workflow-id 1', 4)
+        self.assertEqual(('No jobs in workflow 1 match status in [terminated].', 0), (answer['error'], answer['reset_count']))
+        self.assertExit(2, self.world.main('jobs', 'reset-status', 4, '--return-code', 3), 'give either')
+
+    def test_a_finished_workflow_is_not_run_again_unasked(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        outcome = self.assertExit(1, self.world.cli('run', 1), 'Workflow 1 has nothing left to do: 1 failed', 'reset-status 1 --failed-only -r')
+        self.assertEqual('', outcome.out)
+        self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '--failed-only', '--no-prompts'))
+        self.assertExit(1, self.world.cli('run', 1), '1 failed')    # reset, not initialized: run does it
+
+    def test_an_execution_plan_is_the_same_before_and_after_creation(self):
+        self.make()
+        before, after = self.json('workflows execution-plan w.yaml'), self.json('workflows execution-plan 1')
+        self.assertEqual(before['events'], after['events'])
+        self.assertEqual(('spec_file', 'database', 5), (before['source'], after['source'], after['total_jobs']))
+        self.assertIn("after_prep: 'prep' completes\n    starts work, bad\n", self.text('workflows execution-plan 1'))
+
+    def test_ping_tells_a_server_from_a_database(self):
+        self.make()
+        self.assertExit(3, self.world.main('ping'), 'no server is running')
+        self.assertEqual({'status': 'error'}, {key: value for key, value in self.json('ping', 3).items() if key == 'status'})
+        self.world.serve()
+        self.assertEqual({'status': 'Server is running'}, self.json('ping'))
+
+
+class RunTest(CommandTest):
+    """run and exec."""
+
+    def test_the_summary_names_failed_jobs_with_their_last_line(self):
+        self.world.write('w.yaml', SAMPLE)
+        outcome = self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        self.assertEqual('', outcome.out)
+        self.assertRegex(outcome.err, r'Workflow 1 \(sample\) has ended after [0-9.]+s: 3 completed, 1 failed, 1 canceled\n'
+                                      r'  bad ended with return code 3: oops\n'
+                                      r'See more: torc\.py logs 1 bad; torc\.py results list 1 --failed\n\Z')
+
+    def test_a_quiet_run_that_went_well_says_nothing(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        self.assertEqual((0, '', ''), self.world.cli('-q', 'run', 'w.yaml'))
+
+    def test_logs_prints_what_a_job_wrote_by_id_or_name(self):
+        self.world.write('w.yaml', SAMPLE)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        self.assertEqual('prep\n', self.text('logs 1 prep'))
+        self.assertEqual('oops\n', self.text('logs 1 4'))
+        self.assertEqual('', self.text('logs 1 bad --stdout'))
+        self.assertExit(0, self.world.main('logs', 1, 'gen'), 'job gen has written nothing')
+        answer = self.json('logs 1 bad')
+        self.assertEqual(('bad', 1, 1), (answer['job_name'], answer['run_id'], answer['attempt_id']))
+        self.assertTrue(answer['job_stderr'].endswith('job_wf1_j4_r1_a1.e'))
+        self.assertExit(4, self.world.main('logs', 1, 'tail'), 'has left no output')
+        self.assertExit(4, self.world.main('logs', 1, 'perp'), "did you mean 'prep'?")
+
+    def test_a_job_with_both_outputs_gets_headlines(self):
+        self.assertExit(0, self.world.cli('exec', '-c', 'echo out; echo err >&2'))
+        self.assertRegex(self.text('logs 1 job1'), r'\A==> \S.*a1\.o <==\nout\n==> .*a1\.e <==\nerr\n\Z')
+
+    def test_exec_multiplies_commands_by_parameters(self):
+        table = (
+            ("-c 'echo {i}' --param i=1:2 --dry-run", ['echo 1', 'echo 2']),
+            ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]' --dry-run", ['a 1 x', 'a 1 y', 'a 2 x', 'a 2 y']),
+            ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]' --link zip --dry-run", ['a 1 x', 'a 2 y']),
+            ("-c one -c two --dry-run", ['one', 'two']),
+            ("--dry-run -- echo 'a b'", ["echo 'a b'"]),
+            ("-C commands.txt --dry-run", ["awk '{print}'"]),
+        )
+        self.world.write('commands.txt', "# comment\nawk '{print}'\n")
+        for line, commands in table:
+            spec = self.json(f'exec {line}')
+            self.assertEqual(commands, [job['command'] for job in spec['jobs']], line)
+            self.assertRegex(spec['name'], r'\Aexec_\d{8}_\d{6}\Z')
+        self.assertFalse(os.path.exists(self.world.path('torc_output')))
+
+    def test_exec_tells_what_it_cannot_do(self):
+        table = (('exec', 'nothing to run'), ('exec -c a --param i', 'write NAME=VALUE'), ('exec -c a --param i=1 --param i=2', 'stands twice'),
+                 ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''), ('exec w.yaml', 'one word too many'), ('exec -c a --generate-plots', 'time-series'),
+                 ('exec -c a --param i=@nope', 'nope'), ('exec -C nope', 'cannot read nope'))
+        for line, text in table:
+            self.assertExit(2, self.world.main(*line.split()), text)
+
+    def test_a_dry_run_of_create_tells_everything_and_creates_nothing(self):
+        self.world.write('bad.yaml', 'name: w\njobs: [{name: a, comand: x}, {name: a, command: y, depends_on: [zz]}]\n')
+        answer = self.json('create --dry-run bad.yaml', 2)
+        self.assertFalse(answer['valid'])
+        self.assertGreaterEqual(len(answer['errors']), 2)
+        self.assertEqual(0, answer['summary']['job_count'])
+        self.world.write('w.yaml', SAMPLE)
+        self.assertIn('Validation: PASSED', self.text('create --dry-run w.yaml'))
+        self.assertFalse(os.path.exists(self.world.path('torc_output')))
+
+    def test_a_spec_comes_from_stdin_and_without_monitoring(self):
+        outcome = self.world.cli('create', '-', '--no-resource-monitoring', stdin='name: piped\njobs: [{name: a, command: "true"}]\n')
+        self.assertExit(0, outcome, 'Created workflow 1')
+        self.assertFalse(self.json('workflows get 1')['resource_monitor_config']['enabled'])
+
+    def test_a_file_that_cannot_be_read_is_exit_2(self):
+        os.mkdir(self.world.path('folder'))
+        for name, text in (('nope.yaml', 'cannot read nope.yaml: No such file or directory'), ('folder', 'Is a directory')):
+            self.assertExit(2, self.world.main('run', name), text)
+
+    def test_runner_options_come_from_the_command_line(self):
+        args = torc.parse_command_line(shlex.split(
+            'run 1 -o out -p 1 --num-cpus 2 --memory-gb 1.5 --num-gpus 0 --max-parallel-jobs 3 --claim-backoff-max-secs 9 --time-limit PT1M --label a,b '
+            '--persistent')).args
+        options = torc.runner_options(args)
+        self.assertEqual(('out', 1.0, 2, 1.5, 0, 3, ['a', 'b'], True, 9.0), (
+            options.output_dir, options.poll_interval_s, options.num_cpus, options.memory_gb, options.num_gpus, options.max_parallel_jobs,
+            list(options.labels), options.is_persistent, options.claim_backoff_max_s))
+        self.assertLess(abs(options.end_time - time.time() - 60), 5)
+
+    def test_the_exit_code_follows_from_what_was_run(self):
+        good = torc.RunOutcome(1, 0, 0, 0, [], True, False, None, '', 1.0)
+        for changes, code in (({}, 0), ({'failed': 1}, 1), ({'terminated': 1}, 1), ({'canceled': 1}, 1), ({'is_canceled': True}, 1), ({'interrupted_by': 2}, 130)):
+            self.assertEqual(code, torc.outcome_exit(good._replace(**changes)), changes)
+
+
+# ======== 21. Main ========
+#
+# The parser as a table of command lines, its errors word for word, and the border: what becomes which exit code.
+
+def parsed_name(line: str) -> str:
+    """Name of the command that a command line means."""
+    return torc.parse_command_line(shlex.split(line)).command.name
+
+
+class ParserTest(unittest.TestCase):
+    """Words to commands."""
+    maxDiff = None
+
+    def parse(self, line: str) -> Any:
+        """A command line, parsed."""
+        return torc.parse_command_line(shlex.split(line))
+
+    def test_options_and_words_come_in_any_order(self):
+        wanted = {'workflow_id': 5, 'status': 'failed', 'limit': 3, 'reverse_sort': True}
+        for line in ('jobs list 5 -s failed -l 3 --reverse-sort', 'jobs list -s failed --reverse-sort 5 -l3',
+                     'jobs list --status=failed -l 3 --reverse-sort 5', 'jobs list --limit=3 -sfailed 5 --reverse-sort'):
+            args = self.parse(line).args
+            self.assertEqual(wanted, {key: args[key] for key in wanted}, line)
+
+    def test_options_of_all_commands_stand_before_between_or_after(self):
+        for line in ('-f json jobs list 5', 'jobs -f json list 5', 'jobs list -f json 5', 'jobs list 5 --format=json'):
+            parsed = self.parse(line)
+            self.assertEqual(('jobs list', 'json', 5), (parsed.command.name, parsed.options['format'], parsed.args['workflow_id']), line)
+
+    def test_after_the_command_its_own_short_option_wins(self):
+        parsed = self.parse('-s jobs list 5 -s ready')
+        self.assertEqual((True, 'ready'), (parsed.options['standalone'], parsed.args['status']))
+        parsed = self.parse('-s status 5 -s')
+        self.assertTrue(parsed.options['standalone'])
+
+    def test_forms_of_words_and_options(self):
+        table = (
+            ('delete 1 --no-prompts 2 3', 'workflow_ids', [1, 2, 3]),
+            ('run spec.yaml', 'target', 'spec.yaml'),
+            ('run -', 'target', '-'),
+            ('run 5 --label a,b --label c', 'label', ['a', 'b', 'c']),
+            ('run 5 --time-limit PT2H', 'time_limit', 7200),
+            ('run 5 --end-time 1970-01-01T00:01:00Z', 'end_time', 60.0),
+            ('run 5 -p0.5', 'poll_interval', 0.5),
+            ('run 5', 'poll_interval', 5.0),
+            ('exec -c "-x y"', 'command', ['-x y']),
+            ('exec -c a -c b', 'command', ['a', 'b']),
+            ('exec -- ls -l "a b"', 'words', ['ls', '-l', 'a b']),
+            ('results list 1 --return-code -15', 'return_code', -15),
+            ('jobs create 1 -n x -c true -b 1 2,3 -i 4', 'depends_on_job_ids', [1, 2, 3]),
+            ('jobs reset-status 4 5', 'job_ids', [4, 5]),
+            ('jobs reset-status --status failed,canceled --reinit', 'status', ['failed', 'canceled']),
+            ('jobs reset-status 4 --reinitialize', 'reinit', True),
+            ('workflows archive yes', 'is_archived', True),
+            ('user-data create 1 -n x -d \'{"a": 1}\'', 'data', {'a': 1}),
+            ('serve run -d x.db', 'db', 'x.db'),
+            ('serve --db x.db', 'db', 'x.db'),
+            ('help jobs list', 'topic', ['jobs', 'list']),
+            ('events list 1 --type x', 'category', 'x'),
+        )
+        for line, key, value in table:
+            self.assertEqual(value, self.parse(line).args[key], line)
+
+    def test_several_switches_may_be_put_together(self):
+        parsed = self.parse('workflows reset-status 5 -rq')
+        self.assertEqual((True, True), (parsed.args['reinitialize'], parsed.options['quiet']))
+
+    def test_force_of_delete_is_no_prompts(self):
+        self.assertTrue(self.parse('delete 1 --force').options['no_prompts'])
+        self.assertFalse(self.parse('delete 1').options['no_prompts'])
+
+    def test_mistakes_are_told_with_the_nearest_right_word(self):
+        table = (
+            ('jobz', "there is no command 'jobz', did you mean 'jobs'? (see: torc.py help)"),
+            ('events lst', "there is no command 'events lst', did you mean 'list'? (events has: create, list, get-latest-event, delete)"),
+            ('events', '`events` wants one of: create, list, get-latest-event, delete'),
+            ('status 1 --qiet', "there is no option --qiet, did you mean '--quiet'?"),
+            ('status -z', 'there is no option -z'),
+            ('-f jsno status', "-f: 'jsno' is none of table, json, csv, did you mean 'json'?"),
+            ('status x', "'x' is not an id: ids are whole numbers from 1; usage: torc.py status [WF]"),
+            ('status 0', "'0' is not an id: ids are whole numbers from 1; usage: torc.py status [WF]"),
+            ('status 1 2', "'2' is one word too many; usage: torc.py status [WF]"),
+            ('status 1 -- 2', "'2' is one word too many; usage: torc.py status [WF]"),
+            ('logs 1', 'JOB is missing; usage: torc.py logs WF JOB [options]'),
+            ('delete', 'WF is missing; usage: torc.py delete WF... [options]'),
+            ('jobs create 1 -n x', '--command CMD is missing; usage: torc.py jobs create [WF] [options]'),
+            ('run 1 --num-cpus', '--num-cpus wants a value: --num-cpus N'),
+            ('run 1 --num-cpus two', "--num-cpus: 'two' is not a whole number"),
+            ('run 1 --num-cpus 0', '--num-cpus: 0 is less than 1'),
+            ('run 1 -p inf', "-p: 'inf' is not a number"),
+            ('run 1 -p -1', '-p: -1 is less than 0.01'),
+            ('run 1 --time-limit 2h', "--time-limit: '2h' is not a duration: write it in ISO 8601, such as PT30M, PT2H or P1DT12H"),
+            ('run 1 --label "a, b"', "--label: 'a, b': a label is not empty and has no blanks around it"),
+            ('run 1 --force=yes', '--force takes no value'),
+            ('jobs list 1 -s faild', "-s: 'faild' is none of uninitialized, blocked, ready, pending, running, completed, failed, canceled, terminated, "
+                                     "disabled, pending_failed, did you mean 'failed'?"),
+            ('workflows archive perhaps 1', "'perhaps' is neither true nor false; usage: torc.py workflows archive TRUTH [WF...]"),
+            ('user-data create 1 -n x -d "{"', '-d: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)'),
+        )
+        for line, message in table:
+            with self.subTest(line), self.assertRaises(torc.BadInput) as caught:
+                self.parse(line)
+            self.assertEqual(message, caught.exception.message)
+
+    def test_no_two_arguments_of_a_command_share_a_key_or_a_spelling(self):
+        for command in torc.COMMANDS:
+            keys = [torc.key_of(argument) for argument in command.arguments]
+            names = [name for argument in command.arguments for name in argument.names.split() if name.startswith('-')]
+            self.assertEqual(sorted(set(keys)), sorted(keys), command.name)
+            self.assertEqual(sorted(set(names)), sorted(names), command.name)
+
+    def test_every_example_is_of_its_command(self):
+        for command in torc.COMMANDS:
+            self.assertEqual(command.name, parsed_name(command.example))
+
+
+class BorderTest(WorldTest):
+    """Errors to exit codes."""
+
+    def main(self, *words: str, **how: Any) -> Tuple[int, str, str]:
+        """main() on streams of our own."""
+        out, err = io.StringIO(), io.StringIO()
+        with self.world.inside():
+            code = torc.main(list(words), how.get('out', out), err)
+        return code, out.getvalue(), err.getvalue()
+
+    def test_nothing_at_all_is_wrong_usage_and_shows_the_commands(self):
+        code, out, err = self.main()
+        self.assertEqual((2, ''), (code, out))
+        self.assertIn('run FILE', err)
+
+    def test_help_and_version_are_results(self):
+        for words, text in ((('--help',), 'Commands:'), (('-h',), 'Groups:'), (('help',), 'Manual:'), (('--version',), f'torc {torc.__version__}'),
+                            (('jobs', 'list', '--help'), 'Usage: torc.py jobs list [WF] [options]'), (('jobs', '-h'), 'Commands of jobs:'),
+                            (('logs', '-h'), 'id or name of the job')):
+            code, out, err = self.main(*words)
+            self.assertEqual((0, ''), (code, err), words)
+            self.assertIn(text, out)
+
+    def test_a_users_error_is_a_message_and_its_exit(self):
+        self.assertEqual((2, '', "torc: there is no command 'sttus', did you mean 'status'? (see: torc.py help)\n"), self.main('sttus'))
+        code, _, err = self.main('status', '7')
+        self.assertEqual(4, code)
+        self.assertEqual(1, err.count('\n'))
+
+    def test_csv_where_there_is_none_is_refused_before_anything_is_done(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        code, out, err = self.main('-f', 'csv', 'create', 'w.yaml')
+        self.assertEqual((2, '', 'torc: `create` has no CSV form: give -f table or -f json\n'), (code, out, err))
+        self.assertFalse(os.path.exists(self.world.path('torc_output')))
+
+    def test_a_bug_is_told_with_its_traceback_and_exit_70(self):
+        session = types.SimpleNamespace(write=lambda text: 1 / 0, flush=lambda: None, isatty=lambda: False, encoding='utf-8')
+        code, _, err = self.main('help', out=session)
+        self.assertEqual(70, code)
+        self.assertIn('ZeroDivisionError', err)
+        self.assertIn('please report', err)
+
+    def test_a_reader_that_leaves_is_exit_141_without_a_word(self):
+        words = [sys.executable, TORC, 'help', 'spec']
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, env=self.world.environment, cwd=self.world.directory)
+        finally:
+            os.close(writer)
+        self.assertEqual((141, b''), (done.returncode, done.stderr))
+
+    def test_an_interrupt_is_exit_130(self):
+        def interrupt(text: str) -> None:
+            raise KeyboardInterrupt
+
+        out = types.SimpleNamespace(write=interrupt, flush=lambda: None, isatty=lambda: False, encoding='utf-8')
+        self.assertEqual((130, '', 'Interrupted\n'), self.main('help', out=out))
+
+    def test_many_problems_are_told_up_to_a_limit(self):
+        jobs = ''.join(f'  - {{name: j{number}, comand: x}}\n' for number in range(30))
+        self.world.write('w.yaml', f'name: w\njobs:\n{jobs}')
+        code, _, err = self.main('create', 'w.yaml')
+        self.assertEqual(2, code)
+        self.assertEqual(torc.PROBLEMS_SHOWN, err.count('error: '))
+        self.assertRegex(err, r'and \d+ more')
+
+    def test_under_json_some_errors_are_documents_too(self):
+        code, out, err = self.main('-f', 'json', 'workflows', 'init', '9', '--db', 'x.db')
+        self.assertEqual(4, code)
+        answer = json.loads(out)
+        self.assertEqual(('error', answer['message']), (answer['status'], answer['error']))
+
+    def test_log_lines_go_to_stderr_only_while_a_command_runs(self):
+        handlers = torc.log.handlers[:]
+        self.main('--log-level', 'debug', 'help')
+        self.assertEqual(handlers, torc.log.handlers)
+
+    def test_a_locale_without_unicode_gets_escapes(self):
+        self.world.write('w.yaml', 'name: "é日"\njobs: [{name: a, command: "true"}]\n')
+        self.assertExit(0, self.world.cli('create', 'w.yaml'))
+        outcome = self.world.cli('workflows', 'list', env={'PYTHONIOENCODING': 'ascii', 'LC_ALL': 'C'})
+        self.assertExit(0, outcome, r'\xe9\u65e5')
+        answer = self.world.cli('-f', 'json', 'workflows', 'list', env={'PYTHONIOENCODING': 'ascii', 'LC_ALL': 'C'}).json()
+        self.assertEqual('é日', answer['items'][0]['name'])
+
+
+class HelpTest(unittest.TestCase):
+    """The manual travels in the file."""
+
+    def test_every_command_and_topic_has_a_page(self):
+        for command in torc.COMMANDS:
+            text = torc.format_command_help(command.name)
+            self.assertTrue(text.startswith(f'Usage: torc.py {command.name}'), text)
+            for argument in command.arguments:
+                self.assertIn(argument.meaning, text)
+        for name, topic in torc.TOPICS.items():
+            self.assertGreater(len(topic.show()), 400, name)
+
+    def test_groups_are_pages_too(self):
+        self.assertIn('results list [WF] [options]', torc.format_command_help('results'))
+
+    def test_an_unknown_topic_is_told_with_the_nearest(self):
+        with self.assertRaises(torc.BadInput) as caught:
+            torc.format_command_help('enviroment')
+        self.assertEqual("there is no help on 'enviroment', did you mean 'environment'? (see: torc.py help)", caught.exception.message)
+
+    def test_the_environment_page_has_every_variable_and_exit_code(self):
+        text = torc.format_environment()
+        for row in torc.ENVIRONMENT:
+            self.assertIn(row.name, text)
+        for row in torc.EXITS:
+            self.assertIn(row.meaning, text)
+
+    def test_the_reference_has_every_command_with_its_options(self):
+        text = torc.format_command_markdown()
+        for command in torc.COMMANDS:
+            self.assertIn(f'* `{torc.format_usage(command)}`', text)
+        self.assertIn('`--status STATUS`', text)
+
+
 # ======== Main: choosing, running and counting ========
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.

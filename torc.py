@@ -11029,3 +11029,2492 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 
 
 
+# ======== 19. Rendering: values -> text for people and programs ========
+#
+# Owns how things look: tables, CSV, JSON documents, the status report, the progress line. Functions return text and know
+# nothing of commands; only Progress writes, to the stream that it was given. Everything that came from a job, a file or
+# another user passes printable() before it can reach a terminal. A Style says once what the reader of a stream can show:
+# box drawing where the encoding has it, colours and a limited width on a terminal only, so that a pipe always gets the
+# whole text.
+
+
+class Style(NamedTuple):
+    """What the reader of a stream can show."""
+    is_unicode: bool    # box drawing and symbols beyond ASCII
+    is_terminal: bool   # a line may be rewritten in place
+    has_colour: bool
+    width: int          # columns, 0 = no limit
+
+
+PLAIN = Style(False, False, False, 0)
+ROUNDED = ('╭─┬╮', '├─┼┤', '╰─┴╯', '│')
+SQUARE = ('+-++', '+-++', '+-++', '|')
+MIN_COLUMN_WIDTH = 8        # a column is not made narrower than this to fit a terminal
+PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no terminal
+REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
+VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
+    'complete': ('✓', '+', '32'), 'failed': ('✗', 'x', '31'), 'canceled': ('⊘', '-', '35'), 'running': ('◷', 'o', '36')}
+
+
+def style_of(stream: Any, environ: Dict[str, str]) -> Style:
+    """Style for a stream; `environ` may hold NO_COLOR (no-color.org) and TERM."""
+    is_terminal = bool(getattr(stream, 'isatty', None) and stream.isatty())
+    is_unicode = (getattr(stream, 'encoding', None) or '').lower().replace('-', '') == 'utf8'
+    has_colour = is_terminal and not environ.get('NO_COLOR') and environ.get('TERM') != 'dumb'
+    width = shutil.get_terminal_size().columns if is_terminal else 0
+    return Style(is_unicode, is_terminal, has_colour, width)
+
+
+def paint(text: str, colour: str, style: Style) -> str:
+    """Text in an ANSI colour, where colours are shown."""
+    return f'\x1b[{colour}m{text}\x1b[0m' if style.has_colour and colour else text
+
+
+# -------- width --------
+
+def character_width(character: str) -> int:
+    """Columns that a character takes in a terminal: 0 for what combines, 2 for East Asian wide ones and emoji (UAX 11)."""
+    if unicodedata.combining(character) or unicodedata.category(character) in ('Mn', 'Me', 'Cf'):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in 'WF' else 1
+
+
+def text_width(text: str) -> int:
+    """Columns that a text takes in a terminal."""
+    if len(text.encode('utf-8', 'surrogatepass')) == len(text):     # ASCII; isascii() is 3.7
+        return len(text)
+    return sum(map(character_width, text))
+
+
+def cut(text: str, width: int, ellipsis: str = '…') -> str:
+    """Text of at most `width` columns; what was longer ends in the ellipsis."""
+    if text_width(text) <= width:
+        return text
+    kept, used = [], text_width(ellipsis)
+    for character in text:
+        used += character_width(character)
+        if used > width:
+            break
+        kept.append(character)
+    return ''.join(kept) + ellipsis
+
+
+def pad(text: str, width: int, is_number: bool = False) -> str:
+    """Text filled with blanks to `width` columns, numbers from the left."""
+    blanks = ' ' * (width - text_width(text))
+    return blanks + text if is_number else text + blanks
+
+
+# -------- values --------
+
+def format_cell(value: Any) -> str:
+    """A value as one line for a table or CSV: nothing for None, JSON for lists and mappings."""
+    if value is None:
+        return ''
+    if isinstance(value, bool):
+        return 'true' if value else 'false'
+    if isinstance(value, float):
+        return f'{value:.2f}'
+    if isinstance(value, (dict, list)):
+        return format_json(value)
+    return str(value)
+
+
+def format_local_time(text: Optional[str]) -> str:
+    """RFC 3339 text -> local time '2026-11-21 10:28:54 +0100'; a text that is no time stays as it is."""
+    try:
+        return time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(parse_time(text or '')))
+    except (ValueError, OverflowError, OSError):
+        return text or ''
+
+
+def format_seconds(value_s: float) -> str:
+    """Seconds -> '6.7s' below a minute, else as format_elapsed."""
+    return f'{value_s:.1f}s' if value_s < 60 else format_elapsed(value_s)
+
+
+def format_percent(value: Optional[float]) -> str:
+    """98.76 -> '98.8%'."""
+    return '' if value is None else f'{value:.1f}%'
+
+
+def format_memory_cell(value_bytes: Optional[float]) -> str:
+    """As format_memory; nothing for None."""
+    return '' if value_bytes is None else format_memory(value_bytes)
+
+
+# -------- tables --------
+
+class Heading(NamedTuple):
+    """One column of a list of objects."""
+    title: str
+    key: str            # of the object; '' gives `show` the whole object
+    show: Callable[[Any], str] = format_cell
+
+
+def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) -> List[List[str]]:
+    """Objects -> rows of texts."""
+    return [[heading.show(item.get(heading.key) if heading.key else item) for heading in headings] for item in items]
+
+
+def column_widths(rows: Sequence[Sequence[str]], limit: int) -> List[int]:
+    """Width of each column; the wide ones are narrowed to one width with which the table fits `limit` columns (0 = any)."""
+    widths = [max(map(text_width, column)) for column in zip(*rows)]
+    left = limit - 3 * len(widths) - 1
+    for place, width in enumerate(sorted(widths)):
+        share = left // (len(widths) - place)
+        if limit and width > share:
+            return [min(width, max(share, MIN_COLUMN_WIDTH)) for width in widths]
+        left -= width
+    return widths
+
+
+def is_number(text: str) -> bool:
+    """Whether a cell reads as a number, alone or with a unit, and so stands on the right."""
+    return bool(re.match(r'-?[0-9]+(\.[0-9]+)?([KMGT]?B|%|s)?\Z', text))
+
+
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: Style = PLAIN) -> str:
+    """A boxed table. Statuses are coloured where the style has colours; cells are cut only to fit a terminal."""
+    cells = [[printable(format_cell(cell)).replace('\n', '\\n').replace('\t', ' ') for cell in row] for row in rows]
+    widths = column_widths([list(headers)] + cells, style.width)
+    numeric = [any(column) and all(is_number(cell) for cell in column if cell) for column in zip(*cells)]
+    numeric = numeric or [False] * len(headers)
+    top, middle, bottom, wall = ROUNDED if style.is_unicode else SQUARE
+    ellipsis = '…' if style.is_unicode else '~'
+
+    def rule(shape: str) -> str:
+        left, line, cross, right = shape
+        return left + cross.join(line * (width + 2) for width in widths) + right
+
+    def line_of(row: Sequence[str], colours: Dict[str, str]) -> str:
+        texts = (paint(pad(cut(cell, width, ellipsis), width, number), colours.get(cell, ''), style)
+                 for cell, width, number in zip(row, widths, numeric))
+        return f'{wall} ' + f' {wall} '.join(texts) + f' {wall}'
+
+    colours = {status.name: status.colour for status in STATUSES}
+    body = [line_of(row, colours) for row in cells]
+    return '\n'.join([rule(top), line_of(headers, {}), rule(middle)] + body + [rule(bottom)]) + '\n'
+
+
+def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """CSV with a header line, also for no rows. Values are left alone: scripts read them back."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator='\n')
+    writer.writerow(headers)
+    writer.writerows([format_cell(cell) for cell in row] for row in rows)
+    return text.getvalue()
+
+
+def format_json_document(value: Any, is_ascii: bool = False) -> str:
+    """A value as an indented JSON document."""
+    return json.dumps(value, indent=2, ensure_ascii=is_ascii, allow_nan=False) + '\n'
+
+
+def format_record(record: Dict[str, Any]) -> str:
+    """One object as aligned 'key: value' lines, without the keys that are empty."""
+    shown = [(key, format_cell(value)) for key, value in record.items() if value is not None]
+    width = max([len(key) for key, _ in shown] or [0]) + 1
+    return ''.join(f'{pad(key + ":", width)} {printable(text)}\n' for key, text in shown)
+
+
+def format_rows(pairs: Iterable[Tuple[str, str]], indent: str = '  ', limit: int = 34) -> str:
+    """Two aligned columns of words and meanings, for help; a word too long for its column stands on its own line."""
+    pairs = list(pairs)
+    width = min(max([text_width(word) for word, _ in pairs] or [0]), limit)
+    lines = []
+    for word, meaning in pairs:
+        if text_width(word) > width:
+            lines.append(f'{indent}{word}')
+            word = ''
+        lines.append(f'{indent}{pad(word, width)}  {meaning}'.rstrip())
+    return ''.join(line + '\n' for line in lines)
+
+
+# -------- status --------
+
+def verdict_of(status: Dict[str, Any]) -> Tuple[str, str]:
+    """Answer of get_workflow_status -> (key of VERDICTS, sentence)."""
+    counts = status['jobs_by_status']
+    bad = [row.name for row in STATUSES if row.is_bad and counts[row.name]]
+    if status['is_canceled']:
+        return 'canceled', 'Workflow was canceled'
+    if status['is_complete'] and bad:
+        return 'failed', f'Workflow ended: {format_counts(counts)}'
+    if status['is_complete']:
+        return 'complete', 'Workflow is complete: every job ended well'
+    if counts['uninitialized'] == status['total_jobs']:
+        return 'running', 'Workflow has not been started'
+    return 'running', f'Workflow is in progress: {format_counts(counts)}'
+
+
+def format_counts(counts: Dict[str, int]) -> str:
+    """{'completed': 3, 'failed': 1, ...} -> '3 completed, 1 failed', in the order of STATUSES, without zeros."""
+    return ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES if counts.get(row.name)) or 'no jobs'
+
+
+def format_status(status: Dict[str, Any], style: Style = PLAIN) -> str:
+    """Answer of get_workflow_status -> the report of `status`."""
+    counts, total = status['jobs_by_status'], status['total_jobs']
+    lines = [printable(f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"), '']
+    for row in STATUSES:
+        if counts[row.name]:
+            bar = row.symbol * max(1, round(30 * counts[row.name] / total))
+            lines.append(f'  {row.name:14}{counts[row.name]:>8}  {paint(bar, row.colour, style)}')
+    lines += [f"  {'total':14}{total:>8}", '']
+    times = f"execution time {format_seconds(status['total_exec_time_minutes'] * 60)}"
+    if status.get('walltime_seconds') is not None:
+        times = f"wall time {format_seconds(status['walltime_seconds'])}, {times}"
+    lines.append('  ' + times[0].upper() + times[1:])
+    nodes = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
+    lines += ([f"  {', '.join(nodes)}"] if nodes else []) + ['']
+    kind, sentence = verdict_of(status)
+    mark, ascii_mark, colour = VERDICTS[kind]
+    lines.append(paint(f'{mark if style.is_unicode else ascii_mark} {sentence}', colour, style))
+    return '\n'.join(lines) + '\n'
+
+
+NODE_COUNTS = (('active_compute_nodes', 'compute nodes at work'), ('active_scheduled_nodes', 'allocations active'),
+               ('pending_scheduled_nodes', 'allocations pending'))
+
+
+# -------- progress --------
+
+class Progress:
+    """What `run` shows while jobs run: on a terminal one line that is rewritten, elsewhere a plain line now and then.
+
+    The Runner calls on_turn, on_failed_job and on_message; only times and counts pass, so that any object with these three can
+    stand in. Failed jobs and messages are printed above the line, in both forms.
+    """
+
+    def __init__(self, stream: Any, style: Style, is_quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream = stream
+        self.style = style
+        self.is_quiet = is_quiet
+        self.clock = clock
+        self.started_at = clock()
+        self.shown_at = float('-inf')   # when the last line of progress was written
+        self.counts: Dict[str, int] = {}
+        self.first_done: Optional[int] = None   # jobs that were done before we started: no part of the rate
+        self.has_line = False           # an unfinished line stands on the terminal
+
+    def on_turn(self, counts: Dict[str, int]) -> None:
+        """Called once per turn with 'total', 'done', 'running' and 'failed'."""
+        if self.first_done is None:
+            self.first_done = counts.get('done', 0)
+        self.counts = counts
+        now = self.clock()
+        every_s = REFRESH_EVERY_S if self.style.is_terminal else PROGRESS_EVERY_S
+        if not self.is_quiet and now - self.shown_at >= every_s:
+            self.shown_at = now
+            self._show(format_progress(counts, counts.get('done', 0) - self.first_done, now - self.started_at, self.style))
+
+    def on_failed_job(self, name: str, return_code: int, last_line: str = '') -> None:
+        """A job that will not be tried again."""
+        detail = f': {last_line}' if last_line else ''
+        self.on_message(paint('failed', '31', self.style) + printable(f' {name} (return code {return_code}){detail}'))
+
+    def on_message(self, text: str) -> None:
+        """A line above the progress."""
+        self.finish()
+        if not self.is_quiet:
+            self._write(text + '\n')
+        self.shown_at = float('-inf') if self.style.is_terminal else self.shown_at
+
+    def finish(self) -> None:
+        """Clear the line, so that what follows starts on a clean one."""
+        if self.has_line:
+            self._write('\r\x1b[K')
+            self.has_line = False
+
+    def _show(self, line: str) -> None:
+        if self.style.is_terminal:
+            self._write('\r' + cut(line, max(self.style.width - 1, 20)) + '\x1b[K')
+            self.has_line = True
+        else:
+            self._write(line + '\n')
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except (OSError, ValueError):   # a closed terminal is no reason to stop jobs
+            self.is_quiet = True
+
+
+def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, style: Style) -> str:
+    """One line: done/total, running, failed, rate, elapsed. `finished` are the jobs done since the start, for the rate."""
+    done, total = counts.get('done', 0), counts.get('total', 0)
+    parts = [f'{done}/{total} done', f"{counts.get('running', 0)} running"]
+    if counts.get('failed'):
+        parts.append(f"{counts['failed']} failed")
+    if finished and elapsed_s >= 1:
+        parts.append(f'{finished / elapsed_s:.1f} jobs/s')
+    parts.append(format_elapsed(elapsed_s))
+    bar = ''
+    if style.is_terminal:
+        filled = 20 * done // total if total else 0
+        bar = f"[{'#' * filled}{'.' * (20 - filled)}] "
+    return bar + ', '.join(parts)
+
+
+# ======== 20. Commands: one function per command ========
+#
+# A command is a function cmd_NAME(session, args) that returns an exit code; `args` holds exactly the arguments of its row in
+# the table of commands (next section) under their keys, None for what was not given. Results go to stdout through
+# Session.answer and Session.show_list, in the format that was asked for; everything else that is said goes to stderr
+# through Session.tell. Nothing is asked without a terminal: the error names the flag.
+#
+# Objects that differ in columns only (files, user data, requirements...) are rows of THINGS, served by cmd_list, cmd_get,
+# cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc 1.0, CSV its columns; changing them breaks scripts.
+
+CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures
+PROBLEMS_SHOWN = 20
+PIECE_CHARACTERS = 1 << 20  # of a log that is being printed
+MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
+
+Arguments = Dict[str, Any]
+
+
+class Session:
+    """One call of the program: its options, its streams, and the connection that its steps share."""
+
+    def __init__(self, options: Arguments, out: Any, err: Any, stdin: Any) -> None:
+        self.options = options      # of GLOBAL_ARGUMENTS
+        self.out = out
+        self.err = err
+        self.stdin = stdin
+        self.command: Any = None    # its row in COMMANDS
+        self._client: Optional[Client] = None
+
+    @property
+    def format(self) -> str:
+        """'table', 'json' or 'csv'."""
+        return self.options['format']
+
+    @property
+    def client(self) -> Client:
+        """Connection to the server, or to the embedded database; made at its first use."""
+        if self._client is None:
+            is_reading = self.command.name not in MAKERS
+            self._client = Client.connect(url=self.options['url'], db=self.database, is_reading=is_reading,
+                                          ca_file=self.options['tls_ca_cert'] or '')
+        return self._client
+
+    @property
+    def database(self) -> Optional[str]:
+        """The embedded database that was asked for, if any."""
+        return self.options['db'] or (EMBEDDED_DATABASE if self.options['standalone'] else None)
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether somebody is there to be asked."""
+        return bool(self.stdin and self.stdin.isatty() and not self.options['no_prompts'])
+
+    def call(self, op: str, body: Any = None, **params: Any) -> Any:
+        """One operation of the API."""
+        return self.client.call(op, body, **params)
+
+    def items(self, op: str, limit: Optional[int] = None, offset: int = 0, **params: Any) -> List[Dict[str, Any]]:
+        """Items of a list operation, page after page."""
+        found: List[Dict[str, Any]] = []
+        while limit is None or len(found) < limit:
+            room = MAX_LIST_ITEMS if limit is None else min(limit - len(found), MAX_LIST_ITEMS)
+            page = self.call(op, offset=offset + len(found), limit=room, **params)
+            if not isinstance(page, dict) or not isinstance(page.get('items'), list):
+                raise Unreachable(f'what answers at {self.client.url} is no server of torc.py or Torc')
+            found += page['items']
+            if not page['has_more'] or not page['items']:
+                break
+        return found
+
+    def show(self, text: str) -> None:
+        """Text to stdout."""
+        try:
+            self.out.write(text)
+        except UnicodeEncodeError:  # a locale without UTF-8, or half of a surrogate pair
+            self.out.write(text.encode(self.out.encoding, 'backslashreplace').decode(self.out.encoding))
+
+    def show_json(self, value: Any) -> None:
+        """A JSON document to stdout."""
+        self.show(format_json_document(value, not style_of(self.out, os.environ).is_unicode))
+
+    def tell(self, text: str) -> None:
+        """A line to stderr."""
+        try:
+            self.err.write(text + '\n')
+        except OSError:     # nobody can be told; what was asked for is done all the same
+            pass
+
+    def answer(self, value: Any, text: str) -> None:
+        """The result: as a JSON document, or the text for people."""
+        if self.format == 'json':
+            self.show_json(value)
+        else:
+            self.show(text)
+
+    def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str) -> None:
+        """The result of a list command in the format that was asked for. `what` names the things, such as 'jobs'."""
+        titles = [heading.title for heading in headings]
+        if self.format == 'json':
+            self.show_json({'items': items})
+        elif self.format == 'csv':
+            self.show(format_csv(titles, table_cells(headings, items)))
+        elif items:
+            table = format_table(titles, table_cells(headings, items), style_of(self.out, os.environ))
+            self.show(f'{table}\nTotal: {len(items)} {what}\n')
+        else:
+            self.show(f'No {what} found\n')
+
+    def confirm(self, question: str) -> bool:
+        """Ask before something is lost. --no-prompts and -f json answer yes."""
+        if self.options['no_prompts'] or self.format == 'json':
+            return True
+        if not self.is_interactive:
+            raise BadInput(f'this asks "{question}" and there is no terminal to answer on; '
+                           'give --no-prompts to go on without asking')
+        self.err.write(f'{question} (y/N) ')
+        self.err.flush()
+        if self.stdin.readline().strip().lower() in ('y', 'yes'):
+            return True
+        self.tell('Cancelled')
+        return False
+
+    def close(self) -> None:
+        """Give the connection back."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+# -------- which workflow --------
+
+def choose_workflow(session: Session, args: Arguments) -> int:
+    """The workflow that is meant. If no id was given: on a terminal a choice, elsewhere an error that lists the candidates."""
+    if args['workflow_id'] is not None:
+        return args['workflow_id']
+    own = session.items('list_workflows', user=user_name(), is_archived=False)
+    if not own:
+        raise BadInput('there is no workflow yet: make one with `create` or `run`')
+    if not session.is_interactive:
+        named = ', '.join(f"{item['id']} ({item['name']})" for item in own[-CANDIDATES_SHOWN:])
+        more = f' and {len(own) - CANDIDATES_SHOWN} older ones' if len(own) > CANDIDATES_SHOWN else ''
+        raise BadInput(printable(f'a workflow id is required when there is no terminal: {named}{more}'))
+    if len(own) == 1:
+        return own[0]['id']
+    titles = ('ID', 'Name', 'Description', 'Created')
+    rows = [(item['id'], item['name'], item.get('description'), format_local_time(item.get('timestamp'))) for item in own]
+    session.err.write(format_table(titles, rows, style_of(session.err, os.environ)) + 'Workflow id: ')
+    session.err.flush()
+    word = session.stdin.readline().strip()
+    if word not in {str(item['id']) for item in own}:
+        raise BadInput(printable(f'{word!r} is not one of these ids'))
+    return int(word)
+
+
+# -------- objects: list, get, create, update, delete --------
+
+def format_running_time(job: Dict[str, Any]) -> str:
+    """How long a running job has been running."""
+    if job.get('status', 'running') != 'running' or not job.get('start_time'):
+        return ''
+    return format_elapsed(max(0.0, time.time() - parse_time(job['start_time'])))
+
+
+def peak_and_average(peak: str, average: str, show: Callable[[Any], str]) -> Callable[[Dict[str, Any]], str]:
+    """A cell made of two keys: 'peak / average'."""
+    return lambda node: '' if node.get(peak) is None else f'{show(node[peak])} / {show(node.get(average))}'
+
+
+def format_event_type(event: Dict[str, Any]) -> str:
+    """What an event says that it is."""
+    data = event['data'] if isinstance(event.get('data'), dict) else {}
+    return ' '.join([str(data[key]) for key in ('category', 'type', 'event_type', 'action') if data.get(key)][:2])
+
+
+def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, Any]], str]:
+    """A cell from free JSON inside an object."""
+    return lambda item: format_cell(item[key].get(inner, default)) if isinstance(item.get(key), dict) else default
+
+
+# How cells are written that format_cell would write badly: by key, from the key's value...
+SHOWN_VALUES = {
+    'timestamp': format_local_time, 'timestamp_formatted': format_local_time, 'executed_at': format_local_time,
+    'completion_time': format_local_time, 'start_time': format_local_time,
+    'st_mtime': lambda value: '' if value is None else format_local_time(format_time(value)),
+    'exec_time_minutes': lambda value: '' if value is None else format_seconds(value * 60),
+    'duration_seconds': lambda value: '' if value is None else format_elapsed(value),
+    'peak_memory_bytes': format_memory_cell, 'peak_cpu_percent': format_percent,
+    'executed': lambda value: 'executed' if value else 'waiting',
+}
+# ... and from the whole object, where no key has the name.
+SHOWN_OBJECTS = {
+    '(elapsed)': format_running_time,
+    '(preview)': lambda item: cut(format_json(item.get('data')), 60),
+    '(progress)': lambda action: f"{action.get('trigger_count', 0)}/{action.get('required_triggers', 1)}",
+    '(allocations)': inner_value('action_config', 'num_allocations'),
+    '(level)': inner_value('data', 'level', 'info'),
+    '(type)': format_event_type,
+    '(slurm job)': inner_value('scheduler', 'slurm_job_id'),
+    '(cpu)': peak_and_average('peak_cpu_percent', 'avg_cpu_percent', format_percent),
+    '(memory)': peak_and_average('peak_memory_bytes', 'avg_memory_bytes', format_memory_cell),
+}
+
+
+def headings_of(text: str) -> Tuple[Heading, ...]:
+    """'ID=id, Name=name' -> headings."""
+    pairs = [part.split('=') for part in text.split(', ')]
+    return tuple(Heading(title, '', SHOWN_OBJECTS[key]) if key in SHOWN_OBJECTS else
+                 Heading(title, key, SHOWN_VALUES.get(key, format_cell)) for title, key in pairs)
+
+
+class Thing(NamedTuple):
+    """A kind of object that the API lists, gets, creates, updates and deletes."""
+    group: str          # first word of its commands, or the second where the group lists several kinds
+    name: str           # one of them, as in create_NAME and get_NAME
+    plural: str         # as in list_PLURAL
+    key: str            # the parameter of get_NAME that names one
+    columns: str        # of its list; the titles are Torc's
+
+    @property
+    def words(self) -> str:
+        """One of them, for people."""
+        return self.name.replace('_', ' ')
+
+
+THINGS = {row[0]: Thing(*row) for row in (
+    ('workflows', 'workflow', 'workflows', 'workflow_id',
+     'ID=id, User=user, Name=name, Run=run_id, Canceled=is_canceled, Archived=is_archived, Description=description, Project=project, '
+     'Metadata=metadata, Timestamp=timestamp'),
+    ('jobs', 'job', 'jobs', 'job_id',
+     'ID=id, Name=name, Status=status, Priority=priority, Compute Node=compute_node_id, Elapsed=(elapsed), Command=command'),
+    ('files', 'file', 'files', 'row_id', 'ID=id, Name=name, Path=path, Modified Time=st_mtime'),
+    ('user-data', 'user_data', 'user_data', 'row_id', 'ID=id, Name=name, Ephemeral=is_ephemeral, Data Preview=(preview)'),
+    ('resource-requirements', 'resource_requirements', 'resource_requirements', 'row_id',
+     'ID=id, Name=name, CPUs=num_cpus, GPUs=num_gpus, Nodes=num_nodes, Memory=memory, Runtime=runtime'),
+    ('failure-handlers', 'failure_handler', 'failure_handlers', 'row_id', 'ID=id, Name=name, Rules=rules'),
+    ('results', 'result', 'results', 'row_id',
+     'ID=id, Job ID=job_id, Job Name=job_name, WF ID=workflow_id, Run ID=run_id, Attempt=attempt_id, Return Code=return_code, '
+     'Exec Time=exec_time_minutes, Peak Mem=peak_memory_bytes, Peak CPU %=peak_cpu_percent, Completion Time=completion_time, '
+     'Status=status'),
+    ('events', 'event', 'events', 'row_id', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), Data=data'),
+    ('compute-nodes', 'compute_node', 'compute_nodes', 'row_id',
+     'ID=id, Hostname=hostname, Scheduler=compute_node_type, Scheduler Job ID=(slurm job), Labels=labels, PID=pid, CPUs=num_cpus, '
+     'Memory (GB)=memory_gb, GPUs=num_gpus, Active=is_active, Start Time=start_time, Duration=duration_seconds, CPU peak/avg=(cpu), '
+     'Mem peak/avg=(memory)'),
+    ('job-job', '', 'job_dependencies', '',
+     'Job ID=job_id, Job Name=job_name, Blocked By Job ID=depends_on_job_id, Blocked By Job Name=depends_on_job_name'),
+    ('job-file', '', 'job_file_relationships', '',
+     'File ID=file_id, File Name=file_name, Producer Job ID=producer_job_id, Producer Job Name=producer_job_name, '
+     'Consumer Job ID=consumer_job_id, Consumer Job Name=consumer_job_name'),
+    ('job-user-data', '', 'job_user_data_relationships', '',
+     'User Data ID=user_data_id, User Data Name=user_data_name, Producer Job ID=producer_job_id, Producer Job Name=producer_job_name, '
+     'Consumer Job ID=consumer_job_id, Consumer Job Name=consumer_job_name'),
+)}
+ACTION_COLUMNS = ('ID=id, Trigger=trigger_type, Action=action_type, Allocations=(allocations), Progress=(progress), Status=executed, '
+                  'Executed At=executed_at, Job IDs=job_ids')
+RUNNING_COLUMNS = ('Job ID=job_id, Job Name=job_name, Compute Node=compute_node_name, Elapsed=(elapsed), Scheduler=scheduler_type, '
+                   'Scheduler Job ID=scheduler_job_id')
+JOB_REQUIREMENT_COLUMNS = ('Job ID=job_id, Job Name=job_name, RR ID=rr_id, RR Name=rr_name, CPUs=num_cpus, GPUs=num_gpus, '
+                           'Nodes=num_nodes, Memory=memory, Runtime=runtime')
+JOB_HANDLER_COLUMNS = ('Job ID=job_id, Job Name=job_name, Failure Handler ID=failure_handler_id, '
+                       'Failure Handler Name=failure_handler_name, Rules=rules')
+
+
+def thing_of(session: Session) -> Thing:
+    """The kind of object that the command is about: the group's, or for job-dependencies the one named by the second word."""
+    group, _, verb = session.command.name.partition(' ')
+    return THINGS[group] if group in THINGS else THINGS[verb]
+
+
+def dated(event: Any) -> Any:
+    """An event with its time in words too; anything else as it is."""
+    if isinstance(event, dict) and 'timestamp_formatted' not in event and isinstance(event.get('timestamp'), int):
+        return dict(event, timestamp_formatted=format_time(event['timestamp'] / 1000))
+    return event
+
+
+def given(args: Arguments, *but: str) -> Arguments:
+    """Arguments that were given, without those named."""
+    return {key: value for key, value in args.items() if value is not None and key not in but}
+
+
+def cmd_list(session: Session, args: Arguments) -> int:
+    """Objects of a workflow; the other arguments are the list operation's own filters."""
+    thing = thing_of(session)
+    query = given(args, 'workflow_id', 'exclude')
+    query['workflow_id'] = choose_workflow(session, args)
+    items = [dated(item) for item in session.items(f'list_{thing.plural}', **query)]
+    excluded = {word.strip().lower() for words in args.get('exclude') or [] for word in words.split(',')}
+    headings = [heading for heading in headings_of(thing.columns) if heading.title.lower() not in excluded]
+    session.show_list(headings, items, thing.plural.replace('_', ' '))
+    return 0
+
+
+def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[str, Any]:
+    """Get, update or delete one object of the command's kind."""
+    thing = thing_of(session)
+    op = f'{verb}_{thing.name}'
+    if op == 'delete_resource_requirements':    # the plural deletes all of a workflow
+        op = 'delete_resource_requirement'
+    return dated(session.call(op, body, **{thing.key: number}))
+
+
+def cmd_get(session: Session, args: Arguments) -> int:
+    """One object."""
+    record = call_on(session, 'get', args['id'])
+    session.answer(record, format_record(record))
+    return 0
+
+
+def cmd_create(session: Session, args: Arguments) -> int:
+    """A new object from the arguments that were given."""
+    thing = thing_of(session)
+    parameters = {key: args[key] for key in ('consumer_job_id', 'producer_job_id') if args.get(key) is not None}
+    body = dict(given(args, 'workflow_id', *parameters), workflow_id=choose_workflow(session, args))
+    record = dated(session.call(f'create_{thing.name}', body, **parameters))
+    session.answer(record, f"Created {thing.words} {record['id']}\n")
+    return 0
+
+
+def cmd_update(session: Session, args: Arguments) -> int:
+    """Changes of one object; what is not given stays."""
+    changes = {key: value for key, value in args.items() if value is not None and key != 'id'}
+    if not changes:
+        raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
+    record = call_on(session, 'update', args['id'], changes)
+    session.answer(record, f"Updated {thing_of(session).words} {args['id']}\n")
+    return 0
+
+
+def option_names(command: Any) -> List[str]:
+    """Long names of a command's options."""
+    return [argument.names.split()[-1] for argument in command.arguments if argument.names.startswith('-')]
+
+
+def cmd_delete(session: Session, args: Arguments) -> int:
+    """Delete one object."""
+    record = call_on(session, 'delete', args['id'])
+    session.answer(record, f"Deleted {thing_of(session).words} {args['id']}\n")
+    return 0
+
+
+ID_LISTS = {
+    'files list-required-existing': ('list_required_existing_files', 'files'),
+    'user-data list-missing': ('list_missing_user_data', 'user_data'),
+}
+
+
+def cmd_list_ids(session: Session, args: Arguments) -> int:
+    """Ids that an operation answers: files that must exist, user data that has no value."""
+    op, key = ID_LISTS[session.command.name]
+    ids = session.call(op, workflow_id=choose_workflow(session, args))[key]
+    session.answer({key: ids}, ''.join(f'{number}\n' for number in ids) or 'None\n')
+    return 0
+
+
+def cmd_delete_all_user_data(session: Session, args: Arguments) -> int:
+    """Delete all user data of a workflow."""
+    workflow_id = args['workflow_id']
+    if not session.confirm(f'Delete all user data of workflow {workflow_id}?'):
+        return 0
+    count = session.call('delete_all_user_data', workflow_id=workflow_id)['count']
+    message = f'Deleted {count} user data records for workflow {workflow_id}'
+    session.answer({'deleted_count': count, 'message': message}, message + '\n')
+    return 0
+
+
+def cmd_create_event(session: Session, args: Arguments) -> int:
+    """A new event; the server's clock would do, but the operation wants a time."""
+    body = {'workflow_id': choose_workflow(session, args), 'timestamp': int(time.time() * 1000), 'data': args['data']}
+    record = dated(session.call('create_event', body))
+    session.answer(record, f"Created event {record['id']}\n")
+    return 0
+
+
+def cmd_latest_event(session: Session, args: Arguments) -> int:
+    """The newest event of a workflow, or null."""
+    workflow_id = choose_workflow(session, args)
+    found = session.items('list_events', limit=1, sort_by='timestamp', reverse_sort=True, workflow_id=workflow_id)
+    event = dated(found[0]) if found else None
+    session.answer(event, format_record(event) if event else 'No events found\n')
+    return 0
+
+
+# -------- files on disk --------
+
+def current_directory() -> str:
+    """The current directory, as text that JSON can carry."""
+    return printable(os.getcwd())
+
+
+def base_directory(workflow: Dict[str, Any]) -> str:
+    """Where relative paths of a workflow start: the directory of its creation if it is here, else the current one."""
+    directory = workflow.get('submission_directory')
+    return directory if directory and os.path.isdir(directory) else os.getcwd()
+
+
+def file_times(session: Session, workflow: Dict[str, Any]) -> Dict[str, Optional[float]]:
+    """Time of the last change of every file of a workflow, by its id as text; None for those that are not there."""
+    base, times = base_directory(workflow), {}
+    for item in session.items('list_files', workflow_id=workflow['id']):
+        try:
+            times[str(item['id'])] = os.stat(os.path.join(base, item['path'])).st_mtime
+        except (OSError, ValueError):
+            times[str(item['id'])] = None
+    return times
+
+
+class FileCheck(NamedTuple):
+    """What there is on disk before a workflow starts."""
+    missing_inputs: List[str]       # that must exist
+    existing_outputs: List[str]     # that will be written over
+    missing_user_data: List[Any]    # without a value, by id; by name before creation
+
+
+def check_files(session: Session, workflow: Dict[str, Any]) -> FileCheck:
+    """Look for input files that no job makes, output files that exist already, and user data without a value.
+
+    The server also requires what completed jobs have made; what of that is gone is made again, so it is no reason to refuse.
+    """
+    number, base = workflow['id'], base_directory(workflow)
+    outputs = session.items('list_files', workflow_id=number, is_output=True)
+    required = set(session.call('list_required_existing_files', workflow_id=number)['files']).difference(item['id'] for item in outputs)
+    files = session.items('list_files', workflow_id=number) if required else []
+    missing = sorted(item['path'] for item in files if item['id'] in required and not file_exists(base, item['path']))
+    existing = sorted(item['path'] for item in outputs if file_exists(base, item['path']))
+    empty = session.call('list_missing_user_data', workflow_id=number)['user_data']
+    if empty:
+        pairs = session.items('list_job_user_data_relationships', workflow_id=number)
+        made = {pair['user_data_id'] for pair in pairs if pair.get('producer_job_id') is not None}
+        empty = [row_id for row_id in empty if row_id not in made]
+    return FileCheck(missing, existing, empty)
+
+
+def file_exists(base: str, path: str) -> bool:
+    """Whether a workflow's file is there."""
+    return os.path.exists(os.path.join(base, path))
+
+
+def first_of(words: Sequence[Any]) -> str:
+    """The first of many things, for a message."""
+    more = f' and {len(words) - CANDIDATES_SHOWN} more' if len(words) > CANDIDATES_SHOWN else ''
+    return ', '.join(map(str, words[:CANDIDATES_SHOWN])) + more
+
+
+def refuse_missing_inputs(session: Session, check: FileCheck, is_forced: bool) -> None:
+    """Refused where required files or user data are missing; --force turns missing files into a warning."""
+    if check.missing_inputs:
+        missing = check.missing_inputs
+        message = printable(f'{len(missing)} input files that no job makes are missing: {first_of(missing)}')
+        if not is_forced:
+            raise Refused(f'{message}; make them, or give --force to go on without them')
+        session.tell(f'warning: {message}')
+    if check.missing_user_data:
+        raise Refused(printable(f'user data that no job makes has no value: {first_of(check.missing_user_data)}; '
+                                'set it in the file, or with `user-data update ID --data JSON`'))
+
+
+# -------- workflows --------
+
+def cmd_workflows_new(session: Session, args: Arguments) -> int:
+    """An empty workflow, to be filled with `jobs create` and the like."""
+    body = dict(given(args), user=user_name(), submission_directory=current_directory())
+    workflow = session.call('create_workflow', body)
+    session.answer(workflow, f"Created workflow {workflow['id']}\n")
+    return 0
+
+
+def cmd_workflows_list(session: Session, args: Arguments) -> int:
+    """Workflows of the user, or of all."""
+    query = given(args, 'all_users', 'archived_only', 'include_archived')
+    if not args['all_users']:
+        query['user'] = user_name()
+    if args['archived_only'] or not args['include_archived']:
+        query['is_archived'] = bool(args['archived_only'])
+    items = session.items('list_workflows', **query)
+    hidden = '' if args['all_users'] else 'User'
+    headings = [heading for heading in headings_of(THINGS['workflows'].columns) if heading.title != hidden]
+    session.show_list(headings, items, 'workflows')
+    return 0
+
+
+def cmd_workflows_get(session: Session, args: Arguments) -> int:
+    """One workflow."""
+    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
+    session.answer(workflow, format_record(workflow))
+    return 0
+
+
+def cmd_workflows_update(session: Session, args: Arguments) -> int:
+    """Change name, description, owner, project or metadata."""
+    workflow_id = choose_workflow(session, args)
+    return cmd_update(session, dict({key: value for key, value in args.items() if key != 'workflow_id'}, id=workflow_id))
+
+
+def cmd_is_complete(session: Session, args: Arguments) -> int:
+    """Whether nothing more is to come."""
+    answer = session.call('is_workflow_complete', workflow_id=choose_workflow(session, args))
+    session.answer(answer, f"complete: {format_cell(answer['is_complete'])}, canceled: {format_cell(answer['is_canceled'])}\n")
+    return 0
+
+
+def cmd_list_actions(session: Session, args: Arguments) -> int:
+    """Actions of a workflow and how far their triggers are."""
+    actions = session.call('get_workflow_actions', workflow_id=choose_workflow(session, args))
+    if session.format == 'json':
+        session.show_json({'actions': actions})
+    else:
+        session.show_list(headings_of(ACTION_COLUMNS), actions, 'actions')
+    return 0
+
+
+def cmd_archive(session: Session, args: Arguments) -> int:
+    """Hide workflows from lists, or show them again."""
+    done, errors = [], []
+    for workflow_id in args['workflow_ids'] or [choose_workflow(session, {'workflow_id': None})]:
+        try:
+            session.call('archive_workflow', {'is_archived': args['is_archived']}, workflow_id=workflow_id)
+            done.append(workflow_id)
+        except NotFound as error:
+            errors.append({'workflow_id': workflow_id, 'error': error.message})
+    status = 'success' if not errors else 'partial_success' if done else 'error'
+    answer = {'status': status, 'updated_workflows': done, 'is_archived': args['is_archived']}
+    word = 'Archived' if args['is_archived'] else 'Unarchived'
+    session.answer(dict(answer, errors=errors) if errors else answer, ''.join(f'{word} workflow {number}\n' for number in done))
+    for error in errors:
+        session.tell(f"workflow {error['workflow_id']}: {error['error']}")
+    return NotFound.exit if errors else 0
+
+
+def cmd_init(session: Session, args: Arguments) -> int:
+    """Make every job ready or blocked anew, in a new run, whatever had been done before."""
+    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
+    check = check_files(session, workflow)
+    if args['dry_run']:
+        return answer_file_check(session, workflow['id'], check, [])
+    refuse_missing_inputs(session, check, args['force'])
+    question = f"Workflow {workflow['id']} was initialized before. Forget its results and start again?"
+    if workflow.get('run_id') and not session.confirm(question):
+        return 0
+    if check.existing_outputs:
+        session.tell(f'{len(check.existing_outputs)} output files exist already and will be written over')
+    session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
+    session.call('reset_job_status', workflow_id=workflow['id'])
+    session.call('set_file_times', {'files': file_times(session, workflow)}, workflow_id=workflow['id'])
+    session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=False)
+    return answer_initialized(session, workflow['id'], 'Initializing')
+
+
+def cmd_reinit(session: Session, args: Arguments) -> int:
+    """Make ready what has to run again because its files, its data or its command changed, and what depends on it."""
+    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
+    check = check_files(session, workflow)
+    if args['dry_run']:
+        return answer_file_check(session, workflow['id'], check, find_changes(session, workflow, is_dry_run=True))
+    refuse_missing_inputs(session, check, args['force'])
+    session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
+    for change in reinitialize(session, workflow):
+        session.tell(printable(f"{change['job_name']} will run again: {change['reason']}"))
+    return answer_initialized(session, workflow['id'], 'Reinitializing')
+
+
+def find_changes(session: Session, workflow: Dict[str, Any], is_dry_run: bool) -> List[Dict[str, Any]]:
+    """Jobs that have to run again because of a change; marked as uninitialized unless it is a dry run."""
+    body = {'files': file_times(session, workflow), 'dry_run': is_dry_run}
+    return session.call('check_changes', body, workflow_id=workflow['id'])['changed']
+
+
+def reinitialize(session: Session, workflow: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """Mark what changed, then initialize what is uninitialized. Returns what changed."""
+    changed = find_changes(session, workflow, is_dry_run=False)
+    session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=True)
+    return changed
+
+
+def answer_initialized(session: Session, workflow_id: int, doing: str) -> int:
+    """What init and reinit say. Ours need no server task: the task's fields are there for scripts that read them."""
+    value = {'error': None, 'message': f'{doing} task completed', 'status': 'success', 'task_id': None,
+             'task_operation': 'initialize_jobs', 'task_status': 'succeeded', 'workflow_id': workflow_id}
+    session.answer(value, f'Workflow {workflow_id} is initialized. Run it with: torc.py run {workflow_id}\n')
+    return 0
+
+
+def answer_file_check(session: Session, workflow_id: int, check: FileCheck, changed: List[Dict[str, Any]]) -> int:
+    """What a dry run of init and reinit says."""
+    value = {'existing_output_file_count': len(check.existing_outputs), 'existing_output_files': check.existing_outputs,
+             'missing_input_file_count': len(check.missing_inputs), 'missing_input_files': check.missing_inputs,
+             'safe': not check.missing_inputs and not check.missing_user_data, 'workflow_id': workflow_id}
+    if session.command.name.endswith('reinit'):
+        value['changed'] = changed
+    lines = [f'missing input: {path}' for path in check.missing_inputs]
+    lines += [f'missing user data: id {number}' for number in check.missing_user_data]
+    lines += [f'existing output: {path}' for path in check.existing_outputs]
+    lines += [f"would run again: {change['job_name']} ({change['reason']})" for change in changed]
+    lines.append('Safe: nothing is missing' if value['safe'] else 'Not safe: make what is missing, or give --force')
+    session.answer(value, ''.join(printable(line) + '\n' for line in lines))
+    return 0 if value['safe'] else Refused.exit
+
+
+def cmd_reset_status(session: Session, args: Arguments) -> int:
+    """Set jobs back to uninitialized: all, or those that did not complete."""
+    workflow_id = choose_workflow(session, args)
+    which = 'jobs that failed' if args['failed_only'] else 'all jobs'
+    if not session.confirm(f'Reset the status of {which} of workflow {workflow_id}?'):
+        return 0
+    session.call('reset_workflow_status', workflow_id=workflow_id, force=args['force'])
+    count = session.call('reset_job_status', workflow_id=workflow_id, failed_only=args['failed_only'])['updated_count']
+    messages = [f'Successfully reset workflow status for workflow {workflow_id}',
+                f'Successfully reset {count} jobs of workflow {workflow_id}']
+    if args['reinitialize']:
+        reinitialize(session, session.call('get_workflow', workflow_id=workflow_id))
+        messages.append(f'Successfully reinitialized workflow {workflow_id}')
+    operations = {'job_reset': True, 'reinitialize': True if args['reinitialize'] else None, 'workflow_reset': True}
+    value = {'failed_only': bool(args['failed_only']), 'messages': messages, 'operations': operations, 'status': 'success',
+             'workflow_id': workflow_id}
+    session.answer(value, ''.join(message + '\n' for message in messages))
+    return 0
+
+
+def cmd_status(session: Session, args: Arguments) -> int:
+    """How far a workflow is."""
+    status = session.call('get_workflow_status', workflow_id=choose_workflow(session, args))
+    status.setdefault('unserved_ready_labels', {})
+    status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
+    if status.get('walltime_seconds') is not None:
+        status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
+    session.answer(status, format_status(status, style_of(session.out, os.environ)))
+    for labels, count in status['unserved_ready_labels'].items():
+        session.tell(printable(f'warning: {count} ready jobs wait for a runner with --label {labels}'))
+    if status.get('runtime_blocked_ready_jobs'):
+        session.tell(f"warning: {status['runtime_blocked_ready_jobs']} ready jobs need more time than any active node has left")
+    return 0
+
+
+def cmd_cancel(session: Session, args: Arguments) -> int:
+    """Stop a workflow: what runs is stopped, what waits never starts."""
+    workflow_id = choose_workflow(session, args)
+    if not session.confirm(f'Cancel workflow {workflow_id}?'):
+        return 0
+    session.call('cancel_workflow', workflow_id=workflow_id)
+    value = {'canceled_slurm_jobs': [], 'errors': None, 'status': 'success', 'workflow_id': workflow_id}
+    session.answer(value, f'Canceled workflow {workflow_id}. To run it again: torc.py workflows init {workflow_id}\n')
+    return 0
+
+
+def cmd_delete_workflows(session: Session, args: Arguments) -> int:
+    """Delete workflows and everything that belongs to them, but no file on disk."""
+    ids = args['workflow_ids']
+    if not session.confirm(f"Delete workflow {', '.join(map(str, ids))} with all jobs and results?"):
+        return 0
+    deleted, code = [], 0
+    for workflow_id in ids:
+        try:
+            refuse_foreign(session.call('get_workflow', workflow_id=workflow_id))
+            deleted.append(session.call('delete_workflow', workflow_id=workflow_id))
+        except (NotFound, Denied) as error:
+            session.tell(f'torc: {error.message}')
+            code = error.exit
+    session.answer(deleted, ''.join(f"Deleted workflow {workflow['id']}\n" for workflow in deleted))
+    return code
+
+
+def refuse_foreign(workflow: Dict[str, Any]) -> None:
+    """Another user's workflow is not deleted by mistake."""
+    if workflow['user'] != user_name():
+        raise Denied(printable(f"workflow {workflow['id']} belongs to {workflow['user']}, you are {user_name()}: it stays"))
+
+
+def cmd_ping(session: Session, args: Arguments) -> int:
+    """Whether a server answers."""
+    session.call('ping')
+    if session.client.is_direct:
+        raise Unreachable(f'no server is running; commands use the database {session.client.database} directly; '
+                          '`torc.py serve` starts a server')
+    session.answer({'status': 'Server is running'}, 'Server is running\n')
+    return 0
+
+
+# -------- execution plan --------
+
+def is_id(word: str) -> bool:
+    """Whether a word that may be an id or a file is an id: an integer is, whatever files there are."""
+    if re.match(r'[0-9]{19,}\Z', word) and int(word) > MAX_INTEGER:
+        raise BadInput(f'{word} is not an id: it is too large')
+    return bool(re.match(r'[0-9]+\Z', word))
+
+
+def cmd_execution_plan(session: Session, args: Arguments) -> int:
+    """In which order jobs become ready: events, each with what it starts."""
+    if is_id(args['target']):
+        plan = stored_plan(session, int(args['target']))
+    else:
+        plan = file_plan(read_spec(session, args['target'], args).body)
+    session.answer(dict(plan, status='success'), format_execution_plan(plan))
+    return 0
+
+
+def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
+    """Execution plan of a workflow that is not created yet."""
+    jobs, producers = body['jobs'], find_producers(body['jobs'])
+    needs = [set(body['dependency_sets'][job.dependencies]) if job.dependencies is not None else set() for job in jobs]
+    for need, job in zip(needs, jobs):
+        need.update(maker for key in input_keys(job) for maker in producers.get(key, ()))
+    told = []
+    for action in body['actions']:
+        config = action['action_config']
+        if action['action_type'] == 'schedule_nodes':
+            place = config.get('scheduler')
+            name = body['slurm_schedulers'][place].get('name') if isinstance(place, int) else place
+            told.append(Allocation(action['trigger_type'], action.get('job_indexes'), allocation_words(config, name)))
+    plan = execution_plan([job.name for job in jobs], needs, told)
+    return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
+
+
+def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
+    """Execution plan of a workflow from its jobs as they are stored."""
+    workflow = session.call('get_workflow', workflow_id=workflow_id)
+    jobs = session.items('list_jobs', workflow_id=workflow_id)
+    places = {job['id']: place for place, job in enumerate(jobs)}
+    needs: List[Set[int]] = [set() for _ in jobs]
+    for op in ('list_job_dependencies', 'list_job_file_relationships', 'list_job_user_data_relationships'):
+        for edge in session.items(op, workflow_id=workflow_id):
+            first = edge.get('depends_on_job_id', edge.get('producer_job_id'))
+            later = edge.get('job_id', edge.get('consumer_job_id'))
+            if first is not None and later is not None:
+                needs[places[later]].add(places[first])
+    names = {item['id']: item.get('name') for item in session.items('list_slurm_schedulers', workflow_id=workflow_id)}
+    told = []
+    for action in session.call('get_workflow_actions', workflow_id=workflow_id):
+        if action['action_type'] == 'schedule_nodes':
+            config = action['action_config']
+            told.append(Allocation(action['trigger_type'], [places[job_id] for job_id in action.get('job_ids') or ()],
+                                   allocation_words(config, names.get(config.get('scheduler_id')))))
+    plan = execution_plan([job['name'] for job in jobs], needs, told)
+    return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
+
+
+def allocation_words(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str, Any]:
+    """What an execution plan tells of a schedule_nodes action."""
+    return {'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
+            'num_allocations': config.get('num_allocations', 1)}
+
+
+def format_execution_plan(plan: Dict[str, Any]) -> str:
+    """The plan for people: an event, what it waits for, what it starts."""
+    lines = [f"Execution plan of {plan['workflow_name']}: {plan['total_jobs']} jobs in {plan['total_events']} events", '']
+    for event in plan['events']:
+        lines.append(f"{event['id']}: {event['trigger_description']}")
+        for allocation in event['scheduler_allocations']:
+            lines.append(f"    allocates {allocation['num_allocations']} x {allocation['scheduler']}")
+        lines.append(f"    starts {first_of(event['jobs_becoming_ready'])}")
+    return ''.join(printable(line) + '\n' for line in lines)
+
+
+# -------- jobs --------
+
+def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
+    """A job for each line of a file, all with the same requirements."""
+    workflow_id, commands = args['workflow_id'], read_commands(session, args['file'])
+    if not commands:
+        raise BadInput(f"{args['file']} holds no command: write one on each line")
+    count = session.call('list_jobs', workflow_id=workflow_id, limit=1)['total_count']
+    wanted = {'num_cpus': args['cpus_per_job'], 'memory': args['memory_per_job'], 'runtime': args['runtime_per_job']}
+    wanted.update(workflow_id=workflow_id, name=f'from_file_{count + 1}')
+    needs = session.call('create_resource_requirements', wanted)['id']
+    jobs = [{'workflow_id': workflow_id, 'name': f'job{number}', 'command': command, 'resource_requirements_id': needs}
+            for number, command in enumerate(commands, count + 1)]
+    for start in range(0, len(jobs), MAX_LIST_ITEMS):
+        session.call('create_jobs', {'jobs': jobs[start:start + MAX_LIST_ITEMS]})
+    message = f'Successfully created {len(jobs)} jobs from file'
+    value = {'jobs_created': len(jobs), 'message': message, 'status': 'success', 'workflow_id': workflow_id}
+    session.answer(value, message + '\n')
+    return 0
+
+
+def read_commands(session: Session, path: str) -> List[str]:
+    """Lines of a file of commands, '-' for stdin, without blank ones and comments."""
+    text = read_input(session, path).decode('utf-8', 'surrogateescape')
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith('#')]
+
+
+def cmd_jobs_update(session: Session, args: Arguments) -> int:
+    """Change a job; --runtime changes its requirements, which other jobs may share."""
+    changes = {key: value for key, value in args.items() if value is not None and key not in ('id', 'runtime', 'clear_labels')}
+    if args['clear_labels']:
+        changes['labels'] = []
+    if not changes and not args['runtime']:
+        raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
+    job = session.call('get_job', job_id=args['id'])
+    if args['runtime']:
+        session.call('update_resource_requirements', {'runtime': args['runtime']}, row_id=job['resource_requirements_id'])
+    if changes:
+        job = session.call('update_job', changes, job_id=args['id'])
+    session.answer(job, f"Updated job {args['id']}\n")
+    return 0
+
+
+def cmd_jobs_delete(session: Session, args: Arguments) -> int:
+    """Delete jobs."""
+    deleted = [session.call('delete_job', job_id=job_id) for job_id in args['job_ids']]
+    session.answer({'items': deleted}, ''.join(f"Deleted job {job['id']}\n" for job in deleted))
+    return 0
+
+
+def cmd_jobs_delete_all(session: Session, args: Arguments) -> int:
+    """Delete every job of a workflow."""
+    workflow_id = args['workflow_id']
+    if not session.confirm(f'Delete all jobs of workflow {workflow_id}?'):
+        return 0
+    answer = session.call('delete_jobs', workflow_id=workflow_id)
+    session.answer({'count': answer['count']}, f"Deleted {answer['count']} jobs\n")
+    return 0
+
+
+def cmd_jobs_running(session: Session, args: Arguments) -> int:
+    """Jobs that run now, and where."""
+    jobs = session.items('get_running_jobs', workflow_id=choose_workflow(session, args))
+    session.show_list(headings_of(RUNNING_COLUMNS), jobs, 'running jobs')
+    return 0
+
+
+def jobs_with(session: Session, args: Arguments, op: str, key: str) -> Iterator[Tuple[Dict[str, Any], Any]]:
+    """Jobs of a workflow, or the one that was named, each with the object of a list that its `key` points at, or None."""
+    if args['job_id'] is not None:
+        jobs = [session.call('get_job', job_id=args['job_id'])]
+    else:
+        jobs = session.items('list_jobs', workflow_id=choose_workflow(session, args))
+    known = {item['id']: item for item in session.items(op, workflow_id=jobs[0]['workflow_id'])} if jobs else {}
+    return ((job, known.get(job.get(key))) for job in jobs)
+
+
+def cmd_jobs_requirements(session: Session, args: Arguments) -> int:
+    """Resource requirements of each job."""
+    rows = []
+    for job, needs in jobs_with(session, args, 'list_resource_requirements', 'resource_requirements_id'):
+        if needs is not None:
+            row = dict(needs, job_id=job['id'], job_name=job['name'], rr_id=needs['id'], rr_name=needs['name'])
+            del row['id'], row['name']
+            rows.append(row)
+    return show_rows(session, JOB_REQUIREMENT_COLUMNS, rows, 'jobs')
+
+
+def cmd_jobs_handlers(session: Session, args: Arguments) -> int:
+    """Failure handler of each job that has one."""
+    rows = []
+    for job, handler in jobs_with(session, args, 'list_failure_handlers', 'failure_handler_id'):
+        if handler is not None:
+            rows.append({'job_id': job['id'], 'job_name': job['name'], 'failure_handler_id': handler['id'],
+                         'failure_handler_name': handler['name'], 'rules': handler['rules'], 'workflow_id': job['workflow_id']})
+    return show_rows(session, JOB_HANDLER_COLUMNS, rows, 'jobs with a failure handler')
+
+
+def show_rows(session: Session, columns: str, rows: List[Dict[str, Any]], what: str) -> int:
+    """A list whose JSON is a bare array."""
+    if session.format == 'json':
+        session.show_json(rows)
+    else:
+        session.show_list(headings_of(columns), rows, what)
+    return 0
+
+
+def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
+    """Set chosen jobs back to uninitialized; with --reinit they and what depends on them are ready to run again."""
+    jobs = choose_jobs(session, args)
+    workflow_id = jobs[0]['workflow_id']
+    downstream = downstream_jobs(session, jobs)
+    if args['dry_run']:
+        value = {'downstream_jobs': downstream, 'dry_run': True, 'jobs': [brief(job) for job in jobs],
+                 'reinit_requested': bool(args['reinit']), 'workflow_id': workflow_id}
+        session.answer(value, ''.join(printable(f"would reset {job['id']} {job['name']} ({job['status']})\n") for job in jobs))
+        return 0
+    active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
+    if active and not args['force']:
+        raise Refused(printable(f"jobs are in a runner's hands: {first_of(active)}; wait for them, or give --force"))
+    if not session.confirm(f'Reset the status of {len(jobs)} jobs of workflow {workflow_id}?'):
+        return 0
+    done, failures = reset_jobs(session, jobs)
+    if args['reinit']:
+        session.call('reset_workflow_status', workflow_id=workflow_id, force=args['force'])
+        session.call('initialize_jobs', workflow_id=workflow_id, only_uninitialized=True)
+    value = {
+        'downstream_jobs': downstream, 'failures': failures, 'next_steps': f"Run 'torc.py run {workflow_id}' to execute.",
+        'reinit': {'applied': bool(args['reinit']), 'error': None, 'requested': bool(args['reinit'])},
+        'requested_job_ids': [job['id'] for job in jobs], 'reset_count': len(done), 'reset_job_ids': done,
+        'status': 'partial_failure' if failures else 'success', 'workflow_id': workflow_id}
+    session.answer(value, f"Reset {len(done)} jobs. {value['next_steps']}\n")
+    return Refused.exit if failures else 0
+
+
+def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
+    """Jobs named by ids, by status, or by the return code of their result: exactly one of the three."""
+    chosen = [key for key in ('job_ids', 'status', 'return_code') if args[key] not in (None, [])]
+    if len(chosen) != 1:
+        raise BadInput('give either job ids, or --status, or --return-code')
+    if chosen == ['job_ids']:
+        return [session.call('get_job', job_id=job_id) for job_id in args['job_ids']]
+    workflow_id = choose_workflow(session, args)
+    if chosen == ['status']:
+        jobs = [job for status in args['status'] for job in session.items('list_jobs', workflow_id=workflow_id, status=status)]
+    else:
+        results = session.items('list_results', workflow_id=workflow_id, return_code=args['return_code'])
+        jobs = [session.call('get_job', job_id=result['job_id']) for result in results]
+    if not jobs:
+        words = f"status in [{', '.join(args['status'])}]" if args['status'] else f"return code {args['return_code']}"
+        message = f'No jobs in workflow {workflow_id} match {words}.'
+        raise Refused(message, reset_count=0, reset_job_ids=[], workflow_id=workflow_id)
+    return jobs
+
+
+def brief(job: Dict[str, Any]) -> Dict[str, Any]:
+    """A job in a list of consequences."""
+    return {'job_id': job['id'], 'name': job['name'], 'status': job['status']}
+
+
+def downstream_jobs(session: Session, jobs: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Jobs that wait for these, however far away."""
+    seen, found = {job['id'] for job in jobs}, []
+    queue = [job['id'] for job in jobs]
+    while queue:
+        for job in session.items('list_jobs', workflow_id=jobs[0]['workflow_id'], upstream_job_id=queue.pop()):
+            if job['id'] not in seen:
+                seen.add(job['id'])
+                queue.append(job['id'])
+                found.append(brief(job))
+    return sorted(found, key=operator.itemgetter('job_id'))
+
+
+def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int], List[Dict[str, Any]]]:
+    """Set jobs to uninitialized. Returns ids that were, and failures."""
+    run_id = session.call('get_workflow', workflow_id=jobs[0]['workflow_id']).get('run_id', 0)
+    done, failures = [], []
+    for job in jobs:
+        try:
+            session.call('manage_status_change', job_id=job['id'], status='uninitialized', run_id=run_id)
+            done.append(job['id'])
+        except (Refused, NotFound, Conflict) as error:
+            failures.append({'job_id': job['id'], 'error': error.message})
+            session.tell(printable(f"job {job['id']}: {error.message}"))
+    return done, failures
+
+
+# -------- results and logs --------
+
+def cmd_results_list(session: Session, args: Arguments) -> int:
+    """Results of the newest attempts; --failed drops those with return code 0 before the limit counts."""
+    workflow_id = choose_workflow(session, args)
+    query = given(args, 'workflow_id', 'failed', 'include_logs', 'output_dir', 'limit', 'offset')
+    offset, limit = args['offset'] or 0, args['limit']
+    if args['failed']:
+        items = [item for item in session.items('list_results', workflow_id=workflow_id, **query) if item['return_code'] != 0]
+        items = items[offset:None if limit is None else offset + limit]
+    else:
+        items = session.items('list_results', limit, offset, workflow_id=workflow_id, **query)
+    if args['include_logs']:
+        session.show_json(results_with_logs(session, workflow_id, items, args))
+    else:
+        session.show_list(headings_of(THINGS['results'].columns), items, 'results')
+    return 0
+
+
+RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'completion_time', 'exec_time_minutes', 'compute_node_id')
+
+
+def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, Any]], args: Arguments) -> Dict[str, Any]:
+    """Results with the paths of the files that their jobs wrote."""
+    workflow = session.call('get_workflow', workflow_id=workflow_id)
+    base = os.path.join(base_directory(workflow), args['output_dir'])
+    nodes = {node['id']: node for node in session.items('list_compute_nodes', workflow_id=workflow_id)}
+    rows = []
+    for item in items:
+        row = {key: item.get(key) for key in RESULT_KEYS}
+        row['job_stdout'], row['job_stderr'] = find_stdio(base, workflow_id, item['job_id'], (item['run_id'], item['attempt_id']))
+        node = nodes.get(item.get('compute_node_id'), {})
+        row['compute_node_type'] = node.get('compute_node_type')
+        row['job_runner_log'] = os.path.join(base, f"job_runner_{node.get('hostname')}_wf{workflow_id}_r{item['run_id']}.log")
+        rows.append(row)
+    return {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
+            'all_runs': bool(args['all_runs']), 'total_results': len(rows), 'items': rows}
+
+
+def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int]) -> Tuple[Optional[str], Optional[str]]:
+    """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was; None where there is no file."""
+    found: List[Optional[str]] = [None, None]
+    for mode in STDIO_MODES:
+        for place, path in enumerate(stdio_paths(output_dir, workflow_id, job_id, *attempt, mode)):
+            if found[place] is None and path and os.path.exists(path):
+                found[place] = path
+    return found[0], found[1]
+
+
+def cmd_logs(session: Session, args: Arguments) -> int:
+    """Print what a job wrote in its newest attempt."""
+    workflow = session.call('get_workflow', workflow_id=args['workflow_id'])
+    job = find_job(session, workflow['id'], args['job'])
+    output_dir = os.path.join(base_directory(workflow), args['output_dir'])
+    for run_id, attempt_id in attempts_of(session, workflow, job, args):
+        out_path, err_path = find_stdio(output_dir, workflow['id'], job['id'], (run_id, attempt_id))
+        if out_path or err_path:
+            break
+    else:
+        raise Refused(printable(f"job {job['name']} ({job['status']}) has left no output in {output_dir}; "
+                                'name the directory that `run` wrote to with -o, or look at the stdio mode of the workflow'))
+    if session.format == 'json':
+        session.show_json({'workflow_id': workflow['id'], 'job_id': job['id'], 'job_name': job['name'], 'run_id': run_id,
+                           'attempt_id': attempt_id, 'job_stdout': out_path, 'job_stderr': err_path})
+        return 0
+    wanted = [None if args['stderr'] else out_path, None if args['stdout'] or err_path == out_path else err_path]
+    paths = [path for path in wanted if path and os.path.getsize(path)]
+    for path in paths:
+        if len(paths) > 1:
+            session.show(f'==> {path} <==\n')
+        copy_file(path, session)
+    if not paths:
+        session.tell(f"torc: job {job['name']} has written nothing")
+    return 0
+
+
+def find_job(session: Session, workflow_id: int, word: str) -> Dict[str, Any]:
+    """A job by its id or, if there is none of that id in the workflow, its name."""
+    if is_id(word):
+        try:
+            job = session.call('get_job', job_id=int(word))
+            if job['workflow_id'] == workflow_id:
+                return job
+        except NotFound:
+            pass    # it may be a name made of digits
+    word = os.fsencode(word).decode('utf-8', 'surrogateescape')     # in the C locale Python 3.6 knows only ASCII
+    named = [job for job in session.items('list_jobs', workflow_id=workflow_id, name=word) if job['name'] == word]
+    if named:
+        return named[0]
+    names = [job['name'] for job in session.items('list_jobs', limit=1000, workflow_id=workflow_id)]
+    raise NotFound(printable(f'workflow {workflow_id} has no job {word!r}{did_you_mean(word, names)}'))
+
+
+def attempts_of(session: Session, workflow: Dict[str, Any], job: Dict[str, Any], args: Arguments) -> List[Tuple[int, int]]:
+    """(run, attempt) of a job, newest first, or the one that was asked for."""
+    results = session.items('list_results', workflow_id=workflow['id'], job_id=job['id'], all_runs=True)
+    found = {(result['run_id'], result.get('attempt_id', 1)) for result in results}
+    found.add((workflow.get('run_id', 0), job.get('attempt_id', 1)))
+    wanted = [pair for pair in found if args['run_id'] in (None, pair[0]) and args['attempt_id'] in (None, pair[1])]
+    return sorted(wanted, reverse=True)
+
+
+def copy_file(path: str, session: Session) -> None:
+    """A job's output to stdout: as it is, but made safe for a terminal."""
+    is_safe = not session.out.isatty()
+    with open(path, encoding='utf-8', errors='replace', newline='') as file:
+        for piece in iter(lambda: file.read(PIECE_CHARACTERS), ''):
+            session.show(piece if is_safe else printable(piece))
+
+
+# -------- reading specs --------
+
+def read_input(session: Session, path: str) -> bytes:
+    """Content of a file that the user named; '-' is stdin."""
+    try:
+        if path == '-':
+            if session.stdin.isatty():
+                session.tell('torc: reading from the terminal; end with Ctrl-D')
+            return read_bounded(session.stdin.buffer)
+        with open(path, 'rb') as file:
+            return read_bounded(file)
+    except OSError as error:
+        raise BadInput(printable(f'cannot read {path}: {error.strerror}')) from None
+    except ValueError:
+        raise BadInput('a path cannot hold a null character') from None
+
+
+def read_bounded(file: Any) -> bytes:
+    """All of a file, unless it is larger than any workflow: /dev/zero has no end."""
+    data = file.read(MAX_SPEC_BYTES + 1)
+    if len(data) > MAX_SPEC_BYTES:
+        raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
+    return data
+
+
+def read_spec(session: Session, path: str, args: Arguments) -> Plan:
+    """A workflow file, read, expanded and checked. Its warnings go to stderr."""
+    data = read_input(session, path)
+    name = '' if path == '-' else path
+    directory = os.path.dirname(os.path.abspath(name)) if name else os.getcwd()
+    try:
+        plan = read_plan(read_document(data, name), directory, args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+    except BadInput as error:
+        error.problems = [placed(problem, name) for problem in error.problems]
+        raise
+    plan = plan._replace(warnings=[placed(warning, name) for warning in plan.warnings])
+    for warning in plan.warnings[:PROBLEMS_SHOWN]:
+        session.tell(printable(f'warning: {warning}'))
+    return complete_plan(plan, bool(args['no_resource_monitoring']))
+
+
+def placed(problem: Problem, path: str) -> Problem:
+    """A problem with the file that it is in."""
+    return problem if problem.path else problem._replace(path=path)
+
+
+def complete_plan(plan: Plan, is_unmonitored: bool) -> Plan:
+    """The plan with what only the place of its creation knows: user and directory."""
+    workflow = plan.body['workflow']
+    workflow['user'] = workflow.get('user') or user_name()
+    workflow['submission_directory'] = workflow.get('submission_directory') or current_directory()
+    if is_unmonitored:
+        workflow['resource_monitor_config'] = {'enabled': False}
+    return plan
+
+
+COUNTED = (     # key of the summary, words for it
+    ('job_count', 'jobs'), ('file_count', 'files'), ('user_data_count', 'user data'),
+    ('resource_requirements_count', 'resource requirements'), ('slurm_scheduler_count', 'Slurm schedulers'), ('action_count', 'actions'))
+EMPTY_SUMMARY = dict(       # of a file that cannot be read: the keys are there all the same
+    {key: 0 for key, _ in COUNTED}, workflow_name=None, workflow_description=None, job_count_before_expansion=0,
+    file_count_before_expansion=0, has_schedule_nodes_action=False, job_names=[], scheduler_names=[])
+
+
+def cmd_create_workflow(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file; it runs when a runner is started for it."""
+    if args['dry_run']:
+        return check_spec(session, args)
+    plan = read_spec(session, args['spec'], args)
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    message = f'Workflow created successfully with ID: {workflow_id}'
+    session.answer({'message': message, 'status': 'success', 'workflow_id': workflow_id}, f'Created workflow {workflow_id}\n')
+    return 0
+
+
+def check_spec(session: Session, args: Arguments) -> int:
+    """Everything that is wrong with a workflow file, at once; nothing is created."""
+    try:
+        plan = read_spec(session, args['spec'], args)
+    except BadInput as error:
+        if session.format == 'json':
+            errors = [str(problem) for problem in error.problems] or [error.message]
+            session.show_json({'valid': False, 'errors': errors, 'warnings': [], 'summary': EMPTY_SUMMARY})
+        raise
+    warnings = [str(warning) for warning in plan.warnings]
+    session.answer({'valid': True, 'errors': [], 'warnings': warnings, 'summary': plan.summary}, format_summary(plan.summary))
+    return 0
+
+
+def format_summary(summary: Dict[str, Any]) -> str:
+    """The counts of a dry run, for people."""
+    lines = [f"Workflow {summary['workflow_name']}", '']
+    for key, word in COUNTED:
+        before = summary.get(f'{key}_before_expansion', summary[key])
+        lines.append(f'  {word:22}{summary[key]:>8}' + (f'  (expanded from {before})' if before != summary[key] else ''))
+    where = 'with allocations of its own' if summary['has_schedule_nodes_action'] else 'wherever a runner is started'
+    return ''.join(printable(line) + '\n' for line in lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
+
+
+# -------- running --------
+
+class Target(NamedTuple):
+    """What `run` is to run."""
+    workflow_id: int
+    is_new: bool        # created by this very command
+
+
+def cmd_run(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one that exists; run its jobs here until nothing is left; report."""
+    options = runner_options(args)      # what is wrong with them shows before anything is created
+    if is_id(args['target']):
+        return run_to_end(session, Target(int(args['target']), False), options, args['force'])
+    plan = read_spec(session, args['target'], args)
+    refuse_missing_inputs(session, check_plan_files(plan.body), args['force'])
+    prepare_output_dir(options)
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    tell_created(session, workflow_id)
+    return run_to_end(session, Target(workflow_id, True), options, args['force'])
+
+
+def tell_created(session: Session, workflow_id: int) -> None:
+    """Say the new id: scripts read it from stdout."""
+    message = f'Created workflow {workflow_id}'
+    if session.format == 'json':
+        session.show(format_json({'workflow_id': workflow_id, 'message': message}) + '\n')
+        session.out.flush()
+    elif not session.options['quiet']:
+        session.tell(message)
+
+
+def runner_options(args: Arguments) -> RunnerOptions:
+    """Options of the runner from the command line. --end-time beats --time-limit."""
+    end_time = args['end_time']
+    if end_time is None and args['time_limit'] is not None:
+        end_time = time.time() + args['time_limit']
+    return RunnerOptions(
+        output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
+        memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'], end_time=end_time,
+        labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
+        claim_backoff_max_s=args['claim_backoff_max_secs'])
+
+
+def prepare_output_dir(options: RunnerOptions) -> None:
+    """Make the output directory, before anything else is made that would be left half done without it."""
+    try:
+        os.makedirs(os.path.join(options.output_dir, 'job_stdio'), exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.output_dir):
+            pass    # a look at the mode bits would not tell of full, read-only or strange file systems
+    except (OSError, ValueError) as error:
+        reason = getattr(error, 'strerror', None) or error
+        raise BadInput(printable(f'cannot write to the output directory {options.output_dir}: {reason}; '
+                                 'name another one with --output-dir')) from None
+
+
+def check_plan_files(body: Dict[str, Any]) -> FileCheck:
+    """As check_files, for a workflow that is not created yet."""
+    jobs, base = body['jobs'], base_directory(body['workflow'])
+    made_files = {index for job in jobs for index in job.output_files}
+    made_data = {index for job in jobs for index in job.output_user_data}
+    needed_files = sorted({index for job in jobs for index in job.input_files} - made_files)
+    needed_data = sorted({index for job in jobs for index in job.input_user_data} - made_data)
+    paths = [body['files'][index]['path'] for index in needed_files]
+    records = [body['user_data'][index] for index in needed_data]
+    return FileCheck([path for path in paths if not file_exists(base, path)], [],
+                     [record['name'] for record in records if record.get('data') is None])
+
+
+def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool) -> int:
+    """Initialize if need be, run, report. Returns the exit code."""
+    workflow = session.call('get_workflow', workflow_id=target.workflow_id)
+    status = session.call('get_workflow_status', workflow_id=workflow['id'])
+    if status['jobs_by_status']['uninitialized']:
+        if not target.is_new:
+            refuse_missing_inputs(session, check_files(session, workflow), is_forced)
+            session.call('set_file_times', {'files': file_times(session, workflow)}, workflow_id=workflow['id'])
+        initialize_for_run(session, workflow, status)
+    elif status['is_complete'] or status['is_canceled']:
+        if not options.is_persistent:
+            return tell_nothing_left(session, status)
+    prepare_output_dir(options)
+    session.client.need_server()    # the runner, and others that join it, speak to one
+    style = style_of(session.err, os.environ)
+    progress = Progress(session.err, style, session.options['quiet'])
+    try:
+        outcome = run_workflow(session.client, workflow['id'], options, progress)
+    finally:
+        progress.finish()
+    tell_outcome(session, workflow, outcome)
+    return outcome_exit(outcome)
+
+
+def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
+    """Make ready what was never looked at, or what was reset since.
+
+    Only after a reset of all jobs this is a full initialize, which lets every action fire again. A new workflow is
+    initialized as a partial one: the same, but for jobs that another runner, started in the same moment, has begun.
+    """
+    is_all = status['jobs_by_status']['uninitialized'] == status['total_jobs']
+    session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=not (is_all and workflow.get('run_id')))
+
+
+def tell_nothing_left(session: Session, status: Dict[str, Any]) -> int:
+    """A finished workflow is not run again unasked."""
+    number = status['workflow_id']
+    state = 'was canceled' if status['is_canceled'] else f"has nothing left to do: {format_counts(status['jobs_by_status'])}"
+    session.tell(f'Workflow {number} {state}')
+    tell_how_to_repeat(session, number)
+    return 0 if verdict_of(status)[0] == 'complete' else 1
+
+
+def tell_how_to_repeat(session: Session, workflow_id: int) -> None:
+    """The commands that make a finished workflow ready again."""
+    session.tell('To run again, before `torc.py run`:\n' + format_rows((
+        ('what failed:', f'torc.py workflows reset-status {workflow_id} --failed-only -r'),
+        ('what changed:', f'torc.py workflows reinit {workflow_id}'),
+        ('everything:', f'torc.py workflows init {workflow_id}'))).rstrip('\n'))
+
+
+def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome) -> None:
+    """The summary: counts, failed jobs with their last words, how to see more."""
+    if session.options['quiet'] and outcome_exit(outcome) == 0:
+        return
+    number = workflow['id']
+    session.tell(printable(f"Workflow {number} ({workflow['name']}) {describe_end(session, number, outcome)}"))
+    for _, name, return_code, last_line in outcome.failed_jobs[:CANDIDATES_SHOWN]:
+        session.tell(printable(f'  {name} ended with return code {return_code}' + (f': {last_line}' if last_line else '')))
+    if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
+        session.tell(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
+    if outcome.failed_jobs:
+        name = shlex.quote(printable(outcome.failed_jobs[0][1]))
+        session.tell(f'See more: torc.py logs {number} {name}; torc.py results list {number} --failed')
+    elif not outcome.is_complete:
+        session.tell(f'See what is left: torc.py status {number}')
+    if outcome.is_complete and outcome_exit(outcome) == 0 and is_spoiled(session, number):
+        session.tell('Jobs of other runners ended badly, or were lost with them (return code -128)')
+        tell_how_to_repeat(session, number)
+    if session.client.database and not os.path.exists(session.client.database):
+        session.tell(printable(f'The database {session.client.database} was deleted during the run: its results are lost'))
+
+
+def is_spoiled(session: Session, workflow_id: int) -> bool:
+    """Whether any job of a workflow ended badly."""
+    try:
+        counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
+    except TorcError:       # no server any more: nothing more can be said
+        return False
+    return any(counts[row.name] for row in STATUSES if row.is_bad)
+
+
+def describe_end(session: Session, workflow_id: int, outcome: RunOutcome) -> str:
+    """How a run ended, with the counts of the whole workflow, or those of our own jobs if the server is gone."""
+    try:
+        counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
+    except TorcError:
+        counts = {key: getattr(outcome, key) for key in ('completed', 'failed', 'terminated', 'canceled')}
+    if outcome.interrupted_by:
+        ended = 'was interrupted'
+    elif outcome.is_canceled:
+        ended = 'was canceled'
+    elif outcome.is_complete:
+        ended = 'has ended' if any(counts.get(row.name) for row in STATUSES if row.is_bad) else 'is complete'
+    else:
+        ended = f'is not complete ({outcome.reason})'
+    return f'{ended} after {format_seconds(outcome.wall_s)}: {format_counts(counts)}'
+
+
+def outcome_exit(outcome: RunOutcome) -> int:
+    """Exit code of `run`: 1 when a job that it ran did not complete."""
+    if outcome.interrupted_by:
+        return 130
+    is_stuck = outcome.reason == 'stuck'     # jobs are left that nobody can run
+    return 1 if outcome.failed or outcome.terminated or outcome.canceled or outcome.failed_jobs or outcome.is_canceled or is_stuck else 0
+
+
+def cmd_exec(session: Session, args: Arguments) -> int:
+    """Run commands as the jobs of a new workflow, without a file."""
+    options = runner_options(args)
+    spec = exec_spec(session, args)
+    if args['dry_run']:
+        session.show_json(spec)
+        return 0
+    document = read_document(format_json(spec).encode('utf-8', 'surrogateescape'), '', 'json')
+    plan = complete_plan(read_plan(document, os.getcwd()), False)
+    prepare_output_dir(options)
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':
+        tell_created(session, workflow_id)
+    code = run_to_end(session, Target(workflow_id, True), options, False)
+    if session.format == 'json':
+        counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
+        value = {'workflow_id': workflow_id, 'status': 'failed' if code else 'completed', 'had_failures': bool(counts['failed']),
+                 'had_terminations': bool(counts['terminated'])}
+        session.show(format_json(value) + '\n')
+    return code
+
+
+def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
+    """The workflow file that the options of `exec` stand for: each command with each combination of parameters."""
+    commands = list(args['command'] or []) + (read_commands(session, args['command_file']) if args['command_file'] else [])
+    if not commands and args['words']:
+        commands = [' '.join(map(shlex.quote, args['words']))]
+    if not commands:
+        raise BadInput("nothing to run: give -c 'COMMAND', -C FILE, or -- COMMAND WORDS")
+    instances = expand_parameters(exec_parameters(args['param'] or []), args['link'])
+    texts = [substitute(command, instance) if instance else command for command in commands for instance in instances]
+    jobs = [{'name': f'job{number}', 'command': text, 'cancel_on_blocking_job_failure': False, 'supports_termination': False}
+            for number, text in enumerate(texts, 1)]
+    spec = {'name': args['name'] or time.strftime('exec_%Y%m%d_%H%M%S'), 'user': user_name(), 'jobs': jobs,
+            'resource_monitor': exec_monitor(args)}
+    if args['description']:
+        spec['description'] = args['description']
+    if args['stdio']:
+        spec['execution_config'] = {'stdio': {'mode': args['stdio'].replace('-', '_')}}
+    return spec
+
+
+def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
+    """['i=1:3', 'x=@names'] -> {'i': '1:3', 'x': [...]}."""
+    parameters: Dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition('=')
+        if not name or not equals:
+            raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=1:10, x=[a,b] or file=@names.txt'))
+        if name in parameters:
+            raise BadInput(printable(f'--param {name} stands twice'))
+        parameters[name] = value
+    return parameters
+
+
+def exec_monitor(args: Arguments) -> Dict[str, Any]:
+    """The resource monitor's settings from the options of `exec`."""
+    scopes = {'jobs': args['monitor'], 'compute_node': args['monitor_compute_node']}
+    if args['generate_plots'] and 'time-series' not in scopes.values():
+        raise BadInput('--generate-plots needs a series to draw: '
+                       'give --monitor time-series or --monitor-compute-node time-series')
+    monitor = {'enabled': any(word != 'off' for word in scopes.values()),
+               'granularity': 'time_series' if args['monitor'] == 'time-series' else 'summary',
+               'sample_interval_seconds': args['sample_interval'], 'flush_interval_seconds': 300,
+               'generate_plots': bool(args['generate_plots'])}
+    for scope, word in scopes.items():
+        monitor[scope] = None if word == 'off' else {'enabled': True, 'granularity': word.replace('-', '_')}
+    return monitor
+
+
+# -------- serving --------
+
+def cmd_serve(session: Session, args: Arguments) -> int:
+    """Serve a database until a signal."""
+    options = ServerOptions(
+        database=os.path.abspath(args['db'] or session.options['db'] or default_database()),
+        host=args['host'], port=args['port'], needs_token=not args['no_auth'], new_token=bool(args['new_token']),
+        takes_over=bool(args['takeover']))
+    serve_database(options, functools.partial(announce_server, session))
+    return 0
+
+
+def announce_server(session: Session, url: str) -> None:
+    """The one line on stdout that others wait for."""
+    session.show(f'torc: serving {url}\n')
+    session.out.flush()
+
+
+# ======== 21. Main: the table of commands, the manual, and the way from words to exit code ========
+#
+# COMMANDS is the one place that knows which commands there are: the parser, the manual, README's reference and the tests read it.
+#
+# The parser is ours, for argparse can't do what is promised here: options of all commands before and after the command,
+# the command's own short option winning there; words and options in any order; the same on every Python (without
+# abbreviations, argparse of 3.6 no longer knows -p5); each mistake told with its nearest right word. It starts faster, too.
+# main() is the border where errors become messages and exit codes: nothing below it ends the program.
+
+# -------- arguments --------
+
+class Argument(NamedTuple):
+    """One argument of a command."""
+    names: str              # 'WF' for a word in its place; '-o --output-dir' for an option, its key the last name
+    value: str              # what stands for an option's value in the help; '' for a switch
+    meaning: str
+    parse: Callable[[str], Any] = str   # ValueErrors say what is wrong with a value
+    # How many. Words: 1, ? (may be missing), * (any), + (at least one), -- (what follows a --). Options: 1 (the last counts),
+    # ! (must be given), * (each time one more), + (the same, and all words up to the next option).
+    count: str = '1'
+    default: Any = None
+    key: str = ''           # where it isn't the last name
+
+
+class Command(NamedTuple):
+    """One command. Its JSON and CSV are described in README."""
+    name: str
+    run: Callable[[Session, Arguments], int]
+    help: str
+    arguments: Sequence[Argument]
+    example: str
+    has_csv: bool = False
+
+
+def key_of(argument: Argument) -> str:
+    """The key under which a command finds an argument."""
+    return argument.key or argument.names.split()[-1].lstrip('-').replace('-', '_').lower()
+
+
+def parse_number(text: str) -> int:
+    """A whole number."""
+    if not re.match(r'-?[0-9]{1,18}\Z', text):
+        raise ValueError(f'{text!r} is not a whole number')
+    return int(text)
+
+
+def parse_id(text: str) -> int:
+    """An id: a whole number from 1."""
+    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
+        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
+    return int(text)
+
+
+def parse_ids(text: str) -> List[int]:
+    """Ids separated by commas."""
+    return [parse_id(word) for word in text.split(',')]
+
+
+def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
+    """A parser of numbers that are not below `least`."""
+    def read(text: str) -> Any:
+        value = parse(text)
+        if value < least:
+            raise ValueError(f'{text} is less than {least:g}')
+        return value
+    return read
+
+
+def parse_decimal(text: str) -> float:
+    """A number that is not infinite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f'{text!r} is not a number')
+    return value
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of one of some words."""
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
+        return text
+    return read
+
+
+def parse_truth(text: str) -> bool:
+    """true, yes, 1 or false, no, 0."""
+    word = text.lower()
+    if word not in ('true', 'yes', '1', 'false', 'no', '0'):
+        raise ValueError(f'{text!r} is neither true nor false')
+    return word in ('true', 'yes', '1')
+
+
+def parse_statuses(text: str) -> List[str]:
+    """Statuses of jobs, separated by commas."""
+    return [one_of(*STATUS_CODES)(word) for word in text.split(',')]
+
+
+def parse_labels(text: str) -> List[str]:
+    """Labels separated by commas."""
+    labels = text.split(',')
+    if any(not label or label != label.strip() for label in labels):
+        raise ValueError(f'{text!r}: a label is not empty and has no blanks around it')
+    return labels
+
+
+LOG_LEVELS = ('debug', 'info', 'warning', 'error', 'off')
+MONITOR_WORDS = ('off', 'summary', 'time-series')
+STDIO_WORDS = tuple(mode.replace('_', '-') for mode in STDIO_MODES)
+
+ASKED_WF = Argument('WF', '', 'id of the workflow; without it you are asked', parse_id, '?', key='workflow_id')
+NEEDED_WF = Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id')
+ID = Argument('ID', '', 'id of the object', parse_id)
+THE_NAME = Argument('-n --name', 'NAME', 'name', count='!')
+NAME = Argument('-n --name', 'NAME', 'new name')
+DATA = Argument('-d --data', 'JSON', 'its value, as JSON', parse_json)
+DRY_RUN = Argument('--dry-run', '', 'say what would happen, change nothing')
+FORCE = Argument('--force', '', 'go on although input files are missing, or jobs are running')
+OUTPUT_DIR = Argument('-o --output-dir', 'DIR', 'where output goes', default=DEFAULT_OUTPUT_DIR)
+LIMIT = Argument('-l --limit', 'N', 'at most so many', at_least(1))
+OFFSET = Argument('--offset', 'N', 'leave out so many at the start', at_least(0))
+SORT = Argument('--sort-by', 'FIELD', 'sort by a field')
+REVERSE = Argument('--reverse-sort', '', 'the other way round')
+PAGE_OPTIONS = (LIMIT, OFFSET, SORT, REVERSE)
+SHORT_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'leave out so many at the start', at_least(0)),
+              Argument('-s --sort-by', 'FIELD', 'sort by a field'), Argument('-r --reverse-sort', '', 'the other way round'))
+JOB = Argument('-j --job-id', 'JOB', 'of this job only', parse_id)
+SPEC_OPTIONS = (
+    Argument('--skip-checks', '', 'create it although resources fit no scheduler'),
+    Argument('--max-instances', 'N', f'what parameters may make (default {MAX_INSTANCES})', at_least(1)),
+    Argument('--no-resource-monitoring', '', 'measure nothing'),
+)
+RUN_OPTIONS = (
+    OUTPUT_DIR,
+    Argument('-p --poll-interval', 'SECONDS', 'between looks at the server', at_least(0.01, parse_decimal), default=DEFAULT_POLL_INTERVAL_S),
+    Argument('--num-cpus', 'N', 'CPUs to use (default: all)', at_least(1)),
+    Argument('--memory-gb', 'N', 'memory to use, in GiB (default: all)', at_least(0, parse_decimal)),
+    Argument('--num-gpus', 'N', 'GPUs to use (default: all)', at_least(0)),
+    Argument('-j --max-parallel-jobs', 'N', 'run so many jobs at a time, whatever they need', at_least(1)),
+    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest wait while nothing changes', at_least(0, parse_decimal),
+             default=DEFAULT_CLAIM_BACKOFF_MAX_S),
+    Argument('--time-limit', 'DURATION', 'stop after this time, such as PT2H', parse_duration),
+    Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
+    Argument('--label', 'LABEL,...', 'take jobs with these labels only', parse_labels, '*'),
+)
+REQUIREMENT_OPTIONS = (
+    Argument('--num-cpus', 'N', 'CPUs', at_least(1)), Argument('--num-gpus', 'N', 'GPUs', at_least(0)),
+    Argument('--num-nodes', 'N', 'nodes', at_least(1)),
+    Argument('-m --memory', 'MEMORY', 'memory, such as 2g'), Argument('-r --runtime', 'DURATION', 'longest run time, such as PT30M'),
+)
+INIT_OPTIONS = (
+    FORCE, DRY_RUN, Argument('--async', '', 'accepted: there is nothing to wait for'),
+    Argument('--wait-timeout', 'SECONDS', 'accepted: there is nothing to wait for', at_least(0)),
+)
+GLOBAL_ARGUMENTS = (
+    Argument('-f --format', 'FORMAT', 'table, json or csv', one_of('table', 'json', 'csv'), default='table'),
+    Argument('--url', 'URL', 'server to use (default: TORC_API_URL, else the one that runs, else the embedded database)'),
+    Argument('-s --standalone', '', f'use the embedded database {DEFAULT_OUTPUT_DIR}/torc.db, whatever server runs'),
+    Argument('--db', 'FILE', 'use this embedded database'),
+    Argument('--tls-ca-cert', 'FILE', 'certificates to believe, for an https URL'),
+    Argument('--no-prompts', '', 'ask nothing: the answer is yes'),
+    Argument('-q --quiet', '', 'errors only'),
+    Argument('--log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS)),
+    Argument('--skip-version-check', '', 'accepted'),
+    Argument('-h --help', '', 'help on the command'),
+    Argument('-V --version', '', 'version of this file'),
+)
+
+
+# -------- commands --------
+
+def cmd_help(session: Session, args: Arguments) -> int:
+    """The manual: a topic, a command, or the list of both."""
+    words = ' '.join(args['topic'])
+    if not words:
+        session.show(format_overview())
+    elif words in TOPICS:
+        session.show(TOPICS[words].show())
+    else:
+        session.show(format_command_help(words))
+    return 0
+
+
+COMMANDS = (
+    Command('run', cmd_run, 'create a workflow from a file, or take one by its id; run its jobs here; report', (
+        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), *RUN_OPTIONS,
+        Argument('--persistent', '', 'stay when nothing is left to do'), FORCE, *SPEC_OPTIONS), 'run examples/hello.yaml'),
+    Command('create', cmd_create_workflow, 'create a workflow from a file, for runners to be started later', (
+        Argument('SPEC', '', 'workflow file, or - for stdin'), Argument('--dry-run', '', 'only tell everything that is wrong'),
+        *SPEC_OPTIONS), 'create --dry-run examples/hello.yaml'),
+    Command('exec', cmd_exec, 'run commands as jobs, without a file', (
+        Argument('-c --command', 'CMD', 'a command; {name} stands for a parameter', count='*'),
+        Argument('-C --command-file', 'FILE', 'commands, one a line; - for stdin'),
+        Argument('--param', 'NAME=VALUES', 'parameter: 1:10, [a,b], @FILE or one value', count='*'),
+        Argument('--link', 'MODE', 'product: all combinations; zip: value by value', one_of('product', 'zip'), default='product'),
+        Argument('-n --name', 'NAME', 'name of the workflow'), Argument('--description', 'TEXT', 'description of the workflow'),
+        DRY_RUN, *RUN_OPTIONS,
+        Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs', one_of(*MONITOR_WORDS), default='summary'),
+        Argument('--monitor-compute-node', 'WHAT', 'the same of nodes', one_of(*MONITOR_WORDS), default='off'),
+        Argument('--generate-plots', '', 'draw what was measured'),
+        Argument('-i --sample-interval', 'SECONDS', 'between measurements', at_least(1), default=10),
+        Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
+        Argument('WORD', '', 'one command, as words after --', count='--', key='words')), "exec -c 'echo {i}' --param i=1:10"),
+    Command('status', cmd_status, 'how far a workflow is', (ASKED_WF,), 'status 1'),
+    Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
+    Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
+        Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
+        Argument('--force', '', 'as --no-prompts', key='no_prompts')), 'delete 1 --no-prompts'),
+    Command('logs', cmd_logs, 'print what a job wrote in its newest attempt', (
+        NEEDED_WF, Argument('JOB', '', 'id or name of the job'),
+        Argument('-o --output-dir', 'DIR', "the runner's", default=DEFAULT_OUTPUT_DIR),
+        Argument('--run-id', 'N', 'of this run', at_least(0)), Argument('--attempt-id', 'N', 'of this attempt', at_least(1)),
+        Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only')), 'logs 1 greet'),
+    Command('serve', cmd_serve, 'be a lasting server for all runners and commands of this account', (
+        Argument('run', '', 'accepted', one_of('run'), '?', key='word'),
+        Argument('-H --host', 'HOST', 'address to listen at (default 127.0.0.1)', default='127.0.0.1'),
+        Argument('-p --port', 'PORT', f'0: any free one (default {DEFAULT_PORT})', at_least(0), default=DEFAULT_PORT),
+        Argument('-d --database --db', 'FILE', "database (default: torc/torc.db in the user's state directory)"),
+        Argument('--no-auth', '', 'ask for no token; on 127.0.0.1 only'), Argument('--new-token', '', 'make a new token'),
+        Argument('--takeover', '', 'take the lease of a server that is gone for certain'),
+        Argument('-l --log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS))),
+        'serve --port 0'),
+    Command('ping', cmd_ping, 'whether a server answers', (), 'ping'),
+    Command('help', cmd_help, 'the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),), 'help spec'),
+
+    Command('workflows new', cmd_workflows_new, 'make an empty workflow', (
+        THE_NAME, Argument('-d --description', 'TEXT', 'one sentence about it')), 'workflows new -n study'),
+    Command('workflows list', cmd_workflows_list, 'list your workflows', (
+        *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'), Argument('--include-archived', '', 'archived ones too'),
+        Argument('-a --all-users', '', "other users' too")), 'workflows list', True),
+    Command('workflows get', cmd_workflows_get, 'show a workflow', (ASKED_WF,), 'workflows get 1'),
+    Command('workflows update', cmd_workflows_update, 'change a workflow', (
+        ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
+        Argument('--owner-user', 'USER', 'new owner', key='user'),
+        Argument('--project', 'NAME', 'new project'), Argument('--metadata', 'JSON', 'new metadata', parse_json)),
+        'workflows update 1 -n study'),
+    Command('workflows init', cmd_init, 'make all jobs ready or blocked anew, in a new run', (ASKED_WF, *INIT_OPTIONS),
+        'workflows init 1 --no-prompts'),
+    Command('workflows reinit', cmd_reinit, 'make ready what changed since it ran', (ASKED_WF, *INIT_OPTIONS),
+        'workflows reinit 1 --dry-run'),
+    Command('workflows reset-status', cmd_reset_status, 'set jobs back to uninitialized', (
+        ASKED_WF, Argument('--failed-only', '', 'only those that failed, and what depends on them'),
+        Argument('-r --reinitialize', '', 'and make them ready'), Argument('--force', '', 'although jobs are running')),
+        'workflows reset-status 1 --failed-only -r --no-prompts'),
+    Command('workflows is-complete', cmd_is_complete, 'whether nothing more is to come', (ASKED_WF,), 'workflows is-complete 1'),
+    Command('workflows list-actions', cmd_list_actions, 'list actions and how far their triggers are', (ASKED_WF,),
+        'workflows list-actions 1', True),
+    Command('workflows execution-plan', cmd_execution_plan, 'in which order jobs become ready', (
+        Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'),
+        *SPEC_OPTIONS), 'workflows execution-plan examples/diamond.yaml'),
+    Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
+        Argument('TRUTH', '', 'true or false', parse_truth, key='is_archived'),
+        Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')), 'workflows archive true 1'),
+
+    Command('jobs create', cmd_create, 'add a job to a workflow', (
+        ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
+        Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
+        Argument('-b --blocking-job-ids', 'ID', 'jobs that must finish first', parse_ids, '+', key='depends_on_job_ids'),
+        Argument('-i --input-file-ids', 'ID', 'files that it reads', parse_ids, '+'),
+        Argument('-o --output-file-ids', 'ID', 'files that it writes', parse_ids, '+'),
+        Argument('--priority', 'N', 'higher is claimed first', parse_number),
+        Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*', key='labels')),
+        "jobs create 1 -n extra -c 'echo more'"),
+    Command('jobs create-from-file', cmd_jobs_create_from_file, 'add a job for each line of a file', (
+        NEEDED_WF, Argument('FILE', '', 'commands, one a line; - for stdin'),
+        Argument('--cpus-per-job', 'N', 'CPUs of each', at_least(1), default=1),
+        Argument('--memory-per-job', 'MEMORY', 'memory of each', default='1m'),
+        Argument('--runtime-per-job', 'DURATION', 'longest run time of each', default='PT1M')), 'jobs create-from-file 1 commands.txt'),
+    Command('jobs list', cmd_list, 'list jobs', (
+        ASKED_WF, Argument('-s --status', 'STATUS', 'in this status only', one_of(*STATUS_CODES)),
+        Argument('--upstream-job-id', 'JOB', 'that wait for this job', parse_id), *PAGE_OPTIONS,
+        Argument('--include-relationships', '', 'JSON: with ids of files and prerequisites'),
+        Argument('-x --exclude', 'COLUMN', 'without this column', count='*')), 'jobs list 1 --status failed', True),
+    Command('jobs get', cmd_get, 'show a job', (ID,), 'jobs get 1'),
+    Command('jobs running', cmd_jobs_running, 'list jobs that run now', (ASKED_WF,), 'jobs running 1', True),
+    Command('jobs update', cmd_jobs_update, 'change a job', (
+        ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
+        Argument('--runtime', 'DURATION', 'of its requirements, which other jobs may share'),
+        Argument('--resource-requirements-id', 'ID', 'what it needs', parse_id),
+        Argument('--priority', 'N', 'higher is claimed first', parse_number),
+        Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*', key='labels'),
+        Argument('--clear-labels', '', 'without labels')), 'jobs update 1 --priority 5'),
+    Command('jobs delete', cmd_jobs_delete, 'delete jobs', (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),),
+        'jobs delete 1'),
+    Command('jobs delete-all', cmd_jobs_delete_all, 'delete all jobs of a workflow', (NEEDED_WF,), 'jobs delete-all 1 --no-prompts'),
+    Command('jobs reset-status', cmd_jobs_reset_status, 'set chosen jobs back to uninitialized', (
+        Argument('ID', '', 'ids of jobs', parse_id, '*', key='job_ids'),
+        Argument('--status', 'STATUS,...', 'jobs in these statuses', parse_statuses),
+        Argument('--return-code', 'N', 'jobs that ended with this code', parse_number),
+        Argument('--workflow-id', 'WF', 'workflow of --status and --return-code', parse_id),
+        Argument('--force', '', 'although jobs are running'),
+        DRY_RUN, Argument('--reinitialize --reinit', '', 'and make them ready')),
+        'jobs reset-status --return-code 1 --workflow-id 1 --reinit --no-prompts'),
+    Command('jobs list-resource-requirements', cmd_jobs_requirements, 'list what jobs need', (ASKED_WF, JOB),
+        'jobs list-resource-requirements 1', True),
+    Command('jobs list-failure-handlers', cmd_jobs_handlers, 'list failure handlers of jobs', (ASKED_WF, JOB),
+        'jobs list-failure-handlers 1', True),
+
+    Command('files create', cmd_create, 'add a file to a workflow', (
+        ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')), 'files create 1 -n data -p data.csv'),
+    Command('files list', cmd_list, 'list files', (
+        ASKED_WF, Argument('--produced-by-job-id', 'JOB', 'that this job writes', parse_id), *PAGE_OPTIONS), 'files list 1', True),
+    Command('files get', cmd_get, 'show a file', (ID,), 'files get 1'),
+    Command('files update', cmd_update, 'change a file', (ID, NAME, Argument('-p --path', 'PATH', 'where it is')),
+        'files update 1 -p data.csv'),
+    Command('files delete', cmd_delete, 'take a file out of its workflow', (ID,), 'files delete 1'),
+    Command('files list-required-existing', cmd_list_ids, 'list files that must exist: no job makes them, or has made them', (ASKED_WF,),
+        'files list-required-existing 1'),
+
+    Command('user-data create', cmd_create, 'add user data to a workflow', (
+        ASKED_WF, THE_NAME, DATA, Argument('--ephemeral', '', 'forgotten at every initialize', key='is_ephemeral'),
+        Argument('--consumer-job-id', 'JOB', 'job that reads it', parse_id),
+        Argument('--producer-job-id', 'JOB', 'job that writes it', parse_id)),
+        """user-data create 1 -n limits -d '{"low": 1}'"""),
+    Command('user-data list', cmd_list, 'list user data', (
+        ASKED_WF, Argument('-l --limit', 'N', 'at most so many', at_least(1)),
+        Argument('-o --offset', 'N', 'leave out so many at the start', at_least(0)), SORT, REVERSE,
+        Argument('--name', 'NAME', 'with this in its name'), Argument('--is-ephemeral', 'TRUTH', 'true or false', parse_truth),
+        Argument('--consumer-job-id', 'JOB', 'read by this job', parse_id),
+        Argument('--producer-job-id', 'JOB', 'written by this job', parse_id)),
+        'user-data list 1', True),
+    Command('user-data get', cmd_get, 'show user data', (ID,), 'user-data get 1'),
+    Command('user-data update', cmd_update, 'change user data', (
+        ID, NAME, DATA, Argument('--ephemeral', 'TRUTH', 'true or false', parse_truth, key='is_ephemeral')),
+        "user-data update 1 -d '[1, 2]'"),
+    Command('user-data delete', cmd_delete, 'delete user data', (ID,), 'user-data delete 1'),
+    Command('user-data delete-all', cmd_delete_all_user_data, 'delete all user data of a workflow', (NEEDED_WF,),
+        'user-data delete-all 1 --no-prompts'),
+    Command('user-data list-missing', cmd_list_ids, 'list user data that has no value', (NEEDED_WF,), 'user-data list-missing 1'),
+
+    Command('resource-requirements create', cmd_create, 'add resource requirements to a workflow', (
+        ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS), 'resource-requirements create 1 -n big --num-cpus 4 -m 8g -r PT1H'),
+    Command('resource-requirements list', cmd_list, 'list resource requirements', (ASKED_WF, *PAGE_OPTIONS),
+        'resource-requirements list 1', True),
+    Command('resource-requirements get', cmd_get, 'show resource requirements', (ID,), 'resource-requirements get 1'),
+    Command('resource-requirements update', cmd_update, 'change resource requirements', (ID, NAME, *REQUIREMENT_OPTIONS),
+        'resource-requirements update 1 --memory 16g'),
+    Command('resource-requirements delete', cmd_delete, 'delete resource requirements', (ID,), 'resource-requirements delete 1'),
+
+    Command('failure-handlers list', cmd_list, 'list failure handlers', (ASKED_WF, LIMIT, OFFSET), 'failure-handlers list 1', True),
+    Command('failure-handlers get', cmd_get, 'show a failure handler', (ID,), 'failure-handlers get 1'),
+
+    Command('results list', cmd_results_list, 'list results of the current run', (
+        ASKED_WF, JOB, Argument('-r --run-id', 'N', 'of this run', at_least(0)),
+        Argument('--return-code', 'N', 'with this return code', parse_number),
+        Argument('--failed', '', 'with a return code other than 0'),
+        Argument('-s --status', 'STATUS', 'with this status', one_of(*STATUS_CODES)),
+        Argument('--compute-node', 'ID', 'of this compute node', parse_id, key='compute_node_id'),
+        Argument('--all-runs', '', 'of earlier runs and attempts too'),
+        *PAGE_OPTIONS, Argument('--include-logs', '', 'JSON: with the paths of output files'),
+        Argument('-o --output-dir', 'DIR', "the runner's, for --include-logs", default=DEFAULT_OUTPUT_DIR)),
+        'results list 1 --failed', True),
+    Command('results get', cmd_get, 'show a result', (ID,), 'results get 1'),
+    Command('results delete', cmd_delete, 'delete a result', (ID,), 'results delete 1'),
+
+    Command('events create', cmd_create_event, 'add an event',
+        (ASKED_WF, Argument('-d --data', 'JSON', 'what happened', parse_json, '!')),
+        """events create 1 -d '{"category": "note"}'"""),
+    Command('events list', cmd_list, 'list events',
+        (ASKED_WF, Argument('-t --type --category', 'TYPE', 'of this category'), *SHORT_PAGE_OPTIONS), 'events list 1', True),
+    Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,), 'events get-latest-event 1'),
+    Command('events delete', cmd_delete, 'delete an event', (ID,), 'events delete 1'),
+
+    Command('compute-nodes list', cmd_list, 'list compute nodes', (
+        ASKED_WF, *SHORT_PAGE_OPTIONS,
+        Argument('--scheduled-compute-node', 'ID', 'of this allocation', parse_id, key='scheduled_compute_node_id')),
+        'compute-nodes list 1', True),
+    Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
+
+    Command('job-dependencies job-job', cmd_list, 'list which job waits for which', (ASKED_WF, LIMIT, OFFSET),
+        'job-dependencies job-job 1', True),
+    Command('job-dependencies job-file', cmd_list, 'list which job makes and reads which file', (ASKED_WF, LIMIT, OFFSET),
+        'job-dependencies job-file 1', True),
+    Command('job-dependencies job-user-data', cmd_list, 'list which job makes and reads which user data', (ASKED_WF, LIMIT, OFFSET),
+        'job-dependencies job-user-data 1', True),
+)
+
+
+# -------- help --------
+
+class Topic(NamedTuple):
+    """One topic of the manual."""
+    show: Callable[[], str]
+    help: str
+
+
+def format_usage(command: Command) -> str:
+    """'jobs list [WF] [options]'."""
+    forms = {'1': '{}', '?': '[{}]', '*': '[{}...]', '+': '{}...', '--': '[-- {}...]'}
+    words = [forms[argument.count].format(argument.names) for argument in command.arguments if not argument.names.startswith('-')]
+    options = ['[options]'] if len(words) < len(command.arguments) else []
+    place = len(words) - any(word.startswith('[--') for word in words)
+    return ' '.join([command.name] + words[:place] + options + words[place:])
+
+
+def format_arguments(arguments: Sequence[Argument]) -> str:
+    """Two columns: names with their value, and meaning."""
+    rows = []
+    for argument in arguments:
+        needed = ' (required)' if argument.count == '!' else ''
+        default = f' (default {argument.default})' if argument.default is not None and 'default' not in argument.meaning else ''
+        rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(), argument.meaning + needed + default))
+    return format_rows(rows)
+
+
+def format_command_help(words: str) -> str:
+    """Help on a command, or the commands of a group."""
+    found = [command for command in COMMANDS if command.name == words]
+    if found:
+        command = found[0]
+        arguments = '\n' + format_arguments(command.arguments) if command.arguments else ''
+        return (f'Usage: torc.py {format_usage(command)}\n\n{sentence(command.help)}\n{arguments}\n'
+                f'Example: torc.py {command.example}\nOptions of all commands: torc.py help commands\n')
+    group = [command for command in COMMANDS if command.name.startswith(words + ' ')]
+    if group:
+        return f'Commands of {words}:\n\n' + format_rows((format_usage(command), command.help) for command in group)
+    names = [*TOPICS, *(command.name for command in COMMANDS), *GROUPS]
+    raise BadInput(printable(f'there is no help on {words!r}{did_you_mean(words, names)} (see: torc.py help)'))
+
+
+def sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return text[0].upper() + text[1:] + '.'
+
+
+def verbs_of(group: str) -> List[str]:
+    """Second words of a group's commands."""
+    return [command.name.split()[1] for command in COMMANDS if command.name.startswith(group + ' ')]
+
+
+def format_overview() -> str:
+    """What `help` says alone."""
+    plain = [(command.name, command.help) for command in COMMANDS if ' ' not in command.name]
+    groups = [(group, ', '.join(verbs_of(group))) for group in GROUPS]
+    topics = [(f'help {name}', topic.help) for name, topic in TOPICS.items()] + [('help COMMAND', 'arguments of a command')]
+    return ('torc.py: a workflow manager in one file.\n\n    torc.py run FILE        create, run, wait, report\n\n'
+            f'Commands:\n{format_rows(plain)}\nGroups:\n{format_rows(groups)}\nManual:\n{format_rows(topics)}')
+
+
+def format_all_commands() -> str:
+    """Topic `commands`: every command, then the options of all."""
+    rows = format_rows(((format_usage(command), command.help) for command in COMMANDS), limit=48)
+    return f'Commands:\n{rows}\nOptions of all commands, before or after the command:\n{format_arguments(GLOBAL_ARGUMENTS)}'
+
+
+def format_environment() -> str:
+    """Topic `environment`: variables, then exit codes."""
+    set_by = {'you': 'You set:', 'torc': 'Set for jobs:'}
+    parts = [f'{title}\n' + format_rows((row.name, row.meaning) for row in ENVIRONMENT if row.set_by == who)
+             for who, title in set_by.items()]
+    return '\n'.join(parts + ['Exit codes:\n' + format_rows((str(row.code), row.meaning) for row in EXITS)])
+
+
+def format_command_markdown() -> str:
+    """README's reference of commands: usage, what it does, options."""
+    lines = []
+    for command in COMMANDS:
+        options = [f"`{argument.names.split()[-1]}{' ' + argument.value if argument.value else ''}`"
+                   for argument in command.arguments if argument.names.startswith('-')]
+        lines.append(f"* `{format_usage(command)}`: {command.help}" + (f". Options: {', '.join(options)}" if options else ''))
+    return '\n'.join(lines) + '\n'
+
+
+GROUPS = tuple(dict.fromkeys(command.name.split()[0] for command in COMMANDS if ' ' in command.name))
+TOPICS = {
+    'spec': Topic(format_field_help, 'every field of a workflow file'),
+    'parameters': Topic(format_parameter_help, 'how one job becomes many'),
+    'commands': Topic(format_all_commands, 'every command, and options of all'),
+    'environment': Topic(format_environment, 'environment variables and exit codes'),
+}
+
+
+# -------- parsing --------
+
+WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
+JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive', 'workflows reset-status', 'jobs reset-status')
+NEGATIVE_NUMBER = re.compile(r'-[0-9]+\Z')
+
+
+HELP = next(command for command in COMMANDS if command.run is cmd_help)
+
+
+class Parsed(NamedTuple):
+    """A command line, understood."""
+    command: Optional[Command]  # None: only options, such as --version
+    args: Arguments             # of the command
+    options: Arguments          # of all commands
+
+
+def is_option(word: str) -> bool:
+    """Whether a word is an option: not '-' alone (stdin), nor a negative number."""
+    return word.startswith('-') and word != '-' and not NEGATIVE_NUMBER.match(word)
+
+
+def option_table(arguments: Sequence[Argument]) -> Dict[str, Argument]:
+    """Each spelling of each option."""
+    return {name: argument for argument in arguments for name in argument.names.split() if name.startswith('-')}
+
+
+def parse_command_line(words: Sequence[str]) -> Parsed:
+    """Words after the program's name -> what is to be done. BadInput for what is not understood."""
+    words, rest = list(words), []
+    if '--' in words:
+        place = words.index('--')
+        words, rest = words[:place], words[place + 1:]
+    options = {key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}
+    queue = collections.deque(words)
+    bare = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
+    if not bare:
+        return Parsed(None, {}, options)
+    if bare[0] in GROUPS and len(queue) == 1 and queue[0] in ('-h', '--help'):
+        return Parsed(HELP, {'topic': bare}, options)
+    command = find_command(bare[0], queue, options)
+    args = {key_of(argument): argument.default for argument in command.arguments}
+    found = {}      # type: Arguments
+    table = dict(option_table(GLOBAL_ARGUMENTS), **option_table(command.arguments))
+    try:
+        bare = read_words(queue, table, found)
+        if found.get('help'):
+            return Parsed(command, args, dict(options, help=True))
+        place_words(command, bare, rest, found)
+    except ValueError as error:
+        raise BadInput(f'{error}; usage: torc.py {format_usage(command)}') from None
+    args.update((key, value) for key, value in found.items() if key in args)
+    options.update((key, value) for key, value in found.items() if key in options and key not in args)
+    options['no_prompts'] = options['no_prompts'] or bool(found.get('no_prompts'))
+    return Parsed(command, args, options)
+
+
+def find_command(first: str, queue: Any, options: Arguments) -> Command:
+    """The row that the first word, or the first two, name."""
+    names = {command.name: command for command in COMMANDS}
+    if first in names:
+        return names[first]
+    if first not in GROUPS:
+        raise BadInput(printable(f'there is no command {first!r}{did_you_mean(first, [*names, *GROUPS])} (see: torc.py help)'))
+    second = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
+    if second and f'{first} {second[0]}' in names:
+        return names[f'{first} {second[0]}']
+    verbs = verbs_of(first)
+    if not second:
+        raise BadInput(f"`{first}` wants one of: {', '.join(verbs)}")
+    near = did_you_mean(second[0], verbs)
+    raise BadInput(printable(f"there is no command '{first} {second[0]}'{near} ({first} has: {', '.join(verbs)})"))
+
+
+def read_words(queue: Any, table: Dict[str, Argument], found: Arguments, limit: float = math.inf) -> List[str]:
+    """Take words off the queue: options into `found`, the others into the answer, until there are `limit` of these."""
+    bare = []       # type: List[str]
+    while queue and len(bare) < limit:
+        word = queue.popleft()
+        if is_option(word):
+            read_option_word(word, queue, table, found)
+        else:
+            bare.append(word)
+    return bare
+
+
+def read_option_word(word: str, queue: Any, table: Dict[str, Argument], found: Arguments) -> None:
+    """One option with its value: --name value, --name=value, -n value, -nvalue, or several switches such as -ar."""
+    if word.startswith('--'):
+        name, equals, value = word.partition('=')
+    else:
+        name, equals, value = word[:2], word[2:], word[2:]
+    argument = table.get(name)
+    if argument is None:
+        raise BadInput(printable(f'there is no option {name}{did_you_mean(name, table)}'))
+    if argument.value:
+        values = [value] if equals else take_values(name, argument, queue)
+        for text in values:
+            store_value(argument, name, text, found)
+    elif equals and word.startswith('--'):
+        raise BadInput(f'{name} takes no value')
+    else:
+        found[key_of(argument)] = True
+        if value:
+            read_option_word('-' + value, queue, table, found)
+
+
+def take_values(name: str, argument: Argument, queue: Any) -> List[str]:
+    """The word after an option; for those that take several, all words up to the next option."""
+    values = []
+    while queue and not is_option(queue[0]) and (not values or argument.count == '+'):
+        values.append(queue.popleft())
+    if not values and queue and argument.parse is str and argument.count != '+':
+        values.append(queue.popleft())      # a command may begin with a dash
+    if not values:
+        raise BadInput(f'{name} wants a value: {name} {argument.value}')
+    return values
+
+
+def store_value(argument: Argument, name: str, text: str, found: Arguments) -> None:
+    """A value under its key; what may stand several times is collected in a list."""
+    try:
+        value = argument.parse(text)
+    except ValueError as error:
+        raise BadInput(printable(f'{name}: {error}')) from None
+    key = key_of(argument)
+    if argument.count in '*+':
+        found.setdefault(key, []).extend(value if isinstance(value, list) else [value])
+    else:
+        found[key] = value
+
+
+def place_words(command: Command, bare: List[str], rest: List[str], found: Arguments) -> None:
+    """Give the words that are no options to the arguments they are meant for, in their order. ValueErrors."""
+    for argument in command.arguments:
+        key = key_of(argument)
+        if argument.names.startswith('-'):
+            if argument.count == '!' and key not in found:
+                raise ValueError(f'{argument.names.split()[-1]} {argument.value} is missing')
+        elif argument.count == '--':
+            found[key], rest = rest, []
+        else:
+            least, most = WORDS_OF_COUNT[argument.count]
+            taken, bare = bare[:int(min(most, len(bare)))], bare[int(min(most, len(bare))):]
+            if len(taken) < least:
+                raise ValueError(f'{argument.names} is missing')
+            values = [argument.parse(word) for word in taken]
+            found[key] = values if most > 1 else values[0] if values else None
+    if bare or rest:
+        raise ValueError(f'{printable((bare + rest)[0])!r} is one word too many')
+
+
+# -------- the border --------
+
+def run_command(parsed: Parsed, session: Session) -> int:
+    """Carry out what was understood."""
+    if parsed.options['version']:
+        session.show(f'torc {__version__}\n')
+        return 0
+    if parsed.command is None:
+        if parsed.options['help']:
+            session.show(format_overview())
+            return 0
+        session.err.write(format_overview())
+        return BadInput.exit
+    if parsed.options['help']:
+        session.show(format_command_help(parsed.command.name))
+        return 0
+    if session.format == 'csv' and not parsed.command.has_csv:
+        raise BadInput(f'`{parsed.command.name}` has no CSV form: give -f table or -f json')
+    session.command = parsed.command
+    return parsed.command.run(session, parsed.args)
+
+
+def tell_error(session: Session, error: TorcError) -> int:
+    """An error's message and problems on stderr; its exit code."""
+    problems = getattr(error, 'problems', [])
+    for problem in problems[:PROBLEMS_SHOWN]:
+        session.tell(printable(f'error: {problem}'))
+    if len(problems) > PROBLEMS_SHOWN:
+        session.tell(f'and {len(problems) - PROBLEMS_SHOWN} more')
+    if error.message not in [text for problem in problems for text in (problem.message, str(problem), str(problem._replace(path='')))]:
+        session.tell(printable(f'torc: {error.message}'))
+    if session.command is not None and session.command.name in JSON_ERRORS and session.format == 'json':
+        session.show_json(dict(error.details, status='error', error=error.message, message=error.message))
+    return error.exit
+
+
+@contextlib.contextmanager
+def logging_to(stream: Any, level: str) -> Iterator[None]:
+    """Log lines of this program go to a stream for a while."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.CRITICAL + 1 if level == 'off' else level.upper())
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+def log_level(parsed: Parsed) -> str:
+    """Level that was asked for; a server tells more than a command."""
+    own = parsed.args.get('log_level') or parsed.options['log_level']
+    return own or ('info' if parsed.command is not None and parsed.command.name == 'serve' else 'warning')
+
+
+def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None) -> int:
+    """Carry out a command line (default: this program's) and return its exit code."""
+    # A stream that was closed before the start is None.
+    out, err, stdin = (stream or open(os.devnull, mode) for stream, mode in ((out or sys.stdout, 'w'), (err or sys.stderr, 'w'), (sys.stdin, 'r')))
+    session = Session({key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}, out, err, stdin)
+    try:
+        parsed = parse_command_line(sys.argv[1:] if argv is None else argv)
+        session.options = parsed.options
+        with logging_to(err, log_level(parsed)):
+            code = run_command(parsed, session)
+        out.flush()
+        return code
+    except TorcError as error:
+        return tell_error(session, error)
+    except KeyboardInterrupt:
+        session.tell('Interrupted')
+        return 130
+    except BrokenPipeError:
+        silence(out)
+        return 141
+    except (OSError, UnicodeEncodeError) as error:
+        cause = explain_environment(error, out)
+        if cause:
+            session.tell(f'torc: {cause}')
+            silence(out)
+            return BadInput.exit
+        return tell_bug(session)
+    except Exception:  # border: what is left is a bug, and the user is told so
+        return tell_bug(session)
+    finally:
+        session.close()
+
+
+def tell_bug(session: Session) -> int:
+    """The traceback of the exception in hand; the exit code."""
+    session.tell(traceback.format_exc() + f'torc.py {__version__}: this is a bug, please report the lines above')
+    return 70
+
+
+def explain_environment(error: Exception, out: Any) -> str:
+    """What is wrong around us, if that is what an error comes from; '' if it is a bug."""
+    if isinstance(error, UnicodeEncodeError):
+        text = printable(str(error.object))[:100]
+        return (f'{text!r} cannot be written in the encoding {error.encoding}: it is no text, or the locale is not UTF-8 '
+                '(set LC_ALL=C.UTF-8 or another one that ends in UTF-8)')
+    if not os.path.isdir('.'):
+        return 'the current directory no longer exists: go to another one'
+    if error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT) and error.filename is None:
+        return f'cannot write: {error.strerror}'
+    return ''
+
+
+def silence(out: Any) -> None:
+    """Point a closed stdout at nothing, or the interpreter complains about it once more at its end (Python's signal documentation)."""
+    try:
+        number = out.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    except (OSError, ValueError):
+        pass    # not a file: nothing will be flushed
+
+
+if __name__ == '__main__':
+    gc.set_threshold(100000)    # a large workflow makes many objects and hardly any cycles
+    sys.exit(main())
