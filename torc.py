@@ -158,6 +158,7 @@ ACTION_TYPES = ('run_commands', 'schedule_nodes')
 EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
+TASK_STATUSES = ('queued', 'running', 'succeeded', 'failed')
 
 
 class Exit(NamedTuple):
@@ -4838,6 +4839,94 @@ CREATE TABLE event (
 );
 CREATE INDEX event_of ON event (workflow_id, timestamp);
 
+CREATE TABLE slurm_stats (
+    id                   INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id          INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    job_id               INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    run_id               INTEGER NOT NULL,
+    attempt_id           INTEGER NOT NULL DEFAULT 1,
+    slurm_job_id         TEXT,
+    max_rss_bytes        INTEGER,                       -- the rest is what sacct knew; NULL: nothing
+    max_vm_size_bytes    INTEGER,
+    max_disk_read_bytes  INTEGER,
+    max_disk_write_bytes INTEGER,
+    ave_cpu_seconds      REAL,
+    node_list            TEXT,
+    UNIQUE (job_id, run_id, attempt_id)
+);
+CREATE INDEX slurm_stats_of ON slurm_stats (workflow_id);
+
+CREATE TABLE remote_worker (
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    worker      TEXT NOT NULL,                          -- [user@]host[:port]
+    PRIMARY KEY (workflow_id, worker)
+) WITHOUT ROWID;
+
+CREATE TABLE ro_crate_entity (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    file_id     INTEGER REFERENCES file (id) ON DELETE SET NULL,
+    entity_id   TEXT NOT NULL,                          -- @id within the crate
+    entity_type TEXT NOT NULL,
+    metadata    JSON TEXT NOT NULL,
+    UNIQUE (workflow_id, entity_id)
+);
+CREATE UNIQUE INDEX ro_crate_entity_of_file ON ro_crate_entity (workflow_id, file_id) WHERE file_id IS NOT NULL;
+
+CREATE TABLE task (
+    id             INTEGER PRIMARY KEY AUTOINCREMENT,
+    workflow_id    INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    operation      TEXT NOT NULL,                       -- name of the operation that runs on its own
+    request        JSON TEXT NOT NULL,                  -- its parameters
+    status         TEXT NOT NULL,                       -- queued, running, succeeded, failed
+    requested_by   TEXT NOT NULL,
+    created_at_ms  INTEGER NOT NULL,                    -- milliseconds since the epoch
+    started_at_ms  INTEGER,
+    finished_at_ms INTEGER,
+    error          TEXT
+);
+CREATE UNIQUE INDEX task_active ON task (workflow_id) WHERE status IN ('queued', 'running');    -- one at a time
+CREATE INDEX task_of ON task (workflow_id);
+
+CREATE TABLE access_group (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    name        TEXT NOT NULL UNIQUE,
+    description TEXT,
+    created_at  TEXT NOT NULL,
+    is_system   BOOL INTEGER NOT NULL DEFAULT 0         -- the group of the administrators, filled by the server's options
+);
+
+CREATE TABLE user_group_membership (
+    id         INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_id   INTEGER NOT NULL REFERENCES access_group (id) ON DELETE CASCADE,
+    user_name  TEXT NOT NULL,
+    role       TEXT NOT NULL DEFAULT 'member',          -- one of GROUP_ROLES
+    created_at TEXT NOT NULL,
+    UNIQUE (group_id, user_name)
+);
+CREATE INDEX user_group_membership_of ON user_group_membership (user_name);
+
+CREATE TABLE workflow_access_group (
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    group_id    INTEGER NOT NULL REFERENCES access_group (id) ON DELETE CASCADE,
+    created_at  TEXT NOT NULL,
+    PRIMARY KEY (workflow_id, group_id)
+) WITHOUT ROWID;
+CREATE INDEX workflow_access_group_by_group ON workflow_access_group (group_id);
+
+CREATE TABLE admin_audit_log (                          -- outlives the workflows that it speaks of
+    id               INTEGER PRIMARY KEY AUTOINCREMENT,
+    user_name        TEXT NOT NULL,
+    timestamp        INTEGER NOT NULL,                  -- milliseconds since the epoch
+    sql_text         TEXT NOT NULL,
+    is_write         BOOL INTEGER NOT NULL,
+    allow_full_table BOOL INTEGER NOT NULL,
+    rows_affected    INTEGER,
+    committed        BOOL INTEGER NOT NULL,
+    success          BOOL INTEGER NOT NULL,
+    error            TEXT
+);
+
 CREATE VIEW job_view AS
     SELECT job.id AS id, job.workflow_id AS workflow_id, job.name AS name, job.command AS command,
            ifnull(job.invocation_script, '') AS invocation_script, job.env AS env, job.status AS status,
@@ -6838,15 +6927,26 @@ def describe_progress(store: Store, state: WorkflowState, complete: bool) -> Dic
 # for many minutes after a 5xx.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
-         'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES)}
+         'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES), 'TaskStatus': TASK_STATUSES}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALAR_CHECKS, [list], {map}, {map with nulls?}, @Model or
-# enum, ?Model of which any field may be missing.
+# enum, ?Model of which any field may be missing. Models of lists are made from RESOURCES.
 MODELS = {
+    'AccessCheckResponse': 'has_access:bool! reason:str user_name:str! workflow_id:int!',
+    'AccessGroupModel': 'created_at:str description:str id:int name:name!',
+    'ActiveTaskResponse': 'task:@TaskModel',
+    'AdminAuditLogEntry': 'allow_full_table:bool! committed:bool! error:str id:int! is_write:bool! rows_affected:int sql_text:str! '
+                          'success:bool! timestamp:int! user_name:str!',
+    'AdminSqlRequest': 'allow_full_table:bool dry_run:bool limit:int sql:str! write:bool',
+    'AdminSqlResponse': 'columns:[str]! committed:bool! items:[object]! rows_affected:int',
     'ArchiveWorkflowRequest': 'is_archived:bool!',
     'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
+    'BatchCompleteJobsResponse': 'completed:[int]! errors:[@JobCompletionError]!',
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
     'ClaimActionRequest': 'compute_node_id:int',
+    'ClaimActionResponse': 'action_id:int! claimed:bool success:bool',
+    'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
+    'ClaimNextJobsResponse': 'jobs:[@JobModel]',
     'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! duration_seconds:float end_time:time '
                         'hostname:str! id:int is_active:bool labels:[str] memory_gb:float! num_cpus:int! num_gpus:int! '
                         'num_nodes:int! peak_cpu_percent:float peak_memory_bytes:int pid:int! sample_count:int scheduler:any '
@@ -6854,7 +6954,14 @@ MODELS = {
     'ComputeNodeMonitorConfig': 'cpu:bool enabled:bool granularity:@MonitorGranularity memory:bool',
     'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! num_nodes:nodes! '
                              'scheduler_config_id:int time_limit:str',
+    'CreateFilesResponse': 'files:[@FileModel]',
+    'CreateJobsResponse': 'jobs:[@JobModel]',
+    'CreateUserDataListResponse': 'user_data:[@UserDataModel]',
+    'CreatedWorkflow': 'workflow_id:int! workflow_name:str! job_count:int!',
+    'DeleteCountResponse': 'count:int!',
+    'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DynamicJobsConfig': 'max_iterations:int',
+    'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
     'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} limit_resources:bool mode:@ExecutionMode '
                        'oom_exit_code:int sigkill_headroom_seconds:int sigterm_lead_seconds:int srun_mpi:str '
@@ -6862,26 +6969,46 @@ MODELS = {
     'FailureHandlerModel': 'id:int name:name! rules:rules! workflow_id:int!',
     'FileModel': 'id:int name:name! path:str! st_mtime:float workflow_id:int! identifier:str',
     'FilesModel': 'files:[@FileModel]!',
+    'GetReadyJobRequirementsResponse': 'max_num_nodes:int! max_runtime:str! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int!',
+    'IsCompleteResponse': 'is_canceled:bool! is_complete:bool!',
+    'IsUninitializedResponse': 'is_uninitialized:bool!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
+    'JobCompletionError': 'job_id:int! message:str!',
+    'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! workflow_id:int!',
+    'JobFileRelationshipModel': 'consumer_job_id:int consumer_job_name:str file_id:int! file_name:str! file_path:str! '
+                                'producer_job_id:int producer_job_name:str workflow_id:int!',
     'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:str! compute_node_id:int depends_on_job_ids:[int] '
                 'env:{str} failure_handler_id:int id:int input_file_ids:[int] input_user_data_ids:[int] invocation_script:str '
                 'labels:[str] name:name! origin:str output_file_ids:[int] output_user_data_ids:[int] priority:int '
                 'resource_requirements_id:int schedule_compute_nodes:any scheduler_id:int start_time:str status:@JobStatus '
                 'supports_termination:bool workflow_id:int!',
     'JobMonitorConfig': 'enabled:bool granularity:@MonitorGranularity',
+    'JobStatusCounts': ' '.join(f'{status}:int!' for status in STATUS_CODES),
+    'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int producer_job_name:str '
+                                    'user_data_id:int! user_data_name:str! workflow_id:int!',
     'JobsModel': 'jobs:[@JobModel]!',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
+    'ListJobIdsResponse': 'count:int! job_ids:[int]!',
+    'ListMissingUserDataResponse': 'user_data:[int]!',
+    'ListRequiredExistingFilesResponse': 'files:[int]!',
+    'MessageResponse': 'message:str!',
+    'PingResponse': 'status:str!',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
                  'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
                  'failure_handlers:[?FailureHandlerModel]! kinds:[planned_kind]! dependency_sets:[[int]]! jobs:planned_jobs! '
                  'actions:[@PlannedAction]!',
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] persistent:bool',
+    'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
+    'ReloadAuthResponse': 'message:str! user_count:int!',
+    'RemoteWorkerModel': 'worker:str! workflow_id:int!',
+    'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int generate_plots:bool '
                              'granularity:@MonitorGranularity jobs:@JobMonitorConfig sample_interval_seconds:int',
     'ResourceRequirementsModel': 'id:int memory:str name:name! num_cpus:int num_gpus:int num_nodes:int runtime:str workflow_id:int!',
     'ResultModel': 'attempt_id:int avg_cpu_percent:float avg_memory_bytes:int completion_time:time! compute_node_id:int! '
                    'exec_time_minutes:minutes! id:int job_id:int! job_name:str peak_cpu_percent:float peak_memory_bytes:int '
                    'return_code:int! run_id:int! status:@JobStatus! workflow_id:int!',
+    'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! workflow_id:int!',
     'RunnerAction': 'action_id:int! success:bool! message:str',
     'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! completion_time:time! '
@@ -6892,13 +7019,25 @@ MODELS = {
                          'held:[attempt] held_actions:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int num_nodes:nodes depth:int total:@RunnerCapacity '
                   'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
+    'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! status:str! workflow_id:int!',
     'SetFileTimesRequest': 'files:{float?}!',
+    'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
     'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! ntasks_per_node:int partition:str '
                            'qos:str serialize_allocations:bool tmp:str walltime:str! workflow_id:int!',
+    'SlurmStatsModel': 'attempt_id:int! ave_cpu_seconds:float id:int job_id:int! max_disk_read_bytes:int max_disk_write_bytes:int '
+                       'max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! slurm_job_id:str workflow_id:int!',
+    'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:str! depends_on:[str] labels:[str] name:name! priority:int '
+                     'resource_requirements:str',
+    'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:str state:any',
+    'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
+    'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
+    'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:str! user_name:str!',
+    'VersionResponse': 'api_version:str! git_hash:str version:str!',
+    'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str executed_by:int id:int '
                            'is_recovery:bool job_ids:[int] persistent:bool required_triggers:int trigger_count:int '
                            'trigger_type:str! workflow_id:int!',
@@ -6908,6 +7047,10 @@ MODELS = {
                      'enable_ro_crate:bool env:{str} execution_config:@ExecutionConfig id:int is_archived:bool is_canceled:bool '
                      'metadata:object name:name! project:str resource_monitor_config:@ResourceMonitorConfig run_id:int '
                      'slurm_defaults:object submission_directory:str timestamp:str use_pending_failed:bool user:str!',
+    'WorkflowStatusResponse': 'active_compute_nodes:int! active_scheduled_nodes:int! is_canceled:bool! is_complete:bool! '
+                              'jobs_by_status:@JobStatusCounts! longest_ready_runtime_seconds:int max_allocation_remaining_seconds:int '
+                              'pending_scheduled_nodes:int! runtime_blocked_ready_jobs:int! total_exec_time_minutes:float! total_jobs:int! '
+                              'unserved_ready_labels:{int} walltime_seconds:float workflow_id:int! workflow_name:str! workflow_user:str!',
 }
 
 UNSTORABLE = re.compile('[\x00\ud800-\udfff]')
@@ -7159,37 +7302,51 @@ class Resource(NamedTuple):
     """A noun with the usual operations on rows of one table."""
     table: str
     view: str                   # what is read; usually the table
+    model: str                  # of its rows
+    plural: str                 # in the name of the model of its lists
     filters: Dict[str, str]     # query parameter -> condition with one ?; other parameters compare for equality
 
 
 CONTAINS = 'instr(lower({0}), lower(?)) > 0'
 RESOURCES = {
-    'workflow': Resource('workflow', 'workflow', {'description': CONTAINS.format('description')}),
-    'job': Resource('job', 'job_view', {
+    'workflow': Resource('workflow', 'workflow', 'WorkflowModel', 'Workflows', {'description': CONTAINS.format('description')}),
+    'job': Resource('job', 'job_view', 'JobModel', 'Jobs', {
         'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
         'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
         'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = dep_member.dep_set_id WHERE dep_member.job_id = ?)',
         'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
         'origin_is_set': '(origin IS NOT NULL) = ?', 'labels': "instr(?, '|' || ifnull(labels, '') || '|') > 0"}),
-    'file': Resource('file', 'file', {
+    'file': Resource('file', 'file', 'FileModel', 'Files', {
         'path': CONTAINS.format('path'), 'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
         'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
-    'user_data': Resource('user_data', 'user_data', {
+    'user_data': Resource('user_data', 'user_data', 'UserDataModel', 'UserData', {
         'name': CONTAINS.format('name'),
         'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
         'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
-    'resource_requirements': Resource('resource_requirements', 'resource_requirements', {
+    'resource_requirements': Resource('resource_requirements', 'resource_requirements', 'ResourceRequirementsModel', 'ResourceRequirements', {
         'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)'}),
-    'failure_handler': Resource('failure_handler', 'failure_handler', {}),
-    'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', {}),
-    'local_scheduler': Resource('local_scheduler', 'local_scheduler', {}),
-    'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', {}),
-    'compute_node': Resource('compute_node', 'compute_node', {
+    'failure_handler': Resource('failure_handler', 'failure_handler', 'FailureHandlerModel', 'FailureHandlers', {}),
+    'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', 'SlurmSchedulerModel', 'SlurmSchedulers', {}),
+    'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel', 'LocalSchedulers', {}),
+    'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', 'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
+    'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
         'scheduled_compute_node_id': """instr(replace(scheduler, '}', ','), '"scheduler_id":' || ? || ',') > 0"""}),
-    'result': Resource('result', 'result_view', {'all_runs': '(? OR is_current = 1)'}),
-    'event': Resource('event', 'event', {
+    'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
+    'event': Resource('event', 'event', 'EventModel', 'Events', {
         'category': """instr(data, '"category":"' || ? || '"') > 0""", 'after_timestamp': 'timestamp > ?'}),
 }
+LIST_MODEL = 'count:int! has_more:bool! items:[@{0}]! max_limit:int! offset:int! total_count:int!'
+GROUP_LIST_MODEL = 'has_more:bool! items:[@{0}]! limit:int! offset:int! total_count:int!'
+MODELS.update({f'List{noun.plural}Response': LIST_MODEL.format(noun.model) for noun in RESOURCES.values()})
+MODELS.update({name: shape.format(model) for name, model, shape in (
+    ('ListAccessGroupsResponse', 'AccessGroupModel', GROUP_LIST_MODEL),
+    ('ListUserGroupMembershipsResponse', 'UserGroupMembershipModel', GROUP_LIST_MODEL),
+    ('ListAdminAuditLogResponse', 'AdminAuditLogEntry', LIST_MODEL),
+    ('ListJobDependenciesResponse', 'JobDependencyModel', LIST_MODEL),
+    ('ListJobFileRelationshipsResponse', 'JobFileRelationshipModel', LIST_MODEL),
+    ('ListJobUserDataRelationshipsResponse', 'JobUserDataRelationshipModel', LIST_MODEL),
+    ('RunningJobsResponse', 'RunningJobModel', LIST_MODEL),
+    ('SlurmJobCorrelationsResponse', 'SlurmJobCorrelationModel', LIST_MODEL))})
 
 
 def list_rows(store: Store, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
@@ -7413,63 +7570,64 @@ class Route(NamedTuple):
     resource: str = ''  # first argument of the usual operations
     query: str = ''     # name:type of each query parameter, ! where required
     body: str = ''      # model of the body; '?' before it: fields may be missing, '-': anything
+    returns: str = ''   # type of the answer in the words of MODELS; '': what the usual operation on the resource gives
 
 
 PAGE = 'offset:int limit:int sort_by:str reverse_sort:bool '
 OF = 'workflow_id:int! '
 WF = '/workflows/{workflow_id}'
 ROUTES = (
-    Route('ping',        'GET', '/ping',    ping),
-    Route('get_version', 'GET', '/version', get_version),
+    Route('ping',        'GET', '/ping',    ping, returns='@PingResponse'),
+    Route('get_version', 'GET', '/version', get_version, returns='@VersionResponse'),
 
-    Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel'),
-    Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel'),
+    Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel', returns='@WorkflowModel'),
+    Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel', returns='@CreatedWorkflow'),
     Route('list_workflows',              'GET',    '/workflows',              list_rows, 'workflow',
           PAGE + 'name:str user:str description:str is_archived:bool'),
-    Route('get_workflow',                'GET',    WF,                        get_workflow),
-    Route('update_workflow',             'PUT',    WF,                        update_workflow, '', '', '?WorkflowModel'),
-    Route('delete_workflow',             'DELETE', WF,                        delete_workflow),
-    Route('archive_workflow',            'POST',   WF + '/archive',           archive_workflow, '', '', 'ArchiveWorkflowRequest'),
-    Route('cancel_workflow',             'PUT',    WF + '/cancel',            cancel_workflow),
-    Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status),
-    Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete),
-    Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized),
+    Route('get_workflow',                'GET',    WF,                        get_workflow, returns='@WorkflowModel'),
+    Route('update_workflow',             'PUT',    WF,                        update_workflow, '', '', '?WorkflowModel', returns='@WorkflowModel'),
+    Route('delete_workflow',             'DELETE', WF,                        delete_workflow, returns='@WorkflowModel'),
+    Route('archive_workflow',            'POST',   WF + '/archive',           archive_workflow, '', '', 'ArchiveWorkflowRequest', returns='@WorkflowModel'),
+    Route('cancel_workflow',             'PUT',    WF + '/cancel',            cancel_workflow, returns='@WorkflowModel'),
+    Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status, returns='@WorkflowStatusResponse'),
+    Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete, returns='@IsCompleteResponse'),
+    Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized, returns='@IsUninitializedResponse'),
     Route('initialize_jobs',             'POST',   WF + '/initialize_jobs',   initialize_jobs, '',
-          'only_uninitialized:bool clear_ephemeral_user_data:bool'),
-    Route('reset_workflow_status',       'POST',   WF + '/reset_status',      reset_workflow_status, '', 'force:bool'),
-    Route('reset_job_status',            'POST',   WF + '/reset_job_status',  reset_job_status, '', 'failed_only:bool'),
-    Route('process_changed_job_inputs',  'POST',   WF + '/process_changed_job_inputs', process_changed_job_inputs, '', 'dry_run:bool'),
-    Route('check_changes',               'POST',   WF + '/check_changes',     check_changes, '', '', 'CheckChangesRequest'),
-    Route('set_file_times',              'POST',   WF + '/set_file_times',    set_file_times, '', '', 'SetFileTimesRequest'),
-    Route('list_required_existing_files', 'GET',   WF + '/required_existing_files', list_required_existing_files),
-    Route('list_missing_user_data',      'GET',    WF + '/missing_user_data', list_missing_user_data),
-    Route('get_running_jobs',            'GET',    WF + '/running_jobs',      get_running_jobs, '', 'offset:int limit:int'),
-    Route('list_job_ids',                'GET',    WF + '/job_ids',           list_job_ids),
-    Route('list_job_dependencies',       'GET',    WF + '/job_dependencies',  list_relations, 'job', PAGE),
-    Route('list_job_file_relationships', 'GET',    WF + '/job_file_relationships', list_relations, 'file', PAGE),
-    Route('list_job_user_data_relationships', 'GET', WF + '/job_user_data_relationships', list_relations, 'user_data', PAGE),
+          'only_uninitialized:bool clear_ephemeral_user_data:bool', returns='object'),
+    Route('reset_workflow_status',       'POST',   WF + '/reset_status',      reset_workflow_status, '', 'force:bool', returns='object'),
+    Route('reset_job_status',            'POST',   WF + '/reset_job_status',  reset_job_status, '', 'failed_only:bool', returns='@ResetJobStatusResponse'),
+    Route('process_changed_job_inputs',  'POST',   WF + '/process_changed_job_inputs', process_changed_job_inputs, '', 'dry_run:bool', returns='@ProcessChangedJobInputsResponse'),
+    Route('check_changes',               'POST',   WF + '/check_changes',     check_changes, '', '', 'CheckChangesRequest', returns='object'),
+    Route('set_file_times',              'POST',   WF + '/set_file_times',    set_file_times, '', '', 'SetFileTimesRequest', returns='object'),
+    Route('list_required_existing_files', 'GET',   WF + '/required_existing_files', list_required_existing_files, returns='@ListRequiredExistingFilesResponse'),
+    Route('list_missing_user_data',      'GET',    WF + '/missing_user_data', list_missing_user_data, returns='@ListMissingUserDataResponse'),
+    Route('get_running_jobs',            'GET',    WF + '/running_jobs',      get_running_jobs, '', 'offset:int limit:int', returns='@RunningJobsResponse'),
+    Route('list_job_ids',                'GET',    WF + '/job_ids',           list_job_ids, returns='@ListJobIdsResponse'),
+    Route('list_job_dependencies',       'GET',    WF + '/job_dependencies',  list_relations, 'job', PAGE, returns='@ListJobDependenciesResponse'),
+    Route('list_job_file_relationships', 'GET',    WF + '/job_file_relationships', list_relations, 'file', PAGE, returns='@ListJobFileRelationshipsResponse'),
+    Route('list_job_user_data_relationships', 'GET', WF + '/job_user_data_relationships', list_relations, 'user_data', PAGE, returns='@ListJobUserDataRelationshipsResponse'),
 
     Route('claim_jobs_based_on_resources', 'POST', WF + '/claim_jobs_based_on_resources/{limit}', claim_jobs_based_on_resources, '',
-          'strict_scheduler_match:bool', 'ComputeNodesResources'),
-    Route('claim_next_jobs',             'POST',   WF + '/claim_next_jobs',   claim_next_jobs, '', 'limit:int labels:str'),
-    Route('batch_complete_jobs',         'POST',   WF + '/batch_complete_jobs', batch_complete_jobs, '', '', 'BatchCompleteJobsRequest'),
-    Route('runner_sync',                 'POST',   WF + '/runner_sync',       runner_sync, '', '', 'RunnerSyncRequest'),
+          'strict_scheduler_match:bool', 'ComputeNodesResources', returns='@ClaimJobsBasedOnResources'),
+    Route('claim_next_jobs',             'POST',   WF + '/claim_next_jobs',   claim_next_jobs, '', 'limit:int labels:str', returns='@ClaimNextJobsResponse'),
+    Route('batch_complete_jobs',         'POST',   WF + '/batch_complete_jobs', batch_complete_jobs, '', '', 'BatchCompleteJobsRequest', returns='@BatchCompleteJobsResponse'),
+    Route('runner_sync',                 'POST',   WF + '/runner_sync',       runner_sync, '', '', 'RunnerSyncRequest', returns='object'),
 
-    Route('create_job',           'POST',   '/jobs',          create_job, '', '', 'JobModel'),
-    Route('create_jobs',          'POST',   '/bulk_jobs',     create_jobs, '', '', 'JobsModel'),
+    Route('create_job',           'POST',   '/jobs',          create_job, '', '', 'JobModel', returns='@JobModel'),
+    Route('create_jobs',          'POST',   '/bulk_jobs',     create_jobs, '', '', 'JobsModel', returns='@CreateJobsResponse'),
     Route('list_jobs',            'GET',    '/jobs',          list_jobs, 'job', OF + PAGE + 'status:str needs_file_id:int '
           'upstream_job_id:int include_relationships:bool active_compute_node_id:int origin_is_set:bool name:str command:str labels:str'),
-    Route('get_job',              'GET',    '/jobs/{job_id}', get_job),
-    Route('update_job',           'PUT',    '/jobs/{job_id}', update_job, '', '', '?JobModel'),
-    Route('delete_job',           'DELETE', '/jobs/{job_id}', delete_job),
+    Route('get_job',              'GET',    '/jobs/{job_id}', get_job, returns='@JobModel'),
+    Route('update_job',           'PUT',    '/jobs/{job_id}', update_job, '', '', '?JobModel', returns='@JobModel'),
+    Route('delete_job',           'DELETE', '/jobs/{job_id}', delete_job, returns='@JobModel'),
     Route('delete_jobs',          'DELETE', '/jobs',          delete_rows, 'job', OF),
-    Route('start_job',            'PUT',    '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job),
-    Route('complete_job',         'POST',   '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, '', '', 'ResultModel'),
-    Route('retry_job',            'POST',   '/jobs/{job_id}/retry/{run_id}', retry_job, '', 'max_retries:int!'),
-    Route('manage_status_change', 'PUT',    '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change),
+    Route('start_job',            'PUT',    '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job, returns='@JobModel'),
+    Route('complete_job',         'POST',   '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, '', '', 'ResultModel', returns='@JobModel'),
+    Route('retry_job',            'POST',   '/jobs/{job_id}/retry/{run_id}', retry_job, '', 'max_retries:int!', returns='@JobModel'),
+    Route('manage_status_change', 'PUT',    '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change, returns='@JobModel'),
 
     Route('create_file',  'POST',   '/files',          create_row, 'file', '', 'FileModel'),
-    Route('create_files', 'POST',   '/bulk_files',     create_rows, 'file', '', 'FilesModel'),
+    Route('create_files', 'POST',   '/bulk_files',     create_rows, 'file', '', 'FilesModel', returns='@CreateFilesResponse'),
     Route('list_files',   'GET',    '/files',          list_rows, 'file', OF + PAGE + 'produced_by_job_id:int name:str path:str is_output:bool'),
     Route('get_file',     'GET',    '/files/{row_id}', read_row, 'file'),
     Route('update_file',  'PUT',    '/files/{row_id}', update_row, 'file', '', '?FileModel'),
@@ -7477,7 +7635,7 @@ ROUTES = (
     Route('delete_files', 'DELETE', '/files',          delete_rows, 'file', OF),
 
     Route('create_user_data',      'POST',   '/user_data',          create_user_data, 'user_data', 'consumer_job_id:int producer_job_id:int', 'UserDataModel'),
-    Route('create_user_data_list', 'POST',   '/bulk_user_data',     create_rows, 'user_data', '', 'UserDataListModel'),
+    Route('create_user_data_list', 'POST',   '/bulk_user_data',     create_rows, 'user_data', '', 'UserDataListModel', returns='@CreateUserDataListResponse'),
     Route('list_user_data',        'GET',    '/user_data',          list_rows, 'user_data',
           OF + PAGE + 'consumer_job_id:int producer_job_id:int name:str is_ephemeral:bool'),
     Route('get_user_data',         'GET',    '/user_data/{row_id}', read_row, 'user_data'),
@@ -7513,13 +7671,13 @@ ROUTES = (
     Route('delete_event',  'DELETE', '/events/{row_id}', delete_row, 'event'),
     Route('delete_events', 'DELETE', '/events',          delete_rows, 'event', OF),
 
-    Route('create_compute_node',  'POST',   '/compute_nodes',           create_compute_node, '', '', 'ComputeNodeModel'),
+    Route('create_compute_node',  'POST',   '/compute_nodes',           create_compute_node, '', '', 'ComputeNodeModel', returns='@ComputeNodeModel'),
     Route('list_compute_nodes',   'GET',    '/compute_nodes',           list_rows, 'compute_node',
           OF + PAGE + 'hostname:str is_active:bool scheduled_compute_node_id:int'),
     Route('get_compute_node',     'GET',    '/compute_nodes/{row_id}',  read_row, 'compute_node'),
-    Route('update_compute_node',  'PUT',    '/compute_nodes/{node_id}', update_compute_node, '', '', '?ComputeNodeModel'),
-    Route('delete_compute_node',  'DELETE', '/compute_nodes/{node_id}', delete_compute_node),
-    Route('delete_compute_nodes', 'DELETE', '/compute_nodes',           delete_compute_nodes, '', OF),
+    Route('update_compute_node',  'PUT',    '/compute_nodes/{node_id}', update_compute_node, '', '', '?ComputeNodeModel', returns='@ComputeNodeModel'),
+    Route('delete_compute_node',  'DELETE', '/compute_nodes/{node_id}', delete_compute_node, returns='@ComputeNodeModel'),
+    Route('delete_compute_nodes', 'DELETE', '/compute_nodes',           delete_compute_nodes, '', OF, returns='@DeleteCountResponse'),
 
     Route('create_slurm_scheduler',  'POST',   '/slurm_schedulers',          create_row, 'slurm_scheduler', '', 'SlurmSchedulerModel'),
     Route('list_slurm_schedulers',   'GET',    '/slurm_schedulers',          list_rows, 'slurm_scheduler', OF + PAGE),
@@ -7543,11 +7701,23 @@ ROUTES = (
     Route('delete_scheduled_compute_node',  'DELETE', '/scheduled_compute_nodes/{row_id}', delete_row, 'scheduled_compute_node'),
     Route('delete_scheduled_compute_nodes', 'DELETE', '/scheduled_compute_nodes',          delete_rows, 'scheduled_compute_node', OF),
 
-    Route('create_workflow_action', 'POST', WF + '/actions',                   create_workflow_action, '', '', 'WorkflowActionModel'),
-    Route('get_workflow_actions',   'GET',  WF + '/actions',                   get_workflow_actions),
-    Route('get_pending_actions',    'GET',  WF + '/actions/pending',           get_pending_actions, '', 'trigger_type:[str]'),
-    Route('claim_action',           'POST', WF + '/actions/{action_id}/claim', claim_action, '', '', 'ClaimActionRequest'),
+    Route('create_workflow_action', 'POST', WF + '/actions',                   create_workflow_action, '', '', 'WorkflowActionModel', returns='@WorkflowActionModel'),
+    Route('get_workflow_actions',   'GET',  WF + '/actions',                   get_workflow_actions, returns='[@WorkflowActionModel]'),
+    Route('get_pending_actions',    'GET',  WF + '/actions/pending',           get_pending_actions, '', 'trigger_type:[str]', returns='[@WorkflowActionModel]'),
+    Route('claim_action',           'POST', WF + '/actions/{action_id}/claim', claim_action, '', '', 'ClaimActionRequest', returns='@ClaimActionResponse'),
 )
+
+
+def answer_type(route: Route) -> str:
+    """Type of a route's answer, in the words of MODELS."""
+    if route.returns:
+        return route.returns
+    noun = RESOURCES[route.resource]
+    if route.verb is delete_rows:
+        return '@DeleteCountResponse'
+    return f'@List{noun.plural}Response' if route.name.startswith('list_') else '@' + noun.model
+
+
 OPERATIONS = {route.name: route for route in ROUTES}
 BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/workflows/from_spec'))
 TEXT_PARAMETERS = frozenset(['status'])     # path parameters that are not integers
