@@ -115,6 +115,8 @@ log.addHandler(logging.NullHandler())
 # slot         a running job's place in the runner's ledger of resources
 # allocation   nodes that Slurm has given; a step is one srun in it
 # action       commands or allocations that a trigger sets off
+# lineage      jobs that a running job spawned, and those that they spawned in turn; each call is a generation
+# task         an operation that goes on after its request was answered (202)
 # orphan       a job that is running by the records, though nobody runs it
 
 
@@ -200,6 +202,7 @@ ENVIRONMENT = (
     Variable('TORC_ATTEMPT_ID',             'torc', 'its attempt, from 1 (not in run_commands actions)'),
     Variable('TORC_OUTPUT_DIR',             'torc', "the runner's output directory, absolute"),
     Variable('TORC_WORKFLOW_SUBMISSION_DIR', 'torc', 'directory in which the workflow was created'),
+    Variable('TORC_ORCHESTRATOR_LINEAGE_ID', 'torc', 'lineage of a job that another job spawned (those only)'),
     Variable('TORC_RETURN_CODE',            'torc', "the failed attempt's return code (recovery scripts only)"),
     Variable('TORC_GPU_VISIBLE_DEVICES',    'torc', 'GPU indexes given to the job; CUDA_, HIP_ and ROCR_VISIBLE_DEVICES are the same'),
 )
@@ -236,6 +239,7 @@ EXECUTION_DEFAULTS = {
     'job_stdio_overrides': {},
 }
 DEFAULT_MAX_RETRIES = 3             # attempts in all, as Torc counts
+DEFAULT_MAX_ITERATIONS = 1000       # generations of a lineage of spawned jobs
 ORPHAN_RETURN_CODE = -128           # of a job whose runner went away
 COMMAND_NOT_FOUND = 127             # POSIX shell
 
@@ -4732,6 +4736,16 @@ CREATE TABLE dep_member (
 ) WITHOUT ROWID;
 CREATE INDEX dep_member_by_job ON dep_member (job_id);
 
+CREATE TABLE spawn (                                    -- jobs that another job made while it ran
+    job_id      INTEGER PRIMARY KEY REFERENCES job (id) ON DELETE CASCADE,
+    workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
+    caller_id   INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    lineage     TEXT NOT NULL,
+    generation  INTEGER NOT NULL                        -- from 1 within the lineage; one for each call
+);
+CREATE INDEX spawn_of ON spawn (workflow_id, lineage);
+CREATE INDEX spawn_by_caller ON spawn (caller_id);
+
 CREATE TABLE file (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
     workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
@@ -4964,7 +4978,7 @@ PRAGMAS = (
 )
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
-                             'is_reported', 'identifier'])
+                             'is_reported', 'identifier', 'request', 'requested_by'])
 
 
 class TableColumn(NamedTuple):
@@ -5430,12 +5444,15 @@ def name_cycle(store: Store, waiting: Dict[int, int], members: Dict[int, List[in
     return ' -> '.join(names[member] for member in circle)
 
 
+MEMBERS_THAT_ARE = ('(SELECT count(*) FROM dep_member CROSS JOIN job ON job.id = dep_member.job_id '
+                    'WHERE dep_member.dep_set_id = dep_set.id AND job.status IN {})')
+RECOUNT = (f'UPDATE dep_set SET pending = {MEMBERS_THAT_ARE.format(sql_list(UNFINISHED))}, '
+           f'failed = {MEMBERS_THAT_ARE.format(sql_list(BAD))} WHERE ')
+
+
 def recount_sets(store: Store, workflow_id: int) -> None:
     """Make the counters of all sets agree with the statuses of their members."""
-    count = ('(SELECT count(*) FROM dep_member CROSS JOIN job ON job.id = dep_member.job_id '
-             'WHERE dep_member.dep_set_id = dep_set.id AND job.status IN ')
-    store.run(f'UPDATE dep_set SET pending = {count}{sql_list(UNFINISHED)}), failed = {count}{sql_list(BAD)}) '
-              'WHERE workflow_id = ?', (workflow_id,))
+    store.run(RECOUNT + 'workflow_id = ?', (workflow_id,))
 
 
 def settle(store: Store, workflow_id: int, ended: List[Tuple[int, int]]) -> None:
@@ -5588,18 +5605,59 @@ def check_action(trigger_type: str, action_type: str, config: Any) -> None:
     if action_type not in ACTION_TYPES:
         raise Refused(f"unknown action_type {action_type!r}; one of {', '.join(ACTION_TYPES)}")
     commands = config.get('commands') if isinstance(config, dict) else None
-    if action_type == 'run_commands' and not (isinstance(commands, list) and commands and all(isinstance(c, str) for c in commands)):
-        raise Refused('action_config of run_commands needs "commands": a list of shell commands')
+    if action_type == 'run_commands' and not (isinstance(commands, list) and commands and all(isinstance(c, str) for c in commands)
+                                              and len(config) == 1):
+        raise Refused('action_config of run_commands needs "commands", a list of shell commands, and takes nothing else')
+    if action_type == 'schedule_nodes':
+        check_schedule(config)
+
+
+SCHEDULE_TYPES = {'scheduler_id': int, 'scheduler_type': str, 'num_allocations': int, 'start_one_worker_per_node': bool,
+                   'max_parallel_jobs': int}
+
+
+def check_schedule(config: Any) -> None:
+    """Refuse an action_config of schedule_nodes with unknown keys or values of other types."""
+    if not isinstance(config, dict):
+        raise Refused('action_config of schedule_nodes must be an object')
+    for name, value in config.items():
+        if name not in SCHEDULE_TYPES:
+            raise Refused(f'action_config of schedule_nodes has no key {printable(name)!r}' + did_you_mean(name, SCHEDULE_TYPES))
+        if value is not None and type(value) is not SCHEDULE_TYPES[name]:
+            raise Refused(f'action_config: {name} must be of type {SCHEDULE_TYPES[name].__name__}, not {printable(repr(value)[:60])}')
+
+
+def get_action(store: Store, workflow_id: int, action_id: int) -> Dict[str, Any]:
+    """One action of a workflow. NotFound if it has none of this id."""
+    workflow_state(store, workflow_id)
+    found = action_rows(store, 'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
+    if not found:
+        raise NotFound(f'workflow {workflow_id} has no action {action_id}')
+    return found[0]
+
+
+def update_workflow_action(store: Store, workflow_id: int, action_id: int, body: Any) -> Dict[str, Any]:
+    """Change some keys of an action's action_config; the others stay."""
+    action = get_action(store, workflow_id, action_id)
+    if not isinstance(body, dict) or not body:
+        raise Refused('the body must be an object of the keys of action_config that are to change')
+    config = dict(action['action_config'], **body)
+    check_action(action['trigger_type'], action['action_type'], config)
+    store.update('workflow_action', action_id, {'action_config': config})
+    return get_action(store, workflow_id, action_id)
+
+
+def delete_workflow_action(store: Store, workflow_id: int, action_id: int) -> Dict[str, Any]:
+    """Remove an action, taken or not."""
+    get_action(store, workflow_id, action_id)
+    store.run('DELETE FROM workflow_action WHERE id = ?', (action_id,))
+    return {'message': f'Deleted action {action_id} of workflow {workflow_id}'}
 
 
 def claim_action(store: Store, workflow_id: int, action_id: int, body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
-    workflow_state(store, workflow_id)
     node_id = (body or {}).get('compute_node_id')
-    found = store.one('SELECT executed, persistent FROM workflow_action WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
-    if found is None:
-        raise NotFound(f'workflow {workflow_id} has no action {action_id}')
-    if not take_action(store, action_id, node_id, bool(found[1])):
+    if not take_action(store, action_id, node_id, get_action(store, workflow_id, action_id)['persistent']):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
     note_action_reported(store, action_id, node_id or 0)     # who claims so never tells how it ended
     return {'claimed': True, 'success': True, 'action_id': action_id}
@@ -6095,11 +6153,12 @@ def get_running_jobs(store: Store, workflow_id: int, offset: int = 0, limit: int
     workflow_state(store, workflow_id)
     total = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
     rows = store.rows(
-        'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time FROM job '
+        'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id FROM job '
         f'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND job.status = {RUNNING} '
         'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, max(0, min(limit, MAX_LIST_ITEMS)), max(0, offset)))
-    names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time')
-    items = [{key: cell for key, cell in zip(names, row) if cell is not None} for row in rows]
+    slurm_jobs = slurm_jobs_of_nodes(store, workflow_id)
+    names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time', 'scheduler_job_id')
+    items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None} for row in rows]
     return list_answer(items, offset, total)
 
 
@@ -6127,11 +6186,42 @@ def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = F
         uninitialize(store, downstream_of_uninitialized(store, workflow_id))
     else:
         store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
+    take_back_spawned(store, workflow_id)
     start_over(store, workflow_id, clear_ephemeral_user_data)
     rearm_actions(store, workflow_id, only_uninitialized)
     note_if_complete(store, workflow_id)
+    if store.value('SELECT enable_ro_crate FROM workflow WHERE id = ?', (workflow_id,)):
+        note_provenance(store, workflow_id)
     verb = 'Reinitialized' if only_uninitialized else 'Initialized'
     return {'message': f'{verb} workflow {workflow_id}'}
+
+
+def note_provenance(store: Store, workflow_id: int) -> None:
+    """Describe the workflow, its run, this program and the input files as RO-Crate entities; what others added to them stays."""
+    workflow = get_workflow(store, workflow_id)
+    run = f"run-id-{workflow['run_id']}"
+    plan, software = '#torc-workflow', f'#software-torc.py-{run}'
+    for entity_id, entity_type, metadata in (
+            (plan, 'prov:Plan', {'name': workflow['name'], 'description': workflow.get('description') or workflow['name']}),
+            (software, 'SoftwareApplication', {'name': 'torc.py', 'version': __version__}),
+            (f'#torc-{run}', 'prov:Activity', {'name': f"{workflow['name']}, run {workflow['run_id']}", 'startTime': format_time(store.now()),
+                                               'prov:hadPlan': {'@id': plan}, 'instrument': {'@id': software}})):
+        put_entity(store, workflow_id, None, entity_id, entity_type, metadata)
+    for file_id, path, identifier, mtime in store.rows(
+            'SELECT id, path, identifier, st_mtime FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
+            'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id)', (workflow_id,)):
+        metadata = {'name': os.path.basename(path), 'dateModified': format_time(mtime), **({'sameAs': path} if identifier else {})}
+        put_entity(store, workflow_id, file_id, identifier or path, 'File', metadata)
+
+
+def put_entity(store: Store, workflow_id: int, file_id: Optional[int], entity_id: str, entity_type: str, metadata: Dict[str, Any]) -> None:
+    """Add an RO-Crate entity, or renew the one of this file or name."""
+    known = store.one('SELECT id, metadata FROM ro_crate_entity WHERE workflow_id = ? AND (file_id = ? OR entity_id = ?) '
+                      'ORDER BY file_id IS NULL LIMIT 1', (workflow_id, file_id, entity_id))
+    if known is not None:
+        return store.update('ro_crate_entity', known[0], {'metadata': dict(json.loads(known[1]), **metadata)})
+    store.insert('ro_crate_entity', {'workflow_id': workflow_id, 'file_id': file_id, 'entity_id': entity_id, 'entity_type': entity_type,
+                                     'metadata': dict({'@id': entity_id, '@type': entity_type}, **metadata)})
 
 
 def refuse_active(store: Store, workflow_id: int, verb: str) -> None:
@@ -6709,6 +6799,291 @@ def give_back(store: Store, job_ids: Sequence[int]) -> None:
     run_by_ids(store, f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN', job_ids)
 
 
+# -------- jobs that make jobs --------
+#
+# A running job may spawn others, which wait for it at least. They belong to a lineage (its name unless told otherwise);
+# each call that adds jobs is one generation of it, and leaves a user data record __torc_lineage__<lineage>__g<number>
+# with what the caller wants to remember. The same call again, from a second attempt say, adds nothing and gets the first
+# answer. When a job starts over (initialize, after it was set back), what it had spawned goes, with its records and
+# results: it will spawn anew, perhaps something else. So no loop goes on with the jobs of an earlier run, and the cap on
+# generations counts those of this run.
+
+LINEAGE_RECORD = '__torc_lineage__{}__'     # followed by g000001, g000002 ... or final
+
+
+def spawn_jobs(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add jobs on behalf of a running one; they wait for its end, and for those that they name. With `state` and no jobs:
+    the last word of the lineage."""
+    caller = job_state(store, job_id)
+    names = [job['name'] for job in body['jobs']]
+    if names:
+        check_bulk([caller.workflow_id], names, 'jobs')
+    if caller.status != RUNNING:
+        raise Refused(f'job {job_id} is {STATUS_NAMES[caller.status]}; only a running job can spawn others')
+    lineage = body.get('lineage') or caller.name
+    counter = count_generations(store, caller.workflow_id, lineage)
+    known = {name: (spawned, generation) for name, spawned, generation in store.rows(
+        'SELECT job.name, job.id, spawn.generation FROM spawn CROSS JOIN job ON job.id = spawn.job_id '
+        'WHERE spawn.workflow_id = ? AND lineage = ?', (caller.workflow_id, lineage))}
+    old = [name for name in names if name in known]
+    if names and len(old) == len(names):
+        return {'spawned_job_ids': [known[name][0] for name in names], 'iteration': max(known[name][1] for name in names)}
+    if old:
+        raise Refused(f'lineage {lineage!r} has spawned {old[0]!r} before, but not all jobs of this request')
+    spawned = insert_spawned(store, caller, lineage, counter + 1, body['jobs'])
+    counter += bool(spawned)
+    record_generation(store, caller.workflow_id, lineage, counter, len(spawned), body.get('state'))
+    return {'spawned_job_ids': spawned, 'iteration': counter}
+
+
+def count_generations(store: Store, workflow_id: int, lineage: str) -> int:
+    """Number of the newest generation of a lineage, by its records."""
+    prefix = LINEAGE_RECORD.format(lineage) + 'g'
+    names = store.ids('SELECT name FROM user_data WHERE workflow_id = ? AND name >= ? AND name < ?', (workflow_id, prefix, prefix + ':'))
+    return max((int(name[len(prefix):]) for name in names if re.match(r'[0-9]{6,18}\Z', name[len(prefix):])), default=0)
+
+
+def record_generation(store: Store, workflow_id: int, lineage: str, counter: int, count: int, state: Any) -> None:
+    """Leave the record of a generation, or, without jobs, that of the lineage's end; what was said of its end before is over."""
+    final = LINEAGE_RECORD.format(lineage) + 'final'
+    content = {'generation': counter, 'spawn_count': count, 'state': state}
+    if count or state is not None:
+        store.run('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', (workflow_id, final))
+        store.insert('user_data', {'workflow_id': workflow_id, 'is_ephemeral': True,
+                                   'name': LINEAGE_RECORD.format(lineage) + f'g{counter:06}' if count else final,
+                                   'data': content if count else dict(content, final=True)})
+
+
+def insert_spawned(store: Store, caller: JobState, lineage: str, generation: int, jobs: List[Dict[str, Any]]) -> List[int]:
+    """Add the jobs of one generation, blocked. Their ids, in the order of the request."""
+    if not jobs:
+        return []
+    limit = (get_workflow(store, caller.workflow_id).get('dynamic_jobs') or {}).get('max_iterations') or DEFAULT_MAX_ITERATIONS
+    if generation > limit:
+        raise Refused(f'lineage {lineage!r} has spawned {limit} times, which is its limit (dynamic_jobs: max_iterations)')
+    refuse_sibling_cycles(jobs)
+    by_name = collections.defaultdict(list)  # type: Dict[str, List[int]]
+    for job_id, name in store.rows('SELECT id, name FROM job WHERE workflow_id = ?', (caller.workflow_id,)):
+        by_name[name].append(job_id)
+    for job in jobs:
+        if job['name'] in by_name:
+            raise Refused(f"workflow {caller.workflow_id} has a job {job['name']!r} already, which lineage {lineage!r} did not spawn")
+    ids = [insert_job(store, spawned_model(store, caller.workflow_id, lineage, job)) for job in jobs]
+    by_name.update((job['name'], [job_id]) for job, job_id in zip(jobs, ids))
+    sets = [find_set(store, caller.workflow_id, {caller.id, *(find_prerequisite(by_name, job, name) for name in job.get('depends_on') or ())})
+            for job in jobs]
+    store.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id = ? WHERE id = ?",
+                   zip(sets, sets, ids))
+    store.insert_rows('spawn', ('job_id', 'workflow_id', 'caller_id', 'lineage', 'generation'),
+                      ((job_id, caller.workflow_id, caller.id, lineage, generation) for job_id in ids))
+    run_by_ids(store, RECOUNT + 'id IN', list(set(sets)))
+    return ids
+
+
+def spawned_model(store: Store, workflow_id: int, lineage: str, job: Dict[str, Any]) -> Dict[str, Any]:
+    """JobModel of a job that is to be spawned; its requirements are found by their name."""
+    name = job.get('resource_requirements') or 'default'
+    needs = store.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? ORDER BY id LIMIT 1', (workflow_id, name))
+    if needs is None:
+        raise Refused(f'job {job["name"]!r}: workflow {workflow_id} has no resource requirements {name!r}')
+    return dict(job, workflow_id=workflow_id, resource_requirements_id=needs, env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage})
+
+
+def find_prerequisite(by_name: Dict[str, List[int]], job: Dict[str, Any], name: str) -> int:
+    """The job that a spawned one means in depends_on."""
+    found = by_name.get(name, [])
+    if len(found) != 1:
+        raise Refused(f"job {job['name']!r} depends on {name!r}, " + (f'but {len(found)} jobs are called so' if found else 'which does not exist'))
+    return found[0]
+
+
+def refuse_sibling_cycles(jobs: List[Dict[str, Any]]) -> None:
+    """Refuse jobs of one request that wait for each other, by name."""
+    needs = {job['name']: set(job.get('depends_on') or ()) for job in jobs}
+    waiting = {name: {need for need in names if need in needs} for name, names in needs.items()}
+    users = collections.defaultdict(list)  # type: Dict[str, List[str]]
+    for name, names in waiting.items():
+        for need in names:
+            users[need].append(name)
+    free = [name for name, names in waiting.items() if not names]
+    while free:
+        done = free.pop()
+        del waiting[done]
+        for name in users[done]:
+            waiting[name].discard(done)
+            if not waiting[name]:
+                free.append(name)
+    if waiting:
+        raise Refused('these jobs wait for each other: ' + ', '.join(sorted(waiting)[:10]))
+
+
+def take_back_spawned(store: Store, workflow_id: int) -> None:
+    """Remove what jobs spawned that are to start over, and what that spawned in turn, with the records; but nothing that a
+    runner has in hand."""
+    idle = f'job.status NOT IN {sql_list(ACTIVE)}'
+    gone = store.ids(
+        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller ON caller.id = spawn.caller_id '
+        'CROSS JOIN job ON job.id = spawn.job_id '
+        f'WHERE spawn.workflow_id = ? AND caller.status = {UNINITIALIZED} AND {idle} UNION '
+        'SELECT job.id FROM gone CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = spawn.job_id '
+        f'WHERE {idle}) SELECT id FROM gone', (workflow_id,))
+    generations = set(rows_by_ids(store, 'SELECT lineage, generation FROM spawn WHERE job_id IN', gone))
+    names = {LINEAGE_RECORD.format(lineage) + last for lineage, generation in generations for last in (f'g{generation:06}', 'final')}
+    store.run_many('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', ((workflow_id, name) for name in names))
+    run_by_ids(store, 'DELETE FROM job WHERE id IN', gone)
+
+
+# -------- tasks --------
+
+class Accepted(dict):
+    """The answer to an operation that is not done yet (HTTP 202): its task, a TaskModel."""
+
+
+def initialize_or_begin(store: Store, workflow_id: int, only_uninitialized: bool = False, clear_ephemeral_user_data: bool = True,
+                        **more: bool) -> Dict[str, Any]:
+    """Initialize a workflow: at once, or, with `async` (a word of Python's), as a task that goes on after this answer."""
+    request = {'only_uninitialized': only_uninitialized, 'clear_ephemeral_user_data': clear_ephemeral_user_data}
+    if more.get('async'):
+        return begin_task(store, workflow_id, 'initialize_jobs', request)
+    return initialize_jobs(store, workflow_id, **request)
+
+
+TASK_VERBS = {'initialize_jobs': initialize_jobs}
+TASK_OPEN = "status IN ('queued', 'running')"
+
+
+def begin_task(store: Store, workflow_id: int, operation: str, request: Dict[str, Any]) -> Accepted:
+    """Queue a task. The one that a workflow has at work is the answer if it is the same; otherwise it is a Conflict."""
+    workflow_state(store, workflow_id)
+    found = store.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
+    if found is not None and (found[1], json.loads(found[2])) != (operation, request):
+        raise Conflict(f'task {found[0]} ({found[1]}) of workflow {workflow_id} is not done yet: wait for it with '
+                       f'`torc.py tasks wait {found[0]}`', existing_task_id=found[0], existing_operation=found[1])
+    task_id = found[0] if found is not None else store.insert('task', {
+        'workflow_id': workflow_id, 'operation': operation, 'request': request, 'status': 'queued',
+        'requested_by': store.caller, 'created_at_ms': int(store.now() * 1000)})
+    return Accepted(get_task(store, task_id))
+
+
+def get_task(store: Store, task_id: int) -> Dict[str, Any]:
+    """One task."""
+    return get_row(store, 'task', task_id)
+
+
+def get_active_task_for_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """The task that a workflow has at work, or null."""
+    workflow_state(store, workflow_id)
+    return {'task': next(iter(store.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))), None)}
+
+
+def run_tasks(store: Store) -> None:
+    """Carry out the tasks that wait, oldest first. A server calls it between requests, others right after the task was made."""
+    for task_id, workflow_id, operation, request in store.rows(
+            f'SELECT id, workflow_id, operation, request FROM task WHERE {TASK_OPEN} ORDER BY id'):
+        store.update('task', task_id, {'status': 'running', 'started_at_ms': int(store.now() * 1000)})
+        end_task(store, task_id, run_task(store, workflow_id, operation, json.loads(request)))
+
+
+def run_task(store: Store, workflow_id: int, operation: str, request: Dict[str, Any]) -> str:
+    """Carry out a task, whole or not at all. Why it failed, or ''."""
+    try:
+        with store.savepoint():
+            TASK_VERBS[operation](store, workflow_id, **request)
+    except TorcError as error:
+        return error.message
+    except sqlite3.Error:
+        raise       # a full disk, say: it stays queued, and is tried again
+    except Exception:   # border: a bug fails one task, whose waiter is told so
+        log.exception('a bug in torc.py: a task of workflow %d failed', workflow_id)
+        return "a bug in torc.py; the server's log has the traceback"
+    return ''
+
+
+def end_task(store: Store, task_id: int, error: str) -> None:
+    """Record how a task ended."""
+    status = 'failed' if error else 'succeeded'
+    store.update('task', task_id, {'status': status, 'error': error or None, 'finished_at_ms': int(store.now() * 1000)})
+    workflow_id, operation, user = store.one('SELECT workflow_id, operation, requested_by FROM task WHERE id = ?', (task_id,))
+    store.add_event(workflow_id, dict({'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
+                                      operation=operation, status=status, user=user, message=f'Task {task_id} ({operation}) {status}'))
+
+
+def fail_open_tasks(store: Store) -> None:
+    """After a start: tasks that an earlier process has left have failed."""
+    if store.one(f'SELECT 1 FROM task WHERE {TASK_OPEN} LIMIT 1'):
+        with store.transaction():
+            for task_id in store.ids(f'SELECT id FROM task WHERE {TASK_OPEN}'):
+                end_task(store, task_id, 'the server ended before the task was done; ask for it again')
+
+
+# -------- Slurm jobs, remote workers --------
+
+def slurm_jobs_of_nodes(store: Store, workflow_id: int) -> Dict[int, str]:
+    """Compute node -> the Slurm job that it runs in, for those that tell."""
+    scheduled = dict(store.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?', (workflow_id,)))
+    found = {}
+    for node_id, text in store.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND scheduler IS NOT NULL', (workflow_id,)):
+        scheduler = json.loads(text)
+        known = scheduler if isinstance(scheduler, dict) else {}
+        number = known.get('slurm_job_id') or scheduled.get(known['scheduler_id'] if isinstance(known.get('scheduler_id'), int) else None)
+        if number:
+            found[node_id] = str(number)
+    return found
+
+
+def get_slurm_job_correlations(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Which job ran, or runs, in which Slurm job, over all runs; each pair once."""
+    workflow_state(store, workflow_id)
+    slurm_jobs = slurm_jobs_of_nodes(store, workflow_id)
+    pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in store.rows(
+        'SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
+        'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,)) if node_id in slurm_jobs}
+    pairs.update(store.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? AND slurm_job_id IS NOT NULL', (workflow_id,)))
+    offset, page = max(0, offset), sorted(pairs)[max(0, offset):][:max(0, min(limit, MAX_LIST_ITEMS))]
+    names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', sorted({job_id for job_id, _ in page})))
+    return list_answer([{'job_id': job_id, 'job_name': names[job_id], 'slurm_job_id': number} for job_id, number in page], offset, len(pairs))
+
+
+def get_ready_job_requirements(store: Store, workflow_id: int, scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
+    """What the ready jobs need in all (of one scheduler's, if it is named), the nodes of the widest and the time of the longest."""
+    workflow_state(store, workflow_id)
+    kinds = [Kind(*row) for row in store.rows(KIND_QUERY, (workflow_id,))]
+    counts = {kind: store.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}', (kind.id,)) for kind in kinds
+              if scheduler_config_id in (None, kind.scheduler_id)}
+    return {'num_jobs': sum(counts.values()), 'num_cpus': sum(kind.num_cpus * count for kind, count in counts.items()),
+            'num_gpus': sum(kind.num_gpus * count for kind, count in counts.items()),
+            'memory_gb': sum(kind.memory_bytes * count for kind, count in counts.items()) / 1024 ** 3,
+            'max_num_nodes': max((kind.num_nodes for kind in counts), default=0),
+            'max_runtime': format_duration(max((kind.runtime_s for kind in counts), default=0))}
+
+
+WORKER_TEXT = re.compile(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')      # a word that begins with a dash would be an option of ssh
+
+
+def create_remote_workers(store: Store, workflow_id: int, body: List[str]) -> List[Dict[str, Any]]:
+    """Note the hosts on which a workflow may run; known ones stay. Those that were named."""
+    workflow_state(store, workflow_id)
+    for worker in body:
+        if not WORKER_TEXT.match(worker):
+            raise Refused(f'{printable(worker)!r} is not a worker: write [USER@]HOST[:PORT]')
+    store.run_many('INSERT OR IGNORE INTO remote_worker (workflow_id, worker) VALUES (?, ?)', ((workflow_id, worker) for worker in body))
+    return [{'worker': worker, 'workflow_id': workflow_id} for worker in sorted(set(body))]
+
+
+def list_remote_workers(store: Store, workflow_id: int) -> List[Dict[str, Any]]:
+    """A workflow's remote workers, sorted."""
+    workflow_state(store, workflow_id)
+    return store.select('remote_worker', 'WHERE workflow_id = ? ORDER BY worker', (workflow_id,))
+
+
+def delete_remote_worker(store: Store, workflow_id: int, worker: str) -> Dict[str, Any]:
+    """Forget a remote worker."""
+    workflow_state(store, workflow_id)
+    if not store.run('DELETE FROM remote_worker WHERE workflow_id = ? AND worker = ?', (workflow_id, worker)):
+        raise NotFound(f'workflow {workflow_id} has no remote worker {printable(worker)!r}')
+    return {'worker': worker, 'workflow_id': workflow_id}
+
+
 # -------- nodes --------
 
 def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -7029,7 +7404,7 @@ MODELS = {
                        'max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! slurm_job_id:str workflow_id:int!',
     'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:str! depends_on:[str] labels:[str] name:name! priority:int '
                      'resource_requirements:str',
-    'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:str state:any',
+    'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int status:@TaskStatus! workflow_id:int!',
@@ -7052,6 +7427,8 @@ MODELS = {
                               'pending_scheduled_nodes:int! runtime_blocked_ready_jobs:int! total_exec_time_minutes:float! total_jobs:int! '
                               'unserved_ready_labels:{int} walltime_seconds:float workflow_id:int! workflow_name:str! workflow_user:str!',
 }
+
+STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel')     # a field that they do not know is an error, as in Torc
 
 UNSTORABLE = re.compile('[\x00\ud800-\udfff]')
 FORBIDDEN_IN_NAME = re.compile('[\x00-\x1f\x7f]')
@@ -7283,6 +7660,10 @@ def check_model(place: str, model: str, value: Any, is_partial: bool = False) ->
     """Refuse a body that does not fit a model; its known fields. Unknown ones are passed over: newer clients send more."""
     if not isinstance(value, dict):
         raise wrong_type(place or 'the body', 'an object', value)
+    unknown = [name for name in value if name not in model_fields(model)] if model in STRICT_MODELS else []
+    if unknown:
+        field = f'{place}.{printable(unknown[0])}'.lstrip('.')
+        raise BadInput(f'there is no field {field}' + did_you_mean(unknown[0], model_fields(model)), field=field)
     known = {}
     for name, field in model_fields(model).items():
         found = value.get(name)
@@ -7332,6 +7713,8 @@ RESOURCES = {
     'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
         'scheduled_compute_node_id': """instr(replace(scheduler, '}', ','), '"scheduler_id":' || ? || ',') > 0"""}),
     'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
+    'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
+    'ro_crate_entity': Resource('ro_crate_entity', 'ro_crate_entity', 'RoCrateEntityModel', 'RoCrateEntities', {}),
     'event': Resource('event', 'event', 'EventModel', 'Events', {
         'category': """instr(data, '"category":"' || ? || '"') > 0""", 'after_timestamp': 'timestamp > ?'}),
 }
@@ -7434,6 +7817,7 @@ def list_relations(store: Store, resource: str, workflow_id: int, offset: int = 
 def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add a row that no special rule holds for."""
     workflow_state(store, body['workflow_id'])
+    check_links(store, body['workflow_id'], body)
     values = {key: value for key, value in body.items() if key != 'id'}
     if resource == 'event':
         values['timestamp'] = int(store.now() * 1000)
@@ -7443,9 +7827,18 @@ def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, A
         raise explain_integrity_error(error, resource, body) from None
 
 
+def check_links(store: Store, workflow_id: int, body: Dict[str, Any]) -> None:
+    """Refuse a row that points at a job or file of another workflow."""
+    for column, table in (('job_id', 'job'), ('file_id', 'file')):
+        if body.get(column) is not None:
+            check_owned(store, table, workflow_id, [body[column]])
+
+
 def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str, Any]) -> TorcError:
     """A row that stands in another's way, or points at nothing."""
     noun = resource.replace('_', ' ')
+    if 'UNIQUE' in str(error) and resource == 'ro_crate_entity':
+        return Refused('there is an RO-Crate entity with this entity_id, or for this file, already')    # 422, as in Torc
     if 'UNIQUE' in str(error):
         return Conflict(f"there is such a {noun} already" + (f": {body['name']!r}" if 'name' in body else ''))
     return Refused(f'the {noun} refers to something that does not exist')
@@ -7489,7 +7882,6 @@ def create_user_data(store: Store, resource: str, body: Dict[str, Any], consumer
 
 def create_result(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add a result by hand; the job's status stays."""
-    check_owned(store, 'job', body['workflow_id'], [body['job_id']])
     return create_row(store, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
 
 
@@ -7509,7 +7901,11 @@ def update_row(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -
         raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot change")
     if resource == 'file' and 'st_mtime' in body:
         values['st_mtime'] = body['st_mtime']
-    store.update(RESOURCES[resource].table, row_id, values)
+    check_links(store, current['workflow_id'], values)
+    try:
+        store.update(RESOURCES[resource].table, row_id, values)
+    except sqlite3.IntegrityError as error:
+        raise explain_integrity_error(error, resource, values) from None
     return read_row(store, resource, row_id)
 
 
@@ -7549,6 +7945,18 @@ def delete_rows(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]
     return {'count': delete_where(store, resource, 'workflow_id', workflow_id)}
 
 
+def delete_ro_crate_entity(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+    """Remove one RO-Crate entity."""
+    delete_row(store, resource, row_id)
+    return {'message': f'Deleted RO-Crate entity {row_id}'}
+
+
+def delete_ro_crate_entities(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+    """Remove all RO-Crate entities of a workflow."""
+    count = delete_rows(store, resource, workflow_id)['count']
+    return {'deleted_count': count, 'message': f'Deleted {count} RO-Crate entities of workflow {workflow_id}'}
+
+
 def ping(store: Store) -> Dict[str, Any]:
     """The server is there."""
     return {'status': 'ok'}
@@ -7569,7 +7977,7 @@ class Route(NamedTuple):
     verb: Callable[..., Any]
     resource: str = ''  # first argument of the usual operations
     query: str = ''     # name:type of each query parameter, ! where required
-    body: str = ''      # model of the body; '?' before it: fields may be missing, '-': anything
+    body: str = ''      # model of the body; '?' before it: fields may be missing, '-': any object or list; or a list, as [str]
     returns: str = ''   # type of the answer in the words of MODELS; '': what the usual operation on the resource gives
 
 
@@ -7592,8 +8000,9 @@ ROUTES = (
     Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status, returns='@WorkflowStatusResponse'),
     Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete, returns='@IsCompleteResponse'),
     Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized, returns='@IsUninitializedResponse'),
-    Route('initialize_jobs',             'POST',   WF + '/initialize_jobs',   initialize_jobs, '',
-          'only_uninitialized:bool clear_ephemeral_user_data:bool', returns='object'),
+    Route('initialize_jobs',             'POST',   WF + '/initialize_jobs',   initialize_or_begin, '',
+          'only_uninitialized:bool clear_ephemeral_user_data:bool async:bool', returns='object'),
+    Route('get_active_task_for_workflow', 'GET',   WF + '/active_task',       get_active_task_for_workflow, returns='@ActiveTaskResponse'),
     Route('reset_workflow_status',       'POST',   WF + '/reset_status',      reset_workflow_status, '', 'force:bool', returns='object'),
     Route('reset_job_status',            'POST',   WF + '/reset_job_status',  reset_job_status, '', 'failed_only:bool', returns='@ResetJobStatusResponse'),
     Route('process_changed_job_inputs',  'POST',   WF + '/process_changed_job_inputs', process_changed_job_inputs, '', 'dry_run:bool', returns='@ProcessChangedJobInputsResponse'),
@@ -7602,6 +8011,10 @@ ROUTES = (
     Route('list_required_existing_files', 'GET',   WF + '/required_existing_files', list_required_existing_files, returns='@ListRequiredExistingFilesResponse'),
     Route('list_missing_user_data',      'GET',    WF + '/missing_user_data', list_missing_user_data, returns='@ListMissingUserDataResponse'),
     Route('get_running_jobs',            'GET',    WF + '/running_jobs',      get_running_jobs, '', 'offset:int limit:int', returns='@RunningJobsResponse'),
+    Route('get_ready_job_requirements',  'GET',    WF + '/ready_job_requirements', get_ready_job_requirements, '', 'scheduler_config_id:int',
+          returns='@GetReadyJobRequirementsResponse'),
+    Route('get_slurm_job_correlations',  'GET',    WF + '/slurm_job_correlations', get_slurm_job_correlations, '', 'offset:int limit:int',
+          returns='@SlurmJobCorrelationsResponse'),
     Route('list_job_ids',                'GET',    WF + '/job_ids',           list_job_ids, returns='@ListJobIdsResponse'),
     Route('list_job_dependencies',       'GET',    WF + '/job_dependencies',  list_relations, 'job', PAGE, returns='@ListJobDependenciesResponse'),
     Route('list_job_file_relationships', 'GET',    WF + '/job_file_relationships', list_relations, 'file', PAGE, returns='@ListJobFileRelationshipsResponse'),
@@ -7625,6 +8038,9 @@ ROUTES = (
     Route('complete_job',         'POST',   '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, '', '', 'ResultModel', returns='@JobModel'),
     Route('retry_job',            'POST',   '/jobs/{job_id}/retry/{run_id}', retry_job, '', 'max_retries:int!', returns='@JobModel'),
     Route('manage_status_change', 'PUT',    '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change, returns='@JobModel'),
+    Route('spawn_jobs',           'POST',   '/jobs/{job_id}/spawn_jobs', spawn_jobs, '', '', 'SpawnJobsRequest', returns='@SpawnJobsResponse'),
+
+    Route('get_task',             'GET',    '/tasks/{task_id}', get_task, returns='@TaskModel'),
 
     Route('create_file',  'POST',   '/files',          create_row, 'file', '', 'FileModel'),
     Route('create_files', 'POST',   '/bulk_files',     create_rows, 'file', '', 'FilesModel', returns='@CreateFilesResponse'),
@@ -7705,6 +8121,23 @@ ROUTES = (
     Route('get_workflow_actions',   'GET',  WF + '/actions',                   get_workflow_actions, returns='[@WorkflowActionModel]'),
     Route('get_pending_actions',    'GET',  WF + '/actions/pending',           get_pending_actions, '', 'trigger_type:[str]', returns='[@WorkflowActionModel]'),
     Route('claim_action',           'POST', WF + '/actions/{action_id}/claim', claim_action, '', '', 'ClaimActionRequest', returns='@ClaimActionResponse'),
+    Route('update_workflow_action', 'PUT',    WF + '/actions/{action_id}',     update_workflow_action, '', '', '-', returns='@WorkflowActionModel'),
+    Route('delete_workflow_action', 'DELETE', WF + '/actions/{action_id}',     delete_workflow_action, returns='@MessageResponse'),
+
+    Route('create_slurm_stats', 'POST', '/slurm_stats', create_row, 'slurm_stats', '', 'SlurmStatsModel'),
+    Route('list_slurm_stats',   'GET',  '/slurm_stats', list_rows, 'slurm_stats', OF + PAGE + 'job_id:int run_id:int attempt_id:int'),
+
+    Route('create_remote_workers', 'POST',   WF + '/remote_workers',          create_remote_workers, '', '', '[str]', returns='[@RemoteWorkerModel]'),
+    Route('list_remote_workers',   'GET',    WF + '/remote_workers',          list_remote_workers, returns='[@RemoteWorkerModel]'),
+    Route('delete_remote_worker',  'DELETE', WF + '/remote_workers/{worker}', delete_remote_worker, returns='@RemoteWorkerModel'),
+
+    Route('create_ro_crate_entity',   'POST',   '/ro_crate_entities',          create_row, 'ro_crate_entity', '', 'RoCrateEntityModel'),
+    Route('list_ro_crate_entities',   'GET',    WF + '/ro_crate_entities',     list_rows, 'ro_crate_entity', PAGE + 'file_id:int entity_id:str'),
+    Route('get_ro_crate_entity',      'GET',    '/ro_crate_entities/{row_id}', read_row, 'ro_crate_entity'),
+    Route('update_ro_crate_entity',   'PUT',    '/ro_crate_entities/{row_id}', update_row, 'ro_crate_entity', '', '?RoCrateEntityModel'),
+    Route('delete_ro_crate_entity',   'DELETE', '/ro_crate_entities/{row_id}', delete_ro_crate_entity, 'ro_crate_entity', returns='@MessageResponse'),
+    Route('delete_ro_crate_entities', 'DELETE', WF + '/ro_crate_entities',     delete_ro_crate_entities, 'ro_crate_entity',
+          returns='@DeleteRoCrateEntitiesResponse'),
 )
 
 
@@ -7720,7 +8153,7 @@ def answer_type(route: Route) -> str:
 
 OPERATIONS = {route.name: route for route in ROUTES}
 BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/workflows/from_spec'))
-TEXT_PARAMETERS = frozenset(['status'])     # path parameters that are not integers
+TEXT_PARAMETERS = frozenset(['status', 'worker'])     # path parameters that are not integers
 
 
 def body_limit(path: str) -> int:
@@ -7833,6 +8266,8 @@ def call_route(store: Store, route: Route, parameters: Dict[str, Any], body: Any
 
 def check_body(model: str, body: Any) -> Any:
     """What a route's verb gets of a body."""
+    if model[0] == '[':
+        return check_value('the body', model, body)
     if model != '-':
         return check_model('', model.lstrip('?'), body, is_partial=model[0] == '?')
     if not isinstance(body, (dict, list)):
@@ -7857,7 +8292,8 @@ def answer_request(store: Store, method: str, path: str, query: str, body: bytes
         parameters.update(parse_query(route, query))
         value = parse_body(body) if route.body else None
         with store.savepoint():
-            return 200, call_route(store, route, parameters, value)
+            answer = call_route(store, route, parameters, value)
+        return 202 if isinstance(answer, Accepted) else 200, answer
     except TorcError as error:
         return error.http, format_error(error)
     except sqlite3.IntegrityError:
@@ -7908,7 +8344,7 @@ def format_error(error: TorcError) -> Dict[str, Any]:
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
 SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate
 DRAIN_S = 2.0                       # reading on after a refusal: to close at once would destroy it (RFC 9112, 9.6)
-TICK_S = 5.0                        # between looks for lost nodes
+TICK_S = 5.0                        # between looks for lost nodes, and tries of a task
 EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
 EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
 START_DEADLINE_S = 30.0             # for an embedded server to answer
@@ -8158,12 +8594,14 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0) 
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
         lease = Lease(database)
         lease.take(takes_over, wait_s)
-    try:
-        return Store(database), lease
-    except BaseException:
+    with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
-            lease.release()
-        raise
+            stack.callback(lease.release)
+        store = Store(database)
+        stack.callback(store.close)
+        fail_open_tasks(store)
+        stack.pop_all()
+        return store, lease
 
 
 # -------- HTTP framing --------
@@ -8306,6 +8744,12 @@ def is_node_alive(hostname: str, pid: int, identity: str) -> bool:
     return process_lives(runner) is not False
 
 
+def tend(store: Store) -> bool:
+    """What the server does by itself: the tasks that wait, and a look for lost nodes. True while there are nodes to watch."""
+    run_tasks(store)
+    return watch_nodes(store)
+
+
 def watch_nodes(store: Store) -> bool:
     """Take the jobs of lost nodes back. True while there are nodes to watch."""
     release_lost_nodes(store, is_node_alive)
@@ -8332,7 +8776,7 @@ class Server:
 
     def __init__(self, store: Store, listener: socket.socket, token: str = '', names: Iterable[str] = LOOPBACK_NAMES,
                  lease: Optional[Lease] = None, is_embedded: bool = False,
-                 tick: Callable[[Store], bool] = watch_nodes) -> None:
+                 tick: Callable[[Store], bool] = tend) -> None:
         self.store = store
         self.listener = listener
         self.token = token.encode()             # b'': everybody may ask
@@ -8575,6 +9019,8 @@ class Server:
         """Run one request inside the turn's transaction."""
         head = request.head
         status, value = self.ask_verb(head, request.body)
+        if status == 202:
+            self.tick_at = 0.0      # a task waits: it is the next thing, once this turn's answers are sent
         if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
             raise Unreachable(value['error']['message'])
         try:
@@ -9194,7 +9640,12 @@ class Client:
         """Carry out an operation on our own store."""
         try:
             with store.reading() if route.method == 'GET' else store.transaction():
-                return call_operation(store, route.name, params, body)
+                answer = call_operation(store, route.name, params, body)
+            if isinstance(answer, Accepted):    # no server is there to go on with the task
+                with store.transaction():
+                    run_tasks(store)
+                    answer = get_task(store, answer['id'])
+            return answer
         except sqlite3.Error as error:
             raise explain_database_error(error, store.path) from None
 
@@ -11541,6 +11992,7 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
 CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures
 PROBLEMS_SHOWN = 20
 PIECE_CHARACTERS = 1 << 20  # of a log that is being printed
+TASK_PAUSE_S = 1.0          # longest between looks at a task
 MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
 
 Arguments = Dict[str, Any]
@@ -12039,6 +12491,28 @@ def cmd_list_actions(session: Session, args: Arguments) -> int:
     return 0
 
 
+def cmd_update_action(session: Session, args: Arguments) -> int:
+    """Change keys of an action's configuration; what is not given stays. Options win over --json."""
+    if not isinstance(args['json'], (dict, type(None))):
+        raise BadInput('--json wants an object, such as \'{"num_allocations": 2}\'')
+    changes = dict(args['json'] or {}, **given(args, 'workflow_id', 'action_id', 'json'))
+    if not changes:
+        raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
+    action = session.call('update_workflow_action', changes, workflow_id=args['workflow_id'], action_id=args['action_id'])
+    session.answer(action, f"Updated action {args['action_id']}\n")
+    return 0
+
+
+def cmd_delete_action(session: Session, args: Arguments) -> int:
+    """Delete one action."""
+    workflow_id, action_id = args['workflow_id'], args['action_id']
+    if not session.confirm(f'Delete action {action_id} of workflow {workflow_id}?'):
+        return 0
+    session.call('delete_workflow_action', workflow_id=workflow_id, action_id=action_id)
+    session.answer({'action_id': action_id, 'deleted': True, 'workflow_id': workflow_id}, f'Deleted action {action_id}\n')
+    return 0
+
+
 def cmd_archive(session: Session, args: Arguments) -> int:
     """Hide workflows from lists, or show them again."""
     done, errors = [], []
@@ -12063,6 +12537,9 @@ def cmd_init(session: Session, args: Arguments) -> int:
     check = check_files(session, workflow)
     if args['dry_run']:
         return answer_file_check(session, workflow['id'], check, [])
+    active = active_task(session, workflow)
+    if active:
+        return answer_task(session, args, active)
     refuse_missing_inputs(session, check, args['force'])
     question = f"Workflow {workflow['id']} was initialized before. Forget its results and start again?"
     if workflow.get('run_id') and not session.confirm(question):
@@ -12072,8 +12549,7 @@ def cmd_init(session: Session, args: Arguments) -> int:
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
     session.call('reset_job_status', workflow_id=workflow['id'])
     session.call('set_file_times', {'files': file_times(session, workflow)}, workflow_id=workflow['id'])
-    session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=False)
-    return answer_initialized(session, workflow['id'], 'Initializing')
+    return answer_task(session, args, begin_initialize(session, workflow, False))
 
 
 def cmd_reinit(session: Session, args: Arguments) -> int:
@@ -12082,11 +12558,14 @@ def cmd_reinit(session: Session, args: Arguments) -> int:
     check = check_files(session, workflow)
     if args['dry_run']:
         return answer_file_check(session, workflow['id'], check, find_changes(session, workflow, is_dry_run=True))
+    active = active_task(session, workflow)
+    if active:
+        return answer_task(session, args, active)
     refuse_missing_inputs(session, check, args['force'])
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
-    for change in reinitialize(session, workflow):
+    for change in find_changes(session, workflow, is_dry_run=False):
         session.tell(printable(f"{change['job_name']} will run again: {change['reason']}"))
-    return answer_initialized(session, workflow['id'], 'Reinitializing')
+    return answer_task(session, args, begin_initialize(session, workflow, True))
 
 
 def find_changes(session: Session, workflow: Dict[str, Any], is_dry_run: bool) -> List[Dict[str, Any]]:
@@ -12102,12 +12581,61 @@ def reinitialize(session: Session, workflow: Dict[str, Any]) -> List[Dict[str, A
     return changed
 
 
-def answer_initialized(session: Session, workflow_id: int, doing: str) -> int:
-    """What init and reinit say. Ours need no server task: the task's fields are there for scripts that read them."""
-    value = {'error': None, 'message': f'{doing} task completed', 'status': 'success', 'task_id': None,
-             'task_operation': 'initialize_jobs', 'task_status': 'succeeded', 'workflow_id': workflow_id}
-    session.answer(value, f'Workflow {workflow_id} is initialized. Run it with: torc.py run {workflow_id}\n')
-    return 0
+def active_task(session: Session, workflow: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """The task that is at work on a workflow: to begin another would only begin another run."""
+    return session.call('get_active_task_for_workflow', workflow_id=workflow['id']).get('task')
+
+
+def begin_initialize(session: Session, workflow: Dict[str, Any], only_uninitialized: bool) -> Dict[str, Any]:
+    """The server's task that makes a workflow ready."""
+    return session.call('initialize_jobs', workflow_id=workflow['id'], **{'only_uninitialized': only_uninitialized, 'async': True})
+
+
+def wait_for_task(session: Session, task: Dict[str, Any], timeout_s: Optional[float], longest_pause_s: float) -> Dict[str, Any]:
+    """A task that has ended, or, when the time is over, as it is then."""
+    deadline, pause_s = math.inf if timeout_s is None else time.monotonic() + timeout_s, 0.02
+    while task['status'] in ('queued', 'running') and time.monotonic() < deadline:
+        time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
+        pause_s = min(pause_s * 1.5, longest_pause_s)
+        task = session.call('get_task', task_id=task['id'])
+    return task
+
+
+def explain_task(task: Dict[str, Any]) -> Optional[str]:
+    """Why a task that was waited for is no success; None if it is one."""
+    if task['status'] == 'succeeded':
+        return None
+    return task.get('error') or f"task {task['id']} is still {task['status']}: wait on with `torc.py tasks wait {task['id']}`"
+
+
+def cmd_tasks_wait(session: Session, args: Arguments) -> int:
+    """Wait for the end of a task."""
+    task = session.call('get_task', task_id=args['id'])
+    task = wait_for_task(session, task, args['timeout'], args['poll_fallback_interval'])
+    error = explain_task(task)
+    session.answer(task, f"Task {task['id']} ({task['operation']} of workflow {task['workflow_id']}): {task['status']}\n")
+    if error:
+        session.tell(printable(f'torc: {error}'))
+    return 1 if error else 0
+
+
+def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
+    """What init and reinit say: how the task ended, or, with --async, that there is one."""
+    doing, noun = ('Reinitializing', 'Reinitialize') if session.command.name.endswith('reinit') else ('Initializing', 'Initialization')
+    workflow_id = task['workflow_id']
+    value = {'status': 'success', 'task_id': task['id'], 'task_operation': task['operation'], 'workflow_id': workflow_id}
+    if args['async']:
+        session.answer(dict(value, message=f'{noun} task created', task_status=task['status']),
+                       f"Task {task['id']} initializes workflow {workflow_id}; wait for it with: torc.py tasks wait {task['id']}\n")
+        return 0
+    task = wait_for_task(session, task, args['wait_timeout'], TASK_PAUSE_S)
+    error = explain_task(task)
+    value.update(error=error, task_status=task['status'], message=f"{doing} task {'failed' if error else 'completed'}")
+    if error:
+        session.tell(printable(f'torc: {error}'))
+        value['status'] = 'error'
+    session.answer(value, '' if error else f'Workflow {workflow_id} is initialized. Run it with: torc.py run {workflow_id}\n')
+    return 1 if error else 0
 
 
 def answer_file_check(session: Session, workflow_id: int, check: FileCheck, changed: List[Dict[str, Any]]) -> int:
@@ -13056,6 +13584,7 @@ STDIO_WORDS = tuple(mode.replace('_', '-') for mode in STDIO_MODES)
 ASKED_WF = Argument('WF', '', 'id of the workflow; without it you are asked', parse_id, '?', key='workflow_id')
 NEEDED_WF = Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id')
 ID = Argument('ID', '', 'id of the object', parse_id)
+ACTION_ID = Argument('ID', '', 'id of the action', parse_id, key='action_id')
 THE_NAME = Argument('-n --name', 'NAME', 'name', count='!')
 NAME = Argument('-n --name', 'NAME', 'new name')
 DATA = Argument('-d --data', 'JSON', 'its value, as JSON', parse_json)
@@ -13094,8 +13623,8 @@ REQUIREMENT_OPTIONS = (
     Argument('-m --memory', 'MEMORY', 'memory, such as 2g'), Argument('-r --runtime', 'DURATION', 'longest run time, such as PT30M'),
 )
 INIT_OPTIONS = (
-    FORCE, DRY_RUN, Argument('--async', '', 'accepted: there is nothing to wait for'),
-    Argument('--wait-timeout', 'SECONDS', 'accepted: there is nothing to wait for', at_least(0)),
+    FORCE, DRY_RUN, Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
+    Argument('--wait-timeout', 'SECONDS', 'wait no longer; the server goes on', at_least(0, parse_decimal)),
 )
 GLOBAL_ARGUMENTS = (
     Argument('-f --format', 'FORMAT', 'table, json or csv', one_of('table', 'json', 'csv'), default='table'),
@@ -13190,6 +13719,13 @@ COMMANDS = (
     Command('workflows is-complete', cmd_is_complete, 'whether nothing more is to come', (ASKED_WF,), 'workflows is-complete 1'),
     Command('workflows list-actions', cmd_list_actions, 'list actions and how far their triggers are', (ASKED_WF,),
         'workflows list-actions 1', True),
+    Command('workflows update-action', cmd_update_action, "change an action's configuration", (
+        NEEDED_WF, ACTION_ID, Argument('--scheduler-id', 'N', 'id of the scheduler', parse_id), Argument('--scheduler-type', 'TYPE', 'slurm'),
+        Argument('--num-allocations', 'N', 'how many allocations', at_least(0)),
+        Argument('--start-one-worker-per-node', 'TRUTH', 'true or false', parse_truth),
+        Argument('--max-parallel-jobs', 'N', 'run so many jobs at a time', at_least(1)),
+        Argument('--json', 'OBJECT', 'keys and values, as JSON', parse_json)), 'workflows update-action 1 1 --num-allocations 2'),
+    Command('workflows delete-action', cmd_delete_action, 'delete an action', (NEEDED_WF, ACTION_ID), 'workflows delete-action 1 1 --no-prompts'),
     Command('workflows execution-plan', cmd_execution_plan, 'in which order jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'),
         *SPEC_OPTIONS), 'workflows execution-plan examples/diamond.yaml'),
@@ -13311,6 +13847,10 @@ COMMANDS = (
         Argument('--scheduled-compute-node', 'ID', 'of this allocation', parse_id, key='scheduled_compute_node_id')),
         'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
+
+    Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; 1 if it failed', (
+        Argument('ID', '', 'id of the task', parse_id), Argument('--timeout', 'SECONDS', 'wait no longer', at_least(0, parse_decimal)),
+        Argument('--poll-fallback-interval', 'SECONDS', 'longest between looks', at_least(0.01, parse_decimal), default=10)), 'tasks wait 1'),
 
     Command('job-dependencies job-job', cmd_list, 'list which job waits for which', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-job 1', True),
