@@ -2424,6 +2424,295 @@ class ResetTest(ServiceTest):
         self.assertEqual({'files': [used, made]}, self.call('list_required_existing_files', id=workflow_id))
 
 
+class SpawnTest(ServiceTest):
+    """Jobs that running jobs make."""
+
+    def start(self, workflow_id: int, node_id: int) -> Dict[str, Dict[str, Any]]:
+        """Claim what is ready and start it."""
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, started=[[job['id'], job['attempt_id'], '2026-01-01T00:00:01Z'] for job in jobs.values()])
+        return jobs
+
+    def spawn(self, job: Dict[str, Any], *names: str, **more: Any) -> Dict[str, Any]:
+        """Spawn jobs 'name: prerequisites' on behalf of a job."""
+        rows = [name.partition(':') for name in names]
+        jobs = [dict({'name': name, 'command': 'c'}, **({'depends_on': needs.split()} if needs else {})) for name, _, needs in rows]
+        return self.call('spawn_jobs', dict({'jobs': jobs}, **more), id=job['id'])
+
+    def finish(self, workflow_id: int, node_id: int, job: Dict[str, Any], status: str = 'completed') -> None:
+        """The end of a job."""
+        answer = self.sync(workflow_id, node_id, completions=[self.end(job, status, int(status != 'completed'))])
+        self.assertEqual([], answer['errors'])
+
+    def named(self, workflow_id: int, name: str) -> Dict[str, Any]:
+        """The job of this name."""
+        return next(job for job in self.call('list_jobs', workflow_id=workflow_id)['items'] if job['name'] == name)
+
+    def records(self, workflow_id: int) -> Dict[str, Any]:
+        """What lineages have left in user data: end of the name -> content."""
+        items = self.call('list_user_data', workflow_id=workflow_id)['items']
+        self.assertTrue(all(item['is_ephemeral'] and item['name'].startswith('__torc_lineage__') for item in items), items)
+        return {item['name'][len('__torc_lineage__'):]: item['data'] for item in items}
+
+    def test_they_wait_for_their_maker_and_for_each_other(self):
+        workflow_id = self.create('done:\nmain: done', workflow={'env': {'A': '1'}})
+        node_id = self.node(workflow_id)
+        self.finish(workflow_id, node_id, self.start(workflow_id, node_id)['done'])
+        main = self.start(workflow_id, node_id)['main']
+        needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'big', 'num_cpus': 3})['id']
+        answer = self.call('spawn_jobs', {'jobs': [
+            {'name': 'second', 'command': 'x', 'depends_on': ['first', 'done'], 'cancel_on_blocking_job_failure': False},
+            {'name': 'first', 'command': 'y', 'priority': 7, 'resource_requirements': 'big'}]}, id=main['id'])
+        second, first = (self.call('get_job', id=job_id) for job_id in answer['spawned_job_ids'])
+        self.assertEqual(('second', 'first', 1), (second['name'], first['name'], answer['iteration']))
+        self.assertEqual(('blocked', 'spawn', {'A': '1', 'TORC_ORCHESTRATOR_LINEAGE_ID': 'main'}, 7, needs, [main['id']]),
+                         (first['status'], first['origin'], first['env'], first['priority'], first['resource_requirements_id'],
+                          first['depends_on_job_ids']))
+        self.assertEqual([main['id'] - 1, main['id'], first['id']], second['depends_on_job_ids'])
+        self.assertFalse(second['cancel_on_blocking_job_failure'])
+        self.assertWhole()
+        self.finish(workflow_id, node_id, main)
+        self.assertEqual({'done': 'completed', 'main': 'completed', 'second': 'blocked', 'first': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual('completed', self.drive(workflow_id, {'first': 'failed'})['second'])
+        self.assertWhole()
+
+    def test_they_fall_with_their_maker(self):
+        workflow_id = self.create('main:')
+        node_id = self.node(workflow_id)
+        main = self.start(workflow_id, node_id)['main']
+        self.spawn(main, 'a', 'b: a')
+        self.finish(workflow_id, node_id, main, 'failed')
+        self.assertEqual({'main': 'failed', 'a': 'canceled', 'b': 'canceled'}, self.statuses(workflow_id))
+        self.assertTrue(self.call('is_workflow_complete', id=workflow_id)['is_complete'])
+
+    def test_the_same_call_again_adds_nothing(self):
+        workflow_id = self.create('main:')
+        node_id = self.node(workflow_id)
+        main = self.start(workflow_id, node_id)['main']
+        first = self.spawn(main, 'a', 'b', state={'x': 1})
+        second = self.spawn(main, 'c')
+        self.assertEqual([1, 2], [first['iteration'], second['iteration']])
+        self.assertEqual(first, self.spawn(main, 'a', 'b', state={'x': 2}))
+        self.assertEqual(dict(first, spawned_job_ids=first['spawned_job_ids'][::-1]), self.spawn(main, 'b', 'a'))
+        self.assertEqual({'main__g000001': {'generation': 1, 'spawn_count': 2, 'state': {'x': 1}},
+                          'main__g000002': {'generation': 2, 'spawn_count': 1, 'state': None}}, self.records(workflow_id))
+        self.sync(workflow_id, node_id, completions=[self.end(main, 'failed', 1, retry=True, max_retries=3)])
+        main = self.start(workflow_id, node_id)['main']
+        self.assertEqual(2, main['attempt_id'])
+        self.assertEqual(second, self.spawn(main, 'c'))
+        self.assertEqual(4, len(self.statuses(workflow_id)))
+
+    def test_generations_are_counted_for_each_lineage_and_capped(self):
+        workflow_id = self.create('main:', workflow={'dynamic_jobs': {'max_iterations': 2}})
+        main = self.start(workflow_id, self.node(workflow_id))['main']
+        self.assertEqual([1, 1, 2], [self.spawn(main, name, lineage=lineage)['iteration'] for name, lineage in (('a', 'L'), ('b', 'M_%__g000007'), ('c', 'L'))])
+        self.assertEqual('L', self.named(workflow_id, 'c')['env']['TORC_ORCHESTRATOR_LINEAGE_ID'])
+        self.assertRefused("lineage 'L' has spawned 2 times, which is its limit", 'spawn_jobs', {'jobs': [{'name': 'd', 'command': 'x'}], 'lineage': 'L'}, id=main['id'])
+        self.assertEqual({'spawned_job_ids': [], 'iteration': 2}, self.spawn(main, lineage='L'))
+        self.assertEqual(3, len(self.records(workflow_id)))
+        for state in (1, {'end': [None]}):
+            self.assertEqual({'spawned_job_ids': [], 'iteration': 2}, self.spawn(main, lineage='L', state=state))
+            self.assertEqual({'generation': 2, 'spawn_count': 0, 'final': True, 'state': state}, self.records(workflow_id)['L__final'])
+        self.assertEqual(2, self.spawn(main, 'e', lineage='M_%__g000007')['iteration'])
+        self.assertIn('L__final', self.records(workflow_id))
+
+    def test_a_new_generation_ends_the_word_of_the_end(self):
+        workflow_id = self.create('main:')
+        main = self.start(workflow_id, self.node(workflow_id))['main']
+        self.spawn(main, state='over')
+        self.spawn(main, 'a')
+        self.assertEqual(['main__g000001'], list(self.records(workflow_id)))
+
+    def test_what_cannot_be_is_refused_whole(self):
+        workflow_id = self.create('main:\ntwin:\nlate: main')
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'twin', 'command': 'x'})
+        jobs = self.start(workflow_id, self.node(workflow_id))
+        self.spawn(jobs['main'], 'old', 'older')
+        before = self.statuses(workflow_id), self.records(workflow_id)
+        table = (
+            ([{'name': 'a', 'command': 'x'}, {'name': 'a', 'command': 'y'}], "the name 'a' stands twice"),
+            ([{'name': 'a', 'command': 'x', 'depends_on': ['b']}, {'name': 'b', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a, b'),
+            ([{'name': 'a', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a'),
+            ([{'name': 'b', 'command': 'x'}, {'name': 'a', 'command': 'x', 'depends_on': ['nobody']}], "depends on 'nobody', which does not exist"),
+            ([{'name': 'a', 'command': 'x', 'depends_on': ['twin']}], 'but 2 jobs are called so'),
+            ([{'name': 'a', 'command': 'x', 'resource_requirements': 'huge'}], "has no resource requirements 'huge'"),
+            ([{'name': 'a', 'command': 'x', 'priority': -1}], 'priority is -1'),
+            ([{'name': 'a', 'command': 'x', 'labels': ['a,b']}], 'must not be empty, hold a comma'),
+            ([{'name': 'a', 'command': 'x', 'env': {}}], 'there is no field jobs[0].env'),
+            ([{'name': 'a', 'command': 'x', 'priorty': 1}], "there is no field jobs[0].priorty, did you mean 'priority'?"),
+            ([{'name': 'a'}], 'jobs[0].command is missing'),
+            ([{'name': 'late', 'command': 'x'}], "has a job 'late' already, which lineage 'main' did not spawn"),
+            ([{'name': 'old', 'command': 'x'}, {'name': 'new', 'command': 'x'}], "has spawned 'old' before, but not all"),
+        )
+        for jobs_wanted, text in table:
+            with self.subTest(text):
+                self.assertRefused(text, 'spawn_jobs', {'jobs': jobs_wanted}, id=jobs['main']['id'])
+        self.assertRefused('there is no field linage', 'spawn_jobs', {'jobs': [], 'linage': 'x'}, id=jobs['main']['id'])
+        self.assertRefused("has a job 'old' already, which lineage 'other'", 'spawn_jobs', {'jobs': [{'name': 'old', 'command': 'x'}], 'lineage': 'other'}, id=jobs['main']['id'])
+        self.assertRefused('is blocked; only a running job', 'spawn_jobs', {'jobs': []}, id=jobs['main']['id'] + 2)
+        self.assertRefused('there is no job 999', 'spawn_jobs', {'jobs': []}, id=999)
+        self.assertEqual(before, (self.statuses(workflow_id), self.records(workflow_id)))
+        self.assertWhole()
+
+    def chain(self) -> Tuple[int, int]:
+        """A workflow in which main spawned work and next, and next spawned more; all done."""
+        workflow_id = self.create('main:\nother:')
+        node_id = self.node(workflow_id)
+        jobs = self.start(workflow_id, node_id)
+        self.spawn(jobs['main'], 'work', 'next')
+        self.finish(workflow_id, node_id, jobs['main'])
+        jobs = dict(jobs, **self.start(workflow_id, node_id))
+        self.spawn(jobs['next'], 'more', lineage='main')
+        self.spawn(jobs['next'], lineage='main', state='over')
+        self.drive(workflow_id, {})
+        for name in ('other', 'work', 'next'):
+            self.finish(workflow_id, node_id, jobs[name])
+        self.drive(workflow_id, {})
+        self.assertEqual(dict.fromkeys(['main', 'other', 'work', 'next', 'more'], 'completed'), self.statuses(workflow_id))
+        return workflow_id, node_id
+
+    def test_what_a_job_spawned_goes_when_it_starts_over(self):
+        workflow_id, node_id = self.chain()
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'main': 'ready', 'other': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual({}, self.records(workflow_id))
+        self.assertEqual(1, self.spawn(self.start(workflow_id, node_id)['main'], 'work')['iteration'])
+        self.assertWhole()
+
+    def test_what_the_others_spawned_stays(self):
+        workflow_id, _ = self.chain()
+        self.call('manage_status_change', id=self.named(workflow_id, 'next')['id'], status='uninitialized', run_id=1)
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        self.assertEqual({'main': 'completed', 'other': 'completed', 'work': 'completed', 'next': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual(['main__g000001'], list(self.records(workflow_id)))
+        self.assertWhole()
+
+    def test_nothing_goes_that_a_runner_has_in_hand(self):
+        workflow_id = self.create('main:')
+        node_id = self.node(workflow_id)
+        main = self.start(workflow_id, node_id)['main']
+        self.spawn(main, 'a', 'b')
+        self.finish(workflow_id, node_id, main)
+        running = self.claim(workflow_id, node_id, 1)
+        self.call('manage_status_change', id=main['id'], status='uninitialized', run_id=1)
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        self.assertEqual(dict({'main': 'ready'}, **dict.fromkeys(running, 'pending')), self.statuses(workflow_id))
+
+    def test_they_survive_a_restart_of_the_server(self):
+        workflow_id = self.create('main:')
+        main = self.start(workflow_id, self.node(workflow_id))['main']
+        answer = self.spawn(main, 'a', 'b: a')
+        self.store.close()
+        self.store = torc.Store(self.store.path, lambda: self.clock)
+        self.addCleanup(self.store.close)
+        self.assertEqual(answer, self.spawn(main, 'a', 'b: a'))
+        with self.store.transaction():
+            torc.record_end(self.store, torc.workflow_state(self.store, workflow_id), self.end(main, run_id=1))
+        self.assertEqual({'main': 'completed', 'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+
+
+class TaskTest(ServiceTest):
+    """Operations that go on after their answer."""
+
+    def begin(self, workflow_id: int, **parameters: Any) -> Any:
+        """Ask for an initialize as a task."""
+        return self.call('initialize_jobs', id=workflow_id, **dict(parameters, **{'async': True}))
+
+    def tend(self) -> None:
+        """What a server does by itself."""
+        with self.store.transaction():
+            torc.tend(self.store)
+
+    def test_a_task_is_queued_then_done(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
+        task = self.begin(workflow_id)
+        self.assertEqual({'id': 1, 'workflow_id': workflow_id, 'operation': 'initialize_jobs', 'status': 'queued', 'created_at_ms': 1700000000000}, task)
+        self.assertEqual({'task': task}, self.call('get_active_task_for_workflow', id=workflow_id))
+        self.assertEqual({'a': 'uninitialized'}, self.statuses(workflow_id))
+        self.clock += 1
+        self.tend()
+        self.assertEqual(dict(task, status='succeeded', started_at_ms=1700000001000, finished_at_ms=1700000001000), self.call('get_task', id=1))
+        self.assertEqual({'task': None}, self.call('get_active_task_for_workflow', id=workflow_id))
+        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+        event = self.call('list_events', workflow_id=workflow_id, category='tasks')['items'][0]['data']
+        self.assertEqual(('task_completed', 1, 'succeeded', 'tester'), (event['event_type'], event['task_id'], event['status'], event['user']))
+
+    def test_a_workflow_has_one_at_a_time(self):
+        workflow_id, other = self.create('a:'), self.create('b:')
+        task = self.begin(workflow_id)
+        self.assertEqual(task, self.begin(workflow_id, only_uninitialized=False))
+        with self.assertRaises(torc.Conflict) as caught:
+            self.begin(workflow_id, only_uninitialized=True)
+        self.assertEqual((409, {'existing_task_id': 1, 'existing_operation': 'initialize_jobs'}), (caught.exception.http, caught.exception.details))
+        self.assertEqual(2, self.begin(other)['id'])
+        self.tend()
+        self.assertEqual(3, self.begin(workflow_id, only_uninitialized=True)['id'])
+
+    def test_a_failure_is_told_and_leaves_nothing(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        self.call('archive_workflow', {'is_archived': True}, id=workflow_id)
+        self.begin(workflow_id)
+        self.tend()
+        task = self.call('get_task', id=1)
+        self.assertEqual(('failed', True), (task['status'], 'is archived; take it back first' in task['error']))
+        self.assertEqual(0, self.call('get_workflow', id=workflow_id)['run_id'])
+        self.assertRefused('there is no task 2', 'get_task', id=2)
+
+    def test_a_bug_fails_one_task_and_the_next_goes_on(self):
+        first, second = self.create('a:'), self.create('b:')
+        self.begin(first)
+        self.store.run('UPDATE task SET request = ?', ('{"unknown": 1}',))
+        self.begin(second)
+        with self.assertLogs('torc', 'ERROR'):
+            self.tend()
+        self.assertEqual(['failed', 'succeeded'], [self.call('get_task', id=number)['status'] for number in (1, 2)])
+        self.assertIn('a bug in torc.py', self.call('get_task', id=1)['error'])
+
+    def test_after_a_restart_unfinished_ones_have_failed(self):
+        workflow_id = self.create('a:')
+        self.begin(workflow_id)
+        self.store.close()
+        self.store, lease = torc.hold_database(self.store.path)
+        self.addCleanup(self.store.close)
+        self.assertIsNone(lease)
+        task = self.call('get_task', id=1)
+        self.assertEqual(('failed', True), (task['status'], 'the server ended before' in task['error']))
+        self.assertEqual(2, self.begin(workflow_id)['id'])
+
+
+class ProvenanceTest(ServiceTest):
+    """RO-Crate entities that the server adds by itself."""
+
+    def entities(self, workflow_id: int) -> Dict[str, Any]:
+        """@id -> entity."""
+        return {item['entity_id']: item for item in self.call('list_ro_crate_entities', id=workflow_id)['items']}
+
+    def test_an_initialize_describes_run_program_and_input_files(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
+        files = {name: self.call('create_file', dict({'workflow_id': workflow_id, 'name': name, 'path': 'data/' + name}, **more))['id'] for name, more in (
+            ('in', {'st_mtime': 1700000000.5}), ('cited', {'st_mtime': 1.0, 'identifier': 'https://doi.org/1'}), ('absent', {}), ('out', {'st_mtime': 2.0}))}
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'input_file_ids': [files['in']], 'output_file_ids': [files['out']]})
+        self.call('initialize_jobs', id=workflow_id)
+        found = self.entities(workflow_id)
+        self.assertEqual(['#torc-workflow', '#software-torc.py-run-id-1', '#torc-run-id-1', 'data/in', 'https://doi.org/1'], list(found))
+        self.assertEqual({'@id': 'data/in', '@type': 'File', 'name': 'in', 'dateModified': '2023-11-14T22:13:20.500Z'}, found['data/in']['metadata'])
+        self.assertEqual('data/cited', found['https://doi.org/1']['metadata']['sameAs'])
+        self.call('update_ro_crate_entity', {'metadata': {'license': 'CC0'}}, id=found['data/in']['id'])
+        self.call('update_file', {'st_mtime': 1700000001.0}, id=files['in'])
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        found = self.entities(workflow_id)
+        self.assertEqual(7, len(found))
+        self.assertIn('#software-torc.py-run-id-2', found)
+        self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z'), (found['data/in']['metadata']['license'], found['data/in']['metadata']['dateModified']))
+
+    def test_nothing_is_added_where_it_is_not_wanted(self):
+        workflow_id = self.create('a:')
+        self.assertEqual({}, self.entities(workflow_id))
+
+
 class PropertyTest(ServiceTest):
     """Random workflows, driven in random order, against a plain model of the rules."""
 
@@ -2458,7 +2747,7 @@ NO_ROUTE_YET = {
     'reload_auth', 'remove_user_from_group', 'remove_workflow_from_group',
 }
 NO_QUERY_YET = {'list_workflows': {'access_group'}}
-MORE_QUERY = {op: {'sort_by', 'reverse_sort'} for op in ('list_failure_handlers', 'list_slurm_stats')}      # ours only
+MORE_QUERY = {'list_failure_handlers': {'sort_by', 'reverse_sort'}}     # ours only
 
 
 class ApiTest(ServiceTest):

@@ -6209,7 +6209,7 @@ def note_provenance(store: Store, workflow_id: int) -> None:
         put_entity(store, workflow_id, None, entity_id, entity_type, metadata)
     for file_id, path, identifier, mtime in store.rows(
             'SELECT id, path, identifier, st_mtime FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
-            'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id)', (workflow_id,)):
+            'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) ORDER BY id', (workflow_id,)):
         metadata = {'name': os.path.basename(path), 'dateModified': format_time(mtime), **({'sameAs': path} if identifier else {})}
         put_entity(store, workflow_id, file_id, identifier or path, 'File', metadata)
 
@@ -8125,7 +8125,8 @@ ROUTES = (
     Route('delete_workflow_action', 'DELETE', WF + '/actions/{action_id}',     delete_workflow_action, returns='@MessageResponse'),
 
     Route('create_slurm_stats', 'POST', '/slurm_stats', create_row, 'slurm_stats', '', 'SlurmStatsModel'),
-    Route('list_slurm_stats',   'GET',  '/slurm_stats', list_rows, 'slurm_stats', OF + PAGE + 'job_id:int run_id:int attempt_id:int'),
+    Route('list_slurm_stats',   'GET',  '/slurm_stats', list_rows, 'slurm_stats',
+          OF + 'offset:int limit:int job_id:int run_id:int attempt_id:int'),
 
     Route('create_remote_workers', 'POST',   WF + '/remote_workers',          create_remote_workers, '', '', '[str]', returns='[@RemoteWorkerModel]'),
     Route('list_remote_workers',   'GET',    WF + '/remote_workers',          list_remote_workers, returns='[@RemoteWorkerModel]'),
