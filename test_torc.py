@@ -2977,6 +2977,156 @@ class ApiTest(ServiceTest):
         self.assertEqual(0, self.call('list_events', workflow_id=workflow_id, category='min')['total_count'])
 
 
+class FurtherOperationsTest(ServiceTest):
+    """Operations beside the usual ones, by their paths; each answer fits its model."""
+    ask = ApiTest.ask
+
+    def good(self, method: str, path: str, body: Any = None, query: str = '', status: int = 200) -> Any:
+        """The value of an answer that has this status."""
+        found, value = self.ask(method, path, body, query)
+        self.assertEqual(status, found, value)
+        route, _ = torc.find_route(method, torc.API_PREFIX + path)
+        if found == 200:
+            torc.check_value('answer', torc.answer_type(route), value)
+        return value
+
+    def bad(self, status: int, text: str, method: str, path: str, body: Any = None, query: str = '') -> None:
+        """An answer that has this status, and says this."""
+        found, value = self.ask(method, path, body, query)
+        self.assertEqual(status, found, value)
+        self.assertIn(text, value['error']['message'])
+
+    def test_a_task_is_answered_with_202(self):
+        workflow_id = self.create('a:')
+        task = self.good('POST', f'/workflows/{workflow_id}/initialize_jobs', None, 'async=true', 202)
+        torc.check_value('answer', '@TaskModel', task)
+        self.assertEqual({'task': task}, self.good('GET', f'/workflows/{workflow_id}/active_task'))
+        self.assertEqual(task, self.good('GET', '/tasks/1'))
+        self.bad(409, 'task 1 (initialize_jobs) of workflow 1 is not done yet', 'POST', f'/workflows/{workflow_id}/initialize_jobs',
+                 query='async=true&only_uninitialized=true')
+
+    def test_spawned_jobs_come_by_http(self):
+        workflow_id = self.create('main:')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['main']
+        self.good('PUT', f"/jobs/{job['id']}/start_job/1/{node_id}")
+        answer = self.good('POST', f"/jobs/{job['id']}/spawn_jobs", {'jobs': [{'name': 'a', 'command': 'x'}], 'lineage': None, 'state': None})
+        self.assertEqual(1, answer['iteration'])
+        self.bad(422, 'there is no field extra', 'POST', f"/jobs/{job['id']}/spawn_jobs", {'jobs': [], 'extra': 1})
+        self.bad(422, 'control character', 'POST', f"/jobs/{job['id']}/spawn_jobs", {'jobs': [], 'lineage': 'a\n'})
+
+    def test_remote_workers_are_words_in_the_path(self):
+        workflow_id = self.create('a:')
+        path = f'/workflows/{workflow_id}/remote_workers'
+        names = ['u@host-b:22', '17', 'host/a', 'ünï', '[::1]:22']
+        made = self.good('POST', path, [*names, '17'])
+        self.assertEqual(sorted(names), [row['worker'] for row in made])
+        self.good('POST', path, ['17', 'z'])
+        self.assertEqual(sorted([*names, 'z']), [row['worker'] for row in self.good('GET', path)])
+        for name in (*names, 'z'):
+            self.assertEqual({'worker': name, 'workflow_id': workflow_id}, self.good('DELETE', path + '/' + urllib.parse.quote(name, safe='')))
+        self.assertEqual([], self.good('GET', path))
+        self.bad(404, "no remote worker 'z'", 'DELETE', path + '/z')
+        self.bad(422, 'cannot be stored', 'DELETE', path + '/%00')
+        self.bad(404, 'no workflow 99', 'GET', '/workflows/99/remote_workers')
+        for body, text in ((None, 'the body must be a list'), ({}, 'the body must be a list'), ([1], 'the body[0] must be text'), ([''], 'is not a worker'),
+                           (['-oProxyCommand=x'], 'is not a worker'), (['u@-x'], 'is not a worker'), (['a b'], 'is not a worker'), (['a\0'], 'cannot be stored')):
+            with self.subTest(body=body):
+                self.bad(422, text, 'POST', path, body)
+
+    def test_slurm_statistics_are_stored_once_for_each_attempt(self):
+        workflow_id, other = self.create('a:\nb:'), self.create('c:')
+        jobs = self.call('list_job_ids', id=workflow_id)['job_ids']
+        body = {'workflow_id': workflow_id, 'job_id': jobs[0], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '77', 'max_rss_bytes': 5, 'ave_cpu_seconds': 1.5}
+        made = self.good('POST', '/slurm_stats', body)
+        self.good('POST', '/slurm_stats', dict(body, attempt_id=2))
+        self.bad(409, 'there is such a slurm stats already', 'POST', '/slurm_stats', body)
+        self.bad(422, 'has no job', 'POST', '/slurm_stats', dict(body, workflow_id=other))
+        self.assertEqual([made], self.good('GET', '/slurm_stats', None, f'workflow_id={workflow_id}&attempt_id=1')['items'])
+        self.assertEqual(0, self.good('GET', '/slurm_stats', None, f'workflow_id={workflow_id}&job_id={jobs[1]}')['total_count'])
+        self.assertEqual(0, self.good('GET', '/slurm_stats', None, f'workflow_id={other}')['total_count'])
+
+    def test_ro_crate_entities_are_unique_by_name_and_file(self):
+        workflow_id, other = self.create('a:'), self.create('b:')
+        file_id, foreign = (self.call('create_file', {'workflow_id': number, 'name': 'f', 'path': 'p'})['id'] for number in (workflow_id, other))
+        body = {'workflow_id': workflow_id, 'entity_id': 'p', 'entity_type': 'File', 'metadata': {'a': [1]}, 'file_id': file_id}
+        made = self.good('POST', '/ro_crate_entities', body)
+        path = f"/ro_crate_entities/{made['id']}"
+        self.assertEqual(made, self.good('GET', path))
+        self.bad(422, 'with this entity_id, or for this file, already', 'POST', '/ro_crate_entities', dict(body, file_id=None))
+        self.bad(422, 'with this entity_id, or for this file, already', 'POST', '/ro_crate_entities', dict(body, entity_id='q'))
+        self.bad(422, 'has no file', 'POST', '/ro_crate_entities', dict(body, entity_id='q', file_id=foreign))
+        self.bad(422, 'metadata must be an object', 'POST', '/ro_crate_entities', dict(body, metadata='{}'))
+        second = self.good('POST', '/ro_crate_entities', dict(body, entity_id='q', file_id=None))
+        self.bad(422, 'with this entity_id', 'PUT', f"/ro_crate_entities/{second['id']}", {'entity_id': 'p'})
+        self.bad(422, 'has no file', 'PUT', f"/ro_crate_entities/{second['id']}", {'file_id': foreign})
+        self.assertEqual({'b': 2}, self.good('PUT', path, {'metadata': {'b': 2}})['metadata'])
+        everything = f'/workflows/{workflow_id}/ro_crate_entities'
+        for query, names in (('', ['p', 'q']), (f'file_id={file_id}', ['p']), ('entity_id=q', ['q']), ('sort_by=entity_id&reverse_sort=true', ['q', 'p'])):
+            self.assertEqual(names, [item['entity_id'] for item in self.good('GET', everything, None, query)['items']])
+        self.assertEqual({'message': f"Deleted RO-Crate entity {made['id']}"}, self.good('DELETE', path))
+        self.bad(404, 'there is no ro crate entity', 'DELETE', path)
+        self.assertEqual(1, self.good('DELETE', everything)['deleted_count'])
+
+    def test_actions_are_changed_and_deleted(self):
+        workflow_id, other = self.create('a:'), self.create('b:')
+        path = f'/workflows/{workflow_id}/actions'
+        config = {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1}
+        action = self.good('POST', path, {'workflow_id': workflow_id, 'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes', 'action_config': config})
+        own = f"{path}/{action['id']}"
+        changed = self.good('PUT', own, {'num_allocations': 3, 'start_one_worker_per_node': True})
+        self.assertEqual(dict(config, num_allocations=3, start_one_worker_per_node=True), changed['action_config'])
+        for body, text in (({}, 'must be an object of the keys'), ([1], 'must be an object of the keys'), ({'num_allocations': 'x'}, 'must be of type int'),
+                           ({'num_allocations': True}, 'must be of type int'), ({'nodes': 1}, "has no key 'nodes'"), (None, 'the body must be an object')):
+            with self.subTest(body=body):
+                self.bad(422, text, 'PUT', own, body)
+        self.bad(404, 'has no action', 'PUT', f"/workflows/{other}/actions/{action['id']}", {'num_allocations': 1})
+        self.bad(404, 'has no action', 'DELETE', f"/workflows/{other}/actions/{action['id']}")
+        self.assertEqual([changed], self.good('GET', path))
+        self.good('DELETE', own)
+        self.bad(404, 'has no action', 'DELETE', own)
+        commands = self.good('POST', path, {'workflow_id': workflow_id, 'trigger_type': 'on_worker_start', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}})
+        self.assertEqual({'commands': ['y']}, self.good('PUT', f"{path}/{commands['id']}", {'commands': ['y']})['action_config'])
+        self.bad(422, 'takes nothing else', 'PUT', f"{path}/{commands['id']}", {'num_allocations': 1})
+
+    def test_what_ready_jobs_need_is_added_up(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        path = f'/workflows/{workflow_id}/ready_job_requirements'
+        self.assertEqual({'num_jobs': 0, 'num_cpus': 0, 'num_gpus': 0, 'memory_gb': 0.0, 'max_num_nodes': 0, 'max_runtime': 'PT0S'}, self.good('GET', path))
+        scheduler = self.call('create_slurm_scheduler', {'workflow_id': workflow_id, 'account': 'a', 'nodes': 1, 'walltime': '01:00:00'})['id']
+        for name, needs, more in (('small', {'num_cpus': 2, 'memory': '512m', 'runtime': 'PT10M'}, {}),
+                                  ('big', {'num_cpus': 8, 'num_gpus': 1, 'num_nodes': 3, 'memory': '4g', 'runtime': 'P1DT1H'}, {'scheduler_id': scheduler})):
+            number = self.call('create_resource_requirements', dict(needs, workflow_id=workflow_id, name=name))['id']
+            for place in range(2):
+                self.call('create_job', dict(more, workflow_id=workflow_id, name=f'{name}{place}', command='x', resource_requirements_id=number))
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'num_jobs': 4, 'num_cpus': 20, 'num_gpus': 2, 'memory_gb': 9.0, 'max_num_nodes': 3, 'max_runtime': 'P1DT1H'}, self.good('GET', path))
+        self.assertEqual({'num_jobs': 2, 'num_cpus': 16, 'num_gpus': 2, 'memory_gb': 8.0, 'max_num_nodes': 3, 'max_runtime': 'P1DT1H'},
+                         self.good('GET', path, None, f'scheduler_config_id={scheduler}'))
+
+    def test_jobs_are_told_with_their_slurm_jobs(self):
+        workflow_id = self.create('a:\nb:\nc:')
+        scheduled = self.call('create_scheduled_compute_node', {'workflow_id': workflow_id, 'scheduler_id': 501, 'scheduler_config_id': 1,
+                                                                'scheduler_type': 'slurm', 'status': 'active'})['id']
+        nodes = [self.node(workflow_id, scheduler=scheduler) for scheduler in ({'scheduler_id': scheduled}, {'slurm_job_id': 502}, ['odd'], {'scheduler_id': {}})]
+        ids = {}
+        for node_id in nodes[:3]:
+            (job,) = self.claim(workflow_id, node_id, 1).values()
+            ids[job['name']] = job['id']
+            self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:01Z']])
+            if job['name'] == 'a':
+                self.sync(workflow_id, node_id, completions=[self.end(job)])
+        self.call('create_slurm_stats', {'workflow_id': workflow_id, 'job_id': ids['a'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '501'})
+        self.call('create_slurm_stats', {'workflow_id': workflow_id, 'job_id': ids['c'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '503'})
+        path = f'/workflows/{workflow_id}/slurm_job_correlations'
+        found = self.good('GET', path)
+        self.assertEqual([('a', '501'), ('b', '502'), ('c', '503')], [(item['job_name'], item['slurm_job_id']) for item in found['items']])
+        page = self.good('GET', path, None, 'offset=1&limit=1')
+        self.assertEqual((['b'], 3, True), ([item['job_name'] for item in page['items']], page['total_count'], page['has_more']))
+        running = self.good('GET', f'/workflows/{workflow_id}/running_jobs')['items']
+        self.assertEqual({'b': '502', 'c': None}, {job['job_name']: job.get('scheduler_job_id') for job in running})
+
+
 # ======== 10. Server: one selector loop, HTTP framing, state files ========
 
 class ServerThread(threading.Thread):
@@ -3572,6 +3722,37 @@ class TurnTest(WorldTest):
         self.assertEqual([[422], [200]], [statuses(read_answers(client, 1)) for client in self.clients[:2]])
         self.assertEqual(1, self.store.writes)
 
+    def begin_task(self) -> Any:
+        """Make a workflow, ask for its initialize as a task, and let the server turn once; the answer."""
+        self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+        self.clients[0].sendall(http_request('POST', '/torc-service/v1/workflows/1/initialize_jobs?async=true'))
+        self.server.turn()
+        answer = read_answers(self.clients[0], 1)
+        self.assertEqual([202], statuses(answer))
+        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+
+    def task_status(self) -> str:
+        """State of the task in the database."""
+        return self.store.value('SELECT status FROM task')
+
+    def test_a_task_is_done_right_after_its_answer_was_sent(self) -> None:
+        self.server.tick = torc.tend
+        self.assertEqual('queued', self.begin_task()['status'])
+        self.assertEqual('succeeded', self.task_status())
+        self.assertEqual(1, self.store.value('SELECT run_id FROM workflow WHERE id = 1'))
+
+    def test_a_task_that_could_not_be_stored_is_tried_again(self) -> None:
+        def fail_once(store: Any) -> bool:
+            self.store.failures, self.server.tick = 1, torc.tend
+            return torc.tend(store)
+        self.server.tick = fail_once
+        self.begin_task()
+        self.assertEqual('queued', self.task_status())
+        self.server.on_clock(time.monotonic() + 1)
+        self.assertEqual('queued', self.task_status())
+        self.server.on_clock(time.monotonic() + torc.TICK_S + 1)
+        self.assertEqual('succeeded', self.task_status())
+
     def test_when_a_commit_fails_nobody_is_told_that_it_is_done(self) -> None:
         self.store.failures = 100
         self.assertEqual([503] * 10, self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')))
@@ -3910,6 +4091,16 @@ class ClientTest(WorldTest):
             return client.call(name, **params)
         except torc.TorcError as error:
             return [type(error).__name__, error.message, error.http]
+
+    def test_without_a_server_a_task_is_done_at_once(self) -> None:
+        client = self.connect()
+        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        self.assertEqual('succeeded', client.initialize_jobs(id=number, **{'async': True})['status'])
+        self.assertTrue(client.is_direct)
+        client.need_server()
+        task = client.initialize_jobs(id=number, **{'async': True})
+        self.assertEqual(('queued', 2), (task['status'], task['id']))
+        self.assertEqual('succeeded', client.get_task(id=2)['status'])
 
     def test_slips_are_answered_at_once(self) -> None:
         client = self.connect(needs_server=True)
@@ -5007,7 +5198,9 @@ SAMPLE = '''
     resource_requirements: [{name: small, num_cpus: 1, memory: 100m, runtime: PT10M}]
     failure_handlers: [{name: fh, rules: [{exit_codes: [9], max_retries: 2}]}]
     slurm_schedulers: [{name: sch, account: acct, nodes: 1, walltime: "01:00:00"}]
-    actions: [{trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo done]}]
+    actions:
+      - {trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo done]}
+      - {trigger_type: on_jobs_ready, action_type: schedule_nodes, jobs: [tail], scheduler: sch, scheduler_type: slurm, num_allocations: 1}
     jobs:
       - {name: prep, command: "echo prep; echo x > in.txt", output_files: [inp], resource_requirements: small, priority: 5, scheduler: sch}
       - {name: work, command: "cat in.txt > out.txt", input_files: [inp], output_files: [outp], resource_requirements: small}
@@ -5025,6 +5218,8 @@ RECORDED = (
     ('workflows execution-plan WF', 'workflows execution-plan 1'),
     ('workflows execution-plan SPEC', 'workflows execution-plan w.yaml'),
     ('workflows list-actions WF', 'workflows list-actions 1'),
+    ('workflows update-action WF2 ID --num-allocations 2', 'workflows update-action 1 2 --num-allocations 2'),
+    ('workflows delete-action WF2 ID --no-prompts', 'workflows delete-action 1 2 --no-prompts'),
     ('jobs list WF', 'jobs list 1'),
     ('jobs list WF --include-relationships', 'jobs list 1 --include-relationships'),
     ('jobs list WF -x command (csv)', 'jobs list 1 -x command'),
@@ -5067,6 +5262,9 @@ RECORDED = (
     ('workflows reset-status WF -r --no-prompts', 'workflows reset-status 1 -r --no-prompts'),
     ('workflows init WF --dry-run', 'workflows init 1 --dry-run'),
     ('workflows init WF', 'workflows init 1'),
+    ('workflows init WF --async', 'workflows init 1 --async'),
+    ('workflows reinit WF --async', 'workflows reinit 1 --async'),
+    ('tasks wait ID', 'tasks wait 1'),
     ('workflows update WF -d d', 'workflows update 1 -d d'),
     ('workflows archive true WF', 'workflows archive true 1'),
     ('workflows archive false WF', 'workflows archive false 1'),
@@ -5131,6 +5329,81 @@ class RecordedJsonTest(CommandTest):
         self.assertEqual('{"workflow_id":1,"message":"Created workflow 1"}\n', outcome.out)
         outcome = self.assertExit(1, self.world.cli('exec', '-c', 'exit 2', '-f', 'json'))
         self.assertEqual('{"workflow_id":2,"status":"failed","had_failures":true,"had_terminations":false}\n', outcome.out)
+
+
+class TaskCommandTest(CommandTest):
+    """Commands that begin tasks or wait for them, with a server that carries them out, or does not."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.server = ServerThread(self.world.path('served.db'))
+        self.addCleanup(self.server.stop)
+        self.world.environment['TORC_API_URL'] = f'http://127.0.0.1:{self.server.port}/torc-service/v1'
+        self.make('name: w\njobs: [{name: a, command: "true"}]\n')
+
+    def work(self, does: bool) -> None:
+        """Whether the server carries out tasks."""
+        self.server.server.tick = torc.tend if does else lambda store: False
+        self.server.server.tick_at = 0.0        # with the next request
+
+    def run_id(self) -> int:
+        """The workflow's run generation."""
+        return self.json('workflows get 1')['run_id']
+
+    def test_init_waits_for_its_task_or_does_not(self):
+        self.assertEqual({'error': None, 'message': 'Initializing task completed', 'status': 'success', 'task_id': 1, 'task_operation': 'initialize_jobs',
+                          'task_status': 'succeeded', 'workflow_id': 1}, self.json('workflows init 1'))
+        self.assertEqual({'message': 'Reinitialize task created', 'status': 'success', 'task_id': 2, 'task_operation': 'initialize_jobs',
+                          'task_status': 'queued', 'workflow_id': 1}, self.json('workflows reinit 1 --async'))
+        self.assertEqual('succeeded', self.json('tasks wait 2 --timeout 10 --poll-fallback-interval 0.1')['status'])
+        self.assertEqual('Task 2 (initialize_jobs of workflow 1): succeeded\n', self.text('tasks wait 2'))
+
+    def test_a_task_at_work_is_not_doubled(self):
+        self.work(False)
+        self.assertEqual('Task 1 initializes workflow 1; wait for it with: torc.py tasks wait 1\n', self.text('workflows init 1 --async'))
+        run_id = self.run_id()
+        for line in ('workflows init 1 --async', 'workflows reinit 1 --async'):
+            self.assertEqual(1, self.json(line)['task_id'])
+        self.assertEqual(run_id, self.run_id())
+        answer = self.json('workflows reinit 1 --wait-timeout 0.05', 1)
+        self.assertEqual(('error', 'queued', True), (answer['status'], answer['task_status'], 'is still queued: wait on with' in answer['error']))
+        outcome = self.assertExit(1, self.world.main('-f', 'json', 'tasks', 'wait', 1, '--timeout', '0.05'), 'torc: task 1 is still queued')
+        self.assertEqual('queued', outcome.json()['status'])
+        self.work(True)
+        self.assertEqual('succeeded', self.json('tasks wait 1')['status'])
+
+    def test_a_task_that_failed_is_exit_1_with_its_reason(self):
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        file_id = client.create_file({'workflow_id': 1, 'name': 'f', 'path': 'f'})['id']
+        client.create_job({'workflow_id': 1, 'name': 'snake', 'command': 'x', 'input_file_ids': [file_id], 'output_file_ids': [file_id]})
+        answer = self.json('workflows init 1', 1)
+        self.assertEqual(('error', 'failed', 'Initializing task failed', 'these jobs wait for each other: snake -> snake'),
+                         (answer['status'], answer['task_status'], answer['message'], answer['error']))
+        self.assertExit(1, self.world.main('workflows', 'init', 1, '--no-prompts'), 'torc: these jobs wait for each other: snake -> snake')
+        self.assertExit(1, self.world.main('tasks', 'wait', 1), 'torc: these jobs wait for each other: snake -> snake')
+        self.assertExit(4, self.world.main('tasks', 'wait', 9), 'there is no task 9')
+
+
+class ActionCommandTest(CommandTest):
+    """Changing and deleting actions."""
+
+    def test_options_win_over_json_and_the_rest_stays(self):
+        self.make()
+        answer = self.json("workflows update-action 1 2 --num-allocations 4 --start-one-worker-per-node yes --json '{\"num_allocations\": 9, \"max_parallel_jobs\": 3}'")
+        config = answer['action_config']
+        self.assertEqual((4, True, 3, 'slurm'), tuple(config[key] for key in ('num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs', 'scheduler_type')))
+        self.assertEqual('Updated action 2\n', self.text('workflows update-action 1 2 --scheduler-type slurm'))
+        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2), 'nothing to change: give one of --scheduler-id')
+        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2, '--json', '[1]'), '--json wants an object')
+        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 2, '--json', '{"x": 1}'), "has no key 'x'")
+        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 9, '--num-allocations', 1), 'workflow 1 has no action 9')
+
+    def test_deleting_asks(self):
+        self.make()
+        self.assertExit(2, self.world.main('workflows', 'delete-action', 1, 2), 'Delete action 2 of workflow 1?')
+        self.assertEqual('Deleted action 2\n', self.text('workflows delete-action 1 2 --no-prompts'))
+        self.assertExit(4, self.world.main('workflows', 'delete-action', 1, 2, '--no-prompts'), 'has no action 2')
 
 
 class WhichWorkflowTest(CommandTest):
@@ -7093,6 +7366,8 @@ class CommandExampleLaws(WorldTest):
         user_data: [{name: limits, data: {low: 1}}, {name: empty}]
         resource_requirements: [{name: spare, num_cpus: 1, memory: 1m}, {name: big, num_cpus: 1, memory: 1m}]
         failure_handlers: [{name: again, rules: [{exit_codes: [9]}]}]
+        slurm_schedulers: [{name: sched, account: acct, nodes: 1, walltime: "01:00:00"}]
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: sched, scheduler_type: slurm, num_allocations: 1}]
         jobs:
           - {name: greet, command: echo hello, resource_requirements: big, failure_handler: again, input_files: [data], input_user_data: [limits]}
           - {name: bad, command: exit 1, depends_on: [greet]}
@@ -7105,6 +7380,7 @@ class CommandExampleLaws(WorldTest):
         os.symlink(EXAMPLES, self.world.path('examples'))
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
         self.assertExit(0, self.world.main('events', 'create', 1, '-d', '{}'))
+        self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
         self.assertEqual({}, self.world.leave())      # the database is whole when its server has left
         shutil.copytree(self.world.path('torc_output'), self.world.path('kept'))
         for row in torc.COMMANDS:
