@@ -2485,6 +2485,15 @@ class SpawnTest(ServiceTest):
         self.assertEqual({'main': 'failed', 'a': 'canceled', 'b': 'canceled'}, self.statuses(workflow_id))
         self.assertTrue(self.call('is_workflow_complete', id=workflow_id)['is_complete'])
 
+    def test_a_job_may_be_faster_than_its_runners_word(self):
+        workflow_id = self.create('main:\nother:')
+        node_id = self.node(workflow_id)
+        main = self.claim(workflow_id, node_id, 1)['main']
+        self.spawn(main, 'a')
+        self.assertEqual(('running', node_id), tuple(self.call('get_job', id=main['id'])[key] for key in ('status', 'compute_node_id')))
+        (other,) = self.call('claim_next_jobs', id=workflow_id)['jobs']     # whose client starts nothing without start_job
+        self.assertRefused('is pending; only a running job', 'spawn_jobs', {'jobs': []}, id=other['id'])
+
     def test_the_same_call_again_adds_nothing(self):
         workflow_id = self.create('main:')
         node_id = self.node(workflow_id)
@@ -6366,6 +6375,30 @@ class ServedTest(FlowTest):
             ''')
         self.run_text(f'name: caller\njobs: [{{name: call, command: "{sys.executable} call.py"}}]\n')
         self.assertRegex(self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o'), r'^200 \{.*"name": ?"caller"')
+
+    def test_a_loop_of_jobs_that_make_jobs_runs_to_its_end_each_time_anew(self):
+        self.world.write('loop.py', f"""
+            import os, sys
+            sys.path.insert(0, {os.path.dirname(stub_path())!r})
+            import torc
+            client = torc.Client.connect()
+            lineage = os.environ.get('TORC_ORCHESTRATOR_LINEAGE_ID', 'case')
+            names = [item['name'] for item in client.list_user_data(workflow_id=int(os.environ['TORC_WORKFLOW_ID']))['items']]
+            step = sum(name.startswith('__torc_lineage__case__g') for name in names)
+            jobs = [{{'name': f'work_{{step}}', 'command': 'echo x >> worked'}},
+                    {{'name': f'loop_{{step}}', 'command': sys.executable + ' loop.py', 'depends_on': [f'work_{{step}}']}}]
+            answer = client.spawn_jobs({{'jobs': jobs if step < 3 else [], 'lineage': lineage, 'state': step}}, id=int(os.environ['TORC_JOB_ID']))
+            assert answer['iteration'] == min(step + 1, 3), answer
+            client.close()
+            """)
+        self.run_text(f'name: loop\njobs: [{{name: loop, command: "{sys.executable} loop.py"}}]\n')
+        done = dict.fromkeys(['loop', 'work_0', 'loop_0', 'work_1', 'loop_1', 'work_2', 'loop_2'], 'completed')
+        self.assertEqual(done, self.statuses())
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        self.assertEqual({'loop': 'ready'}, self.statuses())
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertEqual(done, self.statuses())
+        self.assertEqual('x\n' * 6, self.world.read('worked'))
 
     def test_nothing_is_answered_without_the_token(self):
         url = self.world.serve()

@@ -5268,8 +5268,8 @@ def chunks(items: Sequence[Any], size: int = 500) -> Iterator[Sequence[Any]]:
         yield items[start:start + size]
 
 
-def rows_by_ids(store: Store, sql: str, ids: Sequence[int]) -> List[Tuple]:
-    """Rows of a query that ends in IN, for any number of ids."""
+def rows_by_ids(store: Store, sql: str, ids: Sequence[Any]) -> List[Tuple]:
+    """Rows of a query that ends in IN, for any number of ids or names."""
     return [row for piece in chunks(ids) for row in store.rows(f"{sql} ({', '.join('?' * len(piece))})", piece)]
 
 
@@ -6818,7 +6818,9 @@ def spawn_jobs(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any
     names = [job['name'] for job in body['jobs']]
     if names:
         check_bulk([caller.workflow_id], names, 'jobs')
-    if caller.status != RUNNING:
+    if caller.status == PENDING and caller.compute_node_id is not None:     # it runs: its runner's word of it is on the way
+        mark_started(store, job_id, caller.compute_node_id, format_time(store.now()))
+    elif caller.status != RUNNING:
         raise Refused(f'job {job_id} is {STATUS_NAMES[caller.status]}; only a running job can spawn others')
     lineage = body.get('lineage') or caller.name
     counter = count_generations(store, caller.workflow_id, lineage)
@@ -6862,9 +6864,7 @@ def insert_spawned(store: Store, caller: JobState, lineage: str, generation: int
     if generation > limit:
         raise Refused(f'lineage {lineage!r} has spawned {limit} times, which is its limit (dynamic_jobs: max_iterations)')
     refuse_sibling_cycles(jobs)
-    by_name = collections.defaultdict(list)  # type: Dict[str, List[int]]
-    for job_id, name in store.rows('SELECT id, name FROM job WHERE workflow_id = ?', (caller.workflow_id,)):
-        by_name[name].append(job_id)
+    by_name = jobs_by_name(store, caller.workflow_id, {name for job in jobs for name in (job['name'], *(job.get('depends_on') or ()))})
     for job in jobs:
         if job['name'] in by_name:
             raise Refused(f"workflow {caller.workflow_id} has a job {job['name']!r} already, which lineage {lineage!r} did not spawn")
@@ -6887,6 +6887,14 @@ def spawned_model(store: Store, workflow_id: int, lineage: str, job: Dict[str, A
     if needs is None:
         raise Refused(f'job {job["name"]!r}: workflow {workflow_id} has no resource requirements {name!r}')
     return dict(job, workflow_id=workflow_id, resource_requirements_id=needs, env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage})
+
+
+def jobs_by_name(store: Store, workflow_id: int, names: Set[str]) -> Dict[str, List[int]]:
+    """The jobs of a workflow that have one of these names."""
+    found = collections.defaultdict(list)  # type: Dict[str, List[int]]
+    for name, job_id in rows_by_ids(store, f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND name IN', list(names)):
+        found[name].append(job_id)
+    return found
 
 
 def find_prerequisite(by_name: Dict[str, List[int]], job: Dict[str, Any], name: str) -> int:
