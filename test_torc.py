@@ -3098,6 +3098,22 @@ class FurtherOperationsTest(ServiceTest):
         self.assertEqual({'commands': ['y']}, self.good('PUT', f"{path}/{commands['id']}", {'commands': ['y']})['action_config'])
         self.bad(422, 'takes nothing else', 'PUT', f"{path}/{commands['id']}", {'num_allocations': 1})
 
+    def test_everything_dies_with_its_workflow(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'main', 'command': 'x'})
+        self.call('initialize_jobs', id=workflow_id)
+        job = self.claim(workflow_id, self.node(workflow_id))['main']
+        self.call('spawn_jobs', {'jobs': [{'name': 'a', 'command': 'x'}]}, id=job['id'])
+        self.call('create_slurm_stats', {'workflow_id': workflow_id, 'job_id': job['id'], 'run_id': 1, 'attempt_id': 1})
+        self.call('create_remote_workers', ['host'], id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id, **{'async': True})
+        tables = [table for table in self.store.ids("SELECT name FROM sqlite_master WHERE type = 'table'")
+                  if any(column.name == 'workflow_id' for column in self.store.columns(table))]
+        filled = {table for table in tables if self.store.one(f'SELECT 1 FROM {table}')}
+        self.assertLessEqual({'spawn', 'slurm_stats', 'remote_worker', 'ro_crate_entity', 'task', 'user_data', 'dep_set'}, filled)
+        self.call('delete_workflow', id=workflow_id)
+        self.assertEqual([], [table for table in [*tables, 'dep_member'] if self.store.one(f'SELECT 1 FROM {table}')])
+
     def test_what_ready_jobs_need_is_added_up(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         path = f'/workflows/{workflow_id}/ready_job_requirements'

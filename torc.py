@@ -7018,10 +7018,8 @@ def end_task(store: Store, task_id: int, error: str) -> None:
 
 def fail_open_tasks(store: Store) -> None:
     """After a start: tasks that an earlier process has left have failed."""
-    if store.one(f'SELECT 1 FROM task WHERE {TASK_OPEN} LIMIT 1'):
-        with store.transaction():
-            for task_id in store.ids(f'SELECT id FROM task WHERE {TASK_OPEN}'):
-                end_task(store, task_id, 'the server ended before the task was done; ask for it again')
+    for task_id in store.ids(f'SELECT id FROM task WHERE {TASK_OPEN}'):
+        end_task(store, task_id, 'the server ended before the task was done; ask for it again')
 
 
 # -------- Slurm jobs, remote workers --------
@@ -8608,7 +8606,8 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0) 
             stack.callback(lease.release)
         store = Store(database)
         stack.callback(store.close)
-        fail_open_tasks(store)
+        with store.transaction():
+            fail_open_tasks(store)
         stack.pop_all()
         return store, lease
 
