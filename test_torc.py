@@ -1766,7 +1766,9 @@ class ServiceTest(unittest.TestCase):
 
     def call(self, name: str, body: Any = None, **parameters: Any) -> Any:
         with self.store.transaction():
-            return torc.call_operation(self.store, name, parameters, body)
+            answer = torc.call_operation(self.store, name, parameters, body)
+        torc.check_value(name, torc.answer_type(torc.OPERATIONS[name]), json.loads(json.dumps(answer)))     # what the tables promise
+        return answer
 
     def create(self, jobs: str, **more: Any) -> int:
         """A workflow from lines 'name: prerequisites'; a name ending in ! does not mind failures. Initialized."""
@@ -2928,7 +2930,7 @@ class ApiTest(ServiceTest):
 
     def test_every_route_names_an_operation_of_the_official_interface_or_an_addition(self):
         official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
-        additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times'}
+        additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times', 'get_openapi'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -3150,6 +3152,130 @@ class FurtherOperationsTest(ServiceTest):
         self.assertEqual((['b'], 3, True), ([item['job_name'] for item in page['items']], page['total_count'], page['has_more']))
         running = self.good('GET', f'/workflows/{workflow_id}/running_jobs')['items']
         self.assertEqual({'b': '502', 'c': None}, {job['job_name']: job.get('scheduler_job_id') for job in running})
+
+
+OFFICIAL_TYPES = {'Int': 'integer', 'Str': 'string', 'Bool': 'boolean', 'Float': 'number', 'Object': 'object', 'object': 'object', 'Any': 'any'}
+OTHER_PARAMETERS = {    # operation -> query parameters that only one side has
+    'list_failure_handlers': {'sort_by', 'reverse_sort'},       # every list of ours can be sorted
+}
+LATER_PARAMETERS = {'async', 'access_group'}    # of tasks and access groups
+OTHER_ANSWERS = {   # operation -> our answer; the official interface says only 'object'
+    'cancel_workflow': 'WorkflowModel', 'initialize_jobs': 'MessageResponse', 'reset_workflow_status': 'WorkflowModel',
+    'delete_events': 'DeleteCountResponse', 'delete_results': 'DeleteCountResponse',
+    'delete_all_user_data': 'DeleteCountResponse', 'delete_resource_requirements': 'DeleteCountResponse',
+}
+OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, None where it is not there), because of what
+    'ClaimActionResponse.claimed': (None, 'boolean'),           # what Torc 1.0's server says
+    'ComputeNodeModel.identity': (None, 'string'),              # tells runners on one host apart
+    'ComputeNodeModel.lease_s': (None, 'number'),               # how long a silent runner is believed alive
+    'EventModel.timestamp': ('integer!', 'integer'),            # the server sets it
+    'FileModel.identifier': (None, 'string'),                   # of RO-Crate; Torc 1.0's server knows it
+    'JobModel.schedule_compute_nodes': ('ComputeNodeSchedule', 'any'),      # kept as it came; nobody reads it
+}
+
+
+def official_type(text: str) -> str:
+    """A type of the official interface: 'List[JobModel]' -> '[JobModel]'."""
+    match = re.match(r'(List|Dict)\[(?:str, )?(.*)\]\Z', text)
+    if match:
+        return ('[%s]' if match.group(1) == 'List' else '{%s}') % official_type(match.group(2))
+    return OFFICIAL_TYPES.get(text, text)
+
+
+def schema_type(schema: Dict[str, Any]) -> str:
+    """A JSON Schema in the same words."""
+    schema = schema.get('anyOf', [schema])[0]
+    kind = schema.get('type', 'any')
+    kind = kind if isinstance(kind, str) else kind[0]
+    if '$ref' in schema:
+        return schema['$ref'].rpartition('/')[2]
+    if kind == 'array':
+        return f"[{schema_type(schema['items'])}]"
+    return '{%s}' % schema_type(schema['additionalProperties']) if 'additionalProperties' in schema else kind
+
+
+class OpenApiTest(ServiceTest):
+    """The description of the interface for programs that make clients."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.document = json.loads(json.dumps(self.call('get_openapi')))
+        self.operations = {operation['operationId']: (method.upper(), path, operation)
+                           for path, methods in self.document['paths'].items() for method, operation in methods.items()}
+
+    def parts(self, value: Any) -> Iterator[Dict[str, Any]]:
+        """All objects within a value."""
+        if isinstance(value, dict):
+            yield value
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from self.parts(item)
+
+    def content(self, part: Dict[str, Any]) -> str:
+        """Type of a body or answer."""
+        return schema_type(part['content']['application/json']['schema'])
+
+    def test_it_is_whole(self):
+        self.assertEqual(('3.1.0', torc.API_VERSION), (self.document['openapi'], self.document['info']['version']))
+        self.assertTrue(self.document['info']['title'])
+        self.assertEqual(sorted(torc.OPERATIONS), sorted(self.operations))
+        for part in self.parts(self.document):
+            target = self.document
+            for name in part['$ref'].split('/')[1:] if isinstance(part.get('$ref'), str) else ():
+                self.assertIn(name, target)
+                target = target[name]
+        schemes = self.document['components']['securitySchemes']
+        self.assertEqual({'bearer', 'basic'}, {scheme['scheme'] for scheme in schemes.values()})
+        self.assertEqual(set(schemes), {name for choice in self.document['security'] for name in choice})
+
+    def test_every_operation_says_what_goes_in_and_out(self):
+        for name, (_, path, operation) in self.operations.items():
+            in_path = [row['name'] for row in operation['parameters'] if row['in'] == 'path']
+            self.assertEqual(re.findall(r'{(\w+)}', path), in_path, name)
+            self.assertTrue(all(row['required'] for row in operation['parameters'] if row['in'] == 'path'), name)
+            self.assertEqual(len(operation['parameters']), len({row['name'] for row in operation['parameters']}), name)
+            self.assertTrue({'200', '4XX', '503'} <= set(operation['responses']), name)
+            self.assertTrue(all(answer.get('description') or '$ref' in answer for answer in operation['responses'].values()), name)
+            self.assertTrue(operation['description'], name)
+            self.assertEqual(bool(torc.OPERATIONS[name].body), 'requestBody' in operation, name)
+
+    def test_every_type_of_the_models_has_a_schema(self):
+        self.assertEqual(set(torc.SCALAR_CHECKS), set(torc.SCALAR_SCHEMAS))
+        self.assertEqual(set(torc.MODELS) | set(torc.ENUMS), {name for name in self.document['components']['schemas'] if not name.startswith('Partial')})
+
+    def test_operations_are_the_official_ones(self):
+        for official in read_shared('torc/api_operations.json'):
+            if official['op'] not in self.operations:
+                continue
+            method, path, operation = self.operations[official['op']]
+            with self.subTest(official['op']):
+                self.assertEqual((official['method'], official['path'].replace('{workflow_id}', '{id}'), [official['group']]), (method, path, operation['tags']))
+                query = {row['name'] for row in operation['parameters'] if row['in'] == 'query'}
+                self.assertEqual(OTHER_PARAMETERS.get(official['op'], set()), (query ^ set(official['query'])) - LATER_PARAMETERS)
+                body = operation.get('requestBody')
+                self.assertEqual(official_type(official['body']) if official['body'] else None, self.content(body).replace('Partial', '') if body else None)
+                self.assertEqual(OTHER_ANSWERS.get(official['op'], official_type(official['returns'])), self.content(operation['responses']['200']))
+                self.assertEqual('202' in official['codes'] and 'async' in query, '202' in operation['responses'])
+
+    def test_models_are_the_official_ones(self):
+        schemas, differences = self.document['components']['schemas'], {}
+        for model, rows in read_shared('torc/api_models.json').items():
+            if model not in schemas:
+                continue
+            if 'enum' in schemas[model]:
+                self.assertEqual(rows, schemas[model]['enum'])
+                continue
+            required = schemas[model].get('required', [])
+            ours = {name: schema_type(schema) + '!' * (name in required) for name, schema in schemas[model]['properties'].items()}
+            theirs = {row['name']: official_type(row['type']) + '!' * row['required'] for row in rows}
+            differences.update({f'{model}.{name}': (theirs.get(name), ours.get(name)) for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)})
+        self.assertEqual(OTHER_FIELDS, differences)
+
+    def test_what_is_not_required_may_be_null(self):
+        job = self.document['components']['schemas']['JobModel']
+        self.assertEqual(['command', 'name', 'workflow_id'], sorted(job['required']))
+        self.assertEqual((['integer', 'null'], 'integer'), (job['properties']['id']['type'], job['properties']['workflow_id']['type']))
+        self.assertEqual([{'$ref': '#/components/schemas/JobStatus'}, {'type': 'null'}], job['properties']['status']['anyOf'])
+        self.assertNotIn('required', self.document['components']['schemas']['PartialJobModel'])
 
 
 # ======== 10. Server: one selector loop, HTTP framing, state files ========
@@ -3666,6 +3792,13 @@ class TokenServerTest(WorldTest):
         self.assertIn(b'\r\nwww-authenticate: Basic', answer)
         self.assertNotIn(b'access-control', answer.lower())
         self.assertEqual([200], statuses(self.server.ask(http_request(authorization=f'Bearer {self.token}'))))
+
+    def test_the_interface_is_described_at_the_root_and_below_the_prefix(self) -> None:
+        for path in ('/openapi.json', torc.API_PREFIX + '/openapi.json'):
+            self.assertEqual([401], statuses(self.server.ask(http_request(path=path))))
+            answer = self.server.ask(http_request(path=path, authorization=f'Bearer {self.token}'))
+            self.assertEqual([200], statuses(answer))
+            self.assertEqual(torc.describe_interface(), json.loads(answer.partition(b'\r\n\r\n')[2].decode()))
 
     def test_a_body_is_not_waited_for_from_a_stranger(self) -> None:
         with self.server.connect() as client:

@@ -7280,7 +7280,7 @@ def describe_kind(store: Store, kind_id: int) -> Dict[str, Any]:
                     'needs.is_implicit FROM job_kind kind CROSS JOIN resource_requirements needs '
                     'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (kind_id,))
     names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s', 'is_implicit')
-    return dict(zip(names, row))
+    return dict(zip(names, row), is_implicit=bool(row[-1]))
 
 
 def describe_progress(store: Store, state: WorkflowState, complete: bool) -> Dict[str, Any]:
@@ -7323,7 +7323,9 @@ MODELS = {
     'ArchiveWorkflowRequest': 'is_archived:bool!',
     'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
     'BatchCompleteJobsResponse': 'completed:[int]! errors:[@JobCompletionError]!',
+    'ChangedJob': 'job_id:int! job_name:str! reason:str!',
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
+    'CheckChangesResponse': 'changed:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
     'ClaimActionResponse': 'action_id:int! claimed:bool success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
@@ -7395,14 +7397,23 @@ MODELS = {
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! completion_time:time! '
                  'peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float avg_cpu_percent:float retry:bool '
                  'max_retries:int file_times:{float} message:str',
+    'RunnerError': 'job_id:int! attempt_id:int! message:str!',
+    'RunnerJob': 'id:int! name:str! command:str! invocation_script:str env:{str} attempt_id:int! kind:int! outputs:[output]! '
+                 'failure_handler:int',
+    'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int! '
+                  'is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] started:[start] returned:[attempt] '
                          'want:@RunnerWant actions:[str] action_results:[@RunnerAction] explain:bool '
                          'held:[attempt] held_actions:[int]',
+    'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! kinds:[@RunnerKind]! '
+                          'handlers:[[object]]! reason:str actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! '
+                          'unfinished:int! claimable:bool! pending_actions:int!',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int num_nodes:nodes depth:int total:@RunnerCapacity '
                   'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! status:str! workflow_id:int!',
     'SetFileTimesRequest': 'files:{float?}!',
+    'SetFileTimesResponse': 'count:int!',
     'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
     'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! ntasks_per_node:int partition:str '
                            'qos:str serialize_allocations:bool tmp:str walltime:str! workflow_id:int!',
@@ -7629,6 +7640,8 @@ SCALAR_CHECKS = {   # type of MODELS -> what refuses other values
     'nodes': lambda place, value: (check_int(place, value), check_range(place, value, 1e5)),
     'attempt': functools.partial(check_row, checks=(check_int, check_int)),
     'start': functools.partial(check_row, checks=(check_int, check_int, check_time)),
+    'ended': functools.partial(check_row, checks=(check_int, check_int, check_str)),
+    'output': functools.partial(check_row, checks=(check_int, check_str)),
     'planned_jobs': check_planned_jobs, 'planned_kind': check_planned_kind,
 }
 
@@ -7973,6 +7986,11 @@ def get_version(store: Store) -> Dict[str, Any]:
     return {'version': __version__, 'api_version': API_VERSION}
 
 
+def get_openapi(store: Store) -> Dict[str, Any]:
+    """What this server offers, as an OpenAPI 3.1 document: for programs that make clients."""
+    return describe_interface()
+
+
 # -------- routes --------
 
 class Route(NamedTuple):
@@ -7990,9 +8008,11 @@ class Route(NamedTuple):
 PAGE = 'offset:int limit:int sort_by:str reverse_sort:bool '
 OF = 'workflow_id:int! '
 WF = '/workflows/{workflow_id}'
+OPENAPI_PATH = '/openapi.json'      # below API_PREFIX, and at the root, where programs look for it
 ROUTES = (
     Route('ping',        'GET', '/ping',    ping, returns='@PingResponse'),
     Route('get_version', 'GET', '/version', get_version, returns='@VersionResponse'),
+    Route('get_openapi', 'GET', OPENAPI_PATH, get_openapi, returns='object'),
 
     Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel', returns='@WorkflowModel'),
     Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel', returns='@CreatedWorkflow'),
@@ -8007,13 +8027,13 @@ ROUTES = (
     Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete, returns='@IsCompleteResponse'),
     Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized, returns='@IsUninitializedResponse'),
     Route('initialize_jobs',             'POST',   WF + '/initialize_jobs',   initialize_or_begin, '',
-          'only_uninitialized:bool clear_ephemeral_user_data:bool async:bool', returns='object'),
+          'only_uninitialized:bool clear_ephemeral_user_data:bool async:bool', returns='@MessageResponse'),
     Route('get_active_task_for_workflow', 'GET',   WF + '/active_task',       get_active_task_for_workflow, returns='@ActiveTaskResponse'),
-    Route('reset_workflow_status',       'POST',   WF + '/reset_status',      reset_workflow_status, '', 'force:bool', returns='object'),
+    Route('reset_workflow_status',       'POST',   WF + '/reset_status',      reset_workflow_status, '', 'force:bool', returns='@WorkflowModel'),
     Route('reset_job_status',            'POST',   WF + '/reset_job_status',  reset_job_status, '', 'failed_only:bool', returns='@ResetJobStatusResponse'),
     Route('process_changed_job_inputs',  'POST',   WF + '/process_changed_job_inputs', process_changed_job_inputs, '', 'dry_run:bool', returns='@ProcessChangedJobInputsResponse'),
-    Route('check_changes',               'POST',   WF + '/check_changes',     check_changes, '', '', 'CheckChangesRequest', returns='object'),
-    Route('set_file_times',              'POST',   WF + '/set_file_times',    set_file_times, '', '', 'SetFileTimesRequest', returns='object'),
+    Route('check_changes',               'POST',   WF + '/check_changes',     check_changes, '', '', 'CheckChangesRequest', returns='@CheckChangesResponse'),
+    Route('set_file_times',              'POST',   WF + '/set_file_times',    set_file_times, '', '', 'SetFileTimesRequest', returns='@SetFileTimesResponse'),
     Route('list_required_existing_files', 'GET',   WF + '/required_existing_files', list_required_existing_files, returns='@ListRequiredExistingFilesResponse'),
     Route('list_missing_user_data',      'GET',    WF + '/missing_user_data', list_missing_user_data, returns='@ListMissingUserDataResponse'),
     Route('get_running_jobs',            'GET',    WF + '/running_jobs',      get_running_jobs, '', 'offset:int limit:int', returns='@RunningJobsResponse'),
@@ -8030,7 +8050,7 @@ ROUTES = (
           'strict_scheduler_match:bool', 'ComputeNodesResources', returns='@ClaimJobsBasedOnResources'),
     Route('claim_next_jobs',             'POST',   WF + '/claim_next_jobs',   claim_next_jobs, '', 'limit:int labels:str', returns='@ClaimNextJobsResponse'),
     Route('batch_complete_jobs',         'POST',   WF + '/batch_complete_jobs', batch_complete_jobs, '', '', 'BatchCompleteJobsRequest', returns='@BatchCompleteJobsResponse'),
-    Route('runner_sync',                 'POST',   WF + '/runner_sync',       runner_sync, '', '', 'RunnerSyncRequest', returns='object'),
+    Route('runner_sync',                 'POST',   WF + '/runner_sync',       runner_sync, '', '', 'RunnerSyncRequest', returns='@RunnerSyncResponse'),
 
     Route('create_job',           'POST',   '/jobs',          create_job, '', '', 'JobModel', returns='@JobModel'),
     Route('create_jobs',          'POST',   '/bulk_jobs',     create_jobs, '', '', 'JobsModel', returns='@CreateJobsResponse'),
@@ -8186,6 +8206,7 @@ def routes_by_shape() -> Dict[Tuple[int, str], List[Route]]:
 
 def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
     """The route of a request and its path parameters. 404 for an unknown path, 405 for another method."""
+    path = API_PREFIX + path if path == OPENAPI_PATH else path
     parts = path[len(API_PREFIX):].strip('/').split('/') if path.startswith(API_PREFIX + '/') else ['']
     route = match_route(method, tuple('0' if part.isdigit() else part for part in parts))
     if route is None:
@@ -8328,6 +8349,128 @@ def format_error(error: TorcError) -> Dict[str, Any]:
     """An error as ErrorResponse."""
     kind = {401: 'Unauthorized', 403: 'Forbidden', 404: 'NotFound', 409: 'Conflict'}.get(error.http, type(error).__name__)
     return {'error': dict(error.details, error=kind, message=error.message)}
+
+
+# -------- the interface, described for other programs --------
+
+def describe_row(*schemas: Dict[str, Any]) -> Dict[str, Any]:
+    """JSON Schema of a list whose places have a meaning each."""
+    return {'type': 'array', 'prefixItems': list(schemas), 'minItems': len(schemas), 'maxItems': len(schemas)}
+
+
+ANYTHING = {}  # type: Dict[str, Any]
+WHOLE = {'type': 'integer', 'format': 'int64'}
+TEXT = {'type': 'string'}
+TIME = {'type': 'string', 'format': 'date-time'}
+AMOUNT = {'type': 'number', 'format': 'double', 'minimum': 0}
+SCALAR_SCHEMAS = {  # type of MODELS -> JSON Schema
+    'int': WHOLE, 'float': {'type': 'number', 'format': 'double'}, 'bool': {'type': 'boolean'}, 'str': TEXT, 'any': ANYTHING,
+    'object': {'type': 'object'}, 'name': {'type': 'string', 'maxLength': MAX_NAME_CHARACTERS}, 'time': TIME,
+    'rules': {'type': 'string', 'contentMediaType': 'application/json'}, 'minutes': AMOUNT, 'gigabytes': AMOUNT,
+    'nodes': dict(WHOLE, minimum=0), 'attempt': describe_row(WHOLE, WHOLE), 'start': describe_row(WHOLE, WHOLE, TIME),
+    'ended': describe_row(WHOLE, WHOLE, TEXT), 'output': describe_row(WHOLE, TEXT),
+    'planned_jobs': {'type': 'array', 'items': describe_row(*[ANYTHING] * len(PLANNED_TYPES)),
+                     'description': 'each a list of: ' + ', '.join(PLANNED_TYPES)},
+    'planned_kind': dict(describe_row(*[ANYTHING] * 4), description='resource requirements, priority, scheduler, labels'),
+}
+TAGS = {    # part of a path -> group of its operations in the official interface, where it is not the first part
+    'bulk_jobs': 'jobs', 'bulk_files': 'files', 'bulk_user_data': 'user_data', 'actions': 'workflow_actions',
+    'failure_handlers': 'failure_handlers', 'remote_workers': 'remote_workers', 'ro_crate_entities': 'ro_crate_entities',
+    'access_groups': 'access_control', 'access_check': 'access_control', 'users': 'access_control', 'admin': 'access_control',
+    'ping': 'system', 'version': 'system', 'openapi.json': 'system',
+}
+
+
+def describe_type(kind: str) -> Dict[str, Any]:
+    """A type of MODELS as JSON Schema."""
+    if kind in SCALAR_SCHEMAS:
+        return SCALAR_SCHEMAS[kind]
+    if kind[0] == '[':
+        return {'type': 'array', 'items': describe_type(kind[1:-1])}
+    if kind[0] == '{':
+        item = describe_type(kind[1:-1].rstrip('?'))
+        return {'type': 'object', 'additionalProperties': allow_null(item) if kind[-2] == '?' else item}
+    return {'$ref': '#/components/schemas/' + kind.replace('?', 'Partial').lstrip('@')}
+
+
+def allow_null(schema: Dict[str, Any]) -> Dict[str, Any]:
+    """The same type or null."""
+    if 'type' in schema:
+        return dict(schema, type=[schema['type'], 'null'])
+    return {'anyOf': [schema, {'type': 'null'}]} if schema else schema
+
+
+def describe_model(model: str, is_partial: bool = False) -> Dict[str, Any]:
+    """A model as JSON Schema. What is not required may be null or left out; partial: nothing is required."""
+    fields = model_fields(model)
+    required = [name for name, field in fields.items() if field.is_required and not is_partial]
+    properties = {name: describe_type(field.type) if name in required else allow_null(describe_type(field.type))
+                  for name, field in fields.items()}
+    return dict({'type': 'object', 'properties': properties}, **({'required': required} if required else {}))
+
+
+def describe_schemas() -> Dict[str, Any]:
+    """All models and enums, and the models of which a part will do."""
+    partial = set(re.findall(r'\?(\w+)', ' '.join([*MODELS.values(), *(route.body for route in ROUTES)])))
+    schemas = {name: {'type': 'string', 'enum': list(words)} for name, words in ENUMS.items()}  # type: Dict[str, Any]
+    schemas.update({name: describe_model(name) for name in MODELS})
+    schemas.update({'Partial' + name: describe_model(name, is_partial=True) for name in partial if name in MODELS})
+    return schemas
+
+
+def public_path(route: Route) -> str:
+    """Path of a route with the official name of its first parameter."""
+    return re.sub(r'\{\w+_id\}', '{id}', route.path, count=1)
+
+
+def describe_parameters(route: Route) -> List[Dict[str, Any]]:
+    """Parameters of a route, in its path and in its query."""
+    in_path = [{'name': name, 'in': 'path', 'required': True,
+                'schema': describe_type('@JobStatus' if name == 'status' else 'str' if name in TEXT_PARAMETERS else 'int')}
+               for name in re.findall(r'\{(\w+)\}', public_path(route))]
+    return in_path + [{'name': name, 'in': 'query', 'required': field.is_required, 'schema': describe_type(field.type)}
+                      for name, field in query_fields(route).items()]
+
+
+def describe_content(description: str, kind: str) -> Dict[str, Any]:
+    """A body or an answer of a type of MODELS."""
+    return {'description': description, 'content': {'application/json': {'schema': describe_type(kind)}}}
+
+
+def describe_operation(route: Route) -> Dict[str, Any]:
+    """A route as an operation of OpenAPI."""
+    answers = {'200': describe_content('done', answer_type(route)), '4XX': {'$ref': '#/components/responses/refused'},
+               '503': {'$ref': '#/components/responses/unavailable'}}
+    if 'async' in query_fields(route):
+        answers['202'] = describe_content('begun: ask for the task', '@TaskModel')
+    tag = next((TAGS[part] for part in route_parts(route) if part in TAGS), route_parts(route)[0])
+    operation = {'operationId': route.name, 'tags': [tag], 'summary': route.name.replace('_', ' '),
+                 'description': ' '.join((route.verb.__doc__ or '').split()), 'parameters': describe_parameters(route),
+                 'responses': answers}
+    if route.body:
+        kind = {'-': 'any'}.get(route.body, route.body if route.body[0] == '?' else '@' + route.body)
+        operation['requestBody'] = dict(describe_content(route.body.lstrip('?-'), kind), required=True)
+    return operation
+
+
+def describe_interface() -> Dict[str, Any]:
+    """The tables of this section as an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.0)."""
+    paths = collections.defaultdict(dict)  # type: Dict[str, Dict[str, Any]]
+    for route in ROUTES:
+        paths[public_path(route)][route.method.lower()] = describe_operation(route)
+    return {
+        'openapi': '3.1.0',
+        'info': {'title': 'torc.py', 'version': API_VERSION, 'description': 'Workflows, their jobs, and the runners at work on them.'},
+        'servers': [{'url': API_PREFIX}],
+        'security': [{'token': []}, {'password': []}],
+        'paths': dict(paths),
+        'components': {
+            'schemas': describe_schemas(),
+            'responses': {'refused': describe_content('wrong, not allowed, or not possible as things are: mend it', '@ErrorResponse'),
+                          'unavailable': describe_content('not possible now: try again', '@ErrorResponse')},
+            'securitySchemes': {'token': {'type': 'http', 'scheme': 'bearer'}, 'password': {'type': 'http', 'scheme': 'basic'}},
+        },
+    }
 
 
 # ======== 10. Server: one selector loop, HTTP framing, state files ========
