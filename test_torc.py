@@ -61,6 +61,7 @@ import operator
 import os
 import platform
 import py_compile
+import pydoc
 import random
 import re
 import resource
@@ -3983,7 +3984,7 @@ class ServeTest(WorldTest):
     def test_without_a_token_on_this_machine_only(self) -> None:
         self.assertExit(2, self.world.cli('serve', '--no-auth', '--host', '0.0.0.0', '--port', 0), '--no-auth would let everybody')
         self.world.serve('--no-auth', '--db', 'my.db')
-        client = self.world.connect(db=self.world.path('my.db'))
+        client = self.world.connect(database=self.world.path('my.db'))
         self.assertEqual({'status': 'ok'}, client.ping())
         client.close()
 
@@ -4260,6 +4261,54 @@ class ClientTest(WorldTest):
         self.assertEqual(('queued', 2), (task['status'], task['id']))
         self.assertEqual('succeeded', client.get_task(id=2)['status'])
 
+    def test_every_operation_is_a_method_that_explains_itself(self) -> None:
+        client = self.connect()
+        self.assertEqual(set(), set(torc.OPERATIONS) - set(dir(client)))
+        text = pydoc.render_doc(client, renderer=pydoc.plaintext)
+        self.assertEqual([], [name for name in torc.OPERATIONS if f' {name}(' not in text])
+        words = client.update_file.__doc__.split()
+        self.assertEqual([], [word for word in ('PUT', '/files/{row_id}', '?FileModel', 'path:str!', '@FileModel') if word not in words])
+        self.assertIn('workflow_id:int!', client.list_files.__doc__.split())
+
+    def test_values_without_a_name_are_the_paths_and_then_the_body(self) -> None:
+        client = self.connect()
+        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        job = client.create_job(body={'workflow_id': number, 'name': 'j', 'command': 'true'})['id']
+        for answer in (client.update_job(job, {'priority': 1}), client.update_job({'priority': 1}, id=job), client.update_job({'priority': 1}, job_id=job),
+                       client.update_job(job, body={'priority': 1})):
+            self.assertEqual((job, 1), (answer['id'], answer['priority']))
+        self.assertEqual('disabled', client.manage_status_change(job, 'disabled', 0)['status'])
+        self.assertEqual('w', client.get_workflow(number)['name'])
+        self.assertRaisesRegex(torc.BadInput, 'get_workflow takes at most 1 values without a name: workflow_id', client.get_workflow, number, 5)
+        self.assertRaisesRegex(torc.BadInput, 'ping takes at most 0 values without a name', client.ping, 1)
+
+    def test_wrong_parameters_are_refused_alike_at_both_doors(self) -> None:
+        client = self.connect()
+        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        calls = [('get_workflow', {'id': 'x'}), ('get_workflow', {'id': {}}), ('list_jobs', {'workflow_id': number, 'limit': 'few'}),
+                 ('list_jobs', {'workflow_id': str(number), 'limit': '5'}), ('list_files', {'workflow_id': number, 'is_output': 'maybe'}),
+                 ('list_files', {'workflow_id': number, 'name': 5}), ('get_job', {'id': 2 ** 70}), ('list_jobs', {'workflow_id': True}),
+                 ('get_pending_actions', {'id': number, 'trigger_type': 'on_jobs_ready'})]
+        direct = [self.outcome(client, name, params) for name, params in calls]
+        client.need_server()
+        self.assertEqual(direct, [self.outcome(client, name, params) for name, params in calls])
+        self.assertEqual("workflow_id must be an integer, not 'x'", direct[0][1])
+
+    def test_the_end_of_a_with_statement_gives_the_database_back(self) -> None:
+        with self.connect(database='w.db') as client:
+            client.create_workflow({'name': 'w', 'user': 'u'})
+            self.assertRaises(torc.Conflict, torc.Client(database=client.database).reconnect, wait_s=0)
+        with self.connect(database='w.db') as other:
+            self.assertEqual(1, other.list_workflows()['count'])
+
+    def test_a_server_may_be_named_with_the_path_of_its_token(self) -> None:
+        found = self.start_lasting(self.world.path('other.db'))
+        self.assertRaises(torc.Denied, self.connect(url=found['url']).list_workflows)
+        with self.connect(url=found['url'], token_file=found['token_file']) as client:
+            with self.assertRaises(torc.NotFound) as caught:
+                client.get_workflow(77)
+        self.assertEqual((404, 4, 'there is no workflow 77'), (caught.exception.http, caught.exception.exit, caught.exception.message))
+
     def test_slips_are_answered_at_once(self) -> None:
         client = self.connect(needs_server=True)
         self.assertRaisesRegex(torc.BadInput, "did you mean 'list_jobs'", client.call, 'list_job')
@@ -4285,16 +4334,16 @@ class ClientTest(WorldTest):
     def test_the_order_in_which_servers_are_found(self) -> None:
         lasting = self.start_lasting(torc.default_database())
         other = self.start_lasting(self.world.path('other.db'))
-        embedded = self.connect(db=torc.EMBEDDED_DATABASE, needs_server=True)
+        embedded = self.connect(database=torc.EMBEDDED_DATABASE, needs_server=True)
         self.assertTrue(torc.read_connection_file(embedded.database)['is_embedded'])
         self.assertEqual(lasting['url'], self.connect().url)
         self.assertEqual(lasting['token_file'], self.connect().token_file)
-        self.assertEqual(embedded.url, self.connect(db=torc.EMBEDDED_DATABASE).url)
-        self.assertEqual(other['url'], self.connect(db='other.db').url)
+        self.assertEqual(embedded.url, self.connect(database=torc.EMBEDDED_DATABASE).url)
+        self.assertEqual(other['url'], self.connect(database='other.db').url)
         os.environ['TORC_API_URL'], os.environ['TORC_TOKEN_FILE'] = other['url'], other['token_file']
         self.assertEqual(other['url'], self.connect().url)
         self.assertEqual('ok', self.connect().ping()['status'])
-        self.assertEqual(embedded.url, self.connect(db=torc.EMBEDDED_DATABASE).url)
+        self.assertEqual(embedded.url, self.connect(database=torc.EMBEDDED_DATABASE).url)
         del os.environ['TORC_TOKEN_FILE']
         self.assertEqual('ok', self.connect(url=lasting['url']).ping()['status'])      # its token file is found by its address
         self.assertRaises(torc.Denied, self.connect(url=other['url']).ping)
@@ -4311,7 +4360,7 @@ class ClientTest(WorldTest):
     def test_a_lasting_server_that_died_is_waited_for_and_not_replaced(self) -> None:
         database = self.world.path('torc.db')
         self.start_lasting(database)
-        client = self.connect(db=database, needs_server=True)
+        client = self.connect(database=database, needs_server=True)
         number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
         self.world.started[-1].kill()
         self.assertRaisesRegex(torc.Unreachable, 'start it again with `torc.py serve --db', client.reconnect, wait_s=0.1)
@@ -7533,6 +7582,18 @@ class ReadmeLaws(unittest.TestCase):
         def less_times(text: str) -> List[str]:
             return [line.rstrip() for line in re.sub(r'\b\d+(\.\d+)?s\b', 'TIME', text).splitlines()]
         self.assertEqual(less_times(block), less_times(''.join(said)))
+
+    def test_its_python_does_what_it_says(self):
+        script = re.search(r'```python\n(.*?)```', self.text, re.DOTALL).group(1)
+        world = World()
+        self.addCleanup(world.close)
+        world.write('example.py', script)
+        environment = dict(world.environment, PYTHONPATH=HERE, PYTHONDONTWRITEBYTECODE='1')
+        done = subprocess.run([sys.executable, 'example.py'], cwd=world.directory, env=environment, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', timeout=60)
+        said = re.findall(r'^# prints: (.*)$', script, re.MULTILINE)
+        self.assertEqual((0, said), (done.returncode, done.stdout.splitlines()), done.stderr)
+        self.assertGreater(len(said), 2)
 
     def test_files_that_it_names_exist(self):
         for name in re.findall(r'\bexamples/[\w./]+\w', self.text):

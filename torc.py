@@ -8259,9 +8259,15 @@ def query_fields(route: Route) -> Dict[str, ModelField]:
     return {name: ModelField(kind.rstrip('!'), kind.endswith('!')) for name, kind in pairs}
 
 
+@functools.lru_cache(maxsize=None)
+def path_parameters(route: Route) -> List[str]:
+    """Names of the parameters in a route's path, in their order."""
+    return [part[1:-1] for part in route_parts(route) if part[0] == '{']
+
+
 def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     """A caller's parameters by the route's names: `id` may stand for the first one in the path. BadInput for unknown ones."""
-    in_path = [part[1:-1] for part in route_parts(route) if part[0] == '{']
+    in_path = path_parameters(route)
     if 'id' in parameters and in_path:
         parameters = dict(parameters)
         parameters.setdefault(in_path[0], parameters.pop('id'))
@@ -8304,11 +8310,30 @@ def check_body(model: str, body: Any) -> Any:
     return body
 
 
+def format_parameter(value: Any) -> str:
+    """A value as text for a path or a query."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
+    """A caller's parameters as if they had come by HTTP: both doors take the same, and refuse the same."""
+    kinds = query_fields(route)
+    parsed = {}
+    for name, value in parameters.items():
+        kind = kinds[name].type if name in kinds else 'str' if name in TEXT_PARAMETERS else 'int'
+        items = [parse_parameter(name, kind.strip('[]'), format_parameter(item))
+                 for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
+        if items:
+            parsed[name] = items if kind[0] == '[' else items[-1]
+    return parsed
+
+
 def call_operation(store: Store, name: str, parameters: Dict[str, Any], body: Any = None) -> Any:
     """Answer an operation for a caller in this process. The caller holds a transaction. Raises TorcErrors."""
     route = OPERATIONS[name]
+    values = parse_values(route, name_parameters(route, parameters))
     with store.savepoint():
-        return call_route(store, route, name_parameters(route, parameters), body)
+        return call_route(store, route, values, body)
 
 
 def answer_request(store: Store, method: str, path: str, query: str, body: bytes, caller: str = '') -> Tuple[int, Any]:
@@ -9662,7 +9687,7 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
     pairs = []
     for name, value in params.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            pairs.append((name, str(item).lower() if isinstance(item, bool) else str(item)))
+            pairs.append((name, format_parameter(item)))
     return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
 
 
@@ -9708,10 +9733,49 @@ class Pending:
         return parse_answer(status, answer)
 
 
-class Client:
-    """Every operation of the API by its name: client.list_jobs(workflow_id=1) returns plain dicts and lists.
+def name_values(route: Route, values: Sequence[Any], params: Dict[str, Any]) -> Dict[str, Any]:
+    """Values without a name: first those of the path, in its order, then the body."""
+    names = path_parameters(route)[1 if 'id' in params else 0:] + (['body'] if route.body else [])
+    names = [name for name in names if name not in params]
+    if len(values) > len(names):
+        raise BadInput(f"{route.name} takes at most {len(names)} values without a name" + (': ' + ', '.join(names) if names else ''))
+    return dict(params, **dict(zip(names, values)))
 
-    Made by connect(). A client that is closed, or whose server went away, finds its way again with the next call.
+
+def client_method(route: Route) -> Callable[..., Any]:
+    """The method of a client that carries out an operation, with the rows of the tables as its docstring."""
+    def carry_out(self: 'Client', *values: Any, **params: Any) -> Any:
+        return self.call(route.name, **name_values(route, values, params))
+    carry_out.__name__ = carry_out.__qualname__ = route.name
+    query = '\n        '.join(['\n    query:', *route.query.split()]) if route.query else ''
+    body = '\n        '.join(['\n    body: ' + route.body, *MODELS.get(route.body.lstrip('?'), '').split()]) if route.body else ''
+    carry_out.__doc__ = f'{route.verb.__doc__}\n\n    {route.method} {route.path}{query}{body}\n    answer: {answer_type(route)}'
+    return carry_out
+
+
+Operations = type('Operations', (), {route.name: client_method(route) for route in ROUTES})
+
+
+class Client(Operations):
+    """Every operation of the API by its name, with plain dicts and lists going in and coming out.
+
+        with torc.Client.connect() as client:
+            workflow = client.create_workflow({'name': 'study', 'user': 'me'})
+            client.create_job({'workflow_id': workflow['id'], 'name': 'first', 'command': 'echo hello'})
+            client.initialize_jobs(workflow['id'])
+            for job in client.pages('list_jobs', workflow_id=workflow['id']):
+                print(job['name'], job['status'])
+
+    Parameters have names; those of the path may stand without, in their order, and then the body. help(client.create_job)
+    tells an operation's path, query and body: name:type, with ! where it must be given and ? before the model of a body of
+    which a part will do. A list answers with its first
+    100,000 items at most; pages() goes through all.
+
+    What the server refuses is a TorcError: `message` tells what and why, `http` the status, `details` the field, say, and
+    `exit` how a command would end. Unreachable is one of them: nobody answered, it may have been done or not.
+
+    Made by connect(). A client that is closed, or whose server went away, finds its way again with the next call. It is
+    for one thread at a time, and not for both sides of a fork: make another one there.
     """
 
     def __init__(self, url: str = '', database: str = '', token_file: str = '', ca_file: str = '',
@@ -9728,15 +9792,23 @@ class Client:
         self._lease = None                      # type: Optional[Lease]
 
     @classmethod
-    def connect(cls, url: Optional[str] = None, db: Optional[str] = None, needs_server: bool = False, ca_file: str = '',
-                is_reading: bool = False) -> 'Client':
-        """Find a server or a database, in the order of the section's preface. is_reading: make no new database."""
-        token_file = os.environ.get('TORC_TOKEN_FILE', '')
-        url = url or ('' if db else os.environ.get('TORC_API_URL', ''))
+    def connect(cls, url: Optional[str] = None, database: Optional[str] = None, token_file: str = '', ca_file: str = '',
+                needs_server: bool = False, is_reading: bool = False) -> 'Client':
+        """Find a server or a database: as commands do, unless one is named.
+
+        url           http://HOST:PORT, and token_file, the path of its token's file (else TORC_TOKEN_FILE); ca_file: whose
+                      certificates are believed, for https
+        database      path of a database: its server if it has one, else the file itself, which nobody else can use then
+        needs_server  start a server rather than take the file: runners and other programs can use it at the same time
+        is_reading    make no new database
+        Without url and database: TORC_API_URL, the lasting server of this account, torc_output/torc.db.
+        """
+        token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
+        url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
         if url:
             client = cls(url=parse_url(url).url, token_file=token_file or find_token_file(url), ca_file=ca_file)
         else:
-            database = os.path.abspath(db) if db else find_database()
+            database = os.path.abspath(database) if database else find_database()
             if is_reading and not os.path.exists(database):
                 raise NotFound(f'there is no server and no database {database}: '
                                '`torc.py run FILE` or `torc.py create FILE` makes one')
@@ -9810,10 +9882,14 @@ class Client:
             if not page['has_more'] or not page['items']:
                 return
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith('_') or name not in OPERATIONS:
-            raise AttributeError(f'a client has no operation {name!r}' + did_you_mean(name, OPERATIONS))
-        return functools.partial(self.call, name)
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f'a client has no operation {name!r}' + did_you_mean(name, OPERATIONS))
+
+    def __enter__(self) -> 'Client':
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
 
     def close(self) -> None:
         """Give the connection or the database back. The next call opens it again."""
@@ -12170,7 +12246,7 @@ class Session:
         """Connection to the server, or to the embedded database; made at its first use."""
         if self._client is None:
             is_reading = self.command.name not in MAKERS
-            self._client = Client.connect(url=self.options['url'], db=self.database, is_reading=is_reading,
+            self._client = Client.connect(url=self.options['url'], database=self.database, is_reading=is_reading,
                                           ca_file=self.options['tls_ca_cert'] or '')
         return self._client
 
