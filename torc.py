@@ -2150,289 +2150,11 @@ def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
     return KdlReader(text, lax).read_nodes(0, False)[0]
 
 
-# -------- kdl: nodes -> spec --------
-#
-# KDL has nodes where YAML has fields and lists. KDL_WORDS says, for each kind of block, which field a node becomes and
-# how: a row of words is FIELD or FIELD|other name|...; the forms are
-#     value        one argument; stands once
-#     list         all arguments of all such nodes
-#     map          a block with any names inside, or one value
-#     json         one argument whose text is JSON
-#     block KIND   one block of that kind
-#     items KIND   a list of blocks of that kind, whose first argument is the name
-# A value or list may also be written as a property (path="x"). What the table does not know is an error. Types are
-# left to the spec's own checks, which are the same for all formats.
-
-KDL_SHARED = 'parameter_mode parameters_file use_parameters_file'
-KDL_WORDS = {
-    'workflow': {
-        'value': 'name user description project parameters_file use_pending_failed enable_ro_crate jobs_sort_method'
-                 ' compute_node_wait_for_new_jobs_seconds compute_node_ignore_workflow_completion'
-                 ' compute_node_wait_for_healthy_database_minutes compute_node_min_time_for_new_jobs_seconds'
-                 ' compute_node_expiration_buffer_seconds',
-        'list': 'access_groups|access_group',
-        'map': 'metadata parameters variables env slurm_defaults',
-        'block resource_monitor': 'resource_monitor',
-        'block execution_config': 'execution_config',
-        'block dynamic_jobs': 'dynamic_jobs',
-        'items job': 'jobs|job',
-        'items file': 'files|file',
-        'items user_data': 'user_data',
-        'items resource_requirements': 'resource_requirements',
-        'items failure_handler': 'failure_handlers|failure_handler',
-        'items slurm_scheduler': 'slurm_schedulers|slurm_scheduler',
-        'items action': 'actions|action',
-    },
-    'job': {
-        'value': 'name command invocation_script resource_requirements failure_handler scheduler priority'
-                 ' cancel_on_blocking_job_failure supports_termination ' + KDL_SHARED,
-        'list': 'depends_on|depends_on_job|depends_on_jobs|blocked_by|blocked_by_job|blocked_by_jobs'
-                ' depends_on_regexes|depends_on_regex|depends_on_job_regexes|blocked_by_regexes'
-                ' input_files|input_file output_files|output_file input_user_data output_user_data'
-                ' input_file_regexes|input_file_regex output_file_regexes|output_file_regex'
-                ' input_user_data_regexes|input_user_data_regex output_user_data_regexes|output_user_data_regex'
-                ' labels|label use_parameters|use_parameter',
-        'map': 'env parameters',
-        'block stdio': 'stdio',
-    },
-    'file': {
-        'value': 'name path identifier st_mtime ' + KDL_SHARED,
-        'list': 'use_parameters|use_parameter', 'map': 'parameters'},
-    'user_data': {
-        'value': 'name is_ephemeral ' + KDL_SHARED,
-        'list': 'use_parameters|use_parameter', 'map': 'parameters', 'json': 'data'},
-    'resource_requirements': {'value': 'name num_cpus num_gpus num_nodes memory runtime'},
-    'failure_handler': {'value': 'name', 'items rule': 'rules|rule'},
-    'rule': {'value': 'match_all_exit_codes recovery_script max_retries', 'list': 'exit_codes|exit_code'},
-    'slurm_scheduler': {
-        'value': 'name account gres mem nodes ntasks_per_node partition qos tmp walltime extra serialize_allocations'},
-    'action': {
-        'value': 'trigger_type action_type scheduler scheduler_type num_allocations start_one_worker_per_node'
-                 ' max_parallel_jobs persistent',
-        'list': 'jobs|job job_name_regexes|job_name_regex commands|command',
-    },
-    'resource_monitor': {
-        'value': 'enabled granularity sample_interval_seconds flush_interval_seconds generate_plots',
-        'block jobs block of resource_monitor': 'jobs', 'block compute_node block of resource_monitor': 'compute_node'},
-    'jobs block of resource_monitor': {'value': 'enabled granularity'},
-    'compute_node block of resource_monitor': {'value': 'enabled granularity cpu memory'},
-    'execution_config': {
-        'value': 'mode limit_resources termination_signal sigterm_lead_seconds sigkill_headroom_seconds timeout_exit_code'
-                 ' oom_exit_code srun_termination_signal enable_cpu_bind srun_mpi staggered_start',
-        'block stdio': 'stdio', 'map': 'job_stdio_overrides'},
-    'dynamic_jobs': {'value': 'max_iterations'},
-    'stdio': {'value': 'mode delete_on_success'},
-}   # type: Dict[str, Dict[str, str]]
-
-
-def kdl_vocabulary(kind: str) -> Dict[str, Tuple[str, str]]:
-    """Node name -> (field, form) for one kind of block."""
-    vocabulary = {}     # type: Dict[str, Tuple[str, str]]
-    for form, words in KDL_WORDS[kind].items():
-        for names in words.split():
-            field = names.split('|')[0]
-            vocabulary.update((name, (field, form)) for name in names.split('|'))
-    return vocabulary
-
-
-KDL_VOCABULARY = {kind: kdl_vocabulary(kind) for kind in KDL_WORDS}
-
-
-class KdlSpec(TextReader):
-    """Turns the nodes of one text into the value that the same workflow has in YAML."""
-
-    def container(self, value: Any, at: int) -> Any:
-        """A new dict or list with its place."""
-        self.positions[id(value)] = [at]
-        return value
-
-    def add(self, container: Any, key: Any, value: Any, at: int) -> Any:
-        """Put an entry with its place into a dict (key) or list (no key)."""
-        if isinstance(container, list):
-            container.append(value)
-        else:
-            container[key] = value
-        self.positions[id(container)].append(at)
-        return value
-
-    def read_workflow(self, nodes: List[KdlNode]) -> Dict[str, Any]:
-        """The whole text."""
-        workflow = self.container({}, 0)
-        for node in nodes:
-            self.add_node(workflow, 'workflow', node)
-        if 'jobs' not in workflow:      # in KDL an empty list has no form of its own
-            self.add(workflow, 'jobs', self.container([], 0), 0)
-        return workflow
-
-    def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
-        """Put what a node says into the block that it stands in."""
-        if node.types:
-            self.fail(node.offset, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: remove it')
-        field, form = self.find_form(kind, node.name, node.offset)
-        form, _, inner_kind = form.partition(' ')
-        if form in ('value', 'list') and (node.props or node.has_block):
-            self.fail(node.offset, f'{node.name!r} takes values only, no properties and no {{ }} block')
-        if form not in ('list', 'items') and field in block:
-            self.fail(node.offset, f'{node.name!r} stands twice: remove one')
-        if form == 'list':
-            self.add_values(block, field, node)
-        elif form == 'items':
-            if field not in block:
-                self.add(block, field, self.container([], node.offset), node.offset)
-            self.add(block[field], None, self.read_block(inner_kind, node), node.offset)
-        elif form == 'block':
-            self.add(block, field, self.read_block(inner_kind, node), node.offset)
-        elif form == 'map' or form == 'json' and node.has_block:
-            self.add(block, field, self.read_map(node), node.offset)
-        else:
-            value = self.one_value(node)
-            self.add(block, field, self.read_data(node, value) if form == 'json' else value, node.offset)
-
-    def find_form(self, kind: str, name: str, at: int) -> Tuple[str, str]:
-        """What a name means inside a kind of block."""
-        if name not in KDL_VOCABULARY[kind]:
-            cure = did_you_mean(name[:60], KDL_VOCABULARY[kind])
-            self.fail(at, f'{printable(name[:60])!r} is not known in a {kind}{cure or ": remove it"}')
-        return KDL_VOCABULARY[kind][name]
-
-    def one_value(self, node: KdlNode) -> Any:
-        """The only argument of a node."""
-        if len(node.args) != 1:
-            self.fail(node.offsets.get(1, node.offset), f'{node.name!r} takes one value, here are {len(node.args)}')
-        return node.args[0]
-
-    def add_values(self, block: Dict[str, Any], field: str, node: KdlNode) -> None:
-        """All arguments of a node, after those of earlier nodes with the same meaning."""
-        if not node.args:
-            self.fail(node.offset, f'{node.name!r} needs a value')
-        if field not in block:
-            self.add(block, field, self.container([], node.offset), node.offset)
-        for number, value in enumerate(node.args):
-            self.add(block[field], None, value, node.offsets[number])
-
-    def read_block(self, kind: str, node: KdlNode) -> Dict[str, Any]:
-        """A block of one kind: its name, properties and children."""
-        block = self.container({}, node.offset)
-        is_named = 'name' in KDL_VOCABULARY[kind]
-        if len(node.args) > is_named:
-            wanted = 'only its name' if is_named else 'no value'
-            self.fail(node.offsets[int(is_named)], f'{node.name!r} takes {wanted} before the {{ }} block')
-        if node.args:
-            self.add(block, 'name', node.args[0], node.offsets[0])
-        for name, value in node.props.items():
-            at = node.offsets[name]
-            field, form = self.find_form(kind, name, at)
-            if form not in ('value', 'list', 'json'):
-                self.fail(at, f'{name!r} cannot be a property: write it in the {{ }} block')
-            self.add_node(block, kind, KdlNode(name, [value], {}, [], at, {0: at}, {}, False))
-        for child in node.children:
-            self.add_node(block, kind, child)
-        return block
-
-    def read_map(self, node: KdlNode) -> Any:
-        """Free names: each child is a key; its value is one argument, a list of several, or a block in turn."""
-        if node.types:
-            self.fail(node.offset, 'a type has no meaning here: remove it')
-        if not (node.has_block or node.props):
-            if len(node.args) < 2:
-                return self.one_value(node)
-            values = self.container([], node.offset)
-            for number, value in enumerate(node.args):
-                self.add(values, None, value, node.offsets[number])
-            return values
-        if node.args:
-            self.fail(node.offsets[0], f'{node.name!r} takes either values or a {{ }} block')
-        mapping = self.container({}, node.offset)
-        for name, value in node.props.items():
-            self.add(mapping, name, value, node.offsets[name])
-        for child in node.children:
-            if child.name in mapping:
-                self.fail(child.offset, f'{printable(child.name)!r} stands twice: remove one')
-            self.add(mapping, child.name, self.read_map(child), child.offset)
-        return mapping
-
-    def read_data(self, node: KdlNode, value: Any) -> Any:
-        """User data: JSON in a text, as Torc writes it, or a plain number or word."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return read_strict_json(value)
-        except ValueError as error:
-            reason = getattr(error, 'msg', str(error))
-            return self.fail(node.offsets[0], f'{node.name!r} must hold JSON ({reason}): write text as "\\"text\\""')
-
-
-def load_kdl(text: str) -> Tuple[Any, str, Positions]:
-    """The value of a workflow in KDL, in the shape that it has in YAML."""
-    text = normal_text(text)
-    spec = KdlSpec(text)
-    return spec.read_workflow(read_kdl_nodes(text, True)), text, spec.positions
-
-
-# -------- any file --------
-
-READERS = {'json': load_json, 'json5': load_json5, 'yaml': load_yaml, 'kdl': load_kdl, 'toml': load_toml}
-TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not tell, as Torc tries them
-
-
-def decode_document(data: bytes, path: str) -> str:
-    """The text of a file; what is no UTF-8 text is an error that says what it is."""
-    if not data.strip():
-        raise BadInput(f'{path or "the input"} is empty', [Problem('the file is empty', 1, 1, path)])
-    if data[:2] in (b'\xff\xfe', b'\xfe\xff'):
-        raise BadInput(f'{path}: UTF-16', [Problem('this is UTF-16 text: save it as UTF-8', 1, 1, path)])
-    at = data.find(b'\0')
-    reason = 'a zero byte: this is a binary file, not a workflow'
-    if at < 0:
-        try:
-            return data.decode('utf-8')
-        except UnicodeDecodeError as error:
-            at, reason = error.start, f'the byte 0x{data[error.start]:02x} is not UTF-8: save the file as UTF-8'
-    line_start = data.rfind(b'\n', 0, at) + 1
-    column = len(data[line_start:at].decode('utf-8', 'replace')) + 1
-    problem = Problem(reason, data.count(b'\n', 0, at) + 1, column, path)
-    raise BadInput(str(problem), [problem])
-
-
-def read_as(text: str, format: str, path: str) -> Document:
-    """Read a text in one format; its error carries the path."""
-    try:
-        value, text, positions = READERS[format](text)
-    except BadInput as error:
-        problem = error.problems[0]._replace(path=path)
-        raise BadInput(str(problem), [problem]) from None
-    if value is None and format == 'yaml':
-        problem = Problem('the file holds no value, only blanks and comments', 1, 1, path)
-        raise BadInput(str(problem), [problem])
-    return Document(value, format, text, positions)
-
-
-def read_document(data: bytes, path: str = '', format: str = '') -> Document:
-    """Read a file's bytes. The format is told, or follows from the path, or is the first that gives a mapping."""
-    text = decode_document(data, path)
-    format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
-    if format:
-        return read_as(text, format, path)
-    furthest = Problem('neither JSON, JSON5, YAML nor KDL: none of them gives a mapping', 1, 1, path)
-    for tried in TRIED_FORMATS:
-        try:
-            document = read_as(text, tried, path)
-            if isinstance(document.value, dict):
-                return document
-        except BadInput as error:
-            problem = error.problems[0]
-            # The format that gets furthest is the one that was meant.
-            if (problem.line, problem.column) > (furthest.line, furthest.column):
-                message = f'not readable as JSON, JSON5, YAML or KDL; as {tried.upper()}: {problem.message}'
-                furthest = problem._replace(message=message)
-    raise BadInput(str(furthest), [furthest])
-
-
 # ======== 5. Spec: from a document to a plan ========
 #
-# Owns what a workflow file may say (FIELDS), how parameters make instances, how names become relations, and what
-# is refused. Pure: it reads the tables and lists that a spec names and asks for the times of input files, nothing
-# else. read_plan() collects every problem, with its place in the file, before it raises.
+# Owns what a workflow file may say (FIELDS), in KDL too, how parameters make instances, how names become relations,
+# and what is refused. Pure: it reads the tables and lists that a spec names and asks for the times of input files,
+# nothing else. read_plan() collects every problem, with its place in the file, before it raises.
 #
 # Expansion works by columns, not by instances: a template such as 'job_{i}' becomes one list of texts, a template
 # without parameters stays one text that all instances share. Names are resolved once per distinct list or regex.
@@ -2945,6 +2667,284 @@ TYPES = {
 FIELDS_OF = {where: {field.name: field for field in FIELDS if field.where == where} for where in BLOCKS}
 REQUIRED_OF = {where: [name for name, field in fields.items() if field.default is REQUIRED]
                for where, fields in FIELDS_OF.items()}
+
+
+# -------- kdl: nodes -> spec --------
+#
+# KDL has nodes where YAML has fields and lists. KDL_WORDS says, for each kind of block, which field a node becomes and
+# how: a row of words is FIELD or FIELD|other name|...; the forms are
+#     value        one argument; stands once
+#     list         all arguments of all such nodes
+#     map          a block with any names inside, or one value
+#     json         one argument whose text is JSON
+#     block KIND   one block of that kind
+#     items KIND   a list of blocks of that kind, whose first argument is the name
+# A value or list may also be written as a property (path="x"). What the table does not know is an error. Types are
+# left to the spec's own checks, which are the same for all formats.
+
+KDL_SHARED = 'parameter_mode parameters_file use_parameters_file'
+KDL_WORDS = {
+    'workflow': {
+        'value': 'name user description project parameters_file use_pending_failed enable_ro_crate jobs_sort_method'
+                 ' compute_node_wait_for_new_jobs_seconds compute_node_ignore_workflow_completion'
+                 ' compute_node_wait_for_healthy_database_minutes compute_node_min_time_for_new_jobs_seconds'
+                 ' compute_node_expiration_buffer_seconds',
+        'list': 'access_groups|access_group',
+        'map': 'metadata parameters variables env slurm_defaults',
+        'block resource_monitor': 'resource_monitor',
+        'block execution_config': 'execution_config',
+        'block dynamic_jobs': 'dynamic_jobs',
+        'items job': 'jobs|job',
+        'items file': 'files|file',
+        'items user_data': 'user_data',
+        'items resource_requirements': 'resource_requirements',
+        'items failure_handler': 'failure_handlers|failure_handler',
+        'items slurm_scheduler': 'slurm_schedulers|slurm_scheduler',
+        'items action': 'actions|action',
+    },
+    'job': {
+        'value': 'name command invocation_script resource_requirements failure_handler scheduler priority'
+                 ' cancel_on_blocking_job_failure supports_termination ' + KDL_SHARED,
+        'list': 'depends_on|depends_on_job|depends_on_jobs|blocked_by|blocked_by_job|blocked_by_jobs'
+                ' depends_on_regexes|depends_on_regex|depends_on_job_regexes|blocked_by_regexes'
+                ' input_files|input_file output_files|output_file input_user_data output_user_data'
+                ' input_file_regexes|input_file_regex output_file_regexes|output_file_regex'
+                ' input_user_data_regexes|input_user_data_regex output_user_data_regexes|output_user_data_regex'
+                ' labels|label use_parameters|use_parameter',
+        'map': 'env parameters',
+        'block stdio': 'stdio',
+    },
+    'file': {
+        'value': 'name path identifier st_mtime ' + KDL_SHARED,
+        'list': 'use_parameters|use_parameter', 'map': 'parameters'},
+    'user_data': {
+        'value': 'name is_ephemeral ' + KDL_SHARED,
+        'list': 'use_parameters|use_parameter', 'map': 'parameters', 'json': 'data'},
+    'resource_requirements': {'value': 'name num_cpus num_gpus num_nodes memory runtime'},
+    'failure_handler': {'value': 'name', 'items rule': 'rules|rule'},
+    'rule': {'value': 'match_all_exit_codes recovery_script max_retries', 'list': 'exit_codes|exit_code'},
+    'slurm_scheduler': {
+        'value': 'name account gres mem nodes ntasks_per_node partition qos tmp walltime extra serialize_allocations'},
+    'action': {
+        'value': 'trigger_type action_type scheduler scheduler_type num_allocations start_one_worker_per_node'
+                 ' max_parallel_jobs persistent',
+        'list': 'jobs|job job_name_regexes|job_name_regex commands|command',
+    },
+    'resource_monitor': {
+        'value': 'enabled granularity sample_interval_seconds flush_interval_seconds generate_plots',
+        'block jobs block of resource_monitor': 'jobs', 'block compute_node block of resource_monitor': 'compute_node'},
+    'jobs block of resource_monitor': {'value': 'enabled granularity'},
+    'compute_node block of resource_monitor': {'value': 'enabled granularity cpu memory'},
+    'execution_config': {
+        'value': 'mode limit_resources termination_signal sigterm_lead_seconds sigkill_headroom_seconds timeout_exit_code'
+                 ' oom_exit_code srun_termination_signal enable_cpu_bind srun_mpi staggered_start',
+        'block stdio': 'stdio', 'map': 'job_stdio_overrides'},
+    'dynamic_jobs': {'value': 'max_iterations'},
+    'stdio': {'value': 'mode delete_on_success'},
+}   # type: Dict[str, Dict[str, str]]
+
+
+def kdl_vocabulary(kind: str) -> Dict[str, Tuple[str, str]]:
+    """Node name -> (field, form) for one kind of block."""
+    vocabulary = {}     # type: Dict[str, Tuple[str, str]]
+    for form, words in KDL_WORDS[kind].items():
+        for names in words.split():
+            field = names.split('|')[0]
+            vocabulary.update((name, (field, form)) for name in names.split('|'))
+    return vocabulary
+
+
+KDL_VOCABULARY = {kind: kdl_vocabulary(kind) for kind in KDL_WORDS}
+
+
+class KdlSpec(TextReader):
+    """Turns the nodes of one text into the value that the same workflow has in YAML."""
+
+    def container(self, value: Any, at: int) -> Any:
+        """A new dict or list with its place."""
+        self.positions[id(value)] = [at]
+        return value
+
+    def add(self, container: Any, key: Any, value: Any, at: int) -> Any:
+        """Put an entry with its place into a dict (key) or list (no key)."""
+        if isinstance(container, list):
+            container.append(value)
+        else:
+            container[key] = value
+        self.positions[id(container)].append(at)
+        return value
+
+    def read_workflow(self, nodes: List[KdlNode]) -> Dict[str, Any]:
+        """The whole text."""
+        workflow = self.container({}, 0)
+        for node in nodes:
+            self.add_node(workflow, 'workflow', node)
+        if 'jobs' not in workflow:      # in KDL an empty list has no form of its own
+            self.add(workflow, 'jobs', self.container([], 0), 0)
+        return workflow
+
+    def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
+        """Put what a node says into the block that it stands in."""
+        if node.types:
+            self.fail(node.offset, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: remove it')
+        field, form = self.find_form(kind, node.name, node.offset)
+        form, _, inner_kind = form.partition(' ')
+        if form in ('value', 'list') and (node.props or node.has_block):
+            self.fail(node.offset, f'{node.name!r} takes values only, no properties and no {{ }} block')
+        if form not in ('list', 'items') and field in block:
+            self.fail(node.offset, f'{node.name!r} stands twice: remove one')
+        if form == 'list':
+            self.add_values(block, field, node)
+        elif form == 'items':
+            if field not in block:
+                self.add(block, field, self.container([], node.offset), node.offset)
+            self.add(block[field], None, self.read_block(inner_kind, node), node.offset)
+        elif form == 'block':
+            self.add(block, field, self.read_block(inner_kind, node), node.offset)
+        elif form == 'map' or form == 'json' and node.has_block:
+            self.add(block, field, self.read_map(node), node.offset)
+        else:
+            value = self.one_value(node)
+            self.add(block, field, self.read_data(node, value) if form == 'json' else value, node.offset)
+
+    def find_form(self, kind: str, name: str, at: int) -> Tuple[str, str]:
+        """What a name means inside a kind of block."""
+        if name not in KDL_VOCABULARY[kind]:
+            cure = did_you_mean(name[:60], KDL_VOCABULARY[kind])
+            self.fail(at, f'{printable(name[:60])!r} is not known in a {kind}{cure or ": remove it"}')
+        return KDL_VOCABULARY[kind][name]
+
+    def one_value(self, node: KdlNode) -> Any:
+        """The only argument of a node."""
+        if len(node.args) != 1:
+            self.fail(node.offsets.get(1, node.offset), f'{node.name!r} takes one value, here are {len(node.args)}')
+        return node.args[0]
+
+    def add_values(self, block: Dict[str, Any], field: str, node: KdlNode) -> None:
+        """All arguments of a node, after those of earlier nodes with the same meaning."""
+        if not node.args:
+            self.fail(node.offset, f'{node.name!r} needs a value')
+        if field not in block:
+            self.add(block, field, self.container([], node.offset), node.offset)
+        for number, value in enumerate(node.args):
+            self.add(block[field], None, value, node.offsets[number])
+
+    def read_block(self, kind: str, node: KdlNode) -> Dict[str, Any]:
+        """A block of one kind: its name, properties and children."""
+        block = self.container({}, node.offset)
+        is_named = 'name' in KDL_VOCABULARY[kind]
+        if len(node.args) > is_named:
+            wanted = 'only its name' if is_named else 'no value'
+            self.fail(node.offsets[int(is_named)], f'{node.name!r} takes {wanted} before the {{ }} block')
+        if node.args:
+            self.add(block, 'name', node.args[0], node.offsets[0])
+        for name, value in node.props.items():
+            at = node.offsets[name]
+            field, form = self.find_form(kind, name, at)
+            if form not in ('value', 'list', 'json'):
+                self.fail(at, f'{name!r} cannot be a property: write it in the {{ }} block')
+            self.add_node(block, kind, KdlNode(name, [value], {}, [], at, {0: at}, {}, False))
+        for child in node.children:
+            self.add_node(block, kind, child)
+        return block
+
+    def read_map(self, node: KdlNode) -> Any:
+        """Free names: each child is a key; its value is one argument, a list of several, or a block in turn."""
+        if node.types:
+            self.fail(node.offset, 'a type has no meaning here: remove it')
+        if not (node.has_block or node.props):
+            if len(node.args) < 2:
+                return self.one_value(node)
+            values = self.container([], node.offset)
+            for number, value in enumerate(node.args):
+                self.add(values, None, value, node.offsets[number])
+            return values
+        if node.args:
+            self.fail(node.offsets[0], f'{node.name!r} takes either values or a {{ }} block')
+        mapping = self.container({}, node.offset)
+        for name, value in node.props.items():
+            self.add(mapping, name, value, node.offsets[name])
+        for child in node.children:
+            if child.name in mapping:
+                self.fail(child.offset, f'{printable(child.name)!r} stands twice: remove one')
+            self.add(mapping, child.name, self.read_map(child), child.offset)
+        return mapping
+
+    def read_data(self, node: KdlNode, value: Any) -> Any:
+        """User data: JSON in a text, as Torc writes it, or a plain number or word."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return read_strict_json(value)
+        except ValueError as error:
+            reason = getattr(error, 'msg', str(error))
+            return self.fail(node.offsets[0], f'{node.name!r} must hold JSON ({reason}): write text as "\\"text\\""')
+
+
+def load_kdl(text: str) -> Tuple[Any, str, Positions]:
+    """The value of a workflow in KDL, in the shape that it has in YAML."""
+    text = normal_text(text)
+    spec = KdlSpec(text)
+    return spec.read_workflow(read_kdl_nodes(text, True)), text, spec.positions
+
+
+# -------- any file --------
+
+READERS = {'json': load_json, 'json5': load_json5, 'yaml': load_yaml, 'kdl': load_kdl, 'toml': load_toml}
+TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not tell, as Torc tries them
+
+
+def decode_document(data: bytes, path: str) -> str:
+    """The text of a file; what is no UTF-8 text is an error that says what it is."""
+    if not data.strip():
+        raise BadInput(f'{path or "the input"} is empty', [Problem('the file is empty', 1, 1, path)])
+    if data[:2] in (b'\xff\xfe', b'\xfe\xff'):
+        raise BadInput(f'{path}: UTF-16', [Problem('this is UTF-16 text: save it as UTF-8', 1, 1, path)])
+    at = data.find(b'\0')
+    reason = 'a zero byte: this is a binary file, not a workflow'
+    if at < 0:
+        try:
+            return data.decode('utf-8')
+        except UnicodeDecodeError as error:
+            at, reason = error.start, f'the byte 0x{data[error.start]:02x} is not UTF-8: save the file as UTF-8'
+    line_start = data.rfind(b'\n', 0, at) + 1
+    column = len(data[line_start:at].decode('utf-8', 'replace')) + 1
+    problem = Problem(reason, data.count(b'\n', 0, at) + 1, column, path)
+    raise BadInput(str(problem), [problem])
+
+
+def read_as(text: str, format: str, path: str) -> Document:
+    """Read a text in one format; its error carries the path."""
+    try:
+        value, text, positions = READERS[format](text)
+    except BadInput as error:
+        problem = error.problems[0]._replace(path=path)
+        raise BadInput(str(problem), [problem]) from None
+    if value is None and format == 'yaml':
+        problem = Problem('the file holds no value, only blanks and comments', 1, 1, path)
+        raise BadInput(str(problem), [problem])
+    return Document(value, format, text, positions)
+
+
+def read_document(data: bytes, path: str = '', format: str = '') -> Document:
+    """Read a file's bytes. The format is told, or follows from the path, or is the first that gives a mapping."""
+    text = decode_document(data, path)
+    format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
+    if format:
+        return read_as(text, format, path)
+    furthest = Problem('neither JSON, JSON5, YAML nor KDL: none of them gives a mapping', 1, 1, path)
+    for tried in TRIED_FORMATS:
+        try:
+            document = read_as(text, tried, path)
+            if isinstance(document.value, dict):
+                return document
+        except BadInput as error:
+            problem = error.problems[0]
+            # The format that gets furthest is the one that was meant.
+            if (problem.line, problem.column) > (furthest.line, furthest.column):
+                message = f'not readable as JSON, JSON5, YAML or KDL; as {tried.upper()}: {problem.message}'
+                furthest = problem._replace(message=message)
+    raise BadInput(str(furthest), [furthest])
 
 
 # -------- reading --------
