@@ -2671,90 +2671,41 @@ REQUIRED_OF = {where: [name for name, field in fields.items() if field.default i
 
 # -------- kdl: nodes -> spec --------
 #
-# KDL has nodes where YAML has fields and lists. KDL_WORDS says, for each kind of block, which field a node becomes and
-# how: a row of words is FIELD or FIELD|other name|...; the forms are
+# KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the field's type:
 #     value        one argument; stands once
 #     list         all arguments of all such nodes
 #     map          a block with any names inside, or one value
 #     json         one argument whose text is JSON
 #     block KIND   one block of that kind
 #     items KIND   a list of blocks of that kind, whose first argument is the name
-# A value or list may also be written as a property (path="x"). What the table does not know is an error. Types are
-# left to the spec's own checks, which are the same for all formats.
+# A list's node may have the singular as its name. A value or list may also be written as a property (path="x"). What
+# no field knows is an error. Types are left to the spec's own checks, which are the same for all formats.
 
-KDL_SHARED = 'parameter_mode parameters_file use_parameters_file'
-KDL_WORDS = {
-    'workflow': {
-        'value': 'name user description project parameters_file use_pending_failed enable_ro_crate jobs_sort_method'
-                 ' compute_node_wait_for_new_jobs_seconds compute_node_ignore_workflow_completion'
-                 ' compute_node_wait_for_healthy_database_minutes compute_node_min_time_for_new_jobs_seconds'
-                 ' compute_node_expiration_buffer_seconds',
-        'list': 'access_groups|access_group',
-        'map': 'metadata parameters variables env slurm_defaults',
-        'block resource_monitor': 'resource_monitor',
-        'block execution_config': 'execution_config',
-        'block dynamic_jobs': 'dynamic_jobs',
-        'items job': 'jobs|job',
-        'items file': 'files|file',
-        'items user_data': 'user_data',
-        'items resource_requirements': 'resource_requirements',
-        'items failure_handler': 'failure_handlers|failure_handler',
-        'items slurm_scheduler': 'slurm_schedulers|slurm_scheduler',
-        'items action': 'actions|action',
-    },
-    'job': {
-        'value': 'name command invocation_script resource_requirements failure_handler scheduler priority'
-                 ' cancel_on_blocking_job_failure supports_termination ' + KDL_SHARED,
-        'list': 'depends_on|depends_on_job|depends_on_jobs|blocked_by|blocked_by_job|blocked_by_jobs'
-                ' depends_on_regexes|depends_on_regex|depends_on_job_regexes|blocked_by_regexes'
-                ' input_files|input_file output_files|output_file input_user_data output_user_data'
-                ' input_file_regexes|input_file_regex output_file_regexes|output_file_regex'
-                ' input_user_data_regexes|input_user_data_regex output_user_data_regexes|output_user_data_regex'
-                ' labels|label use_parameters|use_parameter',
-        'map': 'env parameters',
-        'block stdio': 'stdio',
-    },
-    'file': {
-        'value': 'name path identifier st_mtime ' + KDL_SHARED,
-        'list': 'use_parameters|use_parameter', 'map': 'parameters'},
-    'user_data': {
-        'value': 'name is_ephemeral ' + KDL_SHARED,
-        'list': 'use_parameters|use_parameter', 'map': 'parameters', 'json': 'data'},
-    'resource_requirements': {'value': 'name num_cpus num_gpus num_nodes memory runtime'},
-    'failure_handler': {'value': 'name', 'items rule': 'rules|rule'},
-    'rule': {'value': 'match_all_exit_codes recovery_script max_retries', 'list': 'exit_codes|exit_code'},
-    'slurm_scheduler': {
-        'value': 'name account gres mem nodes ntasks_per_node partition qos tmp walltime extra serialize_allocations'},
-    'action': {
-        'value': 'trigger_type action_type scheduler scheduler_type num_allocations start_one_worker_per_node'
-                 ' max_parallel_jobs persistent',
-        'list': 'jobs|job job_name_regexes|job_name_regex commands|command',
-    },
-    'resource_monitor': {
-        'value': 'enabled granularity sample_interval_seconds flush_interval_seconds generate_plots',
-        'block jobs block of resource_monitor': 'jobs', 'block compute_node block of resource_monitor': 'compute_node'},
-    'jobs block of resource_monitor': {'value': 'enabled granularity'},
-    'compute_node block of resource_monitor': {'value': 'enabled granularity cpu memory'},
-    'execution_config': {
-        'value': 'mode limit_resources termination_signal sigterm_lead_seconds sigkill_headroom_seconds timeout_exit_code'
-                 ' oom_exit_code srun_termination_signal enable_cpu_bind srun_mpi staggered_start',
-        'block stdio': 'stdio', 'map': 'job_stdio_overrides'},
-    'dynamic_jobs': {'value': 'max_iterations'},
-    'stdio': {'value': 'mode delete_on_success'},
-}   # type: Dict[str, Dict[str, str]]
+KDL_FORMS = {'one': 'value', 'list': 'list', 'map': 'map', 'block': 'block', 'blocks': 'items'}     # shape of a type -> form
+KDL_FORMS_OF_TYPES = {'json': 'json', 'metadata': 'map'}
+KDL_OTHER_NAMES = {     # of fields whose singular is not their name without its ending
+    'depends_on': ('depends_on_job', 'depends_on_jobs', 'blocked_by', 'blocked_by_job', 'blocked_by_jobs'),
+    'depends_on_regexes': ('depends_on_regex', 'depends_on_job_regexes', 'blocked_by_regexes'),
+    'resource_requirements': (),
+}
 
 
-def kdl_vocabulary(kind: str) -> Dict[str, Tuple[str, str]]:
-    """Node name -> (field, form) for one kind of block."""
-    vocabulary = {}     # type: Dict[str, Tuple[str, str]]
-    for form, words in KDL_WORDS[kind].items():
-        for names in words.split():
-            field = names.split('|')[0]
-            vocabulary.update((name, (field, form)) for name in names.split('|'))
+def kdl_names(field: str, form: str) -> Tuple[str, ...]:
+    """Names of the nodes that become a field."""
+    if form not in ('list', 'items'):
+        return (field,)
+    singular = re.sub('(?<=regex)es$|s$', '', field)
+    return (field, *KDL_OTHER_NAMES.get(field, (singular,)))
+
+
+@functools.lru_cache(maxsize=None)
+def kdl_vocabulary(kind: str) -> Dict[str, Tuple[str, str, str]]:
+    """Node name -> (field, form, kind of its blocks) inside one kind of block."""
+    vocabulary = {}     # type: Dict[str, Tuple[str, str, str]]
+    for field in FIELDS_OF[kind].values():
+        form = KDL_FORMS_OF_TYPES.get(field.type) or KDL_FORMS[TYPES[field.type].shape]
+        vocabulary.update((name, (field.name, form, TYPES[field.type].block)) for name in kdl_names(field.name, form))
     return vocabulary
-
-
-KDL_VOCABULARY = {kind: kdl_vocabulary(kind) for kind in KDL_WORDS}
 
 
 class KdlSpec(TextReader):
@@ -2787,8 +2738,7 @@ class KdlSpec(TextReader):
         """Put what a node says into the block that it stands in."""
         if node.types:
             self.fail(node.offset, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: remove it')
-        field, form = self.find_form(kind, node.name, node.offset)
-        form, _, inner_kind = form.partition(' ')
+        field, form, inner_kind = self.find_form(kind, node.name, node.offset)
         if form in ('value', 'list') and (node.props or node.has_block):
             self.fail(node.offset, f'{node.name!r} takes values only, no properties and no {{ }} block')
         if form not in ('list', 'items') and field in block:
@@ -2807,12 +2757,14 @@ class KdlSpec(TextReader):
             value = self.one_value(node)
             self.add(block, field, self.read_data(node, value) if form == 'json' else value, node.offset)
 
-    def find_form(self, kind: str, name: str, at: int) -> Tuple[str, str]:
+    def find_form(self, kind: str, name: str, at: int) -> Tuple[str, str, str]:
         """What a name means inside a kind of block."""
-        if name not in KDL_VOCABULARY[kind]:
-            cure = did_you_mean(name[:60], KDL_VOCABULARY[kind])
-            self.fail(at, f'{printable(name[:60])!r} is not known in a {kind}{cure or ": remove it"}')
-        return KDL_VOCABULARY[kind][name]
+        known = kdl_vocabulary(kind)
+        if name not in known:
+            cure = did_you_mean(name[:60], known)
+            home = ' block of '.join(reversed(kind.split('.')))
+            self.fail(at, f'{printable(name[:60])!r} is not known in a {home}{cure or ": remove it"}')
+        return known[name]
 
     def one_value(self, node: KdlNode) -> Any:
         """The only argument of a node."""
@@ -2832,7 +2784,7 @@ class KdlSpec(TextReader):
     def read_block(self, kind: str, node: KdlNode) -> Dict[str, Any]:
         """A block of one kind: its name, properties and children."""
         block = self.container({}, node.offset)
-        is_named = 'name' in KDL_VOCABULARY[kind]
+        is_named = 'name' in FIELDS_OF[kind]
         if len(node.args) > is_named:
             wanted = 'only its name' if is_named else 'no value'
             self.fail(node.offsets[int(is_named)], f'{node.name!r} takes {wanted} before the {{ }} block')
@@ -2840,7 +2792,7 @@ class KdlSpec(TextReader):
             self.add(block, 'name', node.args[0], node.offsets[0])
         for name, value in node.props.items():
             at = node.offsets[name]
-            field, form = self.find_form(kind, name, at)
+            _, form, _ = self.find_form(kind, name, at)
             if form not in ('value', 'list', 'json'):
                 self.fail(at, f'{name!r} cannot be a property: write it in the {{ }} block')
             self.add_node(block, kind, KdlNode(name, [value], {}, [], at, {0: at}, {}, False))
