@@ -1582,17 +1582,6 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     return reader.read(parts[0].start, parts[0].is_inline), text, reader.positions
 
 
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML text that holds one document, or none (None)."""
-    return load_yaml(text)[0]
-
-
-def parse_yaml_documents(text: str) -> List[Any]:
-    """The values of all documents of a YAML text."""
-    text = prepare_yaml(text)
-    return [YamlReader(text[:part.end]).read(part.start, part.is_inline) for part in split_yaml(text)]
-
-
 # -------- json and json5 --------
 
 JSON5_SPACE = re.compile(
@@ -1781,11 +1770,6 @@ def load_json5(text: str) -> Tuple[Any, str, Positions]:
         return reader.read(), text, reader.positions
 
 
-def parse_json5(text: str) -> Any:
-    """The value of a JSON5 text."""
-    return load_json5(text)[0]
-
-
 def find_json_positions(text: str, value: Any) -> Positions:
     """The positions of a value that the standard library has read: the text is read again, both walked side by side."""
     reader = Json5Reader(text)
@@ -1824,11 +1808,6 @@ def load_toml(text: str) -> Tuple[Any, str, Positions]:
     if nested_too_deeply(value):
         raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep')
     return plain_dates(value), text, {}
-
-
-def parse_toml(text: str) -> Any:
-    """The value of a TOML text."""
-    return load_toml(text)[0]
 
 
 def plain_dates(value: Any) -> Any:
@@ -2137,13 +2116,8 @@ class KdlReader(TextReader):
         return KDL_ESCAPES.get(character, '/')
 
 
-def parse_kdl(text: str, lax: bool = True) -> List[KdlNode]:
-    """The nodes of a KDL text."""
-    return read_kdl_nodes(normal_text(text), lax)
-
-
 def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
-    """parse_kdl of a text with plain line ends."""
+    """The nodes of a KDL text with plain line ends."""
     found = KDL_FORBIDDEN.search(text)
     if found:
         raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
@@ -4398,32 +4372,6 @@ def find_firing(allocation: Allocation, event_of: Dict[int, int]) -> Optional[in
         return None
     events = [event_of.get(place) for place in allocation.jobs]
     return None if None in events else max(events)
-
-
-def plan_prerequisites(body: Dict[str, Any]) -> List[Sequence[int]]:
-    """Of each job of a plan, the jobs that must finish first: named, or implied by files and user data."""
-    jobs = [PlannedJob(*job) for job in body['jobs']]
-    producers = find_producers(jobs)
-    found = []
-    for place, job in enumerate(jobs):
-        members = body['dependency_sets'][job.dependencies] if job.dependencies is not None else ()
-        implied = {producer for key in input_keys(job) for producer in producers.get(key, ())} - {place}
-        found.append(sorted(implied.union(members)) if implied else members)
-    return found
-
-
-def plan_execution(body: Dict[str, Any]) -> Dict[str, Any]:
-    """Execution plan of a spec, as `workflows execution-plan` tells it."""
-    names = [scheduler['name'] for scheduler in body['slurm_schedulers']]
-    allocations = []
-    for action in body['actions']:
-        config = action['action_config']
-        if action['action_type'] == 'schedule_nodes':
-            told = {name: config.get(name) for name in ('scheduler_type', 'num_allocations')}
-            told['scheduler'] = names[config['scheduler']] if config['scheduler'] is not None else ''
-            allocations.append(Allocation(action['trigger_type'], action['job_indexes'], told))
-    plan = execution_plan([job[0] for job in body['jobs']], plan_prerequisites(body), allocations)
-    return {'status': 'success', 'source': 'spec_file', 'workflow_name': body['workflow']['name'], **plan}
 
 
 # -------- help --------
@@ -14113,16 +14061,6 @@ def format_environment() -> str:
     parts = [f'{title}\n' + format_rows((row.name, row.meaning) for row in ENVIRONMENT if row.set_by == who)
              for who, title in set_by.items()]
     return '\n'.join(parts + ['Exit codes:\n' + format_rows((str(row.code), row.meaning) for row in EXITS)])
-
-
-def format_command_markdown() -> str:
-    """README's reference of commands: usage, what it does, options."""
-    lines = []
-    for command in COMMANDS:
-        options = [f"`{argument.names.split()[-1]}{' ' + argument.value if argument.value else ''}`"
-                   for argument in command.arguments if argument.names.startswith('-')]
-        lines.append(f"* `{format_usage(command)}`: {command.help}" + (f". Options: {', '.join(options)}" if options else ''))
-    return '\n'.join(lines) + '\n'
 
 
 GROUPS = tuple(dict.fromkeys(command.name.split()[0] for command in COMMANDS if ' ' in command.name))
