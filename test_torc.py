@@ -7591,6 +7591,21 @@ class ReadmeLaws(unittest.TestCase):
         self.assertEqual((0, said), (done.returncode, done.stdout.splitlines()), done.stderr)
         self.assertGreater(len(said), 2)
 
+    def test_installed_as_it_says_it_is_compiled_once(self):
+        world = World()
+        self.addCleanup(world.close)
+        lines = re.search(r'((?:    .*\n)+?)\n', self.text.partition('**Install** as a command')[2]).group(1)
+        script = world.write('bin/torc', textwrap.dedent(lines))
+        shutil.copy(TORC, os.path.join(os.path.dirname(script), 'torc.py'))
+        environment = {name: value for name, value in world.environment.items() if name != 'PYTHONDONTWRITEBYTECODE'}
+        os.symlink(script, world.path('link'))
+        for command in (script, world.path('link')):
+            done = subprocess.run([sys.executable, command, 'exec', '-c', 'true'], cwd=world.directory, env=environment, stdin=subprocess.DEVNULL,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', timeout=60)
+            self.assertEqual(0, done.returncode, done.stderr)
+            self.assertIn('1 completed', done.stdout + done.stderr)
+        self.assertEqual(1, len(os.listdir(os.path.join(os.path.dirname(script), '__pycache__'))))
+
     def test_files_that_it_names_exist(self):
         for name in re.findall(r'\bexamples/[\w./]+\w', self.text):
             self.assertTrue(os.path.exists(os.path.join(HERE, name)), name)
