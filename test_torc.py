@@ -1770,7 +1770,8 @@ class ServiceTest(unittest.TestCase):
     def call(self, name: str, body: Any = None, **parameters: Any) -> Any:
         with self.store.transaction():
             answer = torc.call_operation(self.store, name, parameters, body)
-        torc.check_value(name, torc.answer_type(torc.OPERATIONS[name]), json.loads(json.dumps(answer)))     # what the tables promise
+        promised = '@TaskModel' if parameters.get('async') else torc.answer_type(torc.OPERATIONS[name])
+        torc.check_value(name, promised, json.loads(json.dumps(answer)))
         return answer
 
     def create(self, jobs: str, **more: Any) -> int:
@@ -3215,7 +3216,7 @@ class OpenApiTest(ServiceTest):
 
     def content(self, part: Dict[str, Any]) -> str:
         """Type of a body or answer."""
-        return schema_type(part['content']['application/json']['schema'])
+        return schema_type(next(iter(part['content'].values()))['schema'])
 
     def test_it_is_whole(self):
         self.assertEqual(('3.1.0', torc.API_VERSION), (self.document['openapi'], self.document['info']['version']))
@@ -3242,7 +3243,7 @@ class OpenApiTest(ServiceTest):
             self.assertEqual(bool(torc.OPERATIONS[name].body), 'requestBody' in operation, name)
 
     def test_every_type_of_the_models_has_a_schema(self):
-        self.assertEqual(set(torc.SCALAR_CHECKS), set(torc.SCALAR_SCHEMAS))
+        self.assertEqual(set(torc.SCALAR_CHECKS), set(torc.SCALAR_SCHEMAS) - {'stream'})
         self.assertEqual(set(torc.MODELS) | set(torc.ENUMS), {name for name in self.document['components']['schemas'] if not name.startswith('Partial')})
 
     def test_operations_are_the_official_ones(self):

@@ -8288,8 +8288,8 @@ WHOLE = {'type': 'integer', 'format': 'int64'}
 TEXT = {'type': 'string'}
 TIME = {'type': 'string', 'format': 'date-time'}
 AMOUNT = {'type': 'number', 'format': 'double', 'minimum': 0}
-SCALAR_SCHEMAS = {  # type of MODELS -> JSON Schema
-    'int': WHOLE, 'float': {'type': 'number', 'format': 'double'}, 'bool': {'type': 'boolean'}, 'str': TEXT, 'any': ANYTHING,
+SCALAR_SCHEMAS = {  # type of MODELS -> JSON Schema; stream: server-sent events
+    'stream': TEXT, 'int': WHOLE, 'float': {'type': 'number', 'format': 'double'}, 'bool': {'type': 'boolean'}, 'str': TEXT, 'any': ANYTHING,
     'object': {'type': 'object'}, 'name': {'type': 'string', 'maxLength': MAX_NAME_CHARACTERS}, 'time': TIME,
     'rules': {'type': 'string', 'contentMediaType': 'application/json'}, 'minutes': AMOUNT, 'gigabytes': AMOUNT,
     'nodes': dict(WHOLE, minimum=0), 'attempt': describe_row(WHOLE, WHOLE), 'start': describe_row(WHOLE, WHOLE, TIME),
@@ -8359,7 +8359,8 @@ def describe_parameters(route: Route) -> List[Dict[str, Any]]:
 
 def describe_content(description: str, kind: str) -> Dict[str, Any]:
     """A body or an answer of a type of MODELS."""
-    return {'description': description, 'content': {'application/json': {'schema': describe_type(kind)}}}
+    media = 'text/event-stream' if kind == 'stream' else 'application/json'
+    return {'description': description, 'content': {media: {'schema': describe_type(kind)}}}
 
 
 def describe_operation(route: Route) -> Dict[str, Any]:
@@ -8373,7 +8374,7 @@ def describe_operation(route: Route) -> Dict[str, Any]:
                  'description': ' '.join((route.verb.__doc__ or '').split()), 'parameters': describe_parameters(route),
                  'responses': answers}
     if route.body:
-        kind = {'-': 'any'}.get(route.body, route.body if route.body[0] == '?' else '@' + route.body)
+        kind = 'any' if route.body == '-' else route.body if route.body[0] in '?[' else '@' + route.body
         operation['requestBody'] = dict(describe_content(route.body.lstrip('?-'), kind), required=True)
     return operation
 
@@ -9667,9 +9668,8 @@ class Client(Operations):
                 print(job['name'], job['status'])
 
     Parameters have names; those of the path may stand without, in their order, and then the body. help(client.create_job)
-    tells an operation's path, query and body: name:type, with ! where it must be given and ? before the model of a body of
-    which a part will do. A list answers with its first
-    100,000 items at most; pages() goes through all.
+    tells an operation's path, query and body: name:type, with ! where it must be given, and ? before the model of a body
+    of which a part will do. A list answers with its first 100,000 items at most; pages() goes through all.
 
     What the server refuses is a TorcError: `message` tells what and why, `http` the status, `details` the field, say, and
     `exit` how a command would end. Unreachable is one of them: nobody answered, it may have been done or not.
@@ -9773,10 +9773,12 @@ class Client(Operations):
             raise explain_database_error(error, store.path) from None
 
     def pages(self, op: str, **params: Any) -> Iterator[Any]:
-        """All items of a list operation, fetched page by page."""
+        """All items of a list operation from `offset` on, fetched page by page, `limit` at a time."""
         offset = params.pop('offset', 0)
         while True:
             page = self.call(op, offset=offset, **params)
+            if not isinstance(page, dict) or not isinstance(page.get('items'), list):
+                raise Unreachable(f'what answers at {self.url} is no server of torc.py or Torc')
             yield from page['items']
             offset += len(page['items'])
             if not page['has_more'] or not page['items']:
@@ -12166,16 +12168,8 @@ class Session:
 
     def items(self, op: str, limit: Optional[int] = None, offset: int = 0, **params: Any) -> List[Dict[str, Any]]:
         """Items of a list operation, page after page."""
-        found: List[Dict[str, Any]] = []
-        while limit is None or len(found) < limit:
-            room = MAX_LIST_ITEMS if limit is None else min(limit - len(found), MAX_LIST_ITEMS)
-            page = self.call(op, offset=offset + len(found), limit=room, **params)
-            if not isinstance(page, dict) or not isinstance(page.get('items'), list):
-                raise Unreachable(f'what answers at {self.client.url} is no server of torc.py or Torc')
-            found += page['items']
-            if not page['has_more'] or not page['items']:
-                break
-        return found
+        size = MAX_LIST_ITEMS if limit is None else min(limit, MAX_LIST_ITEMS)
+        return list(itertools.islice(self.client.pages(op, offset=offset, limit=size, **params), limit))
 
     def show(self, text: str) -> None:
         """Text to stdout."""
