@@ -1770,8 +1770,9 @@ class ServiceTest(unittest.TestCase):
     def call(self, name: str, body: Any = None, **parameters: Any) -> Any:
         with self.store.transaction():
             answer = torc.call_operation(self.store, name, parameters, body)
-        promised = '@TaskModel' if parameters.get('async') else torc.answer_type(torc.OPERATIONS[name])
-        torc.check_value(name, promised, json.loads(json.dumps(answer)))
+        if not isinstance(answer, torc.TorcError):
+            promised = '@TaskModel' if parameters.get('async') else torc.answer_type(torc.OPERATIONS[name])
+            torc.check_value(name, promised, json.loads(json.dumps(answer)))
         return answer
 
     def create(self, jobs: str, **more: Any) -> int:
@@ -3175,6 +3176,7 @@ OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, Non
     'EventModel.timestamp': ('integer!', 'integer'),            # the server sets it
     'FileModel.identifier': (None, 'string'),                   # of RO-Crate; Torc 1.0's server knows it
     'JobModel.schedule_compute_nodes': ('ComputeNodeSchedule', 'any'),      # kept as it came; nobody reads it
+    'UserGroupMembershipModel.role': ('string!', 'GroupRole!'),             # there are two
 }
 
 
@@ -3272,7 +3274,7 @@ class OpenApiTest(ServiceTest):
             ours = {name: schema_type(schema) + '!' * (name in required) for name, schema in schemas[model]['properties'].items()}
             theirs = {row['name']: official_type(row['type']) + '!' * row['required'] for row in rows}
             differences.update({f'{model}.{name}': (theirs.get(name), ours.get(name)) for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)})
-        self.assertEqual(OTHER_FIELDS, differences)
+        self.assertEqual({}, {place: types for place, types in differences.items() if OTHER_FIELDS.get(place) != types})
 
     def test_what_is_not_required_may_be_null(self):
         job = self.document['components']['schemas']['JobModel']
