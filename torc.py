@@ -92,7 +92,7 @@ except ImportError:  # before Python 3.11: TOML files are refused, with the reas
     tomllib = None
 
 __version__ = '0.1.0'
-__all__ = ['Client', 'TorcError', 'main']
+__all__ = ['Client', 'TorcError', 'BadInput', 'Refused', 'NotFound', 'Conflict', 'Denied', 'Unreachable', 'main']
 
 API_VERSION = '0.23.0'  # of Torc 1.0.0's HTTP contract, which this file speaks
 
@@ -9672,7 +9672,8 @@ class Client(Operations):
     of which a part will do. A list answers with its first 100,000 items at most; pages() goes through all.
 
     What the server refuses is a TorcError: `message` tells what and why, `http` the status, `details` the field, say, and
-    `exit` how a command would end. Unreachable is one of them: nobody answered, it may have been done or not.
+    `exit` how a command would end. Its kinds: BadInput, Refused, NotFound, Conflict, Denied, and Unreachable, which says
+    that nobody answered: it may have been done or not.
 
     Made by connect(). A client that is closed, or whose server went away, finds its way again with the next call. It is
     for one thread at a time, and not for both sides of a fork: make another one there.
@@ -9699,7 +9700,8 @@ class Client(Operations):
         url           http://HOST:PORT, and token_file, the path of its token's file (else TORC_TOKEN_FILE); ca_file: whose
                       certificates are believed, for https
         database      path of a database: its server if it has one, else the file itself, which nobody else can use then
-        needs_server  start a server rather than take the file: runners and other programs can use it at the same time
+        needs_server  fork a server, which leaves after us, rather than take the file: runners and other programs can
+                      use it at the same time
         is_reading    make no new database
         Without url and database: TORC_API_URL, the lasting server of this account, torc_output/torc.db.
         """
