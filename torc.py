@@ -5187,15 +5187,14 @@ class WorkflowState(NamedTuple):
     run_id: int
     is_canceled: bool
     is_archived: bool
-    use_pending_failed: bool
 
 
 def workflow_state(store: Store, workflow_id: int) -> WorkflowState:
     """The workflow's state. NotFound if there is none."""
-    row = store.one('SELECT id, run_id, is_canceled, is_archived, use_pending_failed FROM workflow WHERE id = ?', (workflow_id,))
+    row = store.one('SELECT id, run_id, is_canceled, is_archived FROM workflow WHERE id = ?', (workflow_id,))
     if row is None:
         raise NotFound(f'there is no workflow {workflow_id}')
-    return WorkflowState(row[0], row[1], bool(row[2]), bool(row[3]), bool(row[4]))
+    return WorkflowState(row[0], row[1], bool(row[2]), bool(row[3]))
 
 
 def check_run(state: WorkflowState, run_id: int) -> None:
@@ -6313,8 +6312,6 @@ class Kind(NamedTuple):
     num_nodes: int
     scheduler_id: Optional[int]
     labels: Optional[str]           # JSON list
-    requirements_name: str
-    is_implicit: bool               # the placeholder requirements
 
     def rank(self) -> Tuple[int, ...]:
         """Jobs with a smaller rank are claimed first."""
@@ -6323,7 +6320,7 @@ class Kind(NamedTuple):
 
 KIND_QUERY = (
     'SELECT kind.id, kind.priority, needs.num_gpus, needs.runtime_s, needs.memory_bytes, needs.num_cpus, needs.num_nodes, '
-    'kind.scheduler_id, kind.labels, needs.name, needs.is_implicit FROM job_kind kind '
+    'kind.scheduler_id, kind.labels FROM job_kind kind '
     'CROSS JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
     f'WHERE kind.workflow_id = ? AND EXISTS (SELECT 1 FROM job WHERE job.kind_id = kind.id AND job.status = {READY})')
 
