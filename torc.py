@@ -4299,7 +4299,7 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
     groups: Dict[Tuple[int, ...], List[int]] = {}
     for place, members in enumerate(prerequisites):
         groups.setdefault(tuple(sorted(members)), []).append(place)
-    order = order_events(groups, len(job_names))
+    order = order_events(groups)
     ids = name_events(order, job_names)
     event_of = {place: event for event, members in enumerate(order) for place in groups[members]}
     events = []
@@ -4320,7 +4320,7 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
             'leaf_events': [event['id'] for event in events if not event['unlocks_events']], 'events': events}
 
 
-def order_events(groups: Dict[Tuple[int, ...], List[int]], job_count: int) -> List[Tuple[int, ...]]:
+def order_events(groups: Dict[Tuple[int, ...], List[int]]) -> List[Tuple[int, ...]]:
     """Sets of prerequisites in the order in which they are met, breadth first; those that never are, left out."""
     missing = {members: len(members) for members in groups}
     waiting: Dict[int, List[Tuple[int, ...]]] = {}
@@ -14295,7 +14295,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
         silence(out)
         return 141
     except (OSError, UnicodeEncodeError) as error:
-        cause = explain_environment(error, out)
+        cause = explain_environment(error)
         if cause:
             session.tell(f'torc: {cause}')
             silence(out)
@@ -14313,7 +14313,7 @@ def tell_bug(session: Session) -> int:
     return 70
 
 
-def explain_environment(error: Exception, out: Any) -> str:
+def explain_environment(error: Exception) -> str:
     """What is wrong around us, if that is what an error comes from; '' if it is a bug."""
     if isinstance(error, UnicodeEncodeError):
         text = printable(str(error.object))[:100]
