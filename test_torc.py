@@ -581,6 +581,24 @@ class PlainToolsTest(unittest.TestCase):
         self.assertEqual(0, torc.read_process_start_ticks(child.pid))
 
 
+class ExpressionTest(unittest.TestCase):
+    """Regular expressions that wait for their first use."""
+
+    def test_all_of_them_can_be_compiled(self):
+        found = [value for value in vars(torc).values() if isinstance(value, torc.Expression)]
+        self.assertGreater(len(found), 70)
+        self.assertEqual([], [expression.text for expression in found if expression.pattern != expression.text])
+
+    def test_it_is_compiled_at_its_first_use_and_once(self):
+        wrong = torc.Expression('(')
+        self.assertRaises(re.error, getattr, wrong, 'match')
+        expression = torc.Expression('A+', re.IGNORECASE)
+        self.assertEqual({'text': 'A+', 'flags': re.IGNORECASE}, vars(expression))
+        self.assertEqual(('aA', 'x'), (expression.match('aAb').group(), expression.sub('x', 'aA')))
+        self.assertIs(expression.match, vars(expression)['match'])
+        self.assertRaises(AttributeError, getattr, expression, 'mach')
+
+
 class AtomicWriteTest(WorldTest):
     """Files that are there as a whole or not at all."""
 

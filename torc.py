@@ -315,14 +315,29 @@ class Unreachable(TorcError):
 # Small functions that know nothing of workflows. parse_X and format_X are inverse to each other where both exist.
 # Their errors are ValueErrors with a message that names the value and the form that is wanted; callers add the place.
 
+class Expression:
+    """A regular expression, compiled at its first use: all of them would be a tenth of the program's start.
+
+    It has the methods of re's own; each becomes an attribute when it is first asked for, and costs no more from then on.
+    """
+
+    def __init__(self, text: Union[str, bytes], flags: int = 0) -> None:
+        self.text, self.flags = text, flags
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(re.compile(self.text, self.flags), name)
+        setattr(self, name, method)
+        return method
+
+
 MEMORY_UNITS = {'': 1, 'k': 1024, 'm': 1024 ** 2, 'g': 1024 ** 3, 't': 1024 ** 4}
-MEMORY_TEXT = re.compile(r'\s*\+?([0-9]+)([kmgt]?)\s*\Z', re.IGNORECASE)
-DURATION_TEXT = re.compile(
+MEMORY_TEXT = Expression(r'\s*\+?([0-9]+)([kmgt]?)\s*\Z', re.IGNORECASE)
+DURATION_TEXT = Expression(
     r'P(?=.)(?:([0-9]+)W|(?:([0-9]+)Y)?(?:([0-9]+)M)?(?:([0-9]+)D)?(?:T(?:([0-9]+)H)?(?:([0-9]+)M)?(?:([0-9]+)(?:[.,][0-9]*)?S)?)?)\Z')
 DURATION_UNITS_S = (604800, 31557600, 2629800, 86400, 3600, 60, 1)   # week, year, month, day, hour, minute, second, as Torc counts
-WALLTIME_TEXT = re.compile(r'(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?\Z')
-TIME_TEXT = re.compile(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
-UNPRINTABLE = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]')
+WALLTIME_TEXT = Expression(r'(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?\Z')
+TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
+UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]')
 
 # File systems that keep their locks on this host; anything else is treated as a network file system.
 LOCAL_FILESYSTEMS = frozenset('ext2 ext3 ext4 xfs btrfs zfs f2fs overlay tmpfs ramfs devtmpfs'.split())
@@ -754,47 +769,47 @@ class TextReader:
 # ASCII, because YAML's white space is blank and tab only. In block context a plain text ends before ': ' and ' #';
 # inside [ ] and { } also before , [ ] { }.
 
-YAML_FORBIDDEN = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]')
-DOCUMENT_MARK = re.compile(r'^(---|\.\.\.)(?=[ \t\n])', re.MULTILINE)
-YAML_DIRECTIVE = re.compile(r'%YAML +\d+\.\d+(?: +#.*)?[ \t]*\Z', re.ASCII)
-BLANK_LINES = re.compile(r'(?:[ \t]*(?:#[^\n]*)?\n)*')
-SPACES = re.compile(r' *')
-BLANKS = re.compile(r'[ \t]*')
-LINE_END = re.compile(r'(?:[ \t]+#[^\n]*|[ \t]*)\n')
+YAML_FORBIDDEN = Expression('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]')
+DOCUMENT_MARK = Expression(r'^(---|\.\.\.)(?=[ \t\n])', re.MULTILINE)
+YAML_DIRECTIVE = Expression(r'%YAML +\d+\.\d+(?: +#.*)?[ \t]*\Z', re.ASCII)
+BLANK_LINES = Expression(r'(?:[ \t]*(?:#[^\n]*)?\n)*')
+SPACES = Expression(r' *')
+BLANKS = Expression(r'[ \t]*')
+LINE_END = Expression(r'(?:[ \t]+#[^\n]*|[ \t]*)\n')
 
 SIMPLE_TEXT = r'(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\S)#)[^\n#:]*)*))\n( *)(?=[^\s#])'
-SIMPLE_ENTRY = re.compile(r'([A-Za-z_][\w.-]*): +' + SIMPLE_TEXT, re.ASCII)     # and the next line's indentation
-SIMPLE_ITEM = re.compile(r'- +' + SIMPLE_TEXT, re.ASCII)
-ENTRY_START = re.compile(r'- +(?=[A-Za-z_][\w.-]*:[ \n])', re.ASCII)
+SIMPLE_ENTRY = Expression(r'([A-Za-z_][\w.-]*): +' + SIMPLE_TEXT, re.ASCII)     # and the next line's indentation
+SIMPLE_ITEM = Expression(r'- +' + SIMPLE_TEXT, re.ASCII)
+ENTRY_START = Expression(r'- +(?=[A-Za-z_][\w.-]*:[ \n])', re.ASCII)
 SURELY_TEXT = frozenset('ABCDEGHIJKLMOPQRSUVWXYZabcdeghijklmopqrsuvwxyz_/$(')    # not n, t, f: null, true, false
 
 INDICATORS = r'''\-?:,\[\]{}#&*!|>'"%@`'''
 PLAIN_REST = r'(?:[^\s:#]|:(?=\S)|(?<=\S)#|[ \t]+(?=[^\s#:])|[ \t]+:(?=\S))'
-PLAIN_START = re.compile(r'[^\s' + INDICATORS + r']|[-?:](?=\S)', re.ASCII)
-PLAIN_LINE = re.compile(PLAIN_REST + '+', re.ASCII)
-PLAIN_KEY = re.compile(r'((?:[^\s' + INDICATORS + r']|[-?:](?=\S))' + PLAIN_REST + r'*)[ \t]*:(?=[ \t\n])', re.ASCII)
-FLOW_START = re.compile(r'[^\s' + INDICATORS + r']|[-?:](?=[^\s,\[\]{}])', re.ASCII)
-FLOW_LINE = re.compile(
+PLAIN_START = Expression(r'[^\s' + INDICATORS + r']|[-?:](?=\S)', re.ASCII)
+PLAIN_LINE = Expression(PLAIN_REST + '+', re.ASCII)
+PLAIN_KEY = Expression(r'((?:[^\s' + INDICATORS + r']|[-?:](?=\S))' + PLAIN_REST + r'*)[ \t]*:(?=[ \t\n])', re.ASCII)
+FLOW_START = Expression(r'[^\s' + INDICATORS + r']|[-?:](?=[^\s,\[\]{}])', re.ASCII)
+FLOW_LINE = Expression(
     r'(?:[^\s:#,\[\]{}]|:(?=[^\s,\[\]{}])|(?<=\S)#|[ \t]+(?=[^\s#:,\[\]{}])|[ \t]+:(?=[^\s,\[\]{}]))+', re.ASCII)
-DOUBLE_QUOTED = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
-SINGLE_QUOTED = re.compile(r"'([^']*(?:''[^']*)*)'")
-KEY_COLON = re.compile(r'[ \t]*:(?=[ \t\n])')
-TEXT_HEADER = re.compile(r'([|>])(?:([1-9])([-+]?)|([-+])([1-9]?))?(?:[ \t]+#[^\n]*|[ \t]*)\n')
-ANCHOR = re.compile(r'[&*][^\s,\[\]{}]+', re.ASCII)
-TAG = re.compile(r'!(?:<[^>\s]*>|[^\s,\[\]{}]*)', re.ASCII)
-UNDENTED = re.compile(r'\n( *)(?=[^ \n])(?!\t*\n)')
-LINE_FOLD = re.compile(r'[ \t]*\n[ \t\n]*')
-YAML_ESCAPE = re.compile(
+DOUBLE_QUOTED = Expression(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+SINGLE_QUOTED = Expression(r"'([^']*(?:''[^']*)*)'")
+KEY_COLON = Expression(r'[ \t]*:(?=[ \t\n])')
+TEXT_HEADER = Expression(r'([|>])(?:([1-9])([-+]?)|([-+])([1-9]?))?(?:[ \t]+#[^\n]*|[ \t]*)\n')
+ANCHOR = Expression(r'[&*][^\s,\[\]{}]+', re.ASCII)
+TAG = Expression(r'!(?:<[^>\s]*>|[^\s,\[\]{}]*)', re.ASCII)
+UNDENTED = Expression(r'\n( *)(?=[^ \n])(?!\t*\n)')
+LINE_FOLD = Expression(r'[ \t]*\n[ \t\n]*')
+YAML_ESCAPE = Expression(
     r'[ \t]*\n[ \t\n]*|\\(?:\n[ \t\n]*|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))', re.DOTALL)
 YAML_ESCAPES = {
     '0': '\0', 'a': '\a', 'b': '\b', 't': '\t', '\t': '\t', 'n': '\n', 'v': '\v', 'f': '\f', 'r': '\r', 'e': '\x1b',
     ' ': ' ', '"': '"', '/': '/', '\\': '\\', 'N': '\x85', '_': '\xa0', 'L': '\u2028', 'P': '\u2029',
 }
-SURROGATE = re.compile('[\ud800-\udfff]')
+SURROGATE = Expression('[\ud800-\udfff]')
 
-YAML_INTEGER = re.compile(r'[-+]?[0-9]+\Z')
-YAML_FLOAT = re.compile(r'[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z')
-YAML_BASED = re.compile(r'0(?:x([0-9A-Fa-f]+)|o([0-7]+))\Z')
+YAML_INTEGER = Expression(r'[-+]?[0-9]+\Z')
+YAML_FLOAT = Expression(r'[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z')
+YAML_BASED = Expression(r'0(?:x([0-9A-Fa-f]+)|o([0-7]+))\Z')
 NUMBER_STARTS = frozenset('-+.0123456789')
 YAML_WORDS = {
     '': None, '~': None, 'null': None, 'Null': None, 'NULL': None,
@@ -1584,15 +1599,15 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
 
 # -------- json and json5 --------
 
-JSON5_SPACE = re.compile(
+JSON5_SPACE = Expression(
     r'(?:[ \t\n\r\v\f\xa0\ufeff\u2028\u2029\u1680\u2000-\u200a\u202f\u205f\u3000]+|//[^\n\r\u2028\u2029]*|/\*.*?\*/)*', re.DOTALL)
-JSON5_NAME = re.compile(r'(?:[^\W\d]|[$_]|\\u[0-9A-Fa-f]{4})(?:\w|[$\u200c\u200d]|\\u[0-9A-Fa-f]{4})*')
-JSON5_DOUBLE = re.compile(r'"([^"\\\n\r]*(?:\\(?:\r\n|.)[^"\\\n\r]*)*)"', re.DOTALL)
-JSON5_SINGLE = re.compile(r"'([^'\\\n\r]*(?:\\(?:\r\n|.)[^'\\\n\r]*)*)'", re.DOTALL)
-JSON5_NUMBER = re.compile(
+JSON5_NAME = Expression(r'(?:[^\W\d]|[$_]|\\u[0-9A-Fa-f]{4})(?:\w|[$\u200c\u200d]|\\u[0-9A-Fa-f]{4})*')
+JSON5_DOUBLE = Expression(r'"([^"\\\n\r]*(?:\\(?:\r\n|.)[^"\\\n\r]*)*)"', re.DOTALL)
+JSON5_SINGLE = Expression(r"'([^'\\\n\r]*(?:\\(?:\r\n|.)[^'\\\n\r]*)*)'", re.DOTALL)
+JSON5_NUMBER = Expression(
     r'[-+]?(?:0[xX]([0-9A-Fa-f]+)|((?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)'
     r'|(Infinity|NaN))(?![\w$.])')
-JSON5_ESCAPE = re.compile(r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(\r\n|[^xu0-9]|0(?![0-9]))|(.))', re.DOTALL)
+JSON5_ESCAPE = Expression(r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(\r\n|[^xu0-9]|0(?![0-9]))|(.))', re.DOTALL)
 JSON5_ESCAPES = {'b': '\b', 'f': '\f', 'n': '\n', 'r': '\r', 't': '\t', 'v': '\v', '0': '\0',
                  '\r\n': '', '\n': '', '\r': '', '\u2028': '', '\u2029': ''}   # a backslash at a line's end joins lines
 JSON_WORDS = {'null': None, 'true': True, 'false': False}
@@ -1826,22 +1841,22 @@ def plain_dates(value: Any) -> Any:
 
 KDL_BLANK = '[ \t\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]'
 KDL_BREAK = '(?:\r\n|[\r\n\x0b\x0c\x85\u2028\u2029])'
-KDL_BLANKS = re.compile(KDL_BLANK + '+')
-KDL_LINE_END = re.compile(KDL_BREAK)
-KDL_COMMENT = re.compile('//[^\r\n\x0b\x0c\x85\u2028\u2029]*')
-KDL_COMMENT_MARK = re.compile(r'/\*|\*/')
-KDL_FORBIDDEN = re.compile('[\x00-\x08\x0e-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
-KDL_WORD = re.compile(r'[^\s\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\\/(){};\[\]"#=\ufeff]+')
-KDL_NUMBER = re.compile(
+KDL_BLANKS = Expression(KDL_BLANK + '+')
+KDL_LINE_END = Expression(KDL_BREAK)
+KDL_COMMENT = Expression('//[^\r\n\x0b\x0c\x85\u2028\u2029]*')
+KDL_COMMENT_MARK = Expression(r'/\*|\*/')
+KDL_FORBIDDEN = Expression('[\x00-\x08\x0e-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
+KDL_WORD = Expression(r'[^\s\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\\/(){};\[\]"#=\ufeff]+')
+KDL_NUMBER = Expression(
     r'[-+]?(?:0x([0-9A-Fa-f][0-9A-Fa-f_]*)|0o([0-7][0-7_]*)|0b([01][01_]*)|([0-9][0-9_]*)(\.[0-9][0-9_]*)?([eE][-+]?[0-9][0-9_]*)?)\Z')
-KDL_NUMBER_START = re.compile(r'[-+]?\.?[0-9]')
-KDL_KEYWORD = re.compile(r'#(true|false|null|inf|-inf|nan)(?=[\s\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000\\/(){};]|\Z)')
+KDL_NUMBER_START = Expression(r'[-+]?\.?[0-9]')
+KDL_KEYWORD = Expression(r'#(true|false|null|inf|-inf|nan)(?=[\s\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000\\/(){};]|\Z)')
 KDL_KEYWORDS = {'true': True, 'false': False, 'null': None, 'inf': math.inf, '-inf': -math.inf, 'nan': math.nan}
-KDL_QUOTED = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
-KDL_LONG_QUOTED = re.compile(r'"""([^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""', re.DOTALL)
-KDL_RAW_START = re.compile(r'r?(#*)"')
-KDL_ESCAPE = re.compile(rf'\\(?:u\{{([0-9A-Fa-f]{{1,6}})\}}|((?:{KDL_BLANK}|{KDL_BREAK})+)|(.))', re.DOTALL)
-KDL_SPACE_ESCAPE = re.compile(rf'\\(\\|(?:{KDL_BLANK}|{KDL_BREAK})+)')
+KDL_QUOTED = Expression(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+KDL_LONG_QUOTED = Expression(r'"""([^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""', re.DOTALL)
+KDL_RAW_START = Expression(r'r?(#*)"')
+KDL_ESCAPE = Expression(rf'\\(?:u\{{([0-9A-Fa-f]{{1,6}})\}}|((?:{KDL_BLANK}|{KDL_BREAK})+)|(.))', re.DOTALL)
+KDL_SPACE_ESCAPE = Expression(rf'\\(\\|(?:{KDL_BLANK}|{KDL_BREAK})+)')
 KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b', 'f': '\f', 's': ' '}
 
 
@@ -2369,12 +2384,12 @@ SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-n
 # A reader takes a value as the formats give it and answers the value to keep, or raises ValueError with a message
 # that goes on after 'job 'x': command '. Numbers come with their source text (.raw) where text would change it.
 
-IDENTIFIER = re.compile(r'[A-Za-z_][A-Za-z0-9_]*\Z')
-UNSAFE_TEXT = re.compile('[\x00\ud800-\udfff]')     # neither a process, nor UTF-8, nor SQLite can take these
-UNSAFE_NAME = re.compile('[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
-SLURM_MEMORY = re.compile(r'([0-9]+)([kmgt]?)b?\Z', re.IGNORECASE)
-SRUN_SIGNAL = re.compile(r'(?:[RB]:)?(?:[0-9]{1,2}|(?:SIG)?[A-Z][A-Z0-9+-]*)(?:@[0-9]+)?\Z')
-MPI_KIND = re.compile(r'[A-Za-z0-9+_.-]+\Z')
+IDENTIFIER = Expression(r'[A-Za-z_][A-Za-z0-9_]*\Z')
+UNSAFE_TEXT = Expression('[\x00\ud800-\udfff]')     # neither a process, nor UTF-8, nor SQLite can take these
+UNSAFE_NAME = Expression('[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
+SLURM_MEMORY = Expression(r'([0-9]+)([kmgt]?)b?\Z', re.IGNORECASE)
+SRUN_SIGNAL = Expression(r'(?:[RB]:)?(?:[0-9]{1,2}|(?:SIG)?[A-Z][A-Z0-9+-]*)(?:@[0-9]+)?\Z')
+MPI_KIND = Expression(r'[A-Za-z0-9+_.-]+\Z')
 
 
 KINDS = ((bool, 'true or false'), ((int, float), 'a number'), (str, 'text'), (dict, 'a mapping'), (list, 'a list'))
@@ -2876,7 +2891,7 @@ def read_document(data: bytes, path: str = '', format: str = '') -> Document:
 # -------- reading --------
 
 # {name} or {name:format}, but not ${name}, which is the shell's.
-PARAMETER = re.compile(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
+PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
 
 
 class Reading:
@@ -3063,10 +3078,10 @@ def read_variables(workflow: Block) -> None:
 # The value of a parameter is a native list, or text in Torc's grammar: a range, a list in brackets, @file, or one
 # value. Values are int, float or text. What would make no instance at all, or a surprising one, is refused.
 
-INTEGER_TEXT = re.compile(r'[-+]?[0-9]{1,40}\Z')
-NUMBER_TEXT = re.compile(r'[-+]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,4})?\Z')
-LIST_ITEM = re.compile(r"""\s*(?:'(.*?)'|"(.*?)"|([^,]*?))\s*(?:,|\Z)""", re.DOTALL)
-NUMBER_FORMAT = re.compile(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,2})?[bdeEfFgGosxX%]?\Z')
+INTEGER_TEXT = Expression(r'[-+]?[0-9]{1,40}\Z')
+NUMBER_TEXT = Expression(r'[-+]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,4})?\Z')
+LIST_ITEM = Expression(r"""\s*(?:'(.*?)'|"(.*?)"|([^,]*?))\s*(?:,|\Z)""", re.DOTALL)
+NUMBER_FORMAT = Expression(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,2})?[bdeEfFgGosxX%]?\Z')
 MISSING = object()      # cell of a table whose row does not have the key
 
 Value = Union[int, float, str]
@@ -3354,8 +3369,8 @@ def substitute(template: str, values: Dict[str, Value]) -> str:
 #
 # A column is either one value that all instances share, or a list with one value for each.
 
-RELATION = re.compile(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*)\}')
-REGEX_START = re.compile(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')    # literal, after ^
+RELATION = Expression(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*)\}')
+REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')    # literal, after ^
 Column = Union[List[Any], Any]
 
 
@@ -7344,8 +7359,8 @@ MODELS = {
 
 STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel')     # a field that they do not know is an error, as in Torc
 
-UNSTORABLE = re.compile('[\x00\ud800-\udfff]')
-FORBIDDEN_IN_NAME = re.compile('[\x00-\x1f\x7f]')
+UNSTORABLE = Expression('[\x00\ud800-\udfff]')
+FORBIDDEN_IN_NAME = Expression('[\x00-\x1f\x7f]')
 
 
 class ModelField(NamedTuple):
@@ -8427,10 +8442,10 @@ MAX_FIELDS = 100
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
 BACKLOG = 1024
 MAX_LOG_BYTES = 2 ** 20             # of an embedded server's log; it is emptied at a start beyond
-REQUEST_LINE = re.compile(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
-FIELD_LINES = re.compile(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
-HOST_TEXT = re.compile(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
-SPAN_ID = re.compile(r'[0-9A-Za-z_.:-]{1,100}\Z')
+REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
+FIELD_LINES = Expression(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
+HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
+SPAN_ID = Expression(r'[0-9A-Za-z_.:-]{1,100}\Z')
 SINGLE_FIELDS = frozenset([
     'authorization', 'connection', 'content-length', 'expect', 'host', 'origin', 'sec-fetch-site', 'transfer-encoding'])
 STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # bytes on the wakeup descriptor; 0: stop()
@@ -9435,9 +9450,9 @@ NAMED_DEADLINE_S = 1.0              # at first, for an address that was named: i
 CALL_DEADLINE_S = 600.0             # for one answer, if the caller names no other; large workflows take their time
 ERROR_KINDS = {kind.__name__: kind for kind in (BadInput, Refused, NotFound, Conflict, Denied, Unreachable)}
 ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 413: BadInput}
-STATUS_LINE = re.compile(rb'HTTP/1\.[01] ([0-9]{3})')
-LENGTH_FIELD = re.compile(rb'\r\ncontent-length:[ \t]*([0-9]+)[ \t]*(?:\r\n|\Z)', re.IGNORECASE)
-CLOSE_FIELD = re.compile(rb'\r\nconnection:[ \t]*close', re.IGNORECASE)
+STATUS_LINE = Expression(rb'HTTP/1\.[01] ([0-9]{3})')
+LENGTH_FIELD = Expression(rb'\r\ncontent-length:[ \t]*([0-9]+)[ \t]*(?:\r\n|\Z)', re.IGNORECASE)
+CLOSE_FIELD = Expression(rb'\r\nconnection:[ \t]*close', re.IGNORECASE)
 
 
 class Address(NamedTuple):
@@ -14069,7 +14084,7 @@ TOPICS = {
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive', 'workflows reset-status', 'jobs reset-status')
-NEGATIVE_NUMBER = re.compile(r'-[0-9]+\Z')
+NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
 HELP = next(command for command in COMMANDS if command.run is cmd_help)
