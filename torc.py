@@ -6976,7 +6976,7 @@ def get_ready_job_requirements(store: Store, workflow_id: int, scheduler_config_
             'max_runtime': format_duration(max((kind.runtime_s for kind in counts), default=0))}
 
 
-WORKER_TEXT = re.compile(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')      # a word that begins with a dash would be an option of ssh
+WORKER_TEXT = Expression(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')      # a word that begins with a dash would be an option of ssh
 
 
 def create_remote_workers(store: Store, workflow_id: int, body: List[str]) -> List[Dict[str, Any]]:
