@@ -161,6 +161,7 @@ EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
 TASK_STATUSES = ('queued', 'running', 'succeeded', 'failed')
+SEVERITIES = ('debug', 'info', 'warning', 'error')     # of what is told to readers of events; each one takes in those behind it
 
 
 class Exit(NamedTuple):
@@ -4882,6 +4883,12 @@ MIGRATIONS = {}  # type: Dict[int, str]
 # answered to a caller is on disk before: WAL with synchronous=FULL, which costs one fsync a transaction (TRUNCATE
 # where a file system refuses WAL). Every change happens inside transaction(); a verb that fails inside a savepoint()
 # leaves nothing behind. Rows come back as dicts in which NULL columns are left out.
+#
+# What happened is also told to those who listen: verbs append to Store.news, a savepoint or transaction that fails takes
+# its part back, and the server takes the list after the commit. It is empty as long as nobody listens.
+#
+# An administrator's own SQL runs in execute_foreign(), between two savepoints and under an authorizer, which SQLite asks while
+# it compiles a statement. What it refuses, and the words that admin_sql() refuses before, keep our transaction ours.
 
 PRAGMAS = (
     ('locking_mode', 'EXCLUSIVE'),  # before the first access: no shared memory file, no second process
@@ -4893,6 +4900,14 @@ PRAGMAS = (
     ('cache_size', '-65536'),       # KiB
 )
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
+FOREIGN_SQL_S = 5.0                 # an administrator's statement may hold up everybody so long
+FOREIGN_SQL_STEPS = 10000           # of SQLite's machine between looks at the clock
+MAX_FOREIGN_BYTES = 64 * 1024 ** 2  # of one answer, about
+MAX_NEWS = 4000                     # of one transaction, fewer than a feed keeps; of more only the number is kept
+READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURSIVE (sqlite.org/c3ref/c_alter_table.html)
+WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
+FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
+CELL_KINDS = {'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer',), 'REAL': ('real', 'integer')}     # others: text
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_reported', 'identifier', 'request', 'requested_by'])
 
@@ -4929,6 +4944,23 @@ def encode_cell(codec: str, value: Any) -> Any:
     return value
 
 
+class News(NamedTuple):
+    """Something that happened to a workflow, for those who listen."""
+    workflow_id: int
+    event_type: str
+    severity: str           # one of SEVERITIES
+    timestamp: int          # milliseconds since the epoch
+    data: Dict[str, Any]
+
+
+class ForeignAnswer(NamedTuple):
+    """What an administrator's statement brought."""
+    columns: List[str]
+    rows: List[Tuple]
+    changed: int                # rows that it changed itself
+    tables: Set[str]            # that it wrote to
+
+
 class Store:
     """The workflow database. All verbs of the Service run on one."""
 
@@ -4937,6 +4969,13 @@ class Store:
         self.path = path
         self.now = now                      # the clock; seconds since the epoch
         self.caller = ''                    # who asks, for events and new workflows; set for each request
+        self.is_admin = True                # the caller may do what is for administrators
+        self.allows_sql = self.allows_sql_writes = True     # ... of which SQL, and SQL that changes something
+        self.watched = frozenset()          # type: Any  # ids of the workflows whose news somebody wants; anything with `in`
+        self.news = []                      # type: List[Union[News, int]]  # of this transaction; int: a workflow's, beyond MAX_NEWS
+        self.traffic = None                 # type: Any  # what the server counts, if one serves this store
+        self._guard = None                  # type: Optional[ForeignGuard]
+        self._depth = 0                     # of savepoints
         self._columns = {}                  # type: Dict[str, List[TableColumn]]
         self._db = open_database(path)
         self._file = file_identity(path)
@@ -4967,15 +5006,18 @@ class Store:
         """All of the block or none of it, on disk at the end."""
         self.check_in_place()
         self._db.execute('BEGIN IMMEDIATE')
+        told = len(self.news)
         try:
             yield
         except BaseException:
+            del self.news[told:]
             if self._db.in_transaction:     # SQLite has rolled back by itself when the disk is full
                 self._db.execute('ROLLBACK')
             raise
         try:
             self._db.execute('COMMIT')
         except sqlite3.Error as error:
+            del self.news[told:]
             if self._db.in_transaction:
                 self._db.execute('ROLLBACK')
             raise explain_database_error(error, self.path) from None
@@ -4990,17 +5032,30 @@ class Store:
             self._db.execute('ROLLBACK')
 
     @contextlib.contextmanager
-    def savepoint(self) -> Iterator[None]:
-        """Inside a transaction: all of the block or none of it, while the transaction goes on."""
+    def savepoint(self, keeps: bool = True) -> Iterator[None]:
+        """Inside a transaction: all of the block or none of it, while the transaction goes on. Without `keeps`: none of it."""
         self._db.execute('SAVEPOINT verb')
+        self._depth += 1
+        told = len(self.news)
         try:
             yield
         except BaseException:
+            del self.news[told:]
             if self._db.in_transaction:     # a full disk may have rolled everything back already
                 self._db.execute('ROLLBACK TO verb')
                 self._db.execute('RELEASE verb')
             raise
+        finally:
+            self._depth -= 1
+        if not keeps:
+            del self.news[told:]
+            self._db.execute('ROLLBACK TO verb')
         self._db.execute('RELEASE verb')
+
+    def take_news(self) -> List[Union[News, int]]:
+        """What was announced and has been committed."""
+        news, self.news = self.news, []
+        return news
 
     # ---- statements ----
 
@@ -5028,6 +5083,68 @@ class Store:
     def ids(self, sql: str, parameters: Sequence[Any] = ()) -> List[Any]:
         """First column of a query."""
         return [row[0] for row in self._db.execute(sql, parameters)]
+
+    # ---- an administrator's SQL ----
+
+    def execute_foreign(self, sql: str, writes: bool, limit: int) -> ForeignAnswer:
+        """Execute one statement that a person wrote; at most `limit` rows of what it brings. Refused for all that goes wrong.
+
+        Callers have looked at its words, hold a savepoint around it, and have done nothing before in this transaction: SQLite
+        gives the whole transaction up when a statement that writes is interrupted, and it begins here anew.
+        """
+        if self._guard is None:
+            self._guard = ForeignGuard()
+            self._db.set_authorizer(self._guard.judge)  # for good: before Python 3.11 it cannot be taken off
+        depth, before = self._depth, self._db.total_changes
+        with contextlib.closing(self._db.cursor()) as cursor:
+            try:
+                with self._guarding(self._guard, writes):
+                    cursor.execute(f'/* {self._guard.count} */ {sql}')
+                    rows = fetch_bounded(cursor, limit)
+                changed = self.value('SELECT changes()') if self._db.total_changes > before else 0
+            except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
+                raise Refused(self._guard.explain(error)) from None
+            finally:
+                if not self._db.in_transaction:
+                    self._db.execute('BEGIN IMMEDIATE')
+                    for _ in range(depth):
+                        self._db.execute('SAVEPOINT verb')
+            return ForeignAnswer([row[0] for row in cursor.description or ()], rows, changed, set(self._guard.tables))
+
+    @contextlib.contextmanager
+    def _guarding(self, guard: 'ForeignGuard', writes: bool) -> Iterator[None]:
+        """While the block runs, statements are judged, timed, and may bring text that is not UTF-8."""
+        guard.begin(writes)
+        try:
+            if not writes:      # whatever the guard might overlook
+                self._db.execute('PRAGMA query_only = ON')
+            self._db.text_factory = decode_leniently
+            self._db.set_progress_handler(guard.interrupter, FOREIGN_SQL_STEPS)
+            guard.is_on = True
+            yield
+        finally:
+            guard.is_on = False
+            self._db.set_progress_handler(None, 0)
+            self._db.text_factory = str
+            self._db.execute('PRAGMA query_only = OFF')
+
+    def check_cells(self, table: str) -> None:
+        """Refused if a table holds what no verb could read: after foreign SQL has written to it."""
+        for column in self.columns(table):
+            kinds = CELL_KINDS.get(column.codec, ('text',))
+            allowed = ', '.join(f"'{kind}'" for kind in ('null', *kinds))
+            condition = f'typeof({column.name}) NOT IN ({allowed})'
+            if column.codec == 'STATUS':
+                condition += f' OR {column.name} NOT BETWEEN 0 AND {len(STATUSES) - 1}'
+            elif column.codec == 'REAL':
+                condition += f' OR abs({column.name}) > {sys.float_info.max!r}'      # JSON knows no infinity
+            if self.one(f'SELECT 1 FROM {table} WHERE {condition} LIMIT 1'):
+                raise Refused(f'{table}.{column.name} would hold what it is not for; its type is {column.codec}')
+            try:
+                for cell in self._db.execute(f'SELECT DISTINCT {column.name} FROM {table}') if kinds == ('text',) else ():
+                    format_json(decode_cell(column.codec, cell[0])).encode()
+            except (sqlite3.OperationalError, ValueError, RecursionError) as error:
+                raise Refused(f'{table}.{column.name} would hold what cannot be read: {printable(str(error))[:200]}') from None
 
     # ---- rows as dicts ----
 
@@ -5073,6 +5190,69 @@ class Store:
     def add_event(self, workflow_id: int, data: Dict[str, Any]) -> int:
         """Record something that happened to a workflow."""
         return self.insert('event', {'workflow_id': workflow_id, 'timestamp': int(self.now() * 1000), 'data': data})
+
+
+class ForeignGuard:
+    """Judges an administrator's statements while it is on: SQLite's authorizer and progress handler. Otherwise lets all pass."""
+
+    def __init__(self) -> None:
+        self.is_on = self.writes = False
+        self.refused = ''                   # what the statement must not do, if it was refused
+        self.tables = set()                 # type: Set[str]  # that it writes to
+        self.deadline = math.inf            # monotonic
+        self.count = 0                      # of statements: no two have the same text, so that each is compiled, and judged
+        # One object for good: of several that are equal, Python 3.6 keeps the first alive and calls the last.
+        self.interrupter = self.look_at_clock
+
+    def begin(self, writes: bool) -> None:
+        """Get ready for a statement."""
+        self.writes, self.refused, self.tables, self.deadline = writes, '', set(), time.monotonic() + FOREIGN_SQL_S
+        self.count += 1
+
+    def judge(self, action: int, one: Optional[str], two: Optional[str], place: Optional[str], _: Optional[str]) -> int:
+        """SQLite's question, for each thing that a statement is going to do: 0 to allow, 1 to refuse."""
+        if not self.is_on:
+            return 0
+        if action in READING_ACTIONS and (two or '').lower() not in FORBIDDEN_FUNCTIONS:
+            return 0
+        if action in WRITING_ACTIONS and self.writes and place == 'main' and is_open_table(one or ''):
+            self.tables.add(one or '')
+            return 0
+        self.refused = self.refused or (f'write to {one}' if action in WRITING_ACTIONS else f'do what it wants with {one or two or "this"}')
+        return 1
+
+    def look_at_clock(self) -> int:
+        """Whether to interrupt the statement."""
+        return int(time.monotonic() > self.deadline)
+
+    def explain(self, error: Exception) -> str:
+        """Why a statement failed, in words for users."""
+        if self.refused:
+            return f'this statement must not {self.refused}'
+        if 'interrupted' in str(error):
+            return f'the statement took longer than {FOREIGN_SQL_S:g} s and was given up: it would hold up everybody'
+        return f'SQLite refuses the statement: {printable(str(error))[:200]}'
+
+
+def is_open_table(table: str) -> bool:
+    """Whether an administrator may write to a table with SQL."""
+    return not table.lower().startswith('sqlite_') and table.lower() != 'admin_audit_log'
+
+
+def decode_leniently(data: bytes) -> str:
+    """Text of a foreign statement, which may have made it of any bytes."""
+    return data.decode('utf-8', 'replace')
+
+
+def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
+    """The first rows of a foreign statement. Refused if they are too large to be sent."""
+    rows, size = [], 0
+    for row in itertools.islice(cursor, limit):
+        size += sum(len(cell) if isinstance(cell, (str, bytes)) else 16 for cell in row)
+        if size > MAX_FOREIGN_BYTES:
+            raise Refused(f'the answer has more than {MAX_FOREIGN_BYTES // 1024 ** 2} MiB; ask for less, or give a limit')
+        rows.append(row)
+    return rows
 
 
 def file_identity(path: str) -> Tuple[int, int]:
@@ -5161,6 +5341,8 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 #
 # Prerequisites. A waiting job is released when its set has no pending member. If a member ended badly, a job with
 # cancel_on_blocking_job_failure is canceled, and counts as a bad member in turn.
+#
+# News. Verbs say with announce() and record_event() what happened, for those who listen. It is told after the commit.
 #
 # Claims. Looked at by kind, in order of priority, GPUs, runtime, memory, CPUs (largest first), then id; so the cost
 # grows with the number of kinds and of jobs returned, not with the number of jobs that are ready.
@@ -5258,6 +5440,44 @@ def check_owned(store: Store, table: str, workflow_id: int, ids: Iterable[int]) 
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
         raise Refused(f"workflow {workflow_id} has no {table.replace('_', ' ')} {missing[0]}")
+
+
+# -------- telling those who listen --------
+
+def announce(store: Store, workflow_id: int, event_type: str, data: Dict[str, Any], severity: str = 'info') -> None:
+    """Say what happened to a workflow. It is told after the commit, if anybody listens; otherwise this costs nothing."""
+    if workflow_id in store.watched:
+        store.news.append(News(workflow_id, event_type, severity, int(store.now() * 1000), data)
+                          if len(store.news) < MAX_NEWS else workflow_id)
+
+
+def announce_start(store: Store, job: JobState, run_id: int) -> None:
+    """Say that a node has started a job."""
+    announce(store, job.workflow_id, 'job_started', {
+        'job_id': job.id, 'job_name': job.name, 'compute_node_id': job.compute_node_id, 'run_id': run_id})
+
+
+END_SEVERITIES = {'failed': 'error', 'terminated': 'warning', 'canceled': 'warning'}
+
+
+def announce_end(store: Store, workflow_id: int, job_id: int, job_name: str, status: str, **more: Any) -> None:
+    """Say that a job has ended."""
+    announce(store, workflow_id, f'job_{status}', dict(more, job_id=job_id, job_name=job_name, status=status), END_SEVERITIES.get(status, 'info'))
+
+
+def announce_canceled(store: Store, workflow_id: int, job_ids: Sequence[int]) -> None:
+    """Say that jobs were canceled, however many they are."""
+    if workflow_id in store.watched:
+        room = max(0, MAX_NEWS - len(store.news))
+        for job_id, name in rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', job_ids[:room]):
+            announce_end(store, workflow_id, job_id, name, 'canceled', return_code=None)
+        store.news += [workflow_id] * len(job_ids[room:])
+
+
+def record_event(store: Store, workflow_id: int, data: Dict[str, Any], severity: str = 'info') -> None:
+    """Say what happened, and keep it among the workflow's events."""
+    store.add_event(workflow_id, data)
+    announce(store, workflow_id, data.get('event_type') or data['category'], data, severity)
 
 
 # -------- dependency sets --------
@@ -5399,6 +5619,7 @@ def release_sets(store: Store, workflow_id: int, set_ids: Sequence[int]) -> List
                 ready.append(job_id)
     run_by_ids(store, f'UPDATE job SET status = {READY} WHERE id IN', ready)
     run_by_ids(store, f'UPDATE job SET status = {CANCELED} WHERE id IN', [job_id for job_id, _ in canceled])
+    announce_canceled(store, workflow_id, [job_id for job_id, _ in canceled])
     count_trigger(store, workflow_id, 'on_jobs_ready', ready)
     return canceled
 
@@ -5945,17 +6166,20 @@ def archive_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Di
 
 def add_user_event(store: Store, workflow_id: int, action: str, **details: Any) -> None:
     """Record that a user did something to a workflow."""
-    store.add_event(workflow_id, dict(details, category='user_action', action=action, user=store.caller, workflow_id=workflow_id))
+    record_event(store, workflow_id, dict(details, category='user_action', action=action, user=store.caller, workflow_id=workflow_id))
 
 
 def cancel_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
     """Stop a workflow: no job starts any more, and runners stop those that run."""
     state = workflow_state(store, workflow_id)
     store.run('UPDATE workflow SET is_canceled = 1 WHERE id = ?', (workflow_id,))
-    store.run(f'UPDATE job SET status = {CANCELED} WHERE workflow_id = ? AND status IN {sql_list((BLOCKED, READY, *ACTIVE))}', (workflow_id,))
+    stopped = f'workflow_id = ? AND status IN {sql_list((BLOCKED, READY, *ACTIVE))}'
+    record_event(store, workflow_id, {'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
+                                      'workflow_id': workflow_id, 'run_id': state.run_id, 'user': store.caller}, 'warning')
+    if workflow_id in store.watched:
+        announce_canceled(store, workflow_id, store.ids(f'SELECT id FROM job WHERE {stopped}', (workflow_id,)))
+    store.run(f'UPDATE job SET status = {CANCELED} WHERE {stopped}', (workflow_id,))
     recount_sets(store, workflow_id)
-    store.add_event(workflow_id, {'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
-                                  'workflow_id': workflow_id, 'run_id': state.run_id, 'user': store.caller})
     return get_workflow(store, workflow_id)
 
 
@@ -6108,7 +6332,10 @@ def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = F
     if store.value('SELECT enable_ro_crate FROM workflow WHERE id = ?', (workflow_id,)):
         note_provenance(store, workflow_id)
     verb = 'Reinitialized' if only_uninitialized else 'Initialized'
-    return {'message': f'{verb} workflow {workflow_id}'}
+    kind = 'workflow_reinitialized' if only_uninitialized and state.run_id else 'workflow_started'
+    message = f'{verb} workflow {workflow_id}'
+    announce(store, workflow_id, kind, {'category': 'workflow', 'type': kind, 'user': store.caller, 'message': message})
+    return {'message': message}
 
 
 def note_provenance(store: Store, workflow_id: int) -> None:
@@ -6570,8 +6797,11 @@ def start_job(store: Store, job_id: int, run_id: int, compute_node_id: int) -> D
 
 def mark_started(store: Store, job_id: int, node_id: int, start_time: str) -> None:
     """pending -> running; anything else stays."""
-    store.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ? AND status = {PENDING}',
-              (start_time, node_id, job_id))
+    is_new = store.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ? AND status = {PENDING}',
+                       (start_time, node_id, job_id))
+    if is_new and store.watched:
+        job = job_state(store, job_id)
+        announce_start(store, job, workflow_state(store, job.workflow_id).run_id)
 
 
 def complete_job(store: Store, job_id: int, status: str, run_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -6633,6 +6863,11 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
                                 status='canceled' if was_canceled else end['status']))
     if was_canceled:
         return 'canceled'
+    if state.id in store.watched:
+        if job.status == PENDING:       # the runner has not told its start before
+            announce_start(store, job, state.run_id)
+        more = {key: end[key] for key in ('return_code', 'message') if end.get(key) is not None}
+        announce_end(store, state.id, job.id, job.name, end['status'], **more)
     if end.get('retry') and end['status'] in ('failed', 'terminated') and attempt_id < (end.get('max_retries') or DEFAULT_MAX_RETRIES):
         return begin_next_attempt(store, state, job)
     status = STATUS_CODES[end['status']]
@@ -6658,7 +6893,7 @@ def begin_next_attempt(store: Store, state: WorkflowState, job: JobState) -> str
     store.run(f"UPDATE job SET status = {READY}, attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
               'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
     store.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = 'on_workflow_complete'", (state.id,))
-    store.add_event(state.id, {
+    record_event(store, state.id, {
         'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'previous_attempt': job.attempt_id,
         'new_attempt': job.attempt_id + 1, 'run_id': state.run_id, 'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
     return 'ready'
@@ -6899,8 +7134,8 @@ def get_active_task_for_workflow(store: Store, workflow_id: int) -> Dict[str, An
 
 def run_tasks(store: Store) -> None:
     """Carry out the tasks that wait, oldest first. A server calls it between requests, others right after the task was made."""
-    for task_id, workflow_id, operation, request in store.rows(
-            f'SELECT id, workflow_id, operation, request FROM task WHERE {TASK_OPEN} ORDER BY id'):
+    for task_id, workflow_id, operation, request, store.caller in store.rows(
+            f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} ORDER BY id'):
         store.update('task', task_id, {'status': 'running', 'started_at_ms': int(store.now() * 1000)})
         end_task(store, task_id, run_task(store, workflow_id, operation, json.loads(request)))
 
@@ -6925,8 +7160,9 @@ def end_task(store: Store, task_id: int, error: str) -> None:
     status = 'failed' if error else 'succeeded'
     store.update('task', task_id, {'status': status, 'error': error or None, 'finished_at_ms': int(store.now() * 1000)})
     workflow_id, operation, user = store.one('SELECT workflow_id, operation, requested_by FROM task WHERE id = ?', (task_id,))
-    store.add_event(workflow_id, dict({'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
-                                      operation=operation, status=status, user=user, message=f'Task {task_id} ({operation}) {status}'))
+    record_event(store, workflow_id, dict({'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
+                                          operation=operation, status=status, user=user, message=f'Task {task_id} ({operation}) {status}'),
+                 'error' if error else 'info')
 
 
 def fail_open_tasks(store: Store) -> None:
@@ -7013,7 +7249,18 @@ def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     values = dict(body, is_active=body.get('is_active') is not False, labels=labels)
     if body.get('lease_s') is not None:
         values['lease_until'] = store.now() + body['lease_s']
-    return get_row(store, 'compute_node', store.insert('compute_node', values))
+    node = get_row(store, 'compute_node', store.insert('compute_node', values))
+    announce_node(store, 'compute_node_started', node, STARTED_KEYS)
+    return node
+
+
+STARTED_KEYS = ('hostname', 'pid', 'num_cpus', 'memory_gb', 'num_gpus', 'compute_node_type')
+STOPPED_KEYS = ('hostname', 'pid', 'duration_seconds', 'compute_node_type')
+
+
+def announce_node(store: Store, event_type: str, node: Dict[str, Any], keys: Sequence[str]) -> None:
+    """Say that a node has begun or ended."""
+    announce(store, node['workflow_id'], event_type, dict({key: node.get(key) for key in keys}, compute_node_id=node['id']))
 
 
 def update_compute_node(store: Store, node_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -7023,12 +7270,17 @@ def update_compute_node(store: Store, node_id: int, body: Dict[str, Any]) -> Dic
     if before.get('is_active') and body.get('is_active') is False:
         give_back(store, store.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))     # it knows what it did not start
         release_node(store, node_id)
-    return get_row(store, 'compute_node', node_id)
+    node = get_row(store, 'compute_node', node_id)
+    if before.get('is_active') and not node.get('is_active'):
+        announce_node(store, 'compute_node_stopped', node, STOPPED_KEYS)
+    return node
 
 
 def delete_compute_node(store: Store, node_id: int) -> Dict[str, Any]:
     """Remove a node; what it had in hand is released first. Its results stay."""
     node = get_row(store, 'compute_node', node_id)
+    if node.get('is_active'):
+        announce_node(store, 'compute_node_stopped', node, STOPPED_KEYS)
     release_node(store, node_id)
     store.run('DELETE FROM compute_node WHERE id = ?', (node_id,))
     return node
@@ -7057,8 +7309,8 @@ def release_node(store: Store, node_id: int) -> None:
         spent_s = store.now() - parse_time(start_time) if start_time else 0.0
         record_end(store, state, {'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
                                   'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(store.now())})
-        store.add_event(workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
-                                      'message': f'Job {job_id} was running on node {node_id}, which went away'})
+        record_event(store, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
+                                          'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
     note_if_complete(store, workflow_id)
 
 
@@ -7074,6 +7326,7 @@ def release_lost_nodes(store: Store, is_alive: Callable[[str, int, str], bool]) 
         if lease_until < store.now() or not is_alive(hostname, pid, identity or ''):
             try:
                 with store.savepoint():
+                    announce_node(store, 'compute_node_stopped', get_row(store, 'compute_node', node_id), STOPPED_KEYS)
                     release_node(store, node_id)
                 lost.append(node_id)
             except TorcError as error:      # the other nodes' jobs must not wait for it
@@ -7165,8 +7418,9 @@ def refuse_other_holder(store: Store, node_id: int, end: Dict[str, Any]) -> None
 def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
     """How an action ended on the node that took it."""
     note_action_reported(store, result['action_id'], node_id)
-    store.add_event(workflow_id, {'category': 'action', 'event_type': 'action_completed' if result['success'] else 'action_failed',
-                                  'action_id': result['action_id'], 'message': result.get('message') or ''})
+    event_type, severity = ('action_completed', 'info') if result['success'] else ('action_failed', 'error')
+    record_event(store, workflow_id, {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
+                                      'message': result.get('message') or ''}, severity)
 
 
 def describe_claims(store: Store, job_ids: Sequence[int]) -> Dict[str, Any]:
@@ -7210,6 +7464,184 @@ def describe_progress(store: Store, state: WorkflowState, complete: bool) -> Dic
             'claimable': claimable, 'pending_actions': actions}
 
 
+# -------- for administrators --------
+
+SQL_LITERALS = Expression(r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
+SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
+SQL_READERS = ('SELECT', 'VALUES', 'WITH')
+SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH')
+COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])    # what the counters of dependency sets are made from
+
+
+def check_admin(store: Store) -> None:
+    """Denied unless the caller is an administrator, or the owner of the server."""
+    if not store.is_admin:
+        raise Denied('this is for administrators; without a token (serve --no-auth) nobody is one')
+
+
+def check_foreign_sql(sql: str, writes: bool, allows_full_table: bool) -> None:
+    """Refuse by its words what must not even be compiled: it would end our transaction, or change a whole table by mistake."""
+    bare = SQL_LITERALS.sub(lambda match: '"" ' if match.group()[0] not in '-/' else ' ', sql).strip().rstrip('; \t\r\n')
+    first = re.match(r'\w*', bare).group().upper()
+    if ';' in bare:
+        raise Refused('one statement at a time: there is a semicolon inside')
+    allowed = SQL_WRITERS if writes else SQL_READERS
+    if first not in allowed:
+        hint = '; what changes something needs write' if first in SQL_WRITERS else ''
+        what = repr(printable(first[:20])) if first else 'this'
+        raise Refused(f"{what} cannot begin a statement here: {', '.join(allowed)} can{hint}")
+    if writes and re.search(r'\bOR\s+ROLLBACK\b', bare, re.IGNORECASE):
+        raise Refused('OR ROLLBACK is not possible here: it would undo what others have asked for')
+    outside = outside_parentheses(bare)
+    verb = SQL_VERB.search(outside)
+    is_full = verb and verb.group(1).upper() in ('UPDATE', 'DELETE') and not re.search(r'\bWHERE\b', outside, re.IGNORECASE)
+    if writes and is_full and not allows_full_table:
+        raise Refused(f'this {verb.group(1).upper()} has no WHERE and would change every row: add one, or allow it with allow_full_table')
+
+
+def outside_parentheses(text: str) -> str:
+    """A text without what stands in parentheses; of each pair the second stays."""
+    depth, kept = 0, []
+    for piece in re.split('([()])', text):
+        depth += {'(': 1, ')': -1}.get(piece, 0)
+        kept.append('' if depth else piece)
+    return ''.join(kept)
+
+
+def admin_sql(store: Store, body: Dict[str, Any]) -> Any:
+    """One SQL statement of an administrator: reads, or with `write` changes something, which is put on record."""
+    check_admin(store)
+    writes, is_dry = bool(body.get('write')), bool(body.get('dry_run'))
+    if not store.allows_sql or writes and not store.allows_sql_writes:
+        raise Denied(f"SQL {'that writes ' if store.allows_sql else ''}is switched off on this server")
+    check_foreign_sql(body['sql'], writes, bool(body.get('allow_full_table')))
+    wanted = body.get('limit')
+    limit = MAX_LIST_ITEMS if wanted is None else max(1, min(wanted, MAX_LIST_ITEMS))
+    if not writes:
+        return foreign_items(store.execute_foreign(body['sql'], False, limit))
+    try:
+        answer = write_foreign(store, body['sql'], limit, is_dry)
+    except Refused as error:
+        if is_dry:
+            raise
+        add_audit(store, body, False, None, error.message)
+        return error
+    if not is_dry:
+        add_audit(store, body, True, answer['rows_affected'], None)
+    return answer
+
+
+def write_foreign(store: Store, sql: str, limit: int, is_dry: bool) -> Dict[str, Any]:
+    """Carry out a statement that writes, and see that everything can still be read and that no job waits for nothing."""
+    with store.savepoint(keeps=not is_dry):
+        found = store.execute_foreign(sql, True, limit)
+        for table in sorted(found.tables):
+            store.check_cells(table)
+        for workflow_id in store.ids('SELECT id FROM workflow WHERE run_id > 0') if found.tables & COUNTED_TABLES else ():
+            recount_sets(store, workflow_id)
+            idle_sets = store.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
+            settle(store, workflow_id, release_sets(store, workflow_id, idle_sets))
+    return dict(foreign_items(found), rows_affected=found.changed, committed=not is_dry)
+
+
+def foreign_items(found: ForeignAnswer) -> Dict[str, Any]:
+    """Rows of a foreign statement as AdminSqlResponse: a name that comes again gets _2, blobs are hexadecimal."""
+    names = []  # type: List[str]
+    for name in found.columns:
+        number = 2
+        while name in names:
+            name, number = f'{found.columns[len(names)]}_{number}', number + 1
+        names.append(name)
+    items = [dict(zip(names, map(foreign_cell, row))) for row in found.rows]
+    return {'columns': names, 'items': items, 'committed': False}
+
+
+def foreign_cell(value: Any) -> Any:
+    """A cell of a foreign statement as JSON can say it."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def add_audit(store: Store, body: Dict[str, Any], success: bool, rows_affected: Optional[int], error: Optional[str]) -> None:
+    """Put on record what an administrator wrote."""
+    store.insert('admin_audit_log', {
+        'user_name': store.caller, 'timestamp': int(store.now() * 1000), 'sql_text': body['sql'], 'is_write': True,
+        'allow_full_table': bool(body.get('allow_full_table')), 'rows_affected': rows_affected, 'committed': success, 'success': success,
+        'error': error})
+
+
+def list_admin_audit_log(store: Store, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """What administrators wrote, the newest first."""
+    check_admin(store)
+    offset, limit = max(0, offset), max(0, min(limit, MAX_LIST_ITEMS))
+    rows = store.select('admin_audit_log', 'ORDER BY id DESC LIMIT ? OFFSET ?', (limit, offset))
+    return list_answer(rows, offset, store.value('SELECT count(*) FROM admin_audit_log'))
+
+
+class Traffic:
+    """How many requests and bytes came and went, for each second of the last hour in which some did."""
+    MOST_S = 3600
+    KEYS = ('request_count', 'bytes_in', 'bytes_out', 'status_2xx', 'status_4xx', 'status_5xx', 'status_other')
+
+    SLOTS = {b'2': 4, b'4': 5, b'5': 6}     # first digit of a status -> index in a row; others: 7
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self.row = [0] * (1 + len(self.KEYS))                               # [second, *KEYS] of this second
+        self.rows = collections.deque([self.row], maxlen=self.MOST_S)       # type: collections.deque
+
+    def begin_turn(self) -> None:
+        """See whether another second has begun."""
+        second = int(self.now())
+        if second != self.row[0]:
+            self.row = [second] + [0] * len(self.KEYS)
+            self.rows.append(self.row)
+
+    def add_answer(self, head: bytes) -> None:
+        """A request was answered with what begins so."""
+        self.row[1] += 1
+        self.row[self.SLOTS.get(head[9:10], 7)] += 1
+
+
+def get_api_stats(store: Store, window_seconds: int = 3600, interval_seconds: int = 60) -> Dict[str, Any]:
+    """Requests and bytes of the last seconds, in buckets that begin at multiples of the interval, the newest first."""
+    check_admin(store)
+    window = max(1, min(window_seconds, Traffic.MOST_S))
+    interval = max(1, min(interval_seconds, window))
+    now = store.now()
+    buckets = {start: [0] * len(Traffic.KEYS) for start in range(int(now) // interval * interval, int(now) - window, -interval)}
+    for second, *counts in store.traffic.rows if store.traffic is not None else ():
+        bucket = buckets.get(second // interval * interval)
+        if bucket is not None:
+            bucket[:] = map(operator.add, bucket, counts)
+    return {'now_ms': int(now * 1000), 'interval_seconds': interval, 'window_seconds': window,
+            'buckets': [dict(zip(Traffic.KEYS, counts), start_ms=start * 1000) for start, counts in buckets.items()]}
+
+
+# -------- streams --------
+
+class Subscription(NamedTuple):
+    """What the reader of a stream wants to hear."""
+    subject: Any        # id of a workflow, or one of API_SUBJECTS
+    least: int          # index in SEVERITIES
+
+
+API_SUBJECTS = ('api', 'api with bodies')
+
+
+def stream_workflow_events(store: Store, workflow_id: int, level: str = 'info') -> Subscription:
+    """What happens to a workflow from now on; of an unknown level: info."""
+    workflow_state(store, workflow_id)
+    return Subscription(workflow_id, SEVERITIES.index(level if level in SEVERITIES else 'info'))
+
+
+def stream_api_events(store: Store, include_bodies: bool = False) -> Subscription:
+    """Every request that is answered from now on."""
+    check_admin(store)
+    return Subscription(API_SUBJECTS[include_bodies], 0)
+
+
 # ======== 9. API: tables that map HTTP to verbs ========
 #
 # MODELS says what a request's body may hold, RESOURCES what a list may be asked for, ROUTES which verb answers. An
@@ -7232,6 +7664,9 @@ MODELS = {
     'AdminAuditLogEntry': 'allow_full_table:bool! committed:bool! error:str id:int! is_write:bool! rows_affected:int sql_text:str! '
                           'success:bool! timestamp:int! user_name:str!',
     'AdminSqlRequest': 'allow_full_table:bool dry_run:bool limit:int sql:str! write:bool',
+    'ApiStatsBucket': 'bytes_in:int! bytes_out:int! request_count:int! start_ms:int! status_2xx:int! status_4xx:int! status_5xx:int! '
+                      'status_other:int!',
+    'ApiStatsResponse': 'buckets:[@ApiStatsBucket]! interval_seconds:int! now_ms:int! window_seconds:int!',
     'AdminSqlResponse': 'columns:[str]! committed:bool! items:[object]! rows_affected:int',
     'ArchiveWorkflowRequest': 'is_archived:bool!',
     'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
@@ -7915,13 +8350,15 @@ class Route(NamedTuple):
     resource: str = ''  # first argument of the usual operations
     query: str = ''     # name:type of each query parameter, ! where required
     body: str = ''      # model of the body; '?' before it: fields may be missing, '-': any object or list; or a list, as [str]
-    returns: str = ''   # type of the answer in the words of MODELS; '': what the usual operation on the resource gives
+    returns: str = ''   # type of the answer in the words of MODELS, or STREAM; '': what the usual operation on the resource gives
 
 
 PAGE = 'offset:int limit:int sort_by:str reverse_sort:bool '
 OF = 'workflow_id:int! '
 WF = '/workflows/{workflow_id}'
 OPENAPI_PATH = '/openapi.json'      # below API_PREFIX, and at the root, where programs look for it
+STREAM = 'stream'           # an answer without end: server-sent events (WHATWG HTML, 9.2)
+ADMIN_SQL_PATH = '/admin/sql'
 ROUTES = (
     Route('ping',        'GET', '/ping',    ping, returns='@PingResponse'),
     Route('get_version', 'GET', '/version', get_version, returns='@VersionResponse'),
@@ -8078,6 +8515,12 @@ ROUTES = (
     Route('delete_ro_crate_entity',   'DELETE', '/ro_crate_entities/{row_id}', delete_ro_crate_entity, 'ro_crate_entity', returns='@MessageResponse'),
     Route('delete_ro_crate_entities', 'DELETE', WF + '/ro_crate_entities',     delete_ro_crate_entities, 'ro_crate_entity',
           returns='@DeleteRoCrateEntitiesResponse'),
+
+    Route('stream_workflow_events', 'GET',  WF + '/events/stream',             stream_workflow_events, '', 'level:str', returns=STREAM),
+    Route('stream_api_events',      'GET',  '/admin/api-events/stream',        stream_api_events, '', 'include_bodies:bool', returns=STREAM),
+    Route('get_api_stats',          'GET',  '/admin/api-stats',                get_api_stats, '', 'window_seconds:int interval_seconds:int', returns='@ApiStatsResponse'),
+    Route('list_admin_audit_log',   'GET',  '/admin/audit-log',                list_admin_audit_log, '', 'offset:int limit:int', returns='@ListAdminAuditLogResponse'),
+    Route('admin_sql',              'POST', ADMIN_SQL_PATH,                    admin_sql, '', '', 'AdminSqlRequest', returns='@AdminSqlResponse'),
 )
 
 
@@ -8242,7 +8685,10 @@ def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def call_operation(store: Store, name: str, parameters: Dict[str, Any], body: Any = None) -> Any:
-    """Answer an operation for a caller in this process. The caller holds a transaction. Raises TorcErrors."""
+    """Answer an operation for a caller in this process. The caller holds a transaction. Raises TorcErrors.
+
+    A verb that failed and yet has something to keep returns the error; what it returns is to be raised after the commit.
+    """
     route = OPERATIONS[name]
     values = parse_values(route, name_parameters(route, parameters))
     with store.savepoint():
@@ -8259,6 +8705,8 @@ def answer_request(store: Store, method: str, path: str, query: str, body: bytes
         value = parse_body(body) if route.body else None
         with store.savepoint():
             answer = call_route(store, route, parameters, value)
+        if isinstance(answer, TorcError):
+            return answer.http, format_error(answer)
         return 202 if isinstance(answer, Accepted) else 200, answer
     except TorcError as error:
         return error.http, format_error(error)
@@ -8424,6 +8872,10 @@ def describe_interface() -> Dict[str, Any]:
 #     looked at: host, origin, token. Only /healthz goes without a token.
 #   * Whatever begins has a deadline; a quiet connection between requests has none, for it is how a runner stays.
 #   * A connection's trouble ends that connection, never the loop.
+#   * A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; a reader has a place
+#     in it and one piece at most on the way. Who is too slow for the feed is told how much was missed, who takes nothing
+#     at all is given up like any other client. Nothing is sent before the commit, and nothing is kept where nobody listens.
+#   * An administrator's SQL has a transaction of its own: whatever it does, it does not touch what others asked for.
 #
 # Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts), torc.db.connection
 # (where the living server is; removed at its end), torc.db.lease (on file systems whose locks cannot be trusted), and
@@ -8442,6 +8894,14 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 100
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
 BACKLOG = 1024
+KEEP_ALIVE_S = 15.0                 # between signs of life on streams
+MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back; then the older half goes
+MAX_FEED_BYTES = 4 * 1024 ** 2      # ... and of them together
+PIECE_BYTES = 65536                 # sent to a reader at once, about
+RESUME_S = 600.0                    # a feed that nobody reads any more is kept so long, for those who come back
+MAX_IDLE_FEEDS = 20                 # ... unless there are more of them
+MAX_SHOWN_BODY_BYTES = 2 ** 20      # larger bodies are left out of the stream of requests
+SHOWN_BODY_BYTES = 8192             # ... and of others the beginning is shown
 MAX_LOG_BYTES = 2 ** 20             # of an embedded server's log; it is emptied at a start beyond
 REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
 FIELD_LINES = Expression(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
@@ -8823,6 +9283,136 @@ def prove_token(token: bytes, challenge: str, port: int) -> str:
     return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
 
 
+# -------- streams of events --------
+
+class Opening(NamedTuple):
+    """The beginning of an answer that goes on as a stream."""
+    head: bytes
+    wanted: Optional[Subscription]      # None: the head is all
+    last_id: str                        # Last-Event-ID of a reader that comes back, or ''
+
+
+class Feed:
+    """The latest events on one subject, numbered, for all who read it. An id is EPOCH-NUMBER; no two feeds have one epoch."""
+
+    def __init__(self, subject: Any) -> None:
+        self.subject = subject
+        self.epoch = secrets.token_hex(6)
+        self.first = 1              # number of events[0]
+        self.events = []            # type: List[Tuple[int, bytes]]  # severity as index in SEVERITIES, the event as it is sent
+        self.size = 0               # of all their bytes
+        self.pieces = {}            # type: Dict[Tuple[int, int], Tuple[int, bytes]]  # what piece() gave since the last add()
+        self.readers = set()        # type: Set[Connection]
+        self.left_at = math.inf     # when the last reader went away (monotonic)
+
+    def end(self) -> int:
+        """Number of the next event."""
+        return self.first + len(self.events)
+
+    def add(self, severity: int, event_type: str, data: Any) -> None:
+        """Keep one more event."""
+        self.pieces.clear()
+        text = self.format(self.end(), event_type, data)
+        self.events.append((severity, text))
+        self.size += len(text)
+        if len(self.events) >= MAX_FEED_EVENTS or self.size > MAX_FEED_BYTES:
+            older = (len(self.events) + 1) // 2
+            self.size -= sum(len(text) for _, text in self.events[:older])
+            self.first += older
+            del self.events[:older]
+
+    def format(self, number: int, event_type: str, data: Any) -> bytes:
+        """An event as it is sent. JSON has no line ends, so that one line of data will do."""
+        return f'id: {self.epoch}-{number}\nevent: {event_type}\ndata: {format_json(data)}\n\n'.encode('utf-8', 'replace')
+
+    def find(self, last_id: str) -> Tuple[int, bytes]:
+        """Where a reader begins, and what it is told first: its place, and whether something was missed that nobody can count."""
+        epoch, _, number = last_id.partition('-')
+        if epoch == self.epoch and re.match(r'[0-9]{1,15}\Z', number) and int(number) < self.end():
+            return int(number) + 1, b''
+        if last_id:
+            message = 'events were missed: the server was restarted, or too much time has passed'
+            return self.end(), self.format(self.end() - 1, 'warning', {'dropped': None, 'message': message})
+        return self.end(), f'id: {self.epoch}-{self.end() - 1}\n\n'.encode()     # no event, but a place to come back to
+
+    def piece(self, number: int, least: int) -> Tuple[int, bytes]:
+        """What to send to a reader whose next event has this number, and the number that is its next one then."""
+        if (number, least) not in self.pieces:      # most readers are at the same place
+            if len(self.pieces) > 16:
+                self.pieces.clear()
+            self.pieces[number, least] = self.cut_piece(number, least)
+        return self.pieces[number, least]
+
+    def cut_piece(self, number: int, least: int) -> Tuple[int, bytes]:
+        """The same, without looking at what other readers got."""
+        parts, size, stop = [], 0, max(number, self.first)
+        if number < stop:
+            parts.append(self.format(stop - 1, 'warning', {'dropped': stop - number}))
+        while stop < self.end() and size < PIECE_BYTES:
+            severity, text = self.events[stop - self.first]
+            stop += 1
+            if severity >= least:
+                parts.append(text)
+                size += len(text)
+        return stop, b''.join(parts)
+
+
+class Feeds:
+    """The feeds that are read, or were a moment ago, by subject: ids of workflows, and API_SUBJECTS."""
+
+    def __init__(self) -> None:
+        self.by_subject = {}        # type: Dict[Any, Feed]
+        self.idle = {}              # type: Dict[Any, Feed]  # those that nobody reads any more, in the order in which that began
+        self.changed = set()        # type: Set[Feed]  # those with events that readers have not been sent
+
+    def join(self, subject: Any, reader: 'Connection') -> Feed:
+        """A feed, for one more reader."""
+        feed = self.by_subject.get(subject)
+        if feed is None:
+            feed = self.by_subject[subject] = Feed(subject)
+        self.idle.pop(subject, None)
+        feed.readers.add(reader)
+        return feed
+
+    def leave(self, feed: Feed, reader: 'Connection') -> None:
+        """A reader went away."""
+        feed.readers.discard(reader)
+        if not feed.readers:
+            feed.left_at = time.monotonic()
+            self.idle[feed.subject] = feed
+        if len(self.idle) > MAX_IDLE_FEEDS:
+            self.forget(next(iter(self.idle)))
+
+    def forget(self, subject: Any) -> None:
+        """Nobody has come back."""
+        del self.idle[subject], self.by_subject[subject]
+
+    def add(self, subject: Any, severity: int, event_type: str, data: Any) -> None:
+        """Something happened. Nothing is kept if nobody reads of the subject."""
+        feed = self.by_subject.get(subject)
+        if feed is None:
+            return
+        if not feed.readers and time.monotonic() - feed.left_at > RESUME_S:
+            return self.forget(subject)
+        feed.add(severity, event_type, data)
+        self.changed.add(feed)
+
+    def add_news(self, news: Sequence[Union[News, int]]) -> None:
+        """What a transaction announced."""
+        for item in news:
+            if not isinstance(item, int):
+                value = {'workflow_id': item.workflow_id, 'timestamp': item.timestamp, 'event_type': item.event_type,
+                         'severity': item.severity, 'data': item.data}
+                self.add(item.workflow_id, SEVERITIES.index(item.severity), item.event_type, value)
+        for workflow_id, count in collections.Counter(item for item in news if isinstance(item, int)).items():
+            self.add(workflow_id, len(SEVERITIES), 'warning', {'dropped': count})
+
+
+def show_body(body: bytes) -> Optional[str]:
+    """The beginning of a body, for the stream of requests; None if there is none, or it is large."""
+    return body[:SHOWN_BODY_BYTES].decode('utf-8', 'replace') if 0 < len(body) <= MAX_SHOWN_BODY_BYTES else None
+
+
 # -------- the loop --------
 
 def is_node_alive(hostname: str, pid: int, identity: str) -> bool:
@@ -8859,6 +9449,10 @@ class Connection:
         self.is_queued = False      # a complete request waits for its turn: nothing more is read
         self.is_last = False        # close when everything is sent
         self.is_draining = False    # all is said; read on until the client has closed too
+        self.asked_at = 0.0         # when the last request was complete (monotonic)
+        self.feed = None            # type: Optional[Feed]  # that it reads, when its answer is a stream
+        self.next_event = 0         # ... its place there
+        self.least = 0              # ... and the least severity that it wants
 
 
 class Server:
@@ -8874,6 +9468,11 @@ class Server:
         self.lease = lease
         self.tick = tick                        # called now and then inside a transaction; true: call again soon
         self.caller = user_name() if token else 'anonymous'
+        self.feeds = Feeds()
+        self.traffic = store.traffic = Traffic(store.now)
+        store.watched = self.feeds.by_subject
+        store.is_admin = bool(token)            # where everybody may ask, nobody is an administrator
+        self.keep_alive_at = math.inf           # when streams get their next sign of life
         self.connections = set()                # type: Set[Connection]
         self.timed = set()                      # type: Set[Connection]  # those that have a deadline, or had one
         self.sweep_at = math.inf                # when the first of them is due
@@ -8898,7 +9497,7 @@ class Server:
         if self.accept_at == math.inf:
             self.selector.unregister(self.listener)
         deadline = time.monotonic() + DRAIN_S
-        while any(connection.unsent for connection in self.connections) and time.monotonic() < deadline:
+        while any(connection.unsent and connection.feed is None for connection in self.connections) and time.monotonic() < deadline:
             for key, mask in self.selector.select(0.1):
                 if mask & selectors.EVENT_WRITE:
                     key.data(mask)
@@ -8934,19 +9533,23 @@ class Server:
 
     def turn(self) -> None:
         """Wait for something, read it, answer what is complete."""
-        for key, mask in self.selector.select(self.wait_s()):
+        ready = self.selector.select(self.wait_s())
+        self.traffic.begin_turn()
+        for key, mask in ready:
             key.data(mask)
         if self.complete:
             self.store.check_in_place()
             self.answer_complete()
         self.on_clock(time.monotonic())
+        if self.store.news or self.feeds.changed:
+            self.publish()
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
         if self.complete:
             return 0.0
         now = time.monotonic()
-        times = [self.leave_at, self.tick_at, self.accept_at, self.sweep_at]
+        times = [self.leave_at, self.tick_at, self.accept_at, self.sweep_at, self.keep_alive_at]
         if self.lease is not None:
             times.append(now + Lease.PERIOD_S / 2)
         first = min(times)
@@ -9009,9 +9612,10 @@ class Server:
         if connection.is_queued:
             return
         data = connection.socket.recv(RECEIVE_BYTES)
+        self.traffic.row[2] += len(data)
         if not data:
             self.drop(connection)
-        elif not connection.is_draining:
+        elif not connection.is_draining and connection.feed is None:
             connection.received += data
             self.look(connection)
 
@@ -9023,6 +9627,7 @@ class Server:
             return self.refuse(connection, error)
         if request is not None:
             connection.deadline = math.inf
+            connection.asked_at = time.monotonic()
             connection.is_queued = True
             self.complete.append((connection, request))
         elif connection.deadline == math.inf and connection.received:
@@ -9072,7 +9677,9 @@ class Server:
         log.debug('refused with %d: %s', error.http, error.message)
         connection.is_last = True
         fields = 'connection: close\r\n' + ('www-authenticate: Basic realm="torc.py"\r\n' if error.http == 401 else '')
-        self.deliver(connection, format_refusal(error, fields))
+        answer = format_refusal(error, fields)
+        self.traffic.add_answer(answer)
+        self.deliver(connection, answer)
 
     def answer_complete(self) -> None:
         """Run this turn's requests, and when all that they did is on disk, send the answers."""
@@ -9082,17 +9689,20 @@ class Server:
         for (connection, request), answer in zip(batch, answers):
             connection.is_queued = False
             connection.is_last = not request.head.keeps_alive
-            self.attempt(connection, self.deliver, answer)
+            self.note_request(connection, request, answer)
+            self.attempt(connection, self.open_stream if isinstance(answer, Opening) else self.deliver, answer)
 
     def deliver(self, connection: Connection, answer: bytes) -> None:
         """Send an answer, and go on with what the client has sent meanwhile."""
         self.send(connection, answer)
         self.on_sent(connection)
 
-    def answer_all(self, requests: List[Request]) -> List[bytes]:
+    def answer_all(self, requests: List[Request]) -> List[Union[bytes, Opening]]:
         """Answers to requests that share one transaction. If they cannot, each is tried alone."""
         if self.lease is not None:
             self.lease.renew()
+        if len(requests) > 1 and any(ADMIN_SQL_PATH in request.head.path for request in requests):
+            return [answer for request in requests for answer in self.answer_all([request])]
         is_reading = all(request.head.method in ('GET', 'HEAD') for request in requests)
         try:
             with self.store.reading() if is_reading else self.store.transaction():
@@ -9105,7 +9715,7 @@ class Server:
             return [format_refusal(failure, 'retry-after: 1\r\n')]
         return [answer for request in requests for answer in self.answer_all([request])]
 
-    def answer(self, request: Request) -> bytes:
+    def answer(self, request: Request) -> Union[bytes, Opening]:
         """Run one request inside the turn's transaction."""
         head = request.head
         status, value = self.ask_verb(head, request.body)
@@ -9113,6 +9723,8 @@ class Server:
             self.tick_at = 0.0      # a task waits: it is the next thing, once this turn's answers are sent
         if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
             raise Unreachable(value['error']['message'])
+        if isinstance(value, Subscription):
+            return self.answer_stream(head, value)
         try:
             body = b'' if value is None else format_json(value).encode()
         except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
@@ -9137,6 +9749,65 @@ class Server:
             return 200, {'status': 'ok'}
         return 200, {'status': 'ok', 'proof': prove_token(self.token, challenge, self.listener.getsockname()[1])}
 
+    # ---- streams ----
+
+    def answer_stream(self, head: Head, wanted: Subscription) -> Opening:
+        """The head of a stream. Its end is that of the connection: HTTP/1.0 knows no other way, and none is simpler."""
+        text = f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}content-type: text/event-stream\r\nconnection: close\r\n\r\n'.encode()
+        return Opening(text, None if head.method == 'HEAD' else wanted, head.fields.get('last-event-id', ''))
+
+    def open_stream(self, connection: Connection, opening: Opening) -> None:
+        """Begin to answer with a stream."""
+        if opening.wanted is None:
+            connection.is_last = True
+            return self.deliver(connection, opening.head)
+        connection.received.clear()
+        connection.feed = self.feeds.join(opening.wanted.subject, connection)
+        connection.least = opening.wanted.least
+        connection.next_event, first = connection.feed.find(opening.last_id)
+        self.keep_alive_at = min(self.keep_alive_at, time.monotonic() + KEEP_ALIVE_S)
+        self.deliver(connection, opening.head + first)
+
+    def pump(self, connection: Connection) -> None:
+        """Send a reader what it has not had yet, as soon as it has taken what it was sent before."""
+        while connection.feed is not None and not connection.unsent:
+            if connection.next_event >= connection.feed.end():
+                return
+            connection.next_event, data = connection.feed.piece(connection.next_event, connection.least)
+            if data:
+                self.send(connection, data)
+
+    def publish(self) -> None:
+        """Send the readers of streams what has been committed since the last time."""
+        self.feeds.add_news(self.store.take_news())
+        while self.feeds.changed:
+            for connection in list(self.feeds.changed.pop().readers):
+                self.attempt(connection, self.pump)
+
+    def keep_alive(self, now: float) -> None:
+        """Give all readers a sign of life, which also tells us who is gone."""
+        readers = [connection for feed in self.feeds.by_subject.values() for connection in feed.readers]
+        self.keep_alive_at = now + KEEP_ALIVE_S if readers else math.inf
+        for connection in readers:
+            if not connection.unsent:
+                self.attempt(connection, self.send, b':\n\n')
+
+    def note_request(self, connection: Connection, request: Request, answer: Union[bytes, Opening]) -> None:
+        """Count a request, and tell those who watch them. What proves who asks stands in header fields, which are never told."""
+        data = answer.head if isinstance(answer, Opening) else answer
+        self.traffic.add_answer(data)
+        for subject in API_SUBJECTS if self.feeds.by_subject else ():
+            if subject in self.feeds.by_subject:
+                event = {'timestamp_ms': int(self.store.now() * 1000), 'method': request.head.method, 'path': request.head.path,
+                         'query': request.head.query or None, 'status': int(data[9:12]),
+                         'latency_ms': round((time.monotonic() - connection.asked_at) * 1000, 3),
+                         'request_id': request.head.fields.get('x-span-id'), 'user': self.caller}
+                if subject == API_SUBJECTS[True]:
+                    event.update(request_body=show_body(request.body), response_body=show_body(data.partition(b'\r\n\r\n')[2]))
+                self.feeds.add(subject, 0, 'api', {key: value for key, value in event.items() if value is not None})
+
+    # ---- sending ----
+
     def send(self, connection: Connection, data: bytes) -> None:
         """Send now what the client takes now, and the rest when it takes more."""
         connection.unsent = memoryview(bytes(connection.unsent) + data if connection.unsent else data)
@@ -9145,7 +9816,9 @@ class Server:
     def flush(self, connection: Connection) -> None:
         """Send more of what is unsent. A client that takes nothing for a while is given up."""
         try:
-            connection.unsent = connection.unsent[connection.socket.send(connection.unsent):]
+            count = connection.socket.send(connection.unsent)
+            connection.unsent = connection.unsent[count:]
+            self.traffic.row[3] += count
         except BlockingIOError:
             pass    # nothing fits now
         if connection.unsent:
@@ -9168,6 +9841,8 @@ class Server:
 
     def on_sent(self, connection: Connection) -> None:
         """An answer may be sent as a whole: hang up, or look for the next request."""
+        if connection.feed is not None:
+            return self.pump(connection)
         if connection.unsent:
             return
         if not connection.is_last:
@@ -9190,6 +9865,8 @@ class Server:
             return
         self.connections.discard(connection)
         self.timed.discard(connection)
+        if connection.feed is not None:
+            self.feeds.leave(connection.feed, connection)
         self.selector.unregister(connection.socket)
         connection.socket.close()
         if self.is_embedded and not self.connections:
@@ -9204,6 +9881,8 @@ class Server:
             self.selector.register(self.listener, selectors.EVENT_READ, self.on_accept)
         if self.tick_at <= now:
             self.on_tick(now)
+        if self.keep_alive_at <= now:
+            self.keep_alive(now)
         if self.lease is not None:
             self.lease.renew()
         if self.leave_at <= now:
@@ -9247,6 +9926,8 @@ class ServerOptions(NamedTuple):
     new_token: bool = False
     takes_over: bool = False        # the lease of a server that is gone for certain
     is_embedded: bool = False
+    allows_sql: bool = True         # of administrators
+    allows_sql_writes: bool = True
 
 
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
@@ -9258,6 +9939,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         if lease is not None:
             stack.callback(lease.release)
         stack.callback(store.close)
+        store.allows_sql, store.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
         token = keep_token(options.database + '.token', options.new_token) if options.needs_token else ''
@@ -9443,12 +10125,17 @@ def leave_caller(log_path: str, keep: int) -> None:
 # A connection file is believed only after its server has proved that it knows the token, for a port may have changed
 # hands. That exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it
 # stays until we close. What was sent once is not sent again by itself, unless it only reads: the caller knows better.
+# A stream of events takes a connection of its own, and goes on where it left off when that is lost.
 
 EMBEDDED_DATABASE = os.path.join(DEFAULT_OUTPUT_DIR, 'torc.db')
 CONNECT_DEADLINE_S = 3.0            # for one address to accept
 FIND_DEADLINE_S = 10.0              # for a server that just starts or leaves, or another command with the database
 NAMED_DEADLINE_S = 1.0              # at first, for an address that was named: it is sooner mistyped than just starting
 CALL_DEADLINE_S = 600.0             # for one answer, if the caller names no other; large workflows take their time
+SILENCE_S = 45.0                    # a stream gives a sign of life every KEEP_ALIVE_S; after so much silence it is dead
+STREAM_PATIENCE_S = 60.0            # for the server of a stream to come back
+STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
+MAX_EVENT_BYTES = 16 * 1024 ** 2
 ERROR_KINDS = {kind.__name__: kind for kind in (BadInput, Refused, NotFound, Conflict, Denied, Unreachable)}
 ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 413: BadInput}
 STATUS_LINE = Expression(rb'HTTP/1\.[01] ([0-9]{3})')
@@ -9475,6 +10162,48 @@ def parse_url(url: str) -> Address:
     if parts.scheme not in ('http', 'https') or not parts.hostname or parts.username or not re.match(r'[!-~]+\Z', url):
         raise BadInput(f'{printable(url)!r} is not the address of a server: write http://HOST:PORT{API_PREFIX}')
     return Address(url, parts.scheme == 'https', parts.hostname, port, parts.path.rstrip('/') or API_PREFIX)
+
+
+def parse_answer(status: int, body: bytes) -> Any:
+    """Value of a good answer; the TorcError of a bad one, of the same kind as where it was raised."""
+    try:
+        value = json.loads(body.decode('utf-8')) if body else None
+    except ValueError:
+        value = None
+        status = status if status >= 300 else 502
+    if status < 300:
+        return value
+    found = value.get('error') if isinstance(value, dict) else None
+    found = found if isinstance(found, dict) else {'message': found} if isinstance(found, str) else {}
+    reason = reason_phrase(status)
+    message = str(found.get('message') or f'the server answered {status} {reason}'.strip())
+    if status >= 500:
+        raise Unreachable(f'the server cannot answer now: {message}', http=status)
+    kind = ERROR_KINDS_BY_STATUS.get(status) or ERROR_KINDS.get(str(found.get('error')), Refused)
+    details = {name: item for name, item in found.items() if name not in ('error', 'message', 'http', 'problems')}
+    raise kind(message, http=status, **details)
+
+
+class StreamEvent(NamedTuple):
+    """One event of a stream."""
+    id: str
+    type: str       # '' if there is nothing but an id, or a sign of life
+    data: Any
+
+
+def parse_event(block: bytes) -> StreamEvent:
+    """The lines of one server-sent event -> StreamEvent (WHATWG HTML, 9.2.6). ConnectionError if its data are no JSON."""
+    fields = {}     # type: Dict[str, str]
+    for line in block.decode('utf-8', 'replace').split('\n'):
+        name, _, value = line.partition(':')
+        value = value[1:] if value[:1] == ' ' else value
+        fields[name] = fields['data'] + '\n' + value if name == 'data' and name in fields else value
+    if 'data' not in fields:
+        return StreamEvent(fields.get('id', ''), '', None)
+    try:
+        return StreamEvent(fields.get('id', ''), fields.get('event', 'message'), json.loads(fields['data']))
+    except ValueError:
+        raise ConnectionError('what came as an event is no JSON') from None
 
 
 class Wire:
@@ -9547,6 +10276,18 @@ class Wire:
 
     def receive_answer(self, deadline: float) -> Tuple[int, bytes]:
         """Read an answer off the socket."""
+        status, head, data = self.receive_head(deadline)
+        length = LENGTH_FIELD.search(head)
+        if length:
+            body = self.read_body(data, int(length.group(1)), deadline)
+        else:
+            raise ConnectionError('an answer came without its length')
+        if CLOSE_FIELD.search(head):
+            self.close()
+        return status, body
+
+    def receive_head(self, deadline: float) -> Tuple[int, bytes, bytes]:
+        """Status and head of an answer, and what has come of its body."""
         status, head, data = 100, b'', b''
         while status < 200:     # 1xx: the true answer follows
             while b'\r\n\r\n' not in data:
@@ -9556,14 +10297,29 @@ class Wire:
             if not match:
                 raise ConnectionError('what answers there does not speak HTTP')
             status = int(match.group(1))
-        length = LENGTH_FIELD.search(head)
-        if length:
-            body = self.read_body(data, int(length.group(1)), deadline)
-        else:
-            raise ConnectionError('an answer came without its length')
-        if CLOSE_FIELD.search(head):
-            self.close()
-        return status, body
+        return status, head, data
+
+    def stream(self, target: str, last_id: str, until: float) -> Iterator[StreamEvent]:
+        """Ask for a stream of events; they come until the time is over (monotonic) or the server hangs up. The wire is used up."""
+        if last_id:
+            self.fields += f'last-event-id: {last_id}\r\n'
+        self.send('GET', target, None, SILENCE_S)
+        status, head, data = self.receive_head(time.monotonic() + SILENCE_S)
+        if b'text/event-stream' not in head:
+            length = LENGTH_FIELD.search(head)
+            parse_answer(status if status >= 300 else 502, self.read_body(
+                data, int(length.group(1)) if length else 0, time.monotonic() + SILENCE_S))
+        while True:
+            *blocks, data = data.replace(b'\r\n', b'\n').split(b'\n\n')
+            yield from map(parse_event, blocks)
+            if len(data) > MAX_EVENT_BYTES:
+                raise ConnectionError('an event without end')
+            try:
+                data += self.receive(min(until, time.monotonic() + SILENCE_S))
+            except socket.timeout:
+                if time.monotonic() < until:
+                    raise
+                return
 
     def receive(self, deadline: float, size: int = 65536) -> bytes:
         """More bytes of an answer."""
@@ -9603,26 +10359,6 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
         for item in value if isinstance(value, (list, tuple)) else [value]:
             pairs.append((name, format_parameter(item)))
     return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
-
-
-def parse_answer(status: int, body: bytes) -> Any:
-    """Value of a good answer; the TorcError of a bad one, of the same kind as where it was raised."""
-    try:
-        value = json.loads(body.decode('utf-8')) if body else None
-    except ValueError:
-        value = None
-        status = status if status >= 300 else 502
-    if status < 300:
-        return value
-    found = value.get('error') if isinstance(value, dict) else None
-    found = found if isinstance(found, dict) else {'message': found} if isinstance(found, str) else {}
-    reason = reason_phrase(status)
-    message = str(found.get('message') or f'the server answered {status} {reason}'.strip())
-    if status >= 500:
-        raise Unreachable(f'the server cannot answer now: {message}', http=status)
-    kind = ERROR_KINDS_BY_STATUS.get(status) or ERROR_KINDS.get(str(found.get('error')), Refused)
-    details = {name: item for name, item in found.items() if name not in ('error', 'message', 'http', 'problems')}
-    raise kind(message, http=status, **details)
 
 
 class Pending:
@@ -9759,6 +10495,8 @@ class Client(Operations):
         route = OPERATIONS.get(op)
         if route is None:
             raise BadInput(f'there is no operation {op!r}' + did_you_mean(op, OPERATIONS))
+        if route.returns == STREAM:
+            raise BadInput(f'{op} is a stream without end: client.stream({op!r}, ...) gives its events')
         params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
         if self._store is None and (self._wire is None or not self._wire.is_alive()):
             self.reconnect(min(FIND_DEADLINE_S, deadline_s))
@@ -9783,9 +10521,32 @@ class Client(Operations):
                 with store.transaction():
                     run_tasks(store)
                     answer = get_task(store, answer['id'])
-            return answer
         except sqlite3.Error as error:
             raise explain_database_error(error, store.path) from None
+        if isinstance(answer, TorcError):
+            raise answer
+        return answer
+
+    def stream(self, op: str, until: float = math.inf, **params: Any) -> Iterator[StreamEvent]:
+        """Events of a stream operation as they come, for ever, or until time.monotonic() says so. Needs a server, and gets one.
+
+        A server that goes away is found again, and goes on where it left off, if it can; what was missed comes as an event of
+        type 'warning' whose data tell how many were `dropped`. Unreachable when it stays away for STREAM_PATIENCE_S.
+        """
+        route = OPERATIONS[op]
+        params = name_parameters(route, params)
+        self.need_server()
+        last_id = ''
+        while time.monotonic() < until:
+            if self._wire is None or not self._wire.is_alive():
+                self.reconnect(min(STREAM_PATIENCE_S, until - time.monotonic()))
+            wire, self._wire = self._wire, None     # other calls get another one
+            with contextlib.closing(wire), contextlib.suppress(OSError):      # it went away: another try
+                for event in wire.stream(format_target(route, wire.address.prefix, params), last_id, until):
+                    last_id = event.id or last_id
+                    if event.type:
+                        yield event
+            time.sleep(max(0.0, min(STREAM_PAUSE_S, until - time.monotonic())))
 
     def pages(self, op: str, **params: Any) -> Iterator[Any]:
         """All items of a list operation from `offset` on, fetched page by page, `limit` at a time."""
@@ -12499,6 +13260,112 @@ def cmd_latest_event(session: Session, args: Arguments) -> int:
     return 0
 
 
+def cmd_monitor_events(session: Session, args: Arguments) -> int:
+    """What happens to a workflow from now on: one JSON document after the other, in the file one a line."""
+    workflow_id = choose_workflow(session, args)
+    until = math.inf if args['duration'] is None else time.monotonic() + args['duration'] * 60
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_to_append(args['filename'])) if args['filename'] else None
+        for event in session.client.stream('stream_workflow_events', until, workflow_id=workflow_id, level=args['level']):
+            if event.type == 'warning':
+                tell_dropped(session, event.data)
+                continue
+            session.show_json(event.data)
+            session.out.flush()
+            if file is not None:
+                file.write(format_json(event.data) + '\n')
+                file.flush()
+    return 0
+
+
+def open_to_append(path: str) -> Any:
+    """A text file to add to."""
+    try:
+        return open(path, 'a', encoding='utf-8')
+    except OSError as error:
+        raise BadInput(f'cannot write to {path}: {error.strerror}') from None
+
+
+def tell_dropped(session: Session, data: Any) -> None:
+    """Say that the reader of a stream has missed something."""
+    count = data.get('dropped') if isinstance(data, dict) else None
+    session.tell(f'torc: {count} events were missed' if count is not None else 'torc: events were missed while the server was away')
+
+
+# -------- for administrators --------
+
+AUDIT_COLUMNS = ('ID=id, Time=timestamp, User=user_name, Committed=committed, Success=success, Full Table=allow_full_table, '
+                 'Rows=rows_affected, SQL=sql_text, Error=error')
+STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in, Bytes Out=bytes_out, 2xx=status_2xx, 4xx=status_4xx, '
+                 '5xx=status_5xx, Other=status_other')
+
+
+def cmd_reload_auth(session: Session, args: Arguments) -> int:
+    """Let the server read its users anew."""
+    answer = session.call('reload_auth')
+    session.answer(answer, f"{answer['message']} ({answer['user_count']} users)\n")
+    return 0
+
+
+def cmd_tail_api(session: Session, args: Arguments) -> int:
+    """Requests as the server answers them, one JSON line each."""
+    for event in session.client.stream('stream_api_events', include_bodies=bool(args['include_bodies'])):
+        if event.type == 'warning':
+            tell_dropped(session, event.data)
+        else:
+            session.show(format_json(event.data) + '\n')
+            session.out.flush()
+    return 0
+
+
+def cmd_api_stats(session: Session, args: Arguments) -> int:
+    """Requests and bytes of the last minutes."""
+    answer = session.call('get_api_stats', window_seconds=args['window'], interval_seconds=args['interval'])
+    busy = [dict(bucket, start_ms=format_time(bucket['start_ms'] / 1000)) for bucket in answer['buckets'] if any(list(bucket.values())[:-1])]
+    if session.format == 'json':
+        session.show_json(answer)
+        return 0
+    return show_rows(session, STATS_COLUMNS, busy, 'steps with requests')
+
+
+def cmd_list_audit_log(session: Session, args: Arguments) -> int:
+    """What administrators changed with SQL."""
+    answer = session.call('list_admin_audit_log', **given(args))
+    if session.format == 'json':
+        session.show_json(answer)
+        return 0
+    return show_rows(session, AUDIT_COLUMNS, [dict(item, timestamp=format_time(item['timestamp'] / 1000)) for item in answer['items']], 'entries')
+
+
+def cmd_admin_sql(session: Session, args: Arguments) -> int:
+    """One SQL statement on the server's database."""
+    body = given(args, 'yes')
+    if args['write'] and not args['yes'] and not confirm_sql(session, body):
+        return 0
+    answer = session.call('admin_sql', body)
+    if session.format == 'json':
+        session.show_json(answer)
+    elif answer['columns'] or session.format == 'csv':
+        headings = [Heading(name, '', lambda row, name=name: format_cell(row[name])) for name in answer['columns']]
+        session.show_list(headings, answer['items'], 'rows')
+    if answer.get('rows_affected') is not None and session.format == 'table':
+        session.show(f"{answer['rows_affected']} rows changed\n")
+    return 0
+
+
+def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
+    """Show how many rows a statement would change, and ask."""
+    if not session.is_interactive:
+        raise BadInput('this changes the database and there is no terminal to ask on; give -y to go on without asking')
+    count = session.call('admin_sql', dict(body, dry_run=True)).get('rows_affected')
+    session.err.write(f'{count} rows would change. Go on? (y/N) ')
+    session.err.flush()
+    is_wanted = session.stdin.readline().strip().lower() in ('y', 'yes')
+    if not is_wanted:
+        session.tell('Cancelled')
+    return is_wanted
+
+
 # -------- files on disk --------
 
 def current_directory() -> str:
@@ -13593,7 +14460,8 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     options = ServerOptions(
         database=os.path.abspath(args['db'] or session.options['db'] or default_database()),
         host=args['host'], port=args['port'], needs_token=not args['no_auth'], new_token=bool(args['new_token']),
-        takes_over=bool(args['takeover']))
+        takes_over=bool(args['takeover']), allows_sql=not args['disable_admin_sql'],
+        allows_sql_writes=not args['disable_admin_sql_writes'])
     serve_database(options, functools.partial(announce_server, session))
     return 0
 
@@ -13828,6 +14696,7 @@ COMMANDS = (
         Argument('-d --database --db', 'FILE', "database (default: torc/torc.db in the user's state directory)"),
         Argument('--no-auth', '', 'ask for no token; on 127.0.0.1 only'), Argument('--new-token', '', 'make a new token'),
         Argument('--takeover', '', 'take the lease of a server that is gone for certain'),
+        Argument('--disable-admin-sql', '', 'no `admin sql`'), Argument('--disable-admin-sql-writes', '', 'no `admin sql --write`'),
         Argument('-l --log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS))),
         'serve --port 0'),
     Command('ping', cmd_ping, 'whether a server answers', (), 'ping'),
@@ -13976,6 +14845,10 @@ COMMANDS = (
     Command('events list', cmd_list, 'list events',
         (ASKED_WF, Argument('-t --type --category', 'TYPE', 'of this category'), *SHORT_PAGE_OPTIONS), 'events list 1', True),
     Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,), 'events get-latest-event 1'),
+    Command('events monitor', cmd_monitor_events, 'show what happens, as it happens', (
+        ASKED_WF, Argument('-d --duration', 'MINUTES', 'for so long; else until it is interrupted', at_least(0, parse_decimal)),
+        Argument('--level', 'LEVEL', ', '.join(SEVERITIES) + ': this and worse', one_of(*SEVERITIES), default='info'),
+        Argument('--filename', 'FILE', 'add them to a file too, one a line')), 'events monitor 1 -d 0'),
     Command('events delete', cmd_delete, 'delete an event', (ID,), 'events delete 1'),
 
     Command('compute-nodes list', cmd_list, 'list compute nodes', (
@@ -13994,6 +14867,21 @@ COMMANDS = (
         'job-dependencies job-file 1', True),
     Command('job-dependencies job-user-data', cmd_list, 'list which job makes and reads which user data', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-user-data 1', True),
+
+    Command('admin sql', cmd_admin_sql, "carry out an SQL statement on the server's database", (
+        Argument('STATEMENT', '', 'SELECT, WITH or VALUES; with --write INSERT, REPLACE, UPDATE or DELETE', key='sql'),
+        Argument('--write', '', 'it changes something'),
+        Argument('--allow-full-table', '', 'an UPDATE or DELETE may do without WHERE'),
+        Argument('-y --yes', '', 'do not ask before a change'),
+        Argument('--limit', 'N', 'at most so many rows', at_least(1))), "admin sql 'SELECT id, name FROM workflow'", True),
+    Command('admin list-audit-log', cmd_list_audit_log, 'list what was changed with SQL', (
+        Argument('--limit', 'N', 'at most so many', at_least(1)), OFFSET), 'admin list-audit-log', True),
+    Command('admin api-stats', cmd_api_stats, "count the server's requests", (
+        Argument('--window', 'SECONDS', 'of the last so many seconds, at most 3600', at_least(1), default=3600),
+        Argument('--interval', 'SECONDS', 'in steps of so many', at_least(1), default=60)), 'admin api-stats --window 120', True),
+    Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON line each', (
+        Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
+    Command('admin reload-auth', cmd_reload_auth, 'let the server read its users anew', (), 'admin reload-auth'),
 )
 
 
