@@ -2772,12 +2772,290 @@ class PropertyTest(ServiceTest):
         self.assertWhole()
 
 
+class NewsTest(ServiceTest):
+    """What verbs tell those who listen."""
+
+    def watch(self, workflow_id: int) -> None:
+        self.store.watched = {workflow_id}
+
+    def told(self) -> List[Tuple[str, str, Any]]:
+        """Type, severity and job's name of all that was announced since the last time."""
+        return [(item.event_type, item.severity, item.data.get('job_name')) for item in self.store.take_news()]
+
+    def test_without_a_listener_nothing_is_kept(self):
+        workflow_id = self.create('a:\nb: a')
+        self.watch(workflow_id + 1)
+        self.drive(workflow_id, {'a': 'failed'})
+        self.call('cancel_workflow', id=workflow_id)
+        self.assertEqual([], self.store.news)
+
+    def test_the_life_of_a_workflow_is_told(self):
+        workflow_id = self.create('a:\nb: a\nc:\nd:')
+        self.watch(workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        started = [[jobs['a']['id'], 1, '2026-01-01T00:00:00Z']]
+        self.sync(workflow_id, node_id, started=started, completions=[self.end(jobs['c'], 'terminated', 152, retry=True)])
+        self.sync(workflow_id, node_id, started=started, completions=[self.end(jobs['a'], 'failed', 1, message='out of luck'), self.end(jobs['d'])])
+        self.call('reset_job_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        self.call('cancel_workflow', id=workflow_id)
+        self.call('update_compute_node', {'is_active': False, 'duration_seconds': 5.0}, id=node_id)
+        self.assertEqual([
+            ('workflow_started', 'info', None), ('compute_node_started', 'info', None), ('job_started', 'info', 'c'), ('job_terminated', 'warning', 'c'), ('job_retried', 'info', 'c'),
+            ('job_started', 'info', 'a'), ('job_failed', 'error', 'a'), ('job_canceled', 'warning', 'b'), ('job_started', 'info', 'd'),
+            ('job_completed', 'info', 'd'), ('user_action', 'info', None), ('workflow_reinitialized', 'info', None), ('workflow_canceled', 'warning', None),
+            *[('job_canceled', 'warning', name) for name in 'abcd'], ('compute_node_stopped', 'info', None)], self.told())
+
+    def test_what_is_told_of_jobs_and_nodes_has_the_known_keys(self):
+        workflow_id = self.create('a:')
+        self.watch(workflow_id)
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:00Z']])
+        self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 3, message='why')])
+        self.call('delete_compute_node', id=node_id)
+        node = {'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'compute_node_type': 'local'}
+        self.assertEqual([
+            ('compute_node_started', dict(node, num_cpus=4, memory_gb=8.0, num_gpus=0)),
+            ('job_started', {'job_id': job['id'], 'job_name': 'a', 'compute_node_id': node_id, 'run_id': 1}),
+            ('job_failed', {'job_id': job['id'], 'job_name': 'a', 'status': 'failed', 'return_code': 3, 'message': 'why'}),
+            ('compute_node_stopped', dict(node, duration_seconds=None))], [(item.event_type, item.data) for item in self.store.take_news()])
+
+    def test_a_lost_node_is_told_once_with_what_it_had(self):
+        workflow_id = self.create('a:')
+        self.watch(workflow_id)
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:00Z']])
+        self.store.take_news()
+        with self.store.transaction():
+            torc.release_lost_nodes(self.store, lambda *_: False)
+        self.call('delete_compute_node', id=node_id)
+        self.assertEqual(['compute_node_stopped', 'job_failed', 'job_orphaned'], [event_type for event_type, _, _ in self.told()])
+
+    def test_the_end_of_a_task_is_told_with_who_asked_for_it(self):
+        workflow_id = self.create('a:')
+        self.watch(workflow_id)
+        self.call('initialize_jobs', id=workflow_id, **{'async': True})
+        self.store.caller = 'another'
+        with self.store.transaction():
+            torc.run_tasks(self.store)
+        self.assertEqual([('workflow_started', 'tester'), ('task_completed', 'tester')],
+                         [(item.event_type, item.data['user']) for item in self.store.take_news()])
+
+    def test_what_is_rolled_back_is_not_told(self):
+        workflow_id = self.create('a:')
+        self.watch(workflow_id)
+        with self.store.transaction():
+            torc.announce(self.store, workflow_id, 'kept', {})
+            with contextlib.suppress(torc.Refused), self.store.savepoint():
+                torc.announce(self.store, workflow_id, 'undone', {})
+                raise torc.Refused('no')
+            with self.store.savepoint(keeps=False):
+                torc.announce(self.store, workflow_id, 'tried', {})
+        self.assertEqual(['kept'], [item.event_type for item in self.store.take_news()])
+        with contextlib.suppress(torc.Refused), self.store.transaction():
+            torc.announce(self.store, workflow_id, 'undone', {})
+            raise torc.Refused('no')
+        self.assertEqual([], self.store.take_news())
+
+    def test_a_cascade_over_very_many_jobs_is_counted_not_told_job_by_job(self):
+        before, torc.MAX_NEWS = torc.MAX_NEWS, 100
+        self.addCleanup(setattr, torc, 'MAX_NEWS', before)
+        workflow_id = self.create('first:\n' + '\n'.join(f'j{number}: first' for number in range(5000)))
+        self.watch(workflow_id)
+        node_id = self.node(workflow_id)
+        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['first'], 'failed', 1)])
+        news = self.store.take_news()
+        self.assertEqual((100, [workflow_id] * 4903), (len([item for item in news if not isinstance(item, int)]), news[100:]))
+        feeds = torc.Feeds()
+        feed = feeds.join(workflow_id, None)
+        feeds.add_news(news)
+        self.assertIn(b'event: warning\ndata: {"dropped":4903}', feed.events[-1][1])
+
+
+class AdminSqlTest(ServiceTest):
+    """An administrator's SQL, and what it must not do."""
+
+    def sql(self, sql: str, **more: Any) -> Any:
+        value = self.call('admin_sql', dict({'sql': sql}, **more))
+        if isinstance(value, torc.TorcError):
+            raise value
+        return value
+
+    def write(self, sql: str, **more: Any) -> Any:
+        return self.sql(sql, write=True, **more)
+
+    def test_a_query_brings_rows_as_json_can_say_them(self):
+        self.create('a:')
+        answer = self.sql("SELECT 1 AS n, x'00ff' AS n, 9223372036854775807 AS big, -9e999 AS low, CAST(x'61ff' AS TEXT) AS odd, NULL, 'ü' AS n -- so;\n;")
+        row = {'n': 1, 'n_2': '00ff', 'big': 2 ** 63 - 1, 'low': '-inf', 'odd': 'a\ufffd', 'NULL': None, 'n_3': 'ü'}
+        self.assertEqual({'columns': list(row), 'items': [row], 'committed': False}, answer)
+        self.assertEqual(('ü', str), (self.store.value("SELECT 'ü'"), self.store._db.text_factory))      # as before
+        self.assertEqual(['id'], self.sql('SELECT id FROM job WHERE 0')['columns'])
+        self.assertEqual([{'column1': 1}, {'column1': 2}], self.sql('VALUES (1), (2)')['items'])
+
+    def test_the_number_of_rows_is_limited(self):
+        numbers = 'WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n'
+        for limit, count in ((3, 3), (-5, 1), (0, 1), (10 ** 9, 100000)):
+            self.assertEqual(count, len(self.sql(numbers, limit=limit)['items']), limit)
+
+    def test_what_only_reads_is_all_that_a_query_can_do(self):
+        workflow_id = self.create('a:')
+        tables = self.store.rows('SELECT name, sql FROM sqlite_master')
+        for sql, text in (
+                ('', 'cannot begin a statement'), (' ;; ', 'cannot begin a statement'), ('-- nothing', 'cannot begin a statement'),
+                ('DELETE FROM job WHERE 1', 'needs write'), ('/* SELECT */ UPDATE job SET name = 1', 'needs write'),
+                ('PRAGMA user_version = 9', 'cannot begin a statement'), ('EXPLAIN SELECT 1', 'cannot begin a statement'),
+                ('SELECT 1; DELETE FROM job', 'one statement at a time'), ("SELECT ';' ; ;", 'one statement at a time'),
+                ('SELECT * FROM nowhere', 'no such table: nowhere'), ('SELECT', 'incomplete input'), ('SELECT ?', 'bindings'),
+                ('WITH x AS (SELECT 1) DELETE FROM job WHERE 1', 'must not write to job'),
+                ("SELECT load_extension('x')", 'must not do what it wants with load_extension'),
+                ("SELECT * FROM pragma_table_info('job')", 'must not'), ('SELECT 1 /* open', None), ("SELECT 'open", 'SQLite refuses')):
+            with self.subTest(sql):
+                if text:
+                    self.assertRefused(text, 'admin_sql', {'sql': sql})
+                else:
+                    self.assertEqual(1, len(self.sql(sql)['items']))
+        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual(tables, self.store.rows('SELECT name, sql FROM sqlite_master'))
+        self.assertEqual((0, 0), (self.store.value('PRAGMA query_only'), self.store.value('SELECT count(*) FROM admin_audit_log')))
+
+    def test_a_statement_compiled_for_writing_does_not_write_as_a_query(self):
+        self.create('a:')
+        sql = "WITH x AS (SELECT 1) UPDATE workflow SET description = 'w' WHERE id = 1"
+        self.write(sql)
+        with self.store.transaction():
+            self.store.run("UPDATE workflow SET description = 'ours'")
+        with self.assertRaises(torc.Refused):
+            self.sql(sql)
+        self.assertEqual('ours', self.store.value('SELECT description FROM workflow'))
+
+    def test_what_would_break_us_is_refused(self):
+        self.create('a:')
+        for sql, text in (
+                ('SELECT 1', "'SELECT' cannot begin"), ('CREATE TABLE x (a)', "'CREATE' cannot begin"), ('DROP TABLE job', 'cannot begin'),
+                ('ALTER TABLE job ADD x', 'cannot begin'), ('VACUUM', 'cannot begin'), ('REINDEX', 'cannot begin'), ('ANALYZE', 'cannot begin'),
+                ('PRAGMA foreign_keys = OFF', 'cannot begin'), ("ATTACH 'x' AS x", 'cannot begin'), ('DETACH x', 'cannot begin'),
+                ('BEGIN', 'cannot begin'), ('COMMIT', 'cannot begin'), ('END', 'cannot begin'), ('ROLLBACK', 'cannot begin'),
+                ('SAVEPOINT verb', 'cannot begin'), ('RELEASE verb', 'cannot begin'), ('/**/COMMIT', 'cannot begin'),
+                ('CREATE TEMP TRIGGER t AFTER DELETE ON job BEGIN SELECT 1; END', 'one statement'), ('TRUNCATE job', 'cannot begin'),
+                ("INSERT OR ROLLBACK INTO workflow (id, name, user, timestamp) VALUES (1, 'x', 'x', 'x')", 'OR ROLLBACK'),
+                ('UPDATE /* */ OR\n/**/ROLLBACK job SET id = 1 WHERE 1', 'OR ROLLBACK'),
+                ("UPDATE sqlite_sequence SET seq = 0 WHERE name = 'job'", 'must not write to sqlite_sequence'),
+                ('DELETE FROM sqlite_master WHERE 1', 'SQLite refuses'),
+                ("DELETE FROM admin_audit_log WHERE id = 1", 'must not write to admin_audit_log'),
+                ('UPDATE job SET name = 1', 'has no WHERE'), ('DELETE FROM job', 'has no WHERE'), ('DELETE FROM job -- WHERE', 'has no WHERE'),
+                ("UPDATE job SET name = ' WHERE '", 'has no WHERE'), ('UPDATE job SET name = (SELECT 1 WHERE 1)', 'has no WHERE'),
+                ('WITH replace AS (SELECT 1 WHERE 1) DELETE FROM job', 'has no WHERE'), ('WITH a(x) AS (VALUES (1)) UPDATE job SET name = 2', 'has no WHERE'),
+                ('UPDATE job SET status = 11 WHERE id = 1', 'job.status would hold'), ("UPDATE job SET status = 'x' WHERE id = 1", 'job.status would hold'),
+                ("UPDATE job SET env = '{' WHERE id = 1", 'job.env would hold what cannot be read'), ("UPDATE job SET name = x'00' WHERE id = 1", 'job.name would hold'),
+                ("UPDATE job SET name = CAST(x'ff' AS TEXT) WHERE id = 1", 'job.name would hold what cannot be read'),
+                ("UPDATE job SET env = '{\"a\": 1e999}' WHERE id = 1", 'job.env would hold what cannot be read'),
+                ("UPDATE job SET env = '\"\\ud800\"' WHERE id = 1", 'job.env would hold what cannot be read'),
+                ("INSERT INTO file (workflow_id, name, path, st_mtime) VALUES (1, 'f', 'f', 9e999)", 'file.st_mtime would hold'),
+                ("UPDATE workflow SET run_id = 'x' WHERE id = 1", 'workflow.run_id would hold'), ('UPDATE job SET id = NULL WHERE id = 1', 'SQLite refuses'),
+                ('INSERT INTO job (workflow_id) VALUES (77)', 'SQLite refuses')):
+            with self.subTest(sql), self.assertRaises(torc.Refused) as caught:
+                self.write(sql)
+            self.assertIn(text, caught.exception.message)
+        self.assertEqual(('a', 2), self.store.one('SELECT name, status FROM job'))
+        self.assertEqual([], self.store.rows('SELECT * FROM sqlite_temp_master'))
+        self.assertFalse(self.store._db.in_transaction)
+
+    def test_a_write_says_how_much_it_changed_and_is_put_on_record(self):
+        self.create('a:\nb: a')
+        answer = self.write("UPDATE job SET supports_termination = 1 WHERE name > ''")
+        self.assertEqual({'columns': [], 'items': [], 'committed': True, 'rows_affected': 2}, answer)
+        self.assertEqual(0, self.write("UPDATE job SET supports_termination = 1 WHERE name = 'z'")['rows_affected'])
+        self.assertEqual(2, self.write('UPDATE job SET supports_termination = 0', allow_full_table=True)['rows_affected'])
+        self.assertEqual(1, self.write("WITH x AS (SELECT 'a' AS n) UPDATE job SET supports_termination = 1 WHERE name IN (SELECT n FROM x)")['rows_affected'])
+        with self.assertRaises(torc.Refused):
+            self.write('UPDATE job SET gone = 1 WHERE 1')
+        log = self.call('list_admin_audit_log')
+        self.assertEqual((5, [(True, 1), (True, 2), (True, 0), (True, 2)]), (log['total_count'], [(row['success'], row['rows_affected']) for row in log['items'][1:]]))
+        self.assertEqual({'id': 5, 'user_name': 'tester', 'timestamp': 1700000000000, 'sql_text': 'UPDATE job SET gone = 1 WHERE 1', 'is_write': True,
+                          'allow_full_table': False, 'committed': False, 'success': False, 'error': 'SQLite refuses the statement: no such column: gone'},
+                         log['items'][0])
+        page = self.call('list_admin_audit_log', limit=2, offset=1)
+        self.assertEqual(([4, 3], True), ([row['id'] for row in page['items']], page['has_more']))
+
+    def test_a_dry_run_changes_nothing_and_is_not_put_on_record(self):
+        workflow_id = self.create('a:\nb: a')
+        answer = self.write("UPDATE job SET status = 6 WHERE name = 'a'", dry_run=True)
+        self.assertEqual((1, False), (answer['rows_affected'], answer['committed']))
+        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+        self.assertEqual(0, self.call('list_admin_audit_log')['total_count'])
+
+    def test_jobs_that_wait_for_a_changed_one_are_let_go(self):
+        workflow_id = self.create('a:\nb: a\nc: b')
+        self.write("UPDATE job SET status = 5 WHERE name = 'a'")
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(workflow_id))
+        self.write("DELETE FROM job WHERE name = 'b'")
+        self.assertEqual({'a': 'completed', 'c': 'ready'}, self.statuses(workflow_id))
+        self.assertWhole()
+
+    def test_the_same_words_again_are_looked_at_again(self):
+        self.create('x:\ny: x')
+        for status in (5, 2, 5, 2, 5):
+            self.write(f"UPDATE job SET status = {status} WHERE name = 'x'")
+            self.assertEqual([(int(status == 2),)], self.store.rows('SELECT pending FROM dep_set'))
+        for _ in range(2):
+            with self.assertRaises(torc.Refused):
+                self.write("UPDATE job SET env = '[' WHERE name = 'x'")
+
+    def test_a_statement_without_end_is_given_up_and_harms_nobody(self):
+        before, torc.FOREIGN_SQL_S = torc.FOREIGN_SQL_S, 0.1
+        self.addCleanup(setattr, torc, 'FOREIGN_SQL_S', before)
+        workflow_id = self.create('a:')
+        endless = 'WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)'
+        self.assertRefused('took longer than 0.1 s', 'admin_sql', {'sql': endless + ' SELECT count(*) FROM n'})
+        with self.assertRaises(torc.Refused) as caught:     # SQLite ends the whole transaction with it
+            self.write(endless + ' UPDATE job SET priority = (SELECT count(*) FROM n) WHERE 1'.replace('priority', 'attempt_id'))
+        self.assertIn('took longer', caught.exception.message)
+        self.assertEqual(1, self.call('list_admin_audit_log')['total_count'])
+        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+        self.drive(workflow_id, {})
+        self.assertIsNone(self.store.value('SELECT 1 FROM job WHERE attempt_id <> 1'))
+
+    def test_an_answer_too_large_is_refused(self):
+        before, torc.MAX_FOREIGN_BYTES = torc.MAX_FOREIGN_BYTES, 1024 ** 2
+        self.addCleanup(setattr, torc, 'MAX_FOREIGN_BYTES', before)
+        self.assertRefused('the answer has more than 1 MiB', 'admin_sql', {'sql': 'SELECT zeroblob(600000) UNION ALL SELECT zeroblob(600000)'})
+
+    def test_the_words_are_read_in_time_that_grows_with_their_number(self):
+        begun = time.process_time()
+        for sql in ('SELECT ' + '(' * 200000, 'UPDATE ' + '(a' * 200000 + ')' * 200000, "SELECT '" * 100000, 'SELECT ' + '/*' * 200000, 'WITH x' + '\n' * 300000):
+            with self.assertRaises(torc.Refused):
+                self.write(sql)
+        self.assertLess(time.process_time() - begun, 5)
+
+    def test_administrators_only_and_only_what_the_server_allows(self):
+        calls = (('admin_sql', {'sql': 'SELECT 1'}), ('list_admin_audit_log', None), ('get_api_stats', None), ('stream_api_events', None))
+        self.store.is_admin = False
+        for name, body in calls:
+            with self.assertRaises(torc.Denied):
+                self.call(name, body)
+        self.store.is_admin, self.store.allows_sql_writes = True, False
+        self.assertEqual([{'1': 1}], self.sql('SELECT 1')['items'])
+        for body in ({'sql': 'DELETE FROM job WHERE 1', 'write': True}, {'sql': 'DELETE FROM job WHERE 1', 'write': True, 'dry_run': True}):
+            with self.assertRaises(torc.Denied) as caught:
+                self.call('admin_sql', body)
+        self.assertEqual((403, 'SQL that writes is switched off on this server'), (caught.exception.http, caught.exception.message))
+        self.store.allows_sql = False
+        with self.assertRaises(torc.Denied):
+            self.sql('SELECT 1')
+        self.assertEqual(0, self.call('list_admin_audit_log')['total_count'])
+
+
 # ======== 9. API ========
 
 # What the official interface has and ROUTES does not: operations, and query parameters of operations.
 NO_ROUTE_YET = {
-    'add_user_to_group', 'add_workflow_to_group', 'admin_sql', 'check_workflow_access', 'create_access_group', 'delete_access_group',
-    'get_access_group', 'list_access_groups', 'list_admin_audit_log', 'list_group_members', 'list_user_groups', 'list_workflow_groups',
+    'add_user_to_group', 'add_workflow_to_group', 'check_workflow_access', 'create_access_group', 'delete_access_group',
+    'get_access_group', 'list_access_groups', 'list_group_members', 'list_user_groups', 'list_workflow_groups',
     'reload_auth', 'remove_user_from_group', 'remove_workflow_from_group',
 }
 NO_QUERY_YET = {'list_workflows': {'access_group'}}
@@ -2953,7 +3231,8 @@ class ApiTest(ServiceTest):
 
     def test_every_route_names_an_operation_of_the_official_interface_or_an_addition(self):
         official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
-        additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times', 'get_openapi'}
+        additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times', 'stream_workflow_events', 'stream_api_events',
+                     'get_api_stats', 'get_openapi'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -3324,9 +3603,10 @@ class ServerThread(threading.Thread):
             store.close()
 
     def stop(self) -> None:
-        """End it."""
-        self.server.stop()
-        self.join(10)
+        """End it, if it has not ended."""
+        if self.is_alive():
+            self.server.stop()
+            self.join(10)
 
     def connect(self) -> socket.socket:
         """A client's socket."""
@@ -3791,6 +4071,325 @@ class ServerTest(WorldTest):
         self.assertNotIn(b'x-span-id', self.server.ask(http_request(x_span_id='a b\x80')))
 
 
+class Reader:
+    """Somebody who reads a stream of events on a socket."""
+
+    def __init__(self, port: int, path: str, last_id: str = '', receive_bytes: int = 0, **fields: str) -> None:
+        self.socket = socket.socket()
+        if receive_bytes:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.socket.settimeout(10)
+        self.socket.connect(('127.0.0.1', port))
+        self.socket.sendall(http_request('GET', torc.API_PREFIX + path, last_event_id=last_id, **fields))
+        self.data = b''
+        self.head = self.until(b'\r\n\r\n').decode()
+
+    def until(self, end: bytes) -> bytes:
+        """What comes up to an end."""
+        while end not in self.data:
+            data = self.socket.recv(65536)
+            assert data, self.data
+            self.data += data
+        found, _, self.data = self.data.partition(end)
+        return found
+
+    def event(self) -> Any:
+        """The next event; an id alone or a sign of life counts as one."""
+        return torc.parse_event(self.until(b'\n\n'))
+
+    def types(self, last: str) -> List[str]:
+        """Types of the events up to one that ends it."""
+        found = [self.event().type]
+        while found[-1] != last:
+            found.append(self.event().type)
+        return found
+
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.close()
+
+
+class StreamTest(WorldTest):
+    """Streams of events, on real sockets."""
+    set_constant = ServerTest.set_constant
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)       # before the world's own end
+        logging.getLogger('torc').setLevel(logging.CRITICAL)
+        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
+        self.readers = []       # type: List[Reader]
+        self.addCleanup(lambda: [reader.close() for reader in self.readers])
+        self.workflow_id = self.json('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
+
+    def json(self, method: str, path: str, body: Any = None) -> Any:
+        """The value of a good answer."""
+        answer = self.server.ask(http_request(method, torc.API_PREFIX + path, b'' if body is None else torc.format_json(body).encode()))
+        self.assertEqual([200], statuses(answer), answer)
+        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+
+    def read(self, query: str = '', **how: Any) -> Reader:
+        """One more reader of the workflow, which has been let in."""
+        reader = Reader(self.server.port, f'/workflows/{self.workflow_id}/events/stream{query}', **how)
+        self.readers.append(reader)
+        self.assertTrue(reader.head.startswith('HTTP/1.1 200 OK\r\n'), reader.head)
+        return reader
+
+    def tell(self, event_type: str, severity: str = 'info', count: int = 1, **data: Any) -> None:
+        """Let the server announce something, after the commit of a request's transaction."""
+        self.server.server.tick = lambda store: [torc.announce(store, self.workflow_id, event_type, dict(data, n=number), severity) for number in range(count)] and False
+        self.server.server.tick_at = 0.0
+        self.server.ask(http_request())
+
+    def test_a_reader_gets_what_happens_from_now_on(self) -> None:
+        self.tell('early')
+        reader = self.read()
+        self.assertIn('content-type: text/event-stream\r\nconnection: close', reader.head)
+        self.assertNotIn('content-length', reader.head)
+        self.tell('done', 'error', text='ü\n')
+        first, event = reader.event(), reader.event()
+        self.assertEqual(('', re.sub('0$', '1', first.id)), (first.type, event.id))
+        self.assertEqual('done', event.type)
+        self.assertEqual({'workflow_id': self.workflow_id, 'timestamp': event.data['timestamp'], 'event_type': 'done', 'severity': 'error',
+                          'data': {'text': 'ü\n', 'n': 0}}, event.data)
+        self.assertLess(abs(event.data['timestamp'] / 1000 - time.time()), 60)
+
+    def test_it_ends_with_the_connection_for_old_clients_too(self) -> None:
+        with self.server.connect() as client:
+            client.sendall(http_request(path=f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream', version='1.0'))
+            self.assertIn(b'\r\nconnection: close\r\n\r\n', client.recv(1000))
+
+    def test_a_head_is_answered_and_ends(self) -> None:
+        with self.server.connect() as client:
+            client.sendall(http_request('HEAD', f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream'))
+            answer = read_all(client)
+        self.assertTrue(answer.startswith(b'HTTP/1.1 200') and answer.endswith(b'connection: close\r\n\r\n'), answer)
+        self.assertEqual({}, self.server.server.feeds.by_subject)
+
+    def test_an_unknown_workflow_is_404(self) -> None:
+        self.assertEqual([404], statuses(self.server.ask(http_request(path=torc.API_PREFIX + '/workflows/99/events/stream'))))
+
+    def test_a_level_leaves_out_what_is_below_it(self) -> None:
+        readers = {level: self.read(f'?level={level}') for level in ('debug', 'info', 'warning', 'error', 'nonsense', '')}
+        for severity in torc.SEVERITIES:
+            self.tell(severity + '!', severity)
+        self.tell('end', 'error')
+        heard = {level: [word.rstrip('!') for word in reader.types('end')[1:-1]] for level, reader in readers.items()}
+        self.assertEqual({'debug': list(torc.SEVERITIES), 'info': list(torc.SEVERITIES[1:]), 'warning': ['warning', 'error'], 'error': ['error'],
+                          'nonsense': list(torc.SEVERITIES[1:]), '': list(torc.SEVERITIES[1:])}, heard)
+
+    def test_who_comes_back_gets_what_was_missed_once(self) -> None:
+        reader = self.read()
+        self.tell('a', count=5)
+        last_id = [reader.event() for _ in range(4)][-1].id     # the opening and three of them
+        reader.close()
+        self.world.wait(lambda: not any(one.feed for one in self.server.server.connections), 10, 'the reader to be forgotten')
+        self.tell('b', count=2000)      # while nobody reads
+        reader = self.read(last_id=last_id)
+        self.tell('end')
+        events = [reader.event() for _ in range(2003)]
+        self.assertEqual(['a'] * 2 + ['b'] * 2000 + ['end'], [event.type for event in events])
+        numbers = [int(event.id.partition('-')[2]) for event in events]
+        self.assertEqual(list(range(4, 2007)), numbers)
+        self.assertEqual(['end'], self.read(last_id=events[-2].id).types('end'))
+
+    def test_who_comes_back_too_late_or_to_another_server_is_told(self) -> None:
+        self.set_constant('MAX_FEED_EVENTS', 100)
+        epoch = self.read().event().id.partition('-')[0]
+        self.tell('a', count=175)
+        reader = self.read(last_id=f'{epoch}-10')
+        self.assertEqual(('warning', {'dropped': 90}, f'{epoch}-100'), (lambda event: (event.type, event.data, event.id))(reader.event()))
+        self.assertEqual(f'{epoch}-101', reader.event().id)
+        for last_id in ('0123456789ab-10', f'{epoch}-176', f'{epoch}-x', f'{epoch}--1', f'{epoch}', 'rubbish', '\xff'):
+            event = self.read(last_id=last_id).event()
+            self.assertEqual(('warning', None, f'{epoch}-175'), (event.type, event.data['dropped'], event.id), last_id)
+
+    def test_a_slow_reader_holds_up_nobody_and_is_told_what_it_missed(self) -> None:
+        self.set_constant('MAX_FEED_EVENTS', 200)
+        slow, quick = self.read(receive_bytes=4096), self.read()
+        server = self.server.server
+        for _ in range(100):        # more than the system's buffers take
+            self.tell('flood', count=100, text='x' * 1000)
+            for _ in range(100):
+                quick.event()
+        held = [len(one.unsent) for one in server.connections if one.feed]
+        self.assertLess(max(held), torc.PIECE_BYTES + 5000)
+        self.tell('end')
+        events = [slow.event()]
+        while events[-1].type != 'end':
+            events.append(slow.event())
+        dropped = sum(event.data['dropped'] for event in events if event.type == 'warning')
+        self.assertGreater(dropped, 1000)
+        self.assertEqual(10000, dropped + len([event for event in events if event.type == 'flood']))
+        self.assertEqual([200], statuses(self.server.ask(http_request())))
+
+    def test_a_reader_that_takes_nothing_is_cut_off(self) -> None:
+        self.set_constant('CLIENT_DEADLINE_S', 0.5)
+        self.set_constant('KEEP_ALIVE_S', 0.1)      # signs of life do not make it live longer
+        self.read(receive_bytes=4096)
+        for _ in range(80):
+            self.tell('flood', count=100, text='x' * 1000)
+        self.world.wait(lambda: not any(one.feed for one in self.server.server.connections), 10, 'the reader to be cut off')
+
+    def test_a_quiet_stream_gives_signs_of_life(self) -> None:
+        self.set_constant('KEEP_ALIVE_S', 0.05)
+        reader = self.read()
+        self.assertEqual(['', '', ''], [reader.event().type for _ in range(3)])
+        self.assertLessEqual(self.server.server.keep_alive_at, time.monotonic() + 1)
+        reader.close()
+        self.world.wait(lambda: self.server.server.keep_alive_at == math.inf, 10, 'nobody to be left')
+
+    def test_a_thousand_readers(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        need('descriptors', hard == resource.RLIM_INFINITY or hard > 2200, 'the right to open 2,200 files')
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2200), hard))
+        readers = [self.read('?level=warning' if number % 2 else '') for number in range(1000)]
+        self.tell('first', 'info', 3)
+        self.tell('last', 'error')
+        for number, reader in enumerate(readers):
+            self.assertEqual([''] + ['first'] * (0 if number % 2 else 3) + ['last'], reader.types('last'))
+            reader.close()
+        self.world.wait(lambda: not any(one.feed for one in self.server.server.connections), 20, 'all to be forgotten')
+
+    def test_what_a_reader_sends_is_passed_over(self) -> None:
+        reader = self.read()
+        for _ in range(20):
+            reader.socket.sendall(b'x' * 100000)
+        self.tell('end')
+        self.assertEqual(['', 'end'], reader.types('end'))
+        self.assertEqual([0], [len(one.received) for one in self.server.server.connections if one.feed])
+
+    def test_nothing_is_kept_for_those_who_stay_away(self) -> None:
+        feeds = self.server.server.feeds
+        self.read().close()
+        self.world.wait(lambda: feeds.by_subject and not any(feed.readers for feed in feeds.by_subject.values()), 10, 'the reader to be forgotten')
+        self.tell('kept')
+        self.assertEqual([1], [len(feed.events) for feed in feeds.by_subject.values()])
+        self.set_constant('RESUME_S', 0.0)
+        self.tell('late')
+        self.assertEqual({}, feeds.by_subject)
+        for number in range(50):
+            feeds.leave(feeds.join(number, None), None)
+        self.assertLessEqual(len(feeds.by_subject), torc.MAX_IDLE_FEEDS)
+
+    def test_a_feed_is_bounded_in_bytes_too(self) -> None:
+        feed = torc.Feed(1)
+        for _ in range(30):
+            feed.add(1, 'large', {'text': 'x' * 1000000})
+        self.assertLess(sum(len(text) for _, text in feed.events), torc.MAX_FEED_BYTES)
+        self.assertEqual(31, feed.end())
+
+    def test_the_end_of_the_server_is_the_end_of_its_streams(self) -> None:
+        reader = self.read()
+        self.tell('last')
+        self.server.stop()
+        self.assertEqual(['', 'last'], reader.types('last'))
+        self.assertEqual(b'', reader.socket.recv(10))
+        self.assertFalse(self.server.is_alive())
+
+    def test_what_is_not_committed_is_not_sent(self) -> None:
+        reader = self.read()
+        node = {'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0,
+                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'}
+        store, failures = self.server.server.store, [sqlite3.OperationalError('database or disk is full')]
+
+        class FailingStore:
+            """The store, whose next transaction fails at its end."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(store, name)
+
+            @contextlib.contextmanager
+            def transaction(self) -> Iterator[None]:
+                """Fails once."""
+                with store.transaction():
+                    yield
+                    if failures:
+                        raise failures.pop()
+
+        self.server.server.store = FailingStore()
+        body = torc.format_json(node).encode()
+        self.assertEqual([503], statuses(self.server.ask(http_request('POST', torc.API_PREFIX + '/compute_nodes', body))))
+        self.json('POST', '/compute_nodes', dict(node, hostname='second'))
+        self.assertEqual('second', [reader.event(), reader.event()][1].data['data']['hostname'])
+
+
+class AdminServerTest(WorldTest):
+    """What only the owner is told by a server."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.field = 'Bearer hidden-hidden-hidden-hidden-hidden-hidden'
+        self.server = ServerThread(self.world.path('torc.db'), self.field[7:])
+        self.addCleanup(self.server.stop)
+
+    def request(self, method: str, path: str, body: Any = None, **fields: str) -> bytes:
+        """Bytes of a request of the owner."""
+        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
+        return http_request(method, torc.API_PREFIX + path, data, authorization=self.field, **fields)
+
+    def json(self, path: str) -> Any:
+        """The value of a good answer."""
+        answer = self.server.ask(self.request('GET', path))
+        self.assertEqual([200], statuses(answer), answer)
+        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+
+    def test_where_everybody_may_ask_nobody_is_an_administrator(self) -> None:
+        server = ServerThread(self.world.path('open.db'))
+        self.addCleanup(server.stop)
+        for method, path, body in (('GET', '/admin/api-stats', b''), ('GET', '/admin/audit-log', b''), ('GET', '/admin/api-events/stream', b''),
+                                   ('POST', '/admin/sql', b'{"sql": "SELECT 1"}')):
+            answer = server.ask(http_request(method, torc.API_PREFIX + path, body))
+            self.assertEqual([403], statuses(answer), answer)
+
+    def test_requests_are_told_without_what_proves_who_asks(self) -> None:
+        plain, full = (Reader(self.server.port, '/admin/api-events/stream' + query, authorization=self.field) for query in ('', '?include_bodies=true'))
+        self.addCleanup(plain.close)
+        self.addCleanup(full.close)
+        self.server.ask(self.request('POST', '/workflows?x=1', b'{"name":"secret","user":"u"}', x_span_id='span1', cookie='a=hidden'))
+        self.server.ask(self.request('POST', '/workflows', {'name': 'x' * 10000}))
+        for reader, has_bodies in ((plain, False), (full, True)):
+            while True:
+                event = reader.event()
+                if event.data and event.data['method'] == 'POST':
+                    break
+            self.assertEqual(('api', 'POST', torc.API_PREFIX + '/workflows', 'x=1', 200, 'span1'), (
+                event.type, *(event.data[key] for key in ('method', 'path', 'query', 'status', 'request_id'))))
+            self.assertNotIn('hidden', str(event))
+            self.assertEqual(has_bodies, 'secret' in str(event))
+            self.assertTrue(0 <= event.data['latency_ms'] < 10000 and event.data['timestamp_ms'])
+            event = reader.event()
+            self.assertEqual((422, 8192 if has_bodies else 0), (event.data['status'], len(event.data.get('request_body', ''))))
+
+    def test_requests_and_bytes_are_counted(self) -> None:
+        before = self.json('/admin/api-stats')['buckets'][0]
+        self.server.ask(self.request('GET', '/ping') * 3 + self.request('GET', '/nowhere') + b'rubbish\r\n\r\n')
+        answer = self.json('/admin/api-stats?window_seconds=7200&interval_seconds=3600')
+        after = answer['buckets'][0]
+        self.assertEqual((3600, 3600, 0), (answer['window_seconds'], answer['interval_seconds'], after['start_ms'] % 3600000))
+        if after['start_ms'] == before['start_ms'] // 3600000 * 3600000:    # not across a full hour
+            self.assertGreaterEqual(after['request_count'], 6)
+            self.assertEqual((2, 0), (after['status_4xx'], after['status_5xx']))
+            self.assertGreater(after['bytes_in'], 4 * len(http_request()))
+            self.assertGreater(after['bytes_out'], 6 * 200)
+        self.assertEqual(2, len(self.json('/admin/api-stats?window_seconds=2&interval_seconds=1')['buckets']))
+
+    def test_sql_has_a_transaction_of_its_own(self) -> None:
+        workflow = self.request('POST', '/workflows', {'name': 'w', 'user': 'u'})
+        sql = self.request('POST', '/admin/sql/', {'sql': "UPDATE workflow SET description = 'd' WHERE id = 1", 'write': True})
+        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]), data.partition(b'\r\n\r\n')[2])
+                  for data in (workflow, sql, workflow)]
+        self.server.stop()
+        with contextlib.closing(torc.Store(self.server.database)) as store:
+            counting = CountingStore(store)
+            server = torc.Server(counting, torc.open_listener('127.0.0.1', 0, True), self.field[7:])
+            self.addCleanup(server.close)
+            self.assertEqual([200] * 3, [status for answer in server.answer_all(parsed) for status in statuses(answer)])
+            self.assertEqual(3, counting.writes)
+
+
 class TokenServerTest(WorldTest):
     """A server with a token."""
 
@@ -4250,7 +4849,7 @@ class ClientTest(WorldTest):
         client.create_file({'workflow_id': number, 'name': 'f', 'path': '/x', 'st_mtime': 1.5})
         client.create_event({'workflow_id': number, 'data': {'a': [1, 2.0, None, True, {'b': 'c'}]}})
         client.initialize_jobs(id=number)
-        calls = [(route.name, {name: 1 for name in re.findall(r'{(\w+)}', route.path)}) for route in torc.ROUTES if route.method == 'GET']
+        calls = [(route.name, {name: 1 for name in re.findall(r'{(\w+)}', route.path)}) for route in torc.ROUTES if route.method == 'GET' and route.name != 'get_api_stats']     # a server's own
         calls = [(name, dict(params, **({'workflow_id': number} if 'workflow_id' in torc.query_fields(torc.OPERATIONS[name]) else {}))) for name, params in calls]
         direct = [self.outcome(client, name, params) for name, params in calls]
         self.assertTrue(client.is_direct)
@@ -4497,6 +5096,116 @@ class ClientTest(WorldTest):
         self.assertEqual([('', '')] * 3, [process.communicate(timeout=60) for process in processes])
         self.world.wait(lambda: not torc.read_connection_file(os.path.abspath(torc.EMBEDDED_DATABASE)), 10, 'the last server to leave')
         self.assertEqual(120, self.connect().list_workflows()['count'])
+
+
+class ClientStreamTest(WorldTest):
+    """Streams of events through a client."""
+    set_constant = ServerTest.set_constant
+    tell = StreamTest.tell
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.set_constant('STREAM_PAUSE_S', 0.01)
+
+    def serve(self) -> Any:
+        """A server in this process, and a client of it that has made a workflow."""
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        client = torc.Client.connect(url=f'http://127.0.0.1:{self.server.port}')
+        self.addCleanup(client.close)
+        self.workflow_id = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        return client
+
+    def stream(self, client: Any, **more: Any) -> Iterator[Any]:
+        """The events of that workflow, from now on."""
+        events = client.stream('stream_workflow_events', workflow_id=self.workflow_id, **more)
+        self.addCleanup(events.close)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(next(events)), daemon=True)      # it is let in while it waits for the first
+        reader.start()
+        self.world.wait(lambda: any(one.feed for one in self.server.server.connections), 10, 'the reader to be let in')
+        self.tell('opened')
+        reader.join(10)
+        self.assertEqual('opened', found[0].type)
+        return events
+
+    def test_a_lost_connection_is_made_good_without_loss(self) -> None:
+        client = self.serve()
+        events = self.stream(client)
+        for round in range(5):
+            self.tell('a', count=3)
+            self.assertEqual([('a', number) for number in range(3)], [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
+            server = self.server.server
+            server.tick = lambda store: [server.drop(one) for one in list(server.connections) if one.feed] and False
+            server.tick_at = 0.0
+            self.server.ask(http_request())
+            self.tell('b', count=3)
+            self.assertEqual([('b', number) for number in range(3)], [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
+            self.assertEqual({'status': 'ok'}, client.ping())       # a stream has a connection of its own
+
+    def test_it_ends_when_its_time_is_over(self) -> None:
+        client, begun = self.serve(), time.monotonic()
+        self.assertEqual([], list(client.stream('stream_workflow_events', begun + 0.2, workflow_id=self.workflow_id)))
+        self.assertTrue(0.2 <= time.monotonic() - begun < 5)
+
+    def test_an_error_is_that_of_the_verb(self) -> None:
+        client = self.serve()
+        with self.assertRaises(torc.NotFound) as caught:
+            next(client.stream('stream_workflow_events', workflow_id=77))
+        self.assertEqual('there is no workflow 77', caught.exception.message)
+        with self.assertRaises(torc.BadInput) as caught:
+            client.stream_workflow_events(workflow_id=1)
+        self.assertIn("client.stream('stream_workflow_events', ...)", caught.exception.message)
+
+    def test_events_are_read_as_browsers_read_them(self) -> None:
+        self.assertEqual(('7-1', 'note', {'a': 1}), tuple(torc.parse_event(b': words\nid: 7-1\nevent:note\ndata: {"a":\ndata:1}\nretry: 5')))
+        self.assertEqual(('', '', None), tuple(torc.parse_event(b':')))
+        self.assertEqual(('', 'message', [1]), tuple(torc.parse_event(b'data: [1]')))
+        with self.assertRaises(ConnectionError):
+            torc.parse_event(b'data: {')
+
+    def test_what_is_no_stream_is_an_error_and_not_waited_for(self) -> None:
+        for answer, kind in ((b'HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}', torc.Unreachable), (b'HTTP/1.1 403 No\r\ncontent-length: 0\r\n\r\n', torc.Denied)):
+            other = Impostor(answer)
+            self.addCleanup(other.stop)
+            with contextlib.closing(torc.Client.connect(url=other.url)) as client, self.assertRaises(kind):
+                next(client.stream('stream_api_events'))
+
+    def test_an_embedded_server_is_started_for_it_and_replaced_when_it_dies(self) -> None:
+        with contextlib.closing(self.world.connect()) as other:
+            self.workflow_id = other.create_workflow({'name': 'w', 'user': 'u'})['id']
+            self.assertTrue(other.is_direct)
+        client = self.world.connect(needs_server=True)
+        self.addCleanup(client.close)
+        events = client.stream('stream_workflow_events', workflow_id=self.workflow_id)
+        self.addCleanup(events.close)
+        found, errors = [], []
+
+        def read() -> None:
+            try:
+                for event in events:
+                    found.append((event.type, event.data.get('dropped', '')))
+                    if len(found) == 4:
+                        return
+            except torc.TorcError as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        database = self.world.path('torc_output', 'torc.db')
+        first = self.world.wait(lambda: torc.read_connection_file(database), 10, 'the server')
+
+        def act_until(count: int) -> None:
+            with contextlib.closing(self.world.connect()) as other:
+                while len(found) < count and not errors:       # the reader may not have been let in yet
+                    other.archive_workflow({'is_archived': False}, workflow_id=self.workflow_id)
+        act_until(1)
+        os.kill(first['pid'], signal.SIGKILL)
+        self.world.wait(lambda: ('warning', None) in found or errors, 20, 'the reader to be told', state=lambda: found)
+        act_until(4)
+        reader.join(10)
+        self.assertEqual(([], {('user_action', ''), ('warning', None)}), (errors, set(found)))
+        self.assertNotEqual(first['pid'], torc.read_connection_file(database)['pid'])
 
 
 # ======== 13. Launcher ========
@@ -5500,6 +6209,10 @@ RECORDED = (
     ('jobs delete-all WF2 --no-prompts', 'jobs delete-all 1 --no-prompts'),
     ('create SPEC', 'create w.yaml'),
     ('workflows new -n fresh', 'workflows new -n fresh'),
+    ('admin sql SELECT', "admin sql 'SELECT id, name FROM workflow'"),
+    ('admin sql --write --yes', 'admin sql --write --yes "UPDATE workflow SET description = \'z\' WHERE id = 1"'),
+    ('admin list-audit-log', 'admin list-audit-log'),
+    ('admin api-stats --window 120', 'admin api-stats --window 120'),
     ('delete WF WF2 99999999', 'delete 1 2'),
 )
 # Keys that are not asked for: a job's and node's measurements need a monitor; ro_crate and the like come with their sections.
@@ -5745,6 +6458,122 @@ class ObjectTest(CommandTest):
         self.json("events create 1 -d '{\"category\": \"note\", \"level\": \"warning\"}'")
         self.assertEqual('note', self.json('events get-latest-event 1')['data']['category'])
         self.assertIn(',warning,note,', self.text('-f csv events list 1'))
+
+
+class MonitorTest(CommandTest):
+    """Commands that go on until they are interrupted."""
+
+    def events(self, text: str) -> List[Tuple[str, Any]]:
+        """Type and job of JSON documents that follow each other."""
+        found, place, decoder = [], 0, json.JSONDecoder()
+        while text[place:].strip():
+            value, place = decoder.raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip()))
+            found.append((value.get('event_type') or value['method'], value.get('data', {}).get('job_name') or value.get('path')))
+        return found
+
+    def start_monitor(self, *words: Any) -> Background:
+        """A monitor that has been let in: it has shown something."""
+        monitor = self.world.start('events', 'monitor', 1, *words)
+
+        def is_in() -> bool:
+            self.assertExit(0, self.world.main('workflows', 'archive', 'false', 1))
+            return bool(monitor.lines())
+        self.world.wait(is_in, 20, 'the monitor', [monitor])
+        return monitor
+
+    def test_what_happens_is_shown_and_written_to_a_file(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}, {name: b, command: exit 3, depends_on: [a]}, {name: c, command: "true", depends_on: [b]}]')
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        self.world.write('events.jsonl', 'kept\n')
+        monitor = self.start_monitor('--filename', 'events.jsonl')     # a server is started for it
+        self.assertExit(1, self.world.cli('run', 1))
+        wanted = [('workflow_started', None), ('compute_node_started', None), ('job_started', 'a'), ('job_completed', 'a'), ('job_started', 'b'),
+                  ('job_failed', 'b'), ('job_canceled', 'c'), ('compute_node_stopped', None)]
+        self.world.wait(lambda: wanted[-1] in self.events('\n'.join(monitor.lines())), 10, 'the end of the run', [monitor])
+        monitor.send(signal.SIGINT)
+        outcome = self.assertExit(130, monitor.finish())
+        self.assertEqual('Interrupted\n', outcome.err)
+        self.assertEqual(wanted, [event for event in self.events(outcome.out) if event[0] != 'user_action'])
+        first, *lines = self.world.read('events.jsonl').splitlines()
+        self.assertEqual(('kept', self.events(outcome.out)), (first, self.events('\n'.join(lines))))
+
+    def test_a_server_that_was_killed_is_found_again_and_the_gap_is_told(self):
+        self.world.serve('--db', 'my.db')
+        port = torc.parse_url(self.world.url).port
+        with self.world.inside(), contextlib.closing(torc.Client.connect(db=self.world.path('my.db'))) as client:
+            client.create_workflow({'name': 'w', 'user': 'u'})
+            monitor = self.world.start('--db', 'my.db', 'events', 'monitor', 1)
+            self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and monitor.lines(), 20, 'the monitor', [monitor])
+            self.world.server.kill()
+            self.world.serve('--db', 'my.db', '--port', port)
+            self.world.wait(lambda: 'missed while the server was away' in monitor.err, 20, 'the monitor to notice', [monitor])
+            before = len(monitor.lines())
+            self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and len(monitor.lines()) > before, 20, 'more', [monitor])
+        monitor.send(signal.SIGTERM)
+        monitor.finish()
+
+    def test_it_ends_after_its_time(self):
+        self.make()
+        self.assertExit(0, self.world.main('events', 'monitor', 1, '-d', '0.002', '--level', 'error'))
+        self.assertExit(4, self.world.main('events', 'monitor', 9, '-d', '1'), 'there is no workflow 9')
+        self.assertExit(2, self.world.main('events', 'monitor', 1, '--level', 'loud'), 'debug, info, warning')
+        self.assertExit(2, self.world.main('events', 'monitor', 1, '--filename', '/nowhere/x'), 'cannot write to /nowhere/x')
+
+    def test_requests_are_shown_one_a_line(self):
+        self.world.serve('--db', 'my.db')
+        tail = self.world.start('--db', 'my.db', 'admin', 'tail-api', '--include-bodies')
+        self.world.wait(lambda: self.assertExit(0, self.world.main('--db', 'my.db', 'workflows', 'new', '-n', 'mine')) and 'mine' in '\n'.join(tail.lines()), 20, 'a request', [tail])
+        tail.send(signal.SIGINT)
+        outcome = self.assertExit(130, tail.finish())
+        values = [json.loads(line) for line in outcome.out.splitlines()]
+        self.assertTrue(any('"mine"' in value.get('request_body', '') for value in values if value['method'] == 'POST'), outcome)
+        token = torc.read_token(self.world.path('my.db.token'))
+        self.assertNotIn(token, outcome.out)
+
+
+class AdminCommandTest(CommandTest):
+    """admin ..."""
+
+    def test_rows_are_shown_in_every_format(self):
+        self.make()
+        sql = "SELECT id, name AS \"\", id AS id FROM workflow"
+        self.assertEqual([{'id': 1, '': 'sample', 'id_2': 1}], self.json(f'admin sql {shlex.quote(sql)}')['items'])
+        self.assertEqual('id,,id_2\n1,sample,1\n', self.assertExit(0, self.world.main('-f', 'csv', 'admin', 'sql', sql)).out)
+        self.assertExit(0, self.world.main('admin', 'sql', 'SELECT 5 AS five WHERE 0'), 'No rows found')
+        self.assertEqual(1, len(self.json("admin sql 'VALUES (1), (2)' --limit 1")['items']))
+        self.assertExit(4, self.world.main('admin', 'sql', 'SELECT x'), 'no such column: x')
+
+    def test_a_change_is_asked_for(self):
+        self.make()
+        sql = "UPDATE workflow SET description = 'new' WHERE id = 1"
+        outcome = self.assertExit(2, self.world.main('admin', 'sql', '--write', sql), 'give -y')
+        self.assertEqual('', outcome.out)
+        self.assertExit(2, self.world.main('-f', 'json', 'admin', 'sql', '--write', sql), 'give -y')
+        for typed, expected, code in (('n\n', 'one of each', 0), ('y\n', 'new', 0)):
+            with self.world.inside(), contextlib.closing(self.session(typed)) as session:
+                args = {'sql': sql, 'write': True, 'allow_full_table': None, 'yes': None, 'limit': None}
+                self.assertEqual(code, torc.cmd_admin_sql(session, args))
+                self.assertIn('1 rows would change', session.err.getvalue())
+            self.assertEqual(expected, self.json('workflows get 1').get('description'))
+        self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET description = 1'), 'has no WHERE')
+        self.assertExit(0, self.world.main('admin', 'sql', '--write', '-y', '--allow-full-table', 'UPDATE workflow SET description = 1'), '1 rows changed')
+        self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET user = NULL WHERE 1'), 'NOT NULL')
+        log = self.json('admin list-audit-log')
+        self.assertEqual([False, True, True], [row['success'] for row in log['items']])
+        self.assertIn('3 entries', self.assertExit(0, self.world.main('admin', 'list-audit-log')).out)
+
+    session = WhichWorkflowTest.session
+
+    def test_a_server_can_do_without(self):
+        self.world.serve('--db', 'my.db', '--disable-admin-sql-writes')
+        self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'))
+        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', '--write', '-y', 'DELETE FROM job WHERE 1'), 'SQL that writes is switched off')
+        self.assertIn('request', self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'api-stats')).out)
+        self.world.server.send(signal.SIGTERM)
+        self.world.server.finish(10)
+        self.world.serve('--db', 'my.db', '--disable-admin-sql')
+        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'), 'SQL is switched off')
+        self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'list-audit-log'), 'No entries')
 
 
 class WorkflowTest(CommandTest):
@@ -6007,8 +6836,8 @@ class ParserTest(unittest.TestCase):
     def test_mistakes_are_told_with_the_nearest_right_word(self):
         table = (
             ('jobz', "there is no command 'jobz', did you mean 'jobs'? (see: torc.py help)"),
-            ('events lst', "there is no command 'events lst', did you mean 'list'? (events has: create, list, get-latest-event, delete)"),
-            ('events', '`events` wants one of: create, list, get-latest-event, delete'),
+            ('events lst', "there is no command 'events lst', did you mean 'list'? (events has: create, list, get-latest-event, monitor, delete)"),
+            ('events', '`events` wants one of: create, list, get-latest-event, monitor, delete'),
             ('status 1 --qiet', "there is no option --qiet, did you mean '--quiet'?"),
             ('status -z', 'there is no option -z'),
             ('-f jsno status', "-f: 'jsno' is none of table, json, csv, did you mean 'json'?"),
@@ -7644,7 +8473,7 @@ class CommandExampleLaws(WorldTest):
           - {name: greet, command: echo hello, resource_requirements: big, failure_handler: again, input_files: [data], input_user_data: [limits]}
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
-    SERVED = ('serve', 'ping')      # run by other tests: they need, or are, a server
+    SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth')      # run by other tests: they need, or are, a server
 
     def test_each_runs_on_a_finished_workflow(self):
         self.world.write('data.csv', '1')
