@@ -6500,7 +6500,7 @@ class MonitorTest(CommandTest):
     def test_a_server_that_was_killed_is_found_again_and_the_gap_is_told(self):
         self.world.serve('--db', 'my.db')
         port = torc.parse_url(self.world.url).port
-        with self.world.inside(), contextlib.closing(torc.Client.connect(db=self.world.path('my.db'))) as client:
+        with self.world.inside(), contextlib.closing(torc.Client.connect(database=self.world.path('my.db'))) as client:
             client.create_workflow({'name': 'w', 'user': 'u'})
             monitor = self.world.start('--db', 'my.db', 'events', 'monitor', 1)
             self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and monitor.lines(), 20, 'the monitor', [monitor])
