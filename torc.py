@@ -5281,10 +5281,18 @@ def open_database(path: str) -> sqlite3.Connection:
             answer = connection.execute(f'PRAGMA {name} = {wanted}').fetchone()
             if name == 'journal_mode' and answer[0] != 'wal':
                 connection.execute('PRAGMA journal_mode = TRUNCATE')
+        connection.create_function('member', 2, json_member)
     except sqlite3.Error as error:
         connection.close()
         raise explain_database_error(error, path) from None
     return connection
+
+
+def json_member(text: Optional[str], key: str) -> Any:
+    """member(json, key) in SQL: a plain value right below a JSON object, else NULL. SQLite 3.26 may lack functions for JSON."""
+    value = json.loads(text) if text else None
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, (str, int, float)) else None
 
 
 def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
@@ -5440,6 +5448,29 @@ def check_owned(store: Store, table: str, workflow_id: int, ids: Iterable[int]) 
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
         raise Refused(f"workflow {workflow_id} has no {table.replace('_', ' ')} {missing[0]}")
+
+
+REFERENCES = (      # field of a body, table, whether a row that is gone may be named: results outlive their nodes
+    ('job_id',              'job',             False),
+    ('file_id',             'file',            False),
+    ('compute_node_id',     'compute_node',    True),
+    ('scheduler_config_id', 'slurm_scheduler', True),
+)
+
+
+def check_references(store: Store, workflow_id: int, values: Dict[str, Any]) -> None:
+    """Refuse fields that name a thing of another workflow."""
+    for field, table, may_be_gone in REFERENCES:
+        if values.get(field) is not None:
+            owner = store.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (values[field],))
+            if owner != workflow_id and not (owner is None and may_be_gone):
+                raise Refused(f"{field}: workflow {workflow_id} has no {table.replace('_', ' ')} {values[field]}", field=field)
+
+
+def check_stays(workflow_id: int, body: Dict[str, Any]) -> None:
+    """Refuse a change that would move a thing to another workflow."""
+    if body.get('workflow_id') not in (None, workflow_id):
+        raise Refused(f"workflow_id is {body['workflow_id']}: what is of workflow {workflow_id} stays there", field='workflow_id')
 
 
 # -------- telling those who listen --------
@@ -5654,6 +5685,11 @@ def note_if_complete(store: Store, workflow_id: int) -> bool:
     return complete
 
 
+def expect_completion(store: Store, workflow_id: int) -> None:
+    """The workflow has something to do again: what is due at its completion is due no longer."""
+    store.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = 'on_workflow_complete'", (workflow_id,))
+
+
 def rearm_actions(store: Store, workflow_id: int, is_partial: bool) -> None:
     """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
 
@@ -5721,6 +5757,7 @@ def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> 
 def create_workflow_action(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add an action; a job trigger needs the ids of its jobs."""
     workflow_state(store, workflow_id)
+    check_stays(workflow_id, body)
     job_ids = sorted(set(body.get('job_ids') or ()))
     check_action(body['trigger_type'], body['action_type'], body['action_config'])
     check_owned(store, 'job', workflow_id, job_ids)
@@ -5792,6 +5829,7 @@ def delete_workflow_action(store: Store, workflow_id: int, action_id: int) -> Di
 
 def claim_action(store: Store, workflow_id: int, action_id: int, body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
+    check_references(store, workflow_id, body or {})
     node_id = (body or {}).get('compute_node_id')
     if not take_action(store, action_id, node_id, get_action(store, workflow_id, action_id)['persistent']):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
@@ -6287,14 +6325,23 @@ def list_required(store: Store, workflow_id: int, kind: str, column: str, condit
         f'WHERE made.{column} = item.id AND job.status = {COMPLETED})) ORDER BY item.id', (workflow_id,))
 
 
+def page_size(offset: int, limit: int) -> int:
+    """How many items of a list to give: not more than MAX_LIST_ITEMS. Refused below 0."""
+    for name, value in (('offset', offset), ('limit', limit)):
+        if value < 0:
+            raise Refused(f'{name} is {value}; it must be at least 0', field=name)
+    return min(limit, MAX_LIST_ITEMS)
+
+
 def get_running_jobs(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Running jobs with their nodes."""
     workflow_state(store, workflow_id)
+    limit = page_size(offset, limit)
     total = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
     rows = store.rows(
         'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id FROM job '
         f'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND job.status = {RUNNING} '
-        'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, max(0, min(limit, MAX_LIST_ITEMS)), max(0, offset)))
+        'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, limit, offset))
     slurm_jobs = slurm_jobs_of_nodes(store, workflow_id)
     names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time', 'scheduler_job_id')
     items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None} for row in rows]
@@ -6311,7 +6358,7 @@ def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
 
 def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = False,
                     clear_ephemeral_user_data: bool = True) -> Dict[str, Any]:
-    """Make a workflow ready to run: all of it, or only the uninitialized jobs and those that depend on them."""
+    """Make a workflow ready to run: all of it, or only what is uninitialized or undecided (pending_failed) and what depends on it."""
     state = workflow_state(store, workflow_id)
     if state.is_archived:
         raise Refused(f'workflow {workflow_id} is archived; take it back first: torc.py workflows archive false {workflow_id}')
@@ -6322,6 +6369,7 @@ def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = F
     store.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(store, workflow_id)
     if only_uninitialized:
+        uninitialize(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}', (workflow_id,)))
         uninitialize(store, downstream_of_uninitialized(store, workflow_id))
     else:
         store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
@@ -6440,6 +6488,8 @@ def reset_job_status(store: Store, workflow_id: int, failed_only: bool = False) 
     if failed_only:
         uninitialize(store, downstream_of_uninitialized(store, workflow_id))
     recount_sets(store, workflow_id)
+    if job_ids:
+        expect_completion(store, workflow_id)
     add_user_event(store, workflow_id, 'reset_job_status', failed_only=failed_only, updated_count=len(job_ids))
     answer = {'workflow_id': workflow_id, 'updated_count': len(job_ids), 'status': 'uninitialized'}
     return dict(answer, reset_type='failed_only') if failed_only else answer
@@ -6454,16 +6504,22 @@ def set_file_times(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict
     """Record when files were last changed: file id -> seconds since the epoch, or null for a file that is not there."""
     workflow_state(store, workflow_id)
     times = times_by_id(body['files'])
+    check_owned(store, 'file', workflow_id, times)
+    store_file_times(store, workflow_id, times)
+    return {'count': len(times)}
+
+
+def store_file_times(store: Store, workflow_id: int, times: Dict[int, Optional[float]]) -> None:
+    """The same, passing over files that are gone."""
     store.run_many('UPDATE file SET st_mtime = ? WHERE id = ? AND workflow_id = ?',
                    ((mtime, file_id, workflow_id) for file_id, mtime in times.items()))
-    return {'count': len(times)}
 
 
 def times_by_id(files: Dict[str, Optional[float]]) -> Dict[int, Optional[float]]:
     """File times with the ids as numbers: in JSON they are text."""
     for file_id in files:
         if not re.match(r'[0-9]{1,18}\Z', str(file_id)):
-            raise BadInput(f'{printable(str(file_id))!r} is not the id of a file')
+            raise BadInput(f'files: {printable(str(file_id))!r} is not the id of a file', field='files')
     return {int(file_id): mtime for file_id, mtime in files.items()}
 
 
@@ -6474,6 +6530,7 @@ def check_changes(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[
     """
     workflow_state(store, workflow_id)
     times = times_by_id(body.get('files') or {})
+    check_owned(store, 'file', workflow_id, times)
     reasons = {}  # type: Dict[int, str]
     note_changed_files(store, workflow_id, times, reasons)
     for job_id in changed_job_inputs(store, workflow_id):
@@ -6481,7 +6538,7 @@ def check_changes(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[
     names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
     if not body.get('dry_run'):
         uninitialize(store, list(reasons))
-        set_file_times(store, workflow_id, {'files': body.get('files') or {}})
+        store_file_times(store, workflow_id, times)
         recount_sets(store, workflow_id)
     return {'changed': [{'job_id': job_id, 'job_name': names[job_id], 'reason': reasons[job_id]} for job_id in sorted(reasons)]}
 
@@ -6753,8 +6810,9 @@ def claim_jobs_based_on_resources(store: Store, workflow_id: int, limit: int, bo
                                   strict_scheduler_match: bool = False) -> Dict[str, Any]:
     """Claim jobs that fit a node's free resources."""
     state = workflow_state(store, workflow_id)
+    check_owned(store, 'compute_node', workflow_id, [body['id']] if body.get('id') else [])
     want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match)
-    chosen = claim(store, state, want, body.get('id'))
+    chosen = claim(store, state, want, body.get('id') or None)
     answer = {'jobs': claimed_models(store, chosen)}  # type: Dict[str, Any]
     if not chosen:
         answer['reason'] = explain_no_jobs(store, state, want)
@@ -6807,18 +6865,25 @@ def mark_started(store: Store, job_id: int, node_id: int, start_time: str) -> No
 def complete_job(store: Store, job_id: int, status: str, run_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """The end of an attempt. The same again gets the same answer; another one for the same attempt is refused."""
     job = job_state(store, job_id)
-    if not is_final(status):
-        raise Refused(f'a job cannot complete as {status!r}')
-    if body['job_id'] != job_id or body['workflow_id'] != job.workflow_id or body['status'] != status or body['run_id'] != run_id:
-        raise Refused('job_id, workflow_id, status and run_id of the result differ from those of the request')
-    record_end(store, workflow_state(store, job.workflow_id), dict(body, run_id=run_id))
+    check_result(store, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
+    record_end(store, workflow_state(store, job.workflow_id), body)
     note_if_complete(store, job.workflow_id)
     return get_job(store, job_id)
 
 
-def is_final(status: str) -> bool:
-    """Whether an attempt may end with this status."""
-    return status in STATUS_CODES and STATUSES[STATUS_CODES[status]].is_final
+def check_final(status: str) -> None:
+    """Refuse a status that is no end of an attempt."""
+    if not STATUSES[STATUS_CODES[status]].is_final:
+        raise Refused(f'a job cannot complete as {status!r}')
+
+
+def check_result(store: Store, result: Dict[str, Any], **asked: Any) -> None:
+    """Refuse a result that is not of the job, workflow, status and run of its request."""
+    check_final(asked['status'])
+    for key, value in asked.items():
+        if result[key] != value:
+            raise Refused(f'{key} of the result is {result[key]}, and {value} in the request', field=key)
+    check_references(store, asked['workflow_id'], result)
 
 
 def batch_complete_jobs(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -6827,12 +6892,8 @@ def batch_complete_jobs(store: Store, workflow_id: int, body: Dict[str, Any]) ->
     completed, errors = [], []
     for entry in body['completions']:
         try:
-            if not is_final(entry['status']):
-                raise Refused(f"a job cannot complete as {entry['status']!r}")
-            end = dict(entry['result'], job_id=entry['job_id'], run_id=entry['run_id'], status=entry['status'])
-            if any(end[key] != entry['result'][key] for key in ('job_id', 'run_id', 'status')):
-                raise Refused('job_id, status and run_id of the result differ from those of the entry')
-            record_end(store, state, end)
+            check_result(store, entry['result'], job_id=entry['job_id'], workflow_id=workflow_id, status=entry['status'], run_id=entry['run_id'])
+            record_end(store, state, entry['result'])
             completed.append(entry['job_id'])
         except TorcError as error:
             errors.append({'job_id': entry['job_id'], 'message': error.message})
@@ -6850,6 +6911,8 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
         raise Refused(f'job {job.id} belongs to workflow {job.workflow_id}')
     check_run(state, end['run_id'])
     attempt_id = end.get('attempt_id') or job.attempt_id
+    if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and end['status'] != 'pending_failed':
+        return decide_failure(store, state, job, end)
     if is_known_end(store, job, attempt_id, end):
         return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
     if attempt_id != job.attempt_id:
@@ -6888,11 +6951,22 @@ def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, An
     raise Refused(f'attempt {attempt_id} of job {job.id} has ended already, as {STATUS_NAMES[known[1]]} with return code {known[0]}')
 
 
+def decide_failure(store: Store, state: WorkflowState, job: JobState, end: Dict[str, Any]) -> str:
+    """A person or program says how a pending_failed attempt ends: its result gets that status, its dependants go on or are canceled."""
+    status = STATUS_CODES[end['status']]
+    if not store.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
+                     (status, job.id, state.run_id, job.attempt_id)):
+        raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or reset it')
+    store.run('UPDATE job SET status = ? WHERE id = ?', (status, job.id))
+    settle(store, state.id, [(job.id, status)])
+    return end['status']
+
+
 def begin_next_attempt(store: Store, state: WorkflowState, job: JobState) -> str:
     """Make a job ready again, as its next attempt."""
     store.run(f"UPDATE job SET status = {READY}, attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
               'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
-    store.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = 'on_workflow_complete'", (state.id,))
+    expect_completion(store, state.id)
     record_event(store, state.id, {
         'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'previous_attempt': job.attempt_id,
         'new_attempt': job.attempt_id + 1, 'run_id': state.run_id, 'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
@@ -6930,6 +7004,8 @@ def manage_status_change(store: Store, job_id: int, status: str, run_id: int) ->
             number_attempts(store, job.workflow_id)
         if STATUSES[job.status].is_finished or STATUSES[code].is_finished:
             reverse_or_settle(store, job, code)
+            expect_completion(store, job.workflow_id)
+            note_if_complete(store, job.workflow_id)
     return get_job(store, job_id)
 
 
@@ -7245,6 +7321,7 @@ def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     """A runner begins."""
     workflow_state(store, body['workflow_id'])
     check_labels(body.get('labels'))
+    check_references(store, body['workflow_id'], body)
     labels = sorted(set(body['labels'])) if body.get('labels') else None
     values = dict(body, is_active=body.get('is_active') is not False, labels=labels)
     if body.get('lease_s') is not None:
@@ -7264,9 +7341,13 @@ def announce_node(store: Store, event_type: str, node: Dict[str, Any], keys: Seq
 
 
 def update_compute_node(store: Store, node_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Change a node. One that ends gives back what it has claimed and not started."""
+    """Change a node; its labels stay. One that ends gives back what it has claimed and not started, and is over for good."""
     before = get_row(store, 'compute_node', node_id)
-    store.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None and key != 'workflow_id'})
+    check_stays(before['workflow_id'], body)
+    check_references(store, before['workflow_id'], body)
+    if body.get('is_active') and not before.get('is_active'):
+        raise Refused(f'compute node {node_id} has ended or was given up, and its jobs with it; register a new one', field='is_active')
+    store.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None and key not in ('workflow_id', 'labels')})
     if before.get('is_active') and body.get('is_active') is False:
         give_back(store, store.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))     # it knows what it did not start
         release_node(store, node_id)
@@ -7393,8 +7474,8 @@ def take_back_unheard(store: Store, node_id: int, held_jobs: Set[int], held_acti
 def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str, Any], answer: Dict[str, Any]) -> None:
     """One completion of a runner's turn: into `accepted` or `errors`."""
     try:
-        if not is_final(end['status']):
-            raise Refused(f"a job cannot complete as {end['status']!r}")
+        check_final(end['status'])
+        times = times_by_id(end.get('file_times') or {})
         refuse_other_holder(store, node_id, end)
         status = record_end(store, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
     except TorcError as error:
@@ -7402,7 +7483,7 @@ def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str,
         return
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
     if end.get('file_times'):
-        set_file_times(store, state.id, {'files': end['file_times']})
+        store_file_times(store, state.id, times)
     if end.get('message'):
         store.add_event(state.id, {'category': 'job', 'event_type': f"job_{end['status']}", 'job_id': end['job_id'], 'run_id': state.run_id,
                                    'attempt_id': end['attempt_id'], 'message': end['message']})
@@ -7417,6 +7498,8 @@ def refuse_other_holder(store: Store, node_id: int, end: Dict[str, Any]) -> None
 
 def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
     """How an action ended on the node that took it."""
+    if store.value('SELECT workflow_id FROM workflow_action WHERE id = ?', (result['action_id'],)) != workflow_id:
+        return      # deleted while it ran
     note_action_reported(store, result['action_id'], node_id)
     event_type, severity = ('action_completed', 'info') if result['success'] else ('action_failed', 'error')
     record_event(store, workflow_id, {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
@@ -8063,7 +8146,7 @@ RESOURCES = {
         'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
         'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = dep_member.dep_set_id WHERE dep_member.job_id = ?)',
         'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
-        'origin_is_set': '(origin IS NOT NULL) = ?', 'labels': "instr(?, '|' || ifnull(labels, '') || '|') > 0"}),
+        'origin_is_set': '(origin IS NOT NULL) = ?', 'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"}),
     'file': Resource('file', 'file', 'FileModel', 'Files', {
         'path': CONTAINS.format('path'), 'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
         'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
@@ -8072,18 +8155,19 @@ RESOURCES = {
         'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
         'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
     'resource_requirements': Resource('resource_requirements', 'resource_requirements', 'ResourceRequirementsModel', 'ResourceRequirements', {
-        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)'}),
+        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)',
+        'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'}),
     'failure_handler': Resource('failure_handler', 'failure_handler', 'FailureHandlerModel', 'FailureHandlers', {}),
     'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', 'SlurmSchedulerModel', 'SlurmSchedulers', {}),
     'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel', 'LocalSchedulers', {}),
     'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', 'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
     'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
-        'scheduled_compute_node_id': """instr(replace(scheduler, '}', ','), '"scheduler_id":' || ? || ',') > 0"""}),
+        'scheduled_compute_node_id': "member(scheduler, 'scheduler_id') = ?"}),
     'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
     'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
     'ro_crate_entity': Resource('ro_crate_entity', 'ro_crate_entity', 'RoCrateEntityModel', 'RoCrateEntities', {}),
     'event': Resource('event', 'event', 'EventModel', 'Events', {
-        'category': """instr(data, '"category":"' || ? || '"') > 0""", 'after_timestamp': 'timestamp > ?'}),
+        'category': """instr(data, '"category"') > 0 AND member(data, 'category') = ?""", 'after_timestamp': 'timestamp > ?'}),
 }
 LIST_MODEL = 'count:int! has_more:bool! items:[@{0}]! max_limit:int! offset:int! total_count:int!'
 GROUP_LIST_MODEL = 'has_more:bool! items:[@{0}]! limit:int! offset:int! total_count:int!'
@@ -8099,20 +8183,24 @@ MODELS.update({name: shape.format(model) for name, model, shape in (
     ('SlurmJobCorrelationsResponse', 'SlurmJobCorrelationModel', LIST_MODEL))})
 
 
+def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
+    """Refuse a field that a list does not show; '' is the usual order."""
+    if sort_by and sort_by not in names:
+        raise BadInput(f'sort_by: {printable(sort_by)!r} is no field to sort by' + (did_you_mean(sort_by, names) or '; use ' + ', '.join(names)),
+                       field='sort_by')
+
+
 def list_rows(store: Store, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
               reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
     """One page of a list: filtered, sorted (by id among equals), with the total number of items under the filters."""
     noun = RESOURCES[resource]
     if 'workflow_id' in filters:
         workflow_state(store, filters['workflow_id'])
-    if offset < 0 or limit < 0:
-        raise Refused('offset and limit must be at least 0')
+    limit = page_size(offset, limit)
     if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
-        raise Refused(f"unknown status {printable(str(filters['status']))!r}; one of {', '.join(STATUS_CODES)}")
-    limit = min(limit, MAX_LIST_ITEMS)
+        raise wrong_type('status', 'one of ' + ', '.join(STATUS_CODES), filters['status'])
     names = [column.name for column in store.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
-    if sort_by and sort_by not in names:
-        raise BadInput(f'{printable(sort_by)!r} is no field to sort by' + (did_you_mean(sort_by, names) or '; use ' + ', '.join(names)))
+    check_sort_field(sort_by, names)
     conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
     where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
     values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value for name, value in filters.items()]
@@ -8134,10 +8222,10 @@ def list_jobs(store: Store, resource: str, include_relationships: bool = False, 
 
 
 def served_labels(store: Store, workflow_id: int, labels: Set[str]) -> str:
-    """The label sets of a workflow's jobs that a runner with these labels may take, between bars."""
+    """The label sets of a workflow's jobs that a runner with these labels may take, between line ends: no JSON text holds one."""
     kinds = store.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,))
     served = [text for text in kinds if labels.issuperset(json.loads(text))] if labels else ['']
-    return '|' + '|'.join(served) + '|' if served else ''
+    return '\n' + '\n'.join(served) + '\n' if served else ''
 
 
 def list_results(store: Store, resource: str, all_runs: bool = False, **query: Any) -> Dict[str, Any]:
@@ -8168,15 +8256,16 @@ def list_relations(store: Store, resource: str, workflow_id: int, offset: int = 
     workflow_state(store, workflow_id)
     query = RELATION_QUERIES[resource]
     names = re.findall(r' AS (\w+)', query)
-    if sort_by and sort_by not in names:
-        raise Refused(f'{printable(sort_by)!r} is no field to sort by; use ' + ', '.join(names))
+    check_sort_field(sort_by, [*names, 'workflow_id'])
+    limit = page_size(offset, limit)
     total = store.value(f'SELECT count(*) FROM (SELECT {query})', {'workflow': workflow_id})
     way = 'DESC' if reverse_sort else 'ASC'
-    order = ', '.join(f'{column} {way}' for column in ([sort_by] if sort_by else ['2', '5']))
+    first = [sort_by] if sort_by in names else []   # all are of one workflow
+    order = ', '.join(f'{column} {way}' for column in first + [name for name in names if name.endswith('_id')])
     rows = store.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
-                      {'workflow': workflow_id, 'limit': max(0, min(limit, MAX_LIST_ITEMS)), 'offset': max(0, offset)})
+                      {'workflow': workflow_id, 'limit': limit, 'offset': offset})
     items = [{name: cell for name, cell in zip(names, row[1:]) if cell is not None} for row in rows]
-    return list_answer([dict(item, workflow_id=workflow_id) for item in items], max(0, offset), total)
+    return list_answer([dict(item, workflow_id=workflow_id) for item in items], offset, total)
 
 
 # -------- the usual operations --------
@@ -8184,7 +8273,7 @@ def list_relations(store: Store, resource: str, workflow_id: int, offset: int = 
 def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add a row that no special rule holds for."""
     workflow_state(store, body['workflow_id'])
-    check_links(store, body['workflow_id'], body)
+    check_references(store, body['workflow_id'], body)
     values = {key: value for key, value in body.items() if key != 'id'}
     if resource == 'event':
         values['timestamp'] = int(store.now() * 1000)
@@ -8192,13 +8281,6 @@ def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, A
         return read_row(store, resource, store.insert(RESOURCES[resource].table, values))
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, body) from None
-
-
-def check_links(store: Store, workflow_id: int, body: Dict[str, Any]) -> None:
-    """Refuse a row that points at a job or file of another workflow."""
-    for column, table in (('job_id', 'job'), ('file_id', 'file')):
-        if body.get(column) is not None:
-            check_owned(store, table, workflow_id, [body[column]])
 
 
 def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str, Any]) -> TorcError:
@@ -8227,6 +8309,7 @@ def create_requirements(store: Store, resource: str, body: Dict[str, Any]) -> Di
 def update_requirements(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Change resource requirements, for all jobs that have them."""
     current = read_row(store, resource, row_id)
+    check_stays(current['workflow_id'], body)
     values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
     values.update(checked_requirements(dict(current, **values)), is_implicit=False)
     store.update('resource_requirements', row_id, values)
@@ -8248,7 +8331,9 @@ def create_user_data(store: Store, resource: str, body: Dict[str, Any], consumer
 
 
 def create_result(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Add a result by hand; the job's status stays."""
+    """Add a result by hand, as the job's current one; the job's status stays."""
+    check_references(store, body['workflow_id'], body)
+    store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (body['job_id'],))
     return create_row(store, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
 
 
@@ -8261,14 +8346,13 @@ def update_row(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -
     """Change the given fields of a row; it stays in its workflow."""
     current = read_row(store, resource, row_id)
     values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
-    if body.get('workflow_id') not in (None, current['workflow_id']):
-        raise Refused(f"{resource.replace('_', ' ')} {row_id} belongs to workflow {current['workflow_id']} and stays there")
+    check_stays(current['workflow_id'], body)
+    check_references(store, current['workflow_id'], body)
     fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values and values[name] != current.get(name)]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot change")
     if resource == 'file' and 'st_mtime' in body:
         values['st_mtime'] = body['st_mtime']
-    check_links(store, current['workflow_id'], values)
     try:
         store.update(RESOURCES[resource].table, row_id, values)
     except sqlite3.IntegrityError as error:
@@ -8660,8 +8744,8 @@ def check_body(model: str, body: Any) -> Any:
         return check_value('the body', model, body)
     if model != '-':
         return check_model('', model.lstrip('?'), body, is_partial=model[0] == '?')
-    if not isinstance(body, (dict, list)):
-        raise wrong_type('the body', 'an object', body)
+    if body is None:
+        raise wrong_type('the body', 'a JSON value', body)
     check_any('the body', body)
     return body
 
@@ -8731,10 +8815,20 @@ def parse_body(body: bytes) -> Any:
         raise BadInput(f'the body is not JSON: {printable(str(error))}', http=400) from None
 
 
+RETRY_WORDS = re.compile('connection|timeout|network|dns|resolve|unreachable', re.IGNORECASE)
+SOFT_HYPHEN = '\u00ad'      # no reader sees it
+
+
+def part_retry_words(text: str) -> str:
+    """Text in which Torc's clients find none of the words that make them repeat a request: a job may be called network_test."""
+    return RETRY_WORDS.sub(lambda match: match.group()[0] + SOFT_HYPHEN + match.group()[1:], text)
+
+
 def format_error(error: TorcError) -> Dict[str, Any]:
     """An error as ErrorResponse."""
     kind = {401: 'Unauthorized', 403: 'Forbidden', 404: 'NotFound', 409: 'Conflict'}.get(error.http, type(error).__name__)
-    return {'error': dict(error.details, error=kind, message=error.message)}
+    details = {key: part_retry_words(item) if key == 'value' and isinstance(item, str) else item for key, item in error.details.items()}
+    return {'error': dict(details, error=kind, message=part_retry_words(error.message))}
 
 
 # -------- the interface, described for other programs --------
@@ -10176,7 +10270,7 @@ def parse_answer(status: int, body: bytes) -> Any:
     found = value.get('error') if isinstance(value, dict) else None
     found = found if isinstance(found, dict) else {'message': found} if isinstance(found, str) else {}
     reason = reason_phrase(status)
-    message = str(found.get('message') or f'the server answered {status} {reason}'.strip())
+    message = str(found.get('message') or f'the server answered {status} {reason}'.strip()).replace(SOFT_HYPHEN, '')
     if status >= 500:
         raise Unreachable(f'the server cannot answer now: {message}', http=status)
     kind = ERROR_KINDS_BY_STATUS.get(status) or ERROR_KINDS.get(str(found.get('error')), Refused)
@@ -13932,6 +14026,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
     active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
     if active and not args['force']:
         raise Refused(printable(f"jobs are in a runner's hands: {first_of(active)}; wait for them, or give --force"))
+    refuse_at_work(session, args, workflow_id)
     if not session.confirm(f'Reset the status of {len(jobs)} jobs of workflow {workflow_id}?'):
         return 0
     done, failures = reset_jobs(session, jobs)
@@ -13945,6 +14040,15 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
         'status': 'partial_failure' if failures else 'success', 'workflow_id': workflow_id}
     session.answer(value, f"Reset {len(done)} jobs. {value['next_steps']}\n")
     return Refused.exit if failures else 0
+
+
+def refuse_at_work(session: Session, args: Arguments, workflow_id: int) -> None:
+    """Refuse, without --force, while runners or allocations are there: they would not see the jobs before the next initialize."""
+    status = session.call('get_workflow_status', workflow_id=workflow_id)
+    busy = [f"{status[key]} {words}" for key, words in (('active_compute_nodes', 'active compute nodes'), (
+        'active_scheduled_nodes', 'active allocations'), ('pending_scheduled_nodes', 'pending allocations')) if status[key]]
+    if busy and not args['force']:
+        raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); wait for its end, or give --force")
 
 
 def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
