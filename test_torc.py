@@ -1793,6 +1793,11 @@ class ServiceTest(unittest.TestCase):
             torc.check_value(name, promised, json.loads(json.dumps(answer)))
         return answer
 
+    def ask(self, method: str, path: str, body: Any = None, query: str = '') -> Tuple[int, Any]:
+        data = body if isinstance(body, bytes) else b'' if body is None else json.dumps(body).encode()
+        with self.store.transaction():
+            return torc.answer_request(self.store, method, torc.API_PREFIX + path, query, data, 'tester')
+
     def create(self, jobs: str, **more: Any) -> int:
         """A workflow from lines 'name: prerequisites'; a name ending in ! does not mind failures. Initialized."""
         names = [line.split(':')[0].strip() for line in jobs.strip().splitlines()]
@@ -3065,11 +3070,6 @@ MORE_QUERY = {'list_failure_handlers': {'sort_by', 'reverse_sort'}}     # ours o
 class ApiTest(ServiceTest):
     """What arrives is checked before a verb sees it; every mistake of a client is a 4xx that names it."""
 
-    def ask(self, method: str, path: str, body: Any = None, query: str = '') -> Tuple[int, Any]:
-        data = body if isinstance(body, bytes) else b'' if body is None else json.dumps(body).encode()
-        with self.store.transaction():
-            return torc.answer_request(self.store, method, torc.API_PREFIX + path, query, data, 'tester')
-
     def test_mistakes_get_a_clear_4xx(self):
         workflow_id = self.create('a:')
         job = {'workflow_id': workflow_id, 'name': 'n', 'command': 'c'}
@@ -3292,7 +3292,6 @@ class ApiTest(ServiceTest):
 
 class FurtherOperationsTest(ServiceTest):
     """Operations beside the usual ones, by their paths; each answer fits its model."""
-    ask = ApiTest.ask
 
     def good(self, method: str, path: str, body: Any = None, query: str = '', status: int = 200) -> Any:
         """The value of an answer that has this status."""
@@ -3454,6 +3453,479 @@ class FurtherOperationsTest(ServiceTest):
         self.assertEqual((['b'], 3, True), ([item['job_name'] for item in page['items']], page['total_count'], page['has_more']))
         running = self.good('GET', f'/workflows/{workflow_id}/running_jobs')['items']
         self.assertEqual({'b': '502', 'c': None}, {job['job_name']: job.get('scheduler_job_id') for job in running})
+# -------- every route, with live data --------
+
+EXAMPLES = {    # model of a body -> one with as many fields as can be; '$noun' is the id of such a thing in the workflow
+    'ArchiveWorkflowRequest': {'is_archived': True},
+    'BatchCompleteJobsRequest': {'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running'}]},
+    'CheckChangesRequest': {'files': {'$file': 1.5}, 'dry_run': False},
+    'ClaimActionRequest': {'compute_node_id': '$compute_node'},
+    'ComputeNodeModel': {
+        'workflow_id': '$workflow', 'hostname': 'h', 'pid': 7, 'start_time': '2026-01-01T00:00:00Z', 'end_time': '2026-01-02T00:00:00Z', 'duration_seconds': 1.5,
+        'is_active': True, 'num_cpus': 4, 'memory_gb': 8, 'num_gpus': 1, 'num_nodes': 1, 'time_limit': 'PT1H', 'scheduler_config_id': '$slurm_scheduler',
+        'compute_node_type': 'slurm', 'scheduler': {'scheduler_id': '$scheduled_compute_node'}, 'labels': ['b', 'a'], 'sample_count': 3, 'peak_cpu_percent': 0.0,
+        'avg_cpu_percent': 1.5, 'peak_memory_bytes': 10, 'avg_memory_bytes': 5, 'identity': 'x', 'lease_s': 60},
+    'ComputeNodesResources': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'time_limit': 'PT1H', 'scheduler_config_id': '$slurm_scheduler',
+                              'id': '$compute_node', 'labels': []},
+    'EventModel': {'workflow_id': '$workflow', 'data': {'category': 'mine', 'n': [1, None]}},
+    'FailureHandlerModel': {'workflow_id': '$workflow', 'name': 'new', 'rules': '[{"exit_codes": [1]}]'},
+    'FileModel': {'workflow_id': '$workflow', 'name': 'new', 'path': 'new.csv', 'st_mtime': 2},
+    'FilesModel': {'files': [{'workflow_id': '$workflow', 'name': 'new', 'path': 'new.csv'}]},
+    'JobModel': {
+        'workflow_id': '$workflow', 'name': 'new', 'command': 'true', 'invocation_script': 'bash', 'env': {'A': '1'}, 'priority': 2, 'labels': ['b', 'a'],
+        'resource_requirements_id': '$resource_requirements', 'scheduler_id': '$slurm_scheduler', 'failure_handler_id': '$failure_handler',
+        'depends_on_job_ids': ['$done'], 'input_file_ids': ['$file'], 'output_file_ids': ['$made_file'], 'input_user_data_ids': ['$user_data'],
+        'output_user_data_ids': ['$made_data'], 'cancel_on_blocking_job_failure': False, 'supports_termination': True},
+    'JobsModel': {'jobs': [{'workflow_id': '$workflow', 'name': 'new', 'command': 'true', 'depends_on_job_ids': ['$done']}]},
+    'LocalSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'memory': '1g', 'num_cpus': 2},
+    'PlanModel': {
+        'workflow': {'name': 'planned'}, 'files': [{'name': 'f', 'path': 'f'}], 'user_data': [{'name': 'd', 'data': 1}], 'resource_requirements': [{'name': 'r'}],
+        'slurm_schedulers': [{'name': 's', 'account': 'a'}], 'failure_handlers': [{'name': 'h', 'rules': '[]'}], 'kinds': [[0, 0, 0, ['a']]],
+        'dependency_sets': [[0]], 'jobs': [['a', 'x', None, None, 0, None, 0, True, False, [0], [], [0], []], ['b', 'x', None, None, 0, 0, None, True, False, [], [], [], []]],
+        'actions': [{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': [1], 'persistent': False}]},
+    'ResourceRequirementsModel': {'workflow_id': '$workflow', 'name': 'new', 'num_cpus': 2, 'num_gpus': 1, 'num_nodes': 1, 'memory': '2g', 'runtime': 'PT2H'},
+    'ResultModel': {
+        'workflow_id': '$workflow', 'job_id': '$running', 'run_id': 1, 'attempt_id': 1, 'compute_node_id': '$compute_node', 'return_code': 0, 'exec_time_minutes': 0,
+        'completion_time': '2026-01-01T00:00:00Z', 'status': 'completed', 'peak_memory_bytes': 5, 'avg_memory_bytes': 4, 'peak_cpu_percent': 99.5, 'avg_cpu_percent': 0.0},
+    'RunnerSyncRequest': {
+        'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0, 'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
+        'held_actions': [], 'actions': ['on_workflow_start'], 'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
+        'completions': [{'job_id': '$running', 'attempt_id': 1, 'return_code': 1, 'status': 'failed', 'exec_time_minutes': 1.5, 'completion_time': '2026-01-01T00:00:00Z',
+                         'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0, 'avg_cpu_percent': 1.0, 'retry': True, 'max_retries': 3,
+                         'file_times': {'$made_file': 1.5}, 'message': 'm'}],
+        'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'depth': 1, 'time_limit': 'PT1H',
+                 'total': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}, 'scheduler_config_id': '$slurm_scheduler', 'labels': [], 'strict': False}},
+    'ScheduledComputeNodesModel': {'workflow_id': '$workflow', 'scheduler_id': 77, 'scheduler_config_id': '$slurm_scheduler', 'scheduler_type': 'slurm', 'status': 'active'},
+    'SetFileTimesRequest': {'files': {'$file': 1.5, '$made_file': None}},
+    'SlurmSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'account': 'a', 'gres': 'gpu:1', 'mem': '1g', 'nodes': 2, 'ntasks_per_node': 1, 'partition': 'p',
+                            'qos': 'q', 'tmp': '1g', 'walltime': '01:00:00', 'extra': '-x', 'serialize_allocations': True},
+    'UserDataListModel': {'user_data': [{'workflow_id': '$workflow', 'name': 'new', 'data': [1]}]},
+    'UserDataModel': {'workflow_id': '$workflow', 'name': 'new', 'data': {'a': [1, 'x', None]}, 'is_ephemeral': True},
+    'WorkflowActionModel': {'workflow_id': '$workflow', 'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+                            'job_ids': ['$running'], 'persistent': True, 'is_recovery': False},
+    'WorkflowModel': {
+        'name': 'new', 'user': 'u', 'description': 'd', 'project': 'p', 'metadata': {'a': [1, {'b': None}]}, 'env': {'A': '1'}, 'submission_directory': '/tmp',
+        'use_pending_failed': True, 'enable_ro_crate': False, 'dynamic_jobs': {'max_iterations': 3}, 'slurm_defaults': {'account': 'a'},
+        'compute_node_wait_for_new_jobs_seconds': 5, 'compute_node_ignore_workflow_completion': True, 'compute_node_min_time_for_new_jobs_seconds': 5,
+        'compute_node_wait_for_healthy_database_minutes': 5, 'compute_node_expiration_buffer_seconds': 5,
+        'execution_config': {'mode': 'direct', 'stdio': {'mode': 'combined', 'delete_on_success': True}, 'timeout_exit_code': 152, 'job_stdio_overrides': {'j': {'mode': 'none'}}},
+        'resource_monitor_config': {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True}, 'compute_node': {'enabled': True}}},
+}
+WORKFLOW_CHANGE = {key: value for key, value in EXAMPLES['WorkflowModel'].items() if key not in ('env', 'submission_directory', 'dynamic_jobs')}
+REQUESTS = {    # route -> parameters and body that differ from what its path, resource and model say
+    'update_workflow': {'body': WORKFLOW_CHANGE},
+    'start_job': {'job_id': '$pending'}, 'complete_job': {'job_id': '$running', 'status': 'completed'}, 'retry_job': {'job_id': '$failed', 'max_retries': 3},
+    'manage_status_change': {'job_id': '$done', 'status': 'uninitialized'}, 'delete_job': {'job_id': '$ready'},
+    'update_job': {'job_id': '$ready', 'body': {'name': 'new', 'command': 'false', 'priority': 5, 'labels': ['x'], 'resource_requirements_id': '$resource_requirements'}},
+    'delete_jobs': {'workflow_id': '$idle_workflow'}, 'initialize_jobs': {'workflow_id': '$idle_workflow'}, 'reset_workflow_status': {'force': True},
+    'reset_job_status': {'failed_only': True}, 'delete_resource_requirements': {'workflow_id': '$empty_workflow'},
+    'create_failure_handler': {'body': dict(EXAMPLES['FailureHandlerModel'], name='other')},
+    'delete_resource_requirement': {'row_id': '$spare_requirements'},
+    'create_result': {'body': dict(EXAMPLES['ResultModel'], attempt_id=9)},
+    'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
+    'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5}, 'get_pending_actions': {'trigger_type': ['on_workflow_start']},
+}
+BASE_TYPES = {'name': 'str', 'time': 'str', 'rules': 'str', 'minutes': 'float', 'gigabytes': 'float', 'nodes': 'int'}   # stricter forms of types of the interface
+PYTHON_TYPES = {'int': (int,), 'float': (int, float), 'bool': (bool,), 'str': (str,), 'object': (dict,)}
+
+
+def misfits(place: str, kind: str, value: Any) -> List[str]:
+    """Where an answer is not of a type of MODELS, strictly; absent optional fields may be null or left out."""
+    kind = BASE_TYPES.get(kind, kind)
+    if kind == 'any':
+        return []
+    if kind in PYTHON_TYPES:
+        return [] if type(value) in PYTHON_TYPES[kind] else [f'{place}: {value!r} is no {kind}']
+    if kind[0] in '[{':
+        if type(value) is not {'[': list, '{': dict}[kind[0]]:
+            return [f'{place}: {value!r} is no {kind}']
+        items = enumerate(value) if kind[0] == '[' else value.items()
+        return [text for key, item in items for text in misfits(f'{place}.{key}', kind[1:-1], item)]
+    if kind[1:] in torc.ENUMS:
+        return [] if value in torc.ENUMS[kind[1:]] else [f'{place}: {value!r} is no {kind}']
+    if type(value) is not dict:
+        return [f'{place}: {value!r} is no {kind}']
+    fields = torc.model_fields(kind[1:])
+    found = [f'{place}.{name} is in no model' for name in value if name not in fields]
+    for name, field in fields.items():
+        if value.get(name) is not None:
+            found += misfits(f'{place}.{name}', field.type, value[name])
+        elif field.is_required and not (field.type == 'any' and name in value):
+            found.append(f'{place}.{name} is missing')
+    return found
+
+
+class LiveTest(ServiceTest):
+    """A workflow at work, one that rests, and another with everything in it; and the request that each route takes well."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.ids = self.make('here')
+        self.others = self.make('there')
+
+    def make(self, name: str) -> Dict[str, Any]:
+        """A workflow with a row of every kind and jobs of several statuses. Noun -> id."""
+        ids = {'workflow': self.call('create_workflow', dict(EXAMPLES['WorkflowModel'], name=name, description=name))['id']}
+        ids['idle_workflow'] = self.call('create_workflow', {'name': name + ' at rest', 'user': 'u'})['id']
+        self.call('create_job', {'workflow_id': ids['idle_workflow'], 'name': 'j', 'command': 'x'})
+        ids['empty_workflow'] = self.call('create_workflow', {'name': name + ' without jobs', 'user': 'u'})['id']
+
+        def add(noun: str, op: str, body: Any = None, **more: Any) -> None:
+            route = torc.OPERATIONS[op]
+            body = dict(EXAMPLES[route.body] if body is None else body, **more)
+            ids[noun] = self.call(op, self.resolve(body, ids), **({'id': ids['workflow']} if op == 'create_workflow_action' else {}))['id']
+        for noun in ('resource_requirements', 'file', 'user_data', 'failure_handler', 'slurm_scheduler', 'local_scheduler', 'scheduled_compute_node'):
+            add(noun, f'create_{noun}')
+        add('spare_requirements', 'create_resource_requirements', name='spare')
+        add('made_file', 'create_file', name='made')
+        add('made_data', 'create_user_data', name='made')
+        add('compute_node', 'create_compute_node')
+        add('event', 'create_event')
+        add('done', 'create_job', name='done', priority=9, depends_on_job_ids=[], labels=[])
+        for job in ('failed', 'running', 'pending', 'ready'):
+            add(job, 'create_job', {'workflow_id': '$workflow', 'name': job, 'command': 'x', 'resource_requirements_id': '$resource_requirements'})
+        add('blocked', 'create_job', {'workflow_id': '$workflow', 'name': 'blocked', 'command': 'x', 'depends_on_job_ids': ['$running'],
+                                      'input_file_ids': ['$made_file'], 'input_user_data_ids': ['$made_data']})
+        ids['job'] = ids['done']
+        self.call('initialize_jobs', id=ids['workflow'])
+        add('action', 'create_workflow_action', trigger_type='on_workflow_start', job_ids=None, persistent=False)
+        add('gated_action', 'create_workflow_action')
+        self.sync(ids['workflow'], ids['compute_node'], want={'strategy': 'queue', 'limit': 4})
+        self.store.run('UPDATE job SET status = 3, compute_node_id = ? WHERE id IN (?, ?, ?, ?)',
+                       (ids['compute_node'], ids['done'], ids['failed'], ids['running'], ids['pending']))
+        for job in ('done', 'failed', 'running'):
+            self.call('start_job', job_id=ids[job], run_id=1, compute_node_id=ids['compute_node'])
+        for job, status in (('done', 'completed'), ('failed', 'failed')):
+            body = self.resolve(dict(EXAMPLES['ResultModel'], job_id=ids[job], status=status, return_code=int(status == 'failed')), ids)
+            self.call('complete_job', body, job_id=ids[job], status=status, run_id=1)
+        ids['result'] = self.call('list_results', workflow_id=ids['workflow'])['items'][0]['id']
+        ids['result_of_running'] = self.resolve(dict(EXAMPLES['ResultModel'], status='failed', return_code=1), ids)
+        return ids
+
+    def resolve(self, value: Any, ids: Dict[str, Any]) -> Any:
+        """A value of EXAMPLES with real ids."""
+        if isinstance(value, dict):
+            return {(str(ids[key[1:]]) if key.startswith('$') else key): self.resolve(item, ids) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.resolve(item, ids) for item in value]
+        return ids[value[1:]] if isinstance(value, str) and value.startswith('$') else value
+
+    def parameters(self, route: Any) -> Dict[str, Any]:
+        """Good path and required query parameters of a route."""
+        given = {key: value for key, value in REQUESTS.get(route.name, {}).items() if key != 'body'}
+        for name in re.findall(r'{(\w+)}', route.path) + [name for name, field in torc.query_fields(route).items() if field.is_required]:
+            known = '$' + {'row_id': route.resource, 'node_id': 'compute_node'}.get(name, name.replace('_id', ''))
+            value = 1 if name == 'run_id' else known
+            self.assertTrue(name in given or value == 1 or known[1:] in self.ids, f'{route.name}: say in REQUESTS what {name} is')
+            given.setdefault(name, value)
+        return self.resolve(given, self.ids)
+
+    def body(self, route: Any) -> Any:
+        """A good body for a route; None if it takes none."""
+        model = route.body.lstrip('?')
+        if not model:
+            return None
+        given = REQUESTS.get(route.name, {}).get('body', EXAMPLES.get(model))
+        self.assertIsNotNone(given, f'{route.name}: give EXAMPLES a {model}, or REQUESTS a body')
+        return self.resolve(given, self.ids)
+
+    def request(self, route: Any, parameters: Dict[str, Any], body: Any) -> Tuple[int, Any]:
+        """Ask for a route."""
+        path = re.sub(r'{(\w+)}', lambda match: urllib.parse.quote(str(parameters[match.group(1)]), safe=''), route.path)
+        query = {name: value for name, value in parameters.items() if '{' + name + '}' not in route.path}
+        words = urllib.parse.urlencode({name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}, doseq=True)
+        return self.ask(route.method, path, body, words)
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """What happens in the block is taken back."""
+        transaction = self.store.transaction
+        self.store.transaction = self.store.savepoint   # type: ignore
+        try:
+            with contextlib.suppress(ZeroDivisionError), transaction():
+                yield
+                raise ZeroDivisionError
+        finally:
+            self.store.transaction = transaction        # type: ignore
+
+    def dump(self) -> List[str]:
+        """The whole database as text."""
+        return list(self.store._db.iterdump())
+
+    def assertUnchanged(self, before: List[str]) -> None:
+        """The database is what it was."""
+        self.assertEqual([], sorted(set(before) ^ set(self.dump())))
+
+    def error_text(self, value: Any) -> str:
+        """What an ErrorResponse says; fails if it is none."""
+        self.assertEqual([], misfits('error', '@ErrorResponse', value))
+        self.assertIsInstance(value['error']['message'], str)
+        return json.dumps(value, ensure_ascii=False)
+
+
+class AnswerTest(LiveTest):
+    """Every answer is what the models say."""
+
+    def test_each_route_answers_as_its_type_says(self):
+        for route in torc.ROUTES:
+            with self.subTest(route.name), self.undone():
+                status, value = self.request(route, self.parameters(route), self.body(route))
+                self.assertEqual(200, status, value)
+                value = json.loads(torc.format_json(value))
+                self.assertEqual([], misfits('answer', torc.answer_type(route), value))
+                if isinstance(value, dict) and 'items' in value:
+                    self.assertTrue(value['items'], 'nothing was checked: the live data lacks such a thing')
+
+    def test_the_models_are_those_of_the_interface(self):
+        words = {'Int': 'int', 'Str': 'str', 'Bool': 'bool', 'Float': 'float', 'Any': 'any', 'Object': 'object', 'ComputeNodeSchedule': 'any'}
+
+        def spoken(kind: str) -> str:
+            if kind[0] in '[{':
+                return {'[': 'List[', '{': 'Dict[str, '}[kind[0]] + spoken(kind[1:-1]) + ']'
+            return kind[1:] if kind[0] == '@' else next(name for name, word in words.items() if word == BASE_TYPES.get(kind, kind))
+        found = {}
+        for name, fields in read_shared('torc/api_models.json').items():
+            if fields and isinstance(fields[0], str):
+                if torc.ENUMS.get(name) != tuple(fields):
+                    found[name] = 'another enumeration'
+                continue
+            theirs = {field['name']: (field['type'].replace('ComputeNodeSchedule', 'Any'), field['required']) for field in fields}
+            ours = {key: (spoken(field.type), field.is_required) for key, field in torc.model_fields(name).items()} if name in torc.MODELS else theirs
+            found.update({f'{name}.{key}': 'differs' for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)})
+        self.assertEqual(sorted(MODEL_DIFFERENCES), sorted(found))
+
+    def test_routes_take_and_give_what_the_interface_says(self):
+        official = {row['op']: row for row in read_shared('torc/api_operations.json')}
+        for route in torc.ROUTES:
+            if route.name not in official:
+                continue
+            row = official[route.name]
+            with self.subTest(route.name):
+                self.assertLessEqual(set(row['query']) - LATER_QUERIES.get(route.name, set()), set(torc.query_fields(route)))
+                wanted = re.sub(r'List\[(\w+)\]', r'[@\1]', row['returns'] or '')
+                if wanted != 'object':
+                    self.assertEqual(wanted, torc.answer_type(route).lstrip('@'))
+                if row['body'] not in (None, 'Any') and not row['body'].startswith('List'):
+                    self.assertEqual(row['body'], route.body.lstrip('?'))
+
+
+MODEL_DIFFERENCES = {   # field in which we differ from the interface -> why
+    'ClaimActionResponse.claimed': "Torc's server says it, and its client takes it for success",
+    'ComputeNodeModel.identity': 'of the runner: tells a reused process id',
+    'ComputeNodeModel.lease_s': 'of the runner: silent for longer, its node counts as gone',
+    'EventModel.timestamp': "always in answers; in a request it may be missing, for the server's clock counts",
+    'FileModel.identifier': 'of the workflow file, for RO-Crate',
+}
+LATER_QUERIES = {   # route -> query parameters of the interface that it does not take
+    'list_workflows': {'access_group'}, 'initialize_jobs': {'async'},
+}
+
+
+# -------- what arrives is checked --------
+
+DEEP = functools.reduce(lambda inner, _: [inner], range(torc.MAX_DEPTH + 2), [])    # type: Any
+UNTEXT = [5, True, [], {}, 'a\0b', '\ud800']
+WRONG = {   # type of MODELS -> values that it must refuse
+    'int': ['x', '1', 1.5, True, [], {}, 2 ** 63, -2 ** 63 - 1, 10 ** 4000, float('nan'), float('inf')],
+    'float': ['x', '1.5', True, [], {}, 2 ** 64, float('nan'), float('inf'), float('-inf')],
+    'bool': [0, 1, 'true', [], {}],
+    'str': UNTEXT, 'name': UNTEXT + ['a\nb', '\x1b[31m', 'x' * 1001], 'time': UNTEXT + ['', 'soon', '2026-13-01T00:00:00Z', '2026-01-01', '5'],
+    'rules': UNTEXT + ['', 'x', '{}', '[1]', '[', 'NaN', '[{"a": "\\u0000"}]', '[{"a": 1e999}]'],
+    'minutes': ['x', True, [], -1, -0.5, 1e300, float('nan')], 'gigabytes': ['x', True, [], -1, 1e300, float('nan')],
+    'nodes': ['x', 1.5, True, -1, 10 ** 9, 2 ** 70],
+    'object': [5, 'x', [], True, {'a': DEEP}, {'a': '\ud800'}, {'a\0': 1}, {'a': 2 ** 64}, {'a': float('nan')}],
+    'any': [DEEP, {'a': '\ud800'}, {'\0': 1}, [2 ** 64], 'a\0', float('nan')],
+    'start': [[], [1], [1, 1, 'soon'], ['x', 1, '2026-01-01T00:00:00Z'], 5], 'attempt': [[], [1], ['x', 1], [1, None], 5, {}],
+    'planned_jobs': [5, {}, [[1]], 'x'], 'planned_kind': [5, [], [None, 'x', None, None], 'x'],
+}
+WRONG_FOR_FIELD = { # field -> further values that it must refuse
+    'memory': ['1.5g', '-1g', '', 'x', '9' * 30 + 't', '1gb'], 'runtime': ['1h', '', '5', 'PT-1H', 'P' + '9' * 30 + 'Y'], 'time_limit': ['1h', '', '5'],
+    'num_cpus': [0, -1], 'labels': [[''], [' a'], ['a,b']], 'env': [{'1A': 'x'}, {'': 'x'}, {'A=B': 'x'}, {'A B': 'x'}], 'priority': [-1],
+    'trigger_type': ['on_monday', ''], 'action_type': ['dance', ''], 'action_config': [5, {}, {'commands': []}, {'commands': [5]}], 'max_iterations': [0, -1],
+    'status': ['happy', '', 'COMPLETED'], 'files': [{'x': 1.0}, {'-1': 1.0}, {'': 1.0}],
+}
+STRICT_FIELDS = {   # further values hold for these models only; elsewhere the field is plain text or a plain number
+    'memory': ['ResourceRequirementsModel'], 'runtime': ['ResourceRequirementsModel'], 'time_limit': ['ComputeNodesResources', 'RunnerWant'],
+    'num_cpus': ['ResourceRequirementsModel'], 'files': ['CheckChangesRequest', 'SetFileTimesRequest'], 'labels': ['JobModel', 'ComputeNodesResources', 'RunnerWant'], 'status': ['JobModel', 'ResultModel', 'RunnerEnd', 'JobCompletionEntry'],
+}
+WRONG_WORDS = {     # type of a parameter -> texts that it must refuse
+    'int': ['x', '1.5', '', ' ', '1 ', '0x1', '1_0', '1e3', '\uff11', '9' * 19, '-' + '9' * 19, '9' * 5000, 'null', 'a\0'],
+    'bool': ['maybe', '2', '', 'yes', 'a\0'], 'str': ['a\0b', '\udcff'], '[str]': ['a\0b', '\udcff'],
+}
+
+
+def with_each_foreign_id(value: Any, place: str = '') -> Iterator[Tuple[str, Any]]:
+    """An example with one '$noun' after the other made '$$noun'."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key.startswith('$'):
+                yield f'{place}.{key}', {('$' + key if other == key else other): kept for other, kept in value.items()}
+            for where, changed in with_each_foreign_id(item, f'{place}.{key}'):
+                yield where, dict(value, **{key: changed})
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            for where, changed in with_each_foreign_id(item, f'{place}[{index}]'):
+                yield where, value[:index] + [changed] + value[index + 1:]
+    elif isinstance(value, str) and value.startswith('$'):
+        yield place, '$' + value
+
+
+def mistakes(kind: str, good: Any, path: str, owner: str) -> Iterator[Tuple[str, Any]]:
+    """Values that a type of MODELS must refuse, each with the path of the field that is wrong in it."""
+    field = path.split('.')[-1].split('[')[0]
+    if owner in STRICT_FIELDS.get(field, [owner]):
+        yield from ((path, wrong) for wrong in WRONG_FOR_FIELD.get(field, ()))
+    if kind in WRONG:
+        yield from ((path, wrong) for wrong in WRONG[kind])
+    elif kind[0] == '[':
+        yield from ((path, wrong) for wrong in (5, 'x', {}, True))
+        inner = good[0] if isinstance(good, list) and good else None
+        yield from ((place, [wrong]) for place, wrong in mistakes(kind[1:-1], inner, path, owner))
+    elif kind[0] == '{':
+        yield from ((path, wrong) for wrong in (5, 'x', [], True))
+        key, inner = next(iter(good.items())) if isinstance(good, dict) and good else ('5' if field in ('files', 'file_times') else 'A', None)
+        yield from ((place, {key: wrong}) for place, wrong in mistakes(kind[1:-1].rstrip('?'), inner, path, owner))
+    elif kind[1:] in torc.ENUMS:
+        yield from ((path, wrong) for wrong in (5, 'x', [], {}, True))
+    else:
+        yield from model_mistakes(kind, good, path)
+
+
+def model_mistakes(kind: str, good: Any, path: str) -> Iterator[Tuple[str, Any]]:
+    """The same for a model: each field wrong in each way, or missing."""
+    yield from ((path, wrong) for wrong in (5, 'x', [], True))
+    good = good if isinstance(good, dict) else {}
+    for name, field in torc.model_fields(kind[1:]).items():
+        place = f'{path}.{name}'.lstrip('.')
+        if field.is_required and kind[0] != '?' and name in good:
+            yield place, {key: value for key, value in good.items() if key != name}
+            yield place, dict(good, **{name: None})
+        for where, wrong in mistakes(field.type, good.get(name), place, kind[1:]):
+            yield where, dict(good, **{name: wrong})
+
+
+class MistakeTest(LiveTest):
+    """Whatever is wrong in a request is answered with a 4xx that names it, and changes nothing."""
+    maxDiff = None
+
+    def complaint(self, route: Any, parameters: Dict[str, Any], body: Any, name: str) -> str:
+        """'' if a request is refused with a 4xx that names the field; what was answered else. In a batch each entry is refused for itself."""
+        status, value = self.request(route, parameters, json.dumps(body).encode())
+        if status == 200 and isinstance(value, dict) and value.get('errors') and value.get('completed') in (None, []):
+            return ''
+        told = f'{route.name} {name}: {status} {value!r:.200} for {body!r:.300}'
+        if not 400 <= status < 500:
+            return told
+        field = name.split('.')[-1].split('[')[0]
+        text = self.error_text(value)
+        return '' if field in text or status == 400 or 'cannot change' in text else told
+
+    def test_each_field_of_each_body_refuses_what_it_cannot_be(self):
+        count, complaints = 0, []
+        for route in torc.ROUTES:
+            kind = '@any' if route.body == '-' else route.body if route.body[:1] in '?[' else '@' + route.body
+            if not route.body:
+                continue
+            parameters, good, before = self.parameters(route), self.body(route), self.dump()
+            cases = mistakes('any', good, 'body', '') if route.body == '-' else mistakes(kind, good, '', '')
+            for name, body in cases:
+                count += 1
+                complaints.append(self.complaint(route, parameters, body, name))
+            with self.subTest(route.name):
+                self.assertUnchanged(before)
+        self.assertEqual('', '\n'.join(filter(None, complaints)))
+        self.assertGreater(count, 3000)
+
+    def test_each_parameter_refuses_what_it_cannot_be(self):
+        before, complaints = self.dump(), []
+        for route in torc.ROUTES:
+            good, body = self.parameters(route), self.body(route)
+            kinds = {name: field.type for name, field in torc.query_fields(route).items()}
+            kinds.update({name: 'str' if name in torc.TEXT_PARAMETERS else 'int' for name in re.findall(r'{(\w+)}', route.path)})
+            for name, kind in kinds.items():
+                in_path = '{' + name + '}' in route.path
+                wrong = [word for word in WRONG_WORDS[kind] if word or not in_path]
+                if name in ('offset', 'limit') and not in_path:
+                    wrong.append('-1')
+                if name == 'status' and (in_path or route.resource in ('job', 'result')):
+                    wrong.append('happy')
+                for word in wrong:
+                    with self.undone():
+                        status, value = self.words(route, dict(good, **{name: word}), body)
+                    if not 400 <= status < 500 or name not in self.error_text(value) and 'nothing at' not in self.error_text(value):
+                        complaints.append(f'{route.name} {name}={word!r:.30}: {status} {value!r:.300}')
+            for name in good:
+                if name in torc.query_fields(route) and torc.query_fields(route)[name].is_required:
+                    status, value = self.request(route, {key: item for key, item in good.items() if key != name}, body)
+                    complaints += [] if status == 400 and name in self.error_text(value) else [f'{route.name} without {name}: {status} {value!r:.300}']
+        self.assertEqual('', '\n'.join(complaints))
+        self.assertUnchanged(before)
+
+    def words(self, route: Any, parameters: Dict[str, Any], body: Any) -> Tuple[int, Any]:
+        """Ask for a route with text that may be no text at all."""
+        def quote(value: Any) -> str:
+            return urllib.parse.quote(str(value).encode('utf-8', 'surrogateescape'), safe='')
+        path = re.sub(r'{(\w+)}', lambda match: quote(parameters[match.group(1)]), route.path)
+        query = '&'.join(f'{name}={quote(value)}' for name, value in parameters.items() if '{' + name + '}' not in route.path)
+        return self.ask(route.method, path, body, query)
+
+    def test_a_path_to_what_is_not_there_is_a_404(self):
+        for route in torc.ROUTES:
+            for name in re.findall(r'{(\w+_id)}', route.path):
+                if name in ('run_id', 'compute_node_id'):
+                    continue    # tested as states
+                with self.subTest(route.name, name=name):
+                    status, value = self.request(route, dict(self.parameters(route), **{name: 10 ** 12}), self.body(route))
+                    self.assertEqual((404, True), (status, str(10 ** 12) in self.error_text(value)), value)
+
+    def test_ids_of_another_workflow_are_refused_wherever_a_body_names_one(self):
+        strangers, before, count = {'$' + noun: item for noun, item in self.others.items()}, self.dump(), 0
+        for route in torc.ROUTES:
+            parameters = self.parameters(route)
+            example = REQUESTS.get(route.name, {}).get('body', EXAMPLES.get(route.body.lstrip('?')))
+            for place, changed in with_each_foreign_id(example) if route.body else ():
+                if place == '.scheduler.scheduler_id' or place.endswith('workflow_id') and route.method == 'POST' and '{' not in route.path:
+                    continue    # JSON of somebody else; made over there, or refused for what else it names
+                count += 1
+                with self.subTest(route.name, place=place), self.undone():
+                    rows = self.rows_over_there()
+                    status, value = self.request(route, parameters, self.resolve(changed, {**self.ids, **strangers}))
+                    if route.name != 'runner_sync':     # passes over single things, for the good of the rest
+                        self.assertTrue(400 <= status < 500 or value.get('errors') and not value['completed'], value)
+                    self.assertEqual(rows, self.rows_over_there())
+        self.assertGreater(count, 40)
+        self.assertUnchanged(before)
+
+    def rows_over_there(self) -> List[Any]:
+        """All rows of the other workflow."""
+        tables = [name for name in self.store.ids("SELECT name FROM sqlite_master WHERE type = 'table'")
+                  if any(column.name == 'workflow_id' for column in self.store.columns(name))]
+        return [self.store.rows(f'SELECT * FROM {table} WHERE workflow_id = ?', (self.others['workflow'],)) for table in tables]
+
+    def test_a_body_that_is_no_body_of_json_is_refused(self):
+        before = self.dump()
+        bodies = (b'', b' ', b'{', b'nul', b'\xff\xfe', b'[' * 100000, b'{"a":' * 100000, b'{"a": 1, "a": 2}', b'"\ud800', b'{"a": Infinity}', b'{"a": -NaN}', b'\x00',
+                  b'9' * 2000000, b'[1,]', b"{'a': 1}", b'\xef\xbb\xbf{}')
+        for route in torc.ROUTES:
+            for body in bodies if route.body else ():
+                if (route.name, body.strip()) == ('claim_action', b''):
+                    continue    # means: by nobody in particular
+                status, value = self.request(route, self.parameters(route), body)
+                self.assertIn(status, (400, 422), (route.name, body[:20]))
+                self.error_text(value)
+        self.assertUnchanged(before)
+
+    def test_a_users_own_names_do_not_make_a_client_repeat_its_request(self):
+        words = 'connection timeout network dns resolve unreachable Network_Test'
+        for name, body in (('create_jobs', {'jobs': 2 * [{'workflow_id': self.ids['workflow'], 'name': words, 'command': 'x'}]}),
+                           ('create_compute_node', dict(self.body(torc.OPERATIONS['create_compute_node']), labels=[words + ','])),
+                           ('create_resource_requirements', {'workflow_id': self.ids['workflow'], 'name': 'n', 'memory': words})):
+            status, value = self.request(torc.OPERATIONS[name], {}, body)
+            self.assertEqual(422, status)
+            self.assertIsNone(torc.RETRY_WORDS.search(json.dumps(value)), value)
+            with self.assertRaises(torc.TorcError) as caught:
+                torc.parse_answer(status, torc.format_json(value).encode())
+            self.assertIn(words, caught.exception.message)
 
 
 OFFICIAL_TYPES = {'Int': 'integer', 'Str': 'string', 'Bool': 'boolean', 'Float': 'number', 'Object': 'object', 'object': 'object', 'Any': 'any'}

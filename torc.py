@@ -459,10 +459,20 @@ def refuse_constant(word: str) -> None:
     raise ValueError(f'{word} is not allowed')
 
 
+def parse_integer(text: str) -> int:
+    """parse_int for json where int() has no limit of its own, and takes minutes for a million digits (Python before 3.10.7)."""
+    if len(text) > 4300:
+        raise ValueError(f'a number of {len(text)} digits')
+    return int(text)
+
+
+JSON_INTEGER = None if hasattr(sys, 'get_int_max_str_digits') else parse_integer
+
+
 def parse_json(text: str) -> Any:
     """Strict JSON -> value. ValueError for what RFC 8259 forbids, duplicate keys, or nesting beyond the stack."""
     try:
-        return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant)
+        return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant, parse_int=JSON_INTEGER)
     except RecursionError:
         raise ValueError('nested too deeply') from None
 
@@ -6029,7 +6039,7 @@ def check_labels(labels: Optional[Sequence[str]]) -> None:
     """Refuse labels that could not be told apart in a list."""
     for label in labels or ():
         if not label or label != label.strip() or ',' in label:
-            raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end with a blank')
+            raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end with a blank', field='labels')
 
 
 def create_job(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -6772,6 +6782,7 @@ def parse_time_limit(text: Optional[str]) -> Optional[int]:
 
 def claim(store: Store, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> List[int]:
     """Choose ready jobs by the wanted strategy and hand them to a node: ready -> pending."""
+    check_references(store, state.id, want)
     if state.is_canceled or want['limit'] <= 0:
         return []
     chosen = CLAIM_STRATEGIES[want['strategy']](store, state.id, want)
@@ -8821,7 +8832,7 @@ SOFT_HYPHEN = '\u00ad'      # no reader sees it
 
 def part_retry_words(text: str) -> str:
     """Text in which Torc's clients find none of the words that make them repeat a request: a job may be called network_test."""
-    return RETRY_WORDS.sub(lambda match: match.group()[0] + SOFT_HYPHEN + match.group()[1:], text)
+    return RETRY_WORDS.sub(lambda match: match.group()[:2] + SOFT_HYPHEN + match.group()[2:], text)
 
 
 def format_error(error: TorcError) -> Dict[str, Any]:
