@@ -4048,6 +4048,190 @@ class OpenApiTest(ServiceTest):
         self.assertEqual((['integer', 'null'], 'integer'), (job['properties']['id']['type'], job['properties']['workflow_id']['type']))
         self.assertEqual([{'$ref': '#/components/schemas/JobStatus'}, {'type': 'null'}], job['properties']['status']['anyOf'])
         self.assertNotIn('required', self.document['components']['schemas']['PartialJobModel'])
+# -------- lists --------
+
+def contains(name: str) -> Callable[..., bool]:
+    """Filter: a part of a text, in any case of letters."""
+    return lambda item, value, world: name in item and value.lower() in item[name].lower()
+
+
+def relates(field: str) -> Callable[..., bool]:
+    """Filter of files and user data: a job has the item among these ids."""
+    return lambda item, value, world: item['id'] in world.get(value, {}).get(field, ())
+
+
+def category_is(item: Dict[str, Any], value: str, world: Any) -> bool:
+    """Filter of events."""
+    return isinstance(item['data'], dict) and item['data'].get('category') == value
+
+
+def label_sets_fit(item: Dict[str, Any], value: str, world: Any) -> bool:
+    """Filter of jobs: what a runner with these labels may take."""
+    labels = set(item.get('labels', ()))
+    return labels <= set(value.split(',')) and bool(labels) if value else not labels
+
+
+FILTERS = {     # (route, parameter) -> whether an item passes; others compare with the field of their name. `world`: job id -> job
+    ('list_workflows', 'description'): contains('description'), ('list_jobs', 'name'): contains('name'), ('list_jobs', 'command'): contains('command'),
+    ('list_files', 'path'): contains('path'), ('list_user_data', 'name'): contains('name'), ('list_events', 'category'): category_is,
+    ('list_events', 'after_timestamp'): lambda item, value, world: item['timestamp'] > value, ('list_jobs', 'labels'): label_sets_fit,
+    ('list_jobs', 'needs_file_id'): lambda item, value, world: value in world[item['id']].get('input_file_ids', ()),
+    ('list_jobs', 'upstream_job_id'): lambda item, value, world: value in world[item['id']].get('depends_on_job_ids', ()),
+    ('list_jobs', 'active_compute_node_id'): lambda item, value, world: (item['status'], item.get('compute_node_id')) == ('running', value),
+    ('list_jobs', 'origin_is_set'): lambda item, value, world: ('origin' in item) == value,
+    ('list_jobs', 'include_relationships'): lambda item, value, world: True,
+    ('list_files', 'produced_by_job_id'): relates('output_file_ids'),
+    ('list_files', 'is_output'): lambda item, value, world: not value or any(item['id'] in job.get('output_file_ids', ()) for job in world.values()),
+    ('list_user_data', 'consumer_job_id'): relates('input_user_data_ids'), ('list_user_data', 'producer_job_id'): relates('output_user_data_ids'),
+    ('list_resource_requirements', 'job_id'): lambda item, value, world: world.get(value, {}).get('resource_requirements_id') == item['id'],
+    ('list_resource_requirements', 'runtime'): lambda item, value, world: value in (item['runtime'], str(torc.parse_duration(item['runtime']))),
+    ('list_compute_nodes', 'scheduled_compute_node_id'): lambda item, value, world: item.get('scheduler') == {'scheduler_id': value},
+    ('list_results', 'all_runs'): lambda item, value, world: value or item['id'] == max(row['id'] for row in world['results']['rows'] if row['job_id'] == item['job_id']),
+}
+UNSORTABLE = {  # fields of a model that its lists cannot be sorted by
+    'schedule_compute_nodes', 'access_groups', 'input_file_ids', 'output_file_ids', 'input_user_data_ids', 'output_user_data_ids', 'depends_on_job_ids', 'identity',
+    'lease_s', 'identifier', 'job_ids'}
+ODD_TEXTS = ['', '%', '_', 'a', 'A', "a'b", 'a"b', 'mine', 'PT7200S', '7200', 'ä']
+
+
+class ListTest(LiveTest):
+    """Every list, page by page, in every order and under every filter, is what Python makes of the whole list."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        workflow_id = self.ids['workflow']
+        for route in torc.ROUTES:       # more of everything: the same again, bare, and with other texts and numbers
+            if route.method == 'POST' and route.resource and not route.path.startswith('/bulk') and route.name != 'create_result':
+                good, fields = self.body(route), torc.model_fields(route.body.lstrip('?'))
+                bare = {name: value for name, value in good.items() if fields[name].is_required}
+                other = {name: value + 1 if fields[name].type == 'int' and not name.endswith('_id') else value for name, value in good.items()}
+                for place, body in enumerate((good, bare, other)):
+                    self.request(route, {}, dict(body, **({'name': f"A'{place % 2}\"%_ä"} if 'name' in body else {})))
+        for data in ({'x': {'category': 'mine'}}, {'category': ['mine']}, ['category', 'mine'], {'category': 'a"b'}, {'category': 'ä'}, 'category":"mine', {'category': 5}):
+            self.call('create_event', {'workflow_id': workflow_id, 'data': data})
+        self.clock += 5
+        self.call('create_file', {'workflow_id': workflow_id, 'name': 'x', 'path': 'elsewhere/Apart'})
+        second = max(item['id'] for item in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items'])
+        body = dict(self.body(torc.OPERATIONS['create_scheduled_compute_node']), scheduler_id=11, scheduler_config_id=second, status='mine')
+        self.call('create_scheduled_compute_node', body)
+        node = dict(self.body(torc.OPERATIONS['create_compute_node']), is_active=False, hostname='other')
+        for scheduler in ({'a': {'scheduler_id': 1}}, {'scheduler_id': '1'}, {'scheduler_id': 11}, [1]):
+            other = self.call('create_compute_node', dict(node, scheduler=scheduler))['id']
+        for place, labels in enumerate((['a||b'], ['a', 'b'], ['a'], ['b"]|["a'], [])):
+            self.call('create_job', {'workflow_id': workflow_id, 'name': f'J{place // 2}', 'command': '%', 'labels': labels, 'priority': place % 2})
+        self.call('retry_job', id=self.ids['failed'], run_id=1, max_retries=5)
+        self.call('create_result', self.resolve(dict(EXAMPLES['ResultModel'], job_id='$failed', attempt_id=2, return_code=7, run_id=2, compute_node_id=other), self.ids))
+        self.call('archive_workflow', {'is_archived': True}, id=self.call('create_workflow', {'name': 'old', 'user': 'somebody'})['id'])
+        jobs = self.call('list_jobs', workflow_id=workflow_id, include_relationships=True)['items']
+        self.known = {job['id']: job for job in jobs}   # type: Dict[Any, Any]
+        self.known['results'] = {'rows': self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']}
+
+    def routes(self) -> List[Any]:
+        """Routes that answer page by page."""
+        return [route for route in torc.ROUTES if {'offset', 'limit'} <= set(torc.query_fields(route))]
+
+    def ask_list(self, route: Any, **query: Any) -> Dict[str, Any]:
+        """A list, of all runs if there are several."""
+        parameters = {name: value for name, value in self.parameters(route).items() if name == 'workflow_id' or '{' + name + '}' in route.path}
+        if 'all_runs' in torc.query_fields(route):
+            query.setdefault('all_runs', True)
+        status, value = self.request(route, dict(parameters, **query), None)
+        self.assertEqual(200, status, (route.name, query, value))
+        return value
+
+    def paged(self, route: Any, **query: Any) -> List[Any]:
+        """A list, fetched in pages of one to three items; every page's numbers are right."""
+        items, total, size = [], None, itertools.cycle((1, 3, 2))
+        while True:
+            limit = next(size)
+            page = self.ask_list(route, offset=len(items), limit=limit, **query)
+            total = page['total_count'] if total is None else total
+            numbers = {'offset': len(items), 'total_count': total, 'has_more': len(items) + len(page['items']) < total}
+            self.assertEqual(numbers, {name: page[name] for name in numbers})
+            self.assertEqual(min(limit, total - len(items)), len(page['items']))
+            self.assertEqual(len(page['items']), page.get('count', len(page['items'])))
+            items += page['items']
+            if not page['has_more']:
+                return items
+
+    def sort_key(self, route: Any, field: str) -> Callable[[Dict[str, Any]], Any]:
+        """How SQLite orders the values of a column: NULL, numbers, texts by their bytes; JSON as text, a status by its code."""
+        view = torc.RESOURCES[route.resource].view if route.verb is not torc.list_relations and route.resource in torc.RESOURCES else ''
+        codec = {column.name: column.codec for column in self.store.columns(view)}.get(field) if view else ''
+
+        def key(item: Dict[str, Any]) -> Tuple[int, Any]:
+            value = item.get(field)
+            if value is None:
+                return (0, 0)
+            stored = torc.encode_cell(codec, value)
+            return (2, stored.encode()) if isinstance(stored, str) else (1, stored)
+        return key
+
+    def test_pages_put_together_are_the_whole_list_in_every_order(self):
+        for route in self.routes():
+            whole = self.ask_list(route)['items']
+            with self.subTest(route.name):
+                self.assertEqual(whole, self.paged(route))
+            model = re.search(r'items:\[@(\w+)\]', torc.MODELS[torc.answer_type(route).lstrip('@')]).group(1)
+            fields = [name for name in torc.model_fields(model) if name not in UNSORTABLE] if 'sort_by' in torc.query_fields(route) else []
+            for field, reverse in itertools.product(fields, (False, True)):
+                with self.subTest(route.name, field=field, reverse=reverse):
+                    found = self.paged(route, sort_by=field, reverse_sort=reverse)
+                    key = self.sort_key(route, field)
+                    self.assertEqual(sorted(map(key, whole), reverse=reverse), list(map(key, found)))
+                    if whole and 'id' in whole[0]:      # equals go by id
+                        self.assertEqual(sorted(whole, key=lambda item: (key(item), item['id']), reverse=reverse), found)
+                    self.assertEqual(found, self.ask_list(route, sort_by=field, reverse_sort=reverse)['items'])
+
+    def test_every_filter_lets_pass_what_it_says(self):
+        for route in self.routes():
+            whole, names = self.ask_list(route)['items'], set(torc.query_fields(route)) - {'workflow_id', 'offset', 'limit', 'sort_by', 'reverse_sort'}
+            passed = collections.Counter()  # type: Dict[str, int]
+            for name in sorted(names - set(LIST_FILTERS_OF_OTHERS)):
+                passes = FILTERS.get((route.name, name), lambda item, value, world, name=name: item.get(name) == value)
+                self.assertTrue((route.name, name) in FILTERS or any(name in item for item in whole), f'{route.name}: FILTERS lacks {name}')
+                for value in self.values(route, name, whole):
+                    expected = [item for item in whole if passes(item, value, self.known)]
+                    passed[name] += 0 < len(expected) < len(whole)     # it tells them apart
+                    with self.subTest(route.name, **{name: value}):
+                        more = {} if name == 'include_relationships' else {name: value}
+                        self.assertEqual(expected, self.paged(route, **more))
+                        self.assertEqual(expected[::-1], self.ask_list(route, reverse_sort=True, **more)['items'] if 'reverse_sort' in torc.query_fields(route) else expected[::-1])
+            for name in names - set(LIST_FILTERS_OF_OTHERS) - {'include_relationships'}:
+                with self.subTest(route.name, name=name):
+                    self.assertTrue(passed[name], 'no value was tried that lets some pass and others not')
+
+    def values(self, route: Any, name: str, whole: List[Any]) -> List[Any]:
+        """Values to filter by."""
+        kind = torc.query_fields(route)[name].type
+        if kind == 'bool':
+            return [True, False]
+        if kind == 'int':
+            own = {item.get(name) for item in whole} | {value for value in self.ids.values() if isinstance(value, int)} | {0, -1, 11, 2}
+            return sorted(value for value in own if isinstance(value, int)) + ([min(item['timestamp'] for item in whole)] if 'time' in name else [])
+        if name == 'status' and route.resource in ('job', 'result'):
+            return list(torc.STATUS_CODES)
+        if name == 'labels':
+            return ['', 'a', 'b', 'a,b', 'b,a,c', 'a||b', 'c', '||', 'b"]|["a']
+        return ODD_TEXTS + sorted({item[name] for item in whole if isinstance(item.get(name), str)})
+
+    def test_limits_are_bounded_and_said(self):
+        for route in self.routes():
+            with self.subTest(route.name):
+                page = self.ask_list(route, limit=torc.MAX_LIST_ITEMS * 5)
+                self.assertEqual(torc.MAX_LIST_ITEMS, page.get('max_limit', page.get('limit')))
+                self.assertEqual(page['total_count'], len(page['items']))
+                self.assertEqual([], self.ask_list(route, limit=0)['items'])
+                self.assertEqual(([], False), tuple(self.ask_list(route, offset=10 ** 6)[name] for name in ('items', 'has_more')))
+                for wrong in ({'limit': -1}, {'offset': -1}, {'sort_by': 'no_such_field'}):
+                    if set(wrong) <= set(torc.query_fields(route)):
+                        status, value = self.request(route, dict(self.parameters(route), **wrong), None)
+                        self.assertEqual((422, True), (status, next(iter(wrong)) in self.error_text(value)))
+
+
+LIST_FILTERS_OF_OTHERS = {  # parameter of a list -> where it is tested
+    'access_group': 'with the groups',
+}
 
 
 # ======== 10. Server: one selector loop, HTTP framing, state files ========
