@@ -1853,6 +1853,26 @@ class ServiceTest(unittest.TestCase):
         self.assertIn(text, caught.exception.message)
         self.assertIn(caught.exception.http, (400, 404, 409, 422))
 
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """What happens in the block is taken back."""
+        transaction = self.store.transaction
+        self.store.transaction = self.store.savepoint   # type: ignore
+        try:
+            with contextlib.suppress(ZeroDivisionError), transaction():
+                yield
+                raise ZeroDivisionError
+        finally:
+            self.store.transaction = transaction        # type: ignore
+
+    def dump(self) -> List[str]:
+        """The whole database as text."""
+        return list(self.store._db.iterdump())
+
+    def assertUnchanged(self, before: List[str]) -> None:
+        """The database is what it was."""
+        self.assertEqual([], sorted(set(before) ^ set(self.dump())))
+
     def assertWhole(self) -> None:
         """The counters agree with what they count."""
         rows = self.store.rows('SELECT id, workflow_id, pending, failed FROM dep_set ORDER BY id')
@@ -2361,6 +2381,259 @@ class ActionTest(ServiceTest):
         self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['claimed'])
         with self.assertRaises(torc.Conflict):
             self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
+
+
+class StateTest(ServiceTest):
+    """What each operation makes of a job in each status. '-' in the tables: refused with 422, and nothing changes."""
+    COLUMNS = 'uninitialized blocked ready pending running completed failed canceled terminated disabled pending_failed'.split()
+    SHORT = {name[:6]: name for name in COLUMNS if name != 'pending_failed'}
+    SHORT['undeci'] = 'pending_failed'      # undecided
+    OPERATIONS = """
+        operation            uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
+        start                -       -       -       runnin  runnin  -       -       -       -       -       -
+        complete completed   -       -       -       comple  comple  comple  -       -       -       -       comple
+        complete failed      -       -       -       failed  failed  -       failed  -       -       -       failed
+        complete terminated  -       -       -       termin  termin  -       -       -       termin  -       termin
+        complete pending_failed  -   -       -       undeci  undeci  -       -       -       -       -       undeci
+        complete canceled    -       -       -       cancel  cancel  -       -       -       -       -       cancel
+        complete ready       -       -       -       -       -       -       -       -       -       -       -
+        complete disabled    -       -       -       -       -       -       -       -       -       -       -
+        retry                -       -       -       -       ready   -       ready   -       ready   -       -
+        manage uninitialized  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit
+        manage blocked       blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke
+        manage ready         ready   ready   ready   ready   ready   ready   ready   ready   ready   ready   ready
+        manage disabled      disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl
+        manage completed     -       -       -       -       -       -       -       -       -       -       -
+        manage failed        -       -       -       -       -       -       -       -       -       -       -
+        manage pending_failed  -     -       -       -       -       -       -       -       -       -       -
+        put disabled         disabl  -       -       -       -       -       -       -       -       disabl  -
+        put ready            -       -       ready   -       -       -       -       -       -       -       -
+        put completed        -       -       -       -       -       comple  -       -       -       -       -
+        put uninitialized    uninit  -       -       -       -       -       -       -       -       -       -
+        delete               gone    gone    gone    -       -       gone    gone    gone    gone    gone    gone
+        initialize           ready   blocke  ready   -       -       ready   ready   blocke  ready   disabl  ready
+        reinitialize         ready   blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  ready
+        reset                uninit  blocke  ready   -       -       comple  failed  cancel  termin  disabl  undeci
+        reset forced         uninit  blocke  ready   uninit  uninit  comple  failed  cancel  termin  disabl  undeci
+        reset_jobs           uninit  uninit  uninit  -       -       uninit  uninit  uninit  uninit  disabl  uninit
+        reset_jobs failed    uninit  blocke  ready   pendin  runnin  comple  uninit  uninit  uninit  disabl  uninit
+        cancel               uninit  cancel  cancel  cancel  cancel  comple  failed  cancel  termin  disabl  undeci
+        archive              uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
+        """
+    ENDS = {'completed': 0, 'failed': 1, 'terminated': 2, 'pending_failed': 3}      # return codes
+
+    def job_in(self, status: str) -> Tuple[int, int, int]:
+        """A job with this status and two that wait for it in turn: ids of workflow, node and job."""
+        workflow_id = self.call('create_workflow', {'name': status, 'user': 'u'})['id']
+        waits = []
+        if status in ('blocked', 'canceled'):
+            waits = [self.call('create_job', {'workflow_id': workflow_id, 'name': 'before', 'command': 'x'})['id']]
+        job_id = self.call('create_job', {'workflow_id': workflow_id, 'name': 'job', 'command': 'x', 'depends_on_job_ids': waits})['id']
+        child = self.call('create_job', {'workflow_id': workflow_id, 'name': 'child', 'command': 'x', 'depends_on_job_ids': [job_id]})['id']
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'grandchild', 'command': 'x', 'depends_on_job_ids': [child]})
+        node_id = self.node(workflow_id)
+        if status == 'disabled':
+            self.call('update_job', {'status': 'disabled'}, id=job_id)
+        if status != 'uninitialized':
+            self.call('initialize_jobs', id=workflow_id)
+        if status in ('pending', 'running', 'canceled', *self.ENDS):
+            job = next(iter(self.claim(workflow_id, node_id).values()))
+        if status in ('running', *self.ENDS):
+            self.call('start_job', job_id=job_id, run_id=1, compute_node_id=node_id)
+        if status == 'canceled':
+            self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
+        if status in self.ENDS:
+            self.sync(workflow_id, node_id, completions=[self.end(job, status, self.ENDS[status])])
+        self.assertEqual(status, self.call('get_job', id=job_id)['status'])
+        with self.store.transaction():
+            torc.recount_sets(self.store, workflow_id)      # as initialize does
+        return workflow_id, node_id, job_id
+
+    def operate(self, words: str, workflow_id: int, node_id: int, job_id: int, run_id: int = 1) -> Any:
+        """Carry out an operation of the table."""
+        verb, _, what = words.partition(' ')
+        result = {'job_id': job_id, 'workflow_id': workflow_id, 'run_id': run_id, 'compute_node_id': node_id, 'return_code': self.ENDS.get(what, 9),
+                  'exec_time_minutes': 1.0, 'completion_time': '2026-01-01T00:00:00Z', 'status': what}
+        if verb == 'batch':
+            entry = {'job_id': job_id, 'status': what, 'run_id': run_id, 'result': result}
+            errors = self.call('batch_complete_jobs', {'completions': [entry]}, id=workflow_id)['errors']
+            if errors:
+                raise torc.Refused(errors[0]['message'])
+            return None
+        return {
+            'start': lambda: self.call('start_job', job_id=job_id, run_id=run_id, compute_node_id=node_id),
+            'complete': lambda: self.call('complete_job', result, job_id=job_id, status=what, run_id=run_id),
+            'retry': lambda: self.call('retry_job', job_id=job_id, run_id=run_id, max_retries=3),
+            'manage': lambda: self.call('manage_status_change', job_id=job_id, status=what, run_id=run_id),
+            'put': lambda: self.call('update_job', {'status': what}, id=job_id),
+            'delete': lambda: self.call('delete_job', id=job_id),
+            'initialize': lambda: self.call('initialize_jobs', id=workflow_id),
+            'reinitialize': lambda: self.call('initialize_jobs', id=workflow_id, only_uninitialized=True),
+            'reset': lambda: self.call('reset_workflow_status', id=workflow_id, force=bool(what)),
+            'reset_jobs': lambda: self.call('reset_job_status', id=workflow_id, failed_only=bool(what)),
+            'cancel': lambda: self.call('cancel_workflow', id=workflow_id),
+            'archive': lambda: self.call('archive_workflow', {'is_archived': True}, id=workflow_id),
+        }[verb]()
+
+    def outcome(self, words: str, ids: Tuple[int, int, int], **more: Any) -> str:
+        """Status of the job after an operation; '' if it was refused, which must change nothing."""
+        with self.undone():
+            before = self.dump()
+            try:
+                self.operate(words, *ids, **more)
+                found = self.store.value('SELECT status FROM job WHERE id = ?', (ids[2],))
+                if found is not None and words != 'put disabled':   # before initialize nothing is counted
+                    self.assertWhole()
+                return 'gone' if found is None else torc.STATUS_NAMES[found]
+            except torc.TorcError as error:
+                self.assertEqual(422, error.http)
+                self.assertIsNone(torc.RETRY_WORDS.search(error.message), error.message)
+            self.assertUnchanged(before)
+        return ''
+
+    def test_every_operation_on_every_status(self):
+        rows = rows_of(self.OPERATIONS)
+        for short, status in self.SHORT.items():
+            ids, run_id = self.job_in(status), int(status != 'uninitialized')
+            for row in rows:
+                words = row['operation']
+                with self.subTest(words, status=status):
+                    expected = self.SHORT.get(row[short], row[short])
+                    self.assertEqual(expected, self.outcome(words, ids, run_id=run_id))
+                    if words.startswith('complete'):
+                        self.assertEqual(expected, self.outcome(words.replace('complete', 'batch', 1), ids, run_id=run_id))
+
+    def test_what_carries_a_stale_run_changes_nothing(self):
+        for status in self.COLUMNS:
+            ids = self.job_in(status)
+            for run_id in (0, 2, -1, torc.MAX_INTEGER):
+                for words in ('start', 'complete completed', 'complete failed', 'complete pending_failed', 'batch completed', 'retry', 'manage uninitialized',
+                              'manage ready', 'manage disabled'):
+                    if words.split()[-1] == status and words.startswith('manage') or status == 'uninitialized' and run_id == 0:
+                        continue    # it says what is so already; 0 is the run before the first
+                    with self.subTest(words, status=status, run_id=run_id):
+                        self.assertEqual('', self.outcome(words, ids, run_id=run_id))
+
+    def test_an_archived_workflow_goes_on_but_does_not_begin_again(self):
+        for status, words, expected in (
+                ('pending', 'start', 'running'), ('running', 'complete completed', 'completed'), ('failed', 'retry', 'ready'), ('running', 'cancel', 'canceled'),
+                ('ready', 'delete', 'gone'), ('uninitialized', 'initialize', ''), ('failed', 'reinitialize', ''), ('failed', 'reset', ''), ('running', 'reset forced', '')):
+            ids = self.job_in(status)
+            self.call('archive_workflow', {'is_archived': True}, id=ids[0])
+            with self.subTest(words):
+                self.assertEqual(expected, self.outcome(words, ids))
+
+    def test_a_canceled_workflow_starts_and_retries_nothing(self):
+        for status, words, expected in (
+                ('pending', 'start', ''), ('failed', 'retry', ''), ('running', 'complete failed', 'canceled'), ('running', 'complete completed', 'canceled'),
+                ('ready', 'complete completed', ''), ('running', 'initialize', 'ready'), ('failed', 'reinitialize', 'failed'), ('running', 'cancel', 'canceled')):
+            ids = self.job_in(status)
+            self.call('cancel_workflow', id=ids[0])
+            with self.subTest(words, status=status):
+                self.assertEqual(expected, self.outcome(words, ids))
+        self.assertEqual({}, self.claim(ids[0], ids[1]))
+
+    def test_what_depends_on_a_job_that_is_set_back_is_set_back_to_the_last(self):
+        for status in ('completed', 'failed', 'terminated', 'canceled', 'disabled'):
+            with self.subTest(status):
+                workflow_id, node_id, job_id = self.job_in(status)
+                apart = self.call('create_job', {'workflow_id': workflow_id, 'name': 'apart', 'command': 'x'})['id']
+                self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+                self.drive(workflow_id, {})
+                self.assertEqual('completed', self.statuses(workflow_id)['apart'])
+                self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
+                found = self.statuses(workflow_id)
+                self.assertEqual(['uninitialized'] * 3 + ['completed'], [found[name] for name in ('job', 'child', 'grandchild', 'apart')])
+                self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+                found = self.statuses(workflow_id)
+                wait = 'canceled' if status == 'canceled' else 'blocked'    # what canceled it is still there
+                self.assertEqual([wait, wait, 'completed'], [found[name] for name in ('child', 'grandchild', 'apart')])
+                current = self.call('list_results', workflow_id=workflow_id)['items']
+                self.assertNotIn(job_id, [row['job_id'] for row in current])
+                self.assertIn(apart, [row['job_id'] for row in current])
+        self.assertWhole()
+
+    def test_a_decision_about_a_failure_goes_on_to_what_waits(self):
+        for status, child in (('failed', 'canceled'), ('terminated', 'canceled'), ('completed', 'ready')):
+            with self.subTest(status):
+                workflow_id, node_id, job_id = self.job_in('pending_failed')
+                self.assertFalse(self.call('is_workflow_complete', id=workflow_id)['is_complete'])
+                self.operate('complete ' + status, workflow_id, node_id, job_id)
+                self.assertEqual((status, child), tuple(self.statuses(workflow_id)[name] for name in ('job', 'child')))
+                self.assertEqual([(status, 3)], [(row['status'], row['return_code']) for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']])
+        workflow_id, node_id, job_id = self.job_in('pending_failed')
+        self.call('reset_workflow_status', id=workflow_id)
+        self.assertRefused('no result in run 2', 'complete_job', {
+            'job_id': job_id, 'workflow_id': workflow_id, 'run_id': 2, 'compute_node_id': node_id, 'return_code': 3, 'exec_time_minutes': 1.0,
+            'completion_time': '2026-01-01T00:00:00Z', 'status': 'failed'}, job_id=job_id, status='failed', run_id=2)
+
+    def test_a_node_that_ended_stays_ended(self):
+        workflow_id, node_id, _ = self.job_in('pending')
+        self.call('update_compute_node', {'is_active': True, 'pid': 7}, id=node_id)
+        self.call('update_compute_node', {'is_active': False}, id=node_id)
+        self.assertRefused('register a new one', 'update_compute_node', {'is_active': True}, id=node_id)
+        self.call('update_compute_node', {'duration_seconds': 5.0, 'labels': ['x']}, id=node_id)
+        self.assertNotIn('labels', self.call('get_compute_node', id=node_id))
+
+    def test_labels_are_a_set_and_an_empty_list_takes_them_away(self):
+        _, _, job_id = self.job_in('ready')
+        for labels, kept in ((['b', 'a', 'b'], ['a', 'b']), (['a', 'b'], ['a', 'b']), (None, ['a', 'b']), ([], None), (['c'], ['c'])):
+            self.assertEqual(kept, self.call('update_job', {'labels': labels}, id=job_id).get('labels'))
+
+    def test_ephemeral_user_data_of_what_stays_done_is_kept(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        kept, cleared, lasting = (self.call('create_user_data', {'workflow_id': workflow_id, 'name': name, 'is_ephemeral': name != 'lasting'})['id']
+                                  for name in ('kept', 'cleared', 'lasting'))
+        for name, makes in (('good', [kept]), ('bad', [cleared, lasting])):
+            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'output_user_data_ids': makes})
+        self.call('initialize_jobs', id=workflow_id)
+        self.drive(workflow_id, {'bad': 'failed'})
+
+        def data() -> List[Any]:
+            return [self.call('get_user_data', id=record).get('data') for record in (kept, cleared, lasting)]
+        for record in (kept, cleared, lasting):
+            self.call('update_user_data', {'data': 5}, id=record)
+        self.call('reset_job_status', id=workflow_id, failed_only=True)
+        with self.undone():
+            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True, clear_ephemeral_user_data=False)
+            self.assertEqual([5, 5, 5], data())
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        self.assertEqual([5, None, 5], data())
+
+    def test_actions_of_a_workflows_end_wait_for_its_end_again(self):
+        action = {'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
+        for words in ('manage uninitialized', 'reset_jobs', 'reset_jobs failed', 'retry'):
+            ids = self.job_in('failed')
+            self.call('create_workflow_action', dict(action, workflow_id=ids[0]), id=ids[0])
+            self.sync(ids[0], ids[1])       # it is complete: the others were canceled
+            self.assertEqual(1, len(self.call('get_pending_actions', id=ids[0])))
+            with self.subTest(words):
+                self.operate(words, *ids)
+                self.assertEqual([], self.call('get_pending_actions', id=ids[0]))
+                self.sync(ids[0], ids[1])
+                self.assertEqual([], self.call('get_pending_actions', id=ids[0]))
+        ids = self.job_in('completed')
+        self.call('create_workflow_action', dict(action, workflow_id=ids[0]), id=ids[0])
+        for job_id in self.call('list_job_ids', id=ids[0])['job_ids'][1:]:
+            self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
+        self.assertEqual(1, len(self.call('get_pending_actions', id=ids[0])), 'the last open job was switched off')
+
+    def test_a_whole_initialize_arms_everything_again_and_drops_recovery(self):
+        workflow_id, node_id, job_id = self.job_in('completed')
+        body = {'workflow_id': workflow_id, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
+        for trigger, more in (('on_workflow_start', {}), ('on_jobs_complete', {'job_ids': [job_id]}), ('on_workflow_complete', {}), ('on_workflow_start', {'is_recovery': True})):
+            made = self.call('create_workflow_action', dict(body, trigger_type=trigger, **more), id=workflow_id)
+            self.call('claim_action', {'compute_node_id': node_id}, id=workflow_id, action_id=made['id'])
+        for partial, expected in ((True, [True, True, False]), (False, [False, False, False])):
+            with self.undone():
+                self.call('initialize_jobs', id=workflow_id, only_uninitialized=partial)
+                self.assertEqual(expected, [action['executed'] for action in self.call('get_workflow_actions', id=workflow_id)])
+
+    def test_a_result_made_by_hand_is_the_current_one(self):
+        workflow_id, node_id, job_id = self.job_in('failed')
+        result = dict(self.call('list_results', workflow_id=workflow_id)['items'][0], attempt_id=2, return_code=5)
+        made = self.call('create_result', {key: value for key, value in result.items() if key not in ('id', 'job_name')})
+        self.assertEqual([made['id']], [row['id'] for row in self.call('list_results', workflow_id=workflow_id)['items']])
 
 
 class ResetTest(ServiceTest):
@@ -3635,26 +3908,6 @@ class LiveTest(ServiceTest):
         query = {name: value for name, value in parameters.items() if '{' + name + '}' not in route.path}
         words = urllib.parse.urlencode({name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}, doseq=True)
         return self.ask(route.method, path, body, words)
-
-    @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
-        """What happens in the block is taken back."""
-        transaction = self.store.transaction
-        self.store.transaction = self.store.savepoint   # type: ignore
-        try:
-            with contextlib.suppress(ZeroDivisionError), transaction():
-                yield
-                raise ZeroDivisionError
-        finally:
-            self.store.transaction = transaction        # type: ignore
-
-    def dump(self) -> List[str]:
-        """The whole database as text."""
-        return list(self.store._db.iterdump())
-
-    def assertUnchanged(self, before: List[str]) -> None:
-        """The database is what it was."""
-        self.assertEqual([], sorted(set(before) ^ set(self.dump())))
 
     def error_text(self, value: Any) -> str:
         """What an ErrorResponse says; fails if it is none."""
