@@ -3728,7 +3728,7 @@ class FurtherOperationsTest(ServiceTest):
         self.assertEqual({'b': '502', 'c': None}, {job['job_name']: job.get('scheduler_job_id') for job in running})
 # -------- every route, with live data --------
 
-EXAMPLES = {    # model of a body -> one with as many fields as can be; '$noun' is the id of such a thing in the workflow
+GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$noun' is the id of such a thing in the workflow
     'ArchiveWorkflowRequest': {'is_archived': True},
     'BatchCompleteJobsRequest': {'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running'}]},
     'CheckChangesRequest': {'files': {'$file': 1.5}, 'dry_run': False},
@@ -3784,7 +3784,7 @@ EXAMPLES = {    # model of a body -> one with as many fields as can be; '$noun' 
         'execution_config': {'mode': 'direct', 'stdio': {'mode': 'combined', 'delete_on_success': True}, 'timeout_exit_code': 152, 'job_stdio_overrides': {'j': {'mode': 'none'}}},
         'resource_monitor_config': {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True}, 'compute_node': {'enabled': True}}},
 }
-WORKFLOW_CHANGE = {key: value for key, value in EXAMPLES['WorkflowModel'].items() if key not in ('env', 'submission_directory', 'dynamic_jobs')}
+WORKFLOW_CHANGE = {key: value for key, value in GOOD_BODIES['WorkflowModel'].items() if key not in ('env', 'submission_directory', 'dynamic_jobs')}
 REQUESTS = {    # route -> parameters and body that differ from what its path, resource and model say
     'update_workflow': {'body': WORKFLOW_CHANGE},
     'start_job': {'job_id': '$pending'}, 'complete_job': {'job_id': '$running', 'status': 'completed'}, 'retry_job': {'job_id': '$failed', 'max_retries': 3},
@@ -3792,9 +3792,9 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'update_job': {'job_id': '$ready', 'body': {'name': 'new', 'command': 'false', 'priority': 5, 'labels': ['x'], 'resource_requirements_id': '$resource_requirements'}},
     'delete_jobs': {'workflow_id': '$idle_workflow'}, 'initialize_jobs': {'workflow_id': '$idle_workflow'}, 'reset_workflow_status': {'force': True},
     'reset_job_status': {'failed_only': True}, 'delete_resource_requirements': {'workflow_id': '$empty_workflow'},
-    'create_failure_handler': {'body': dict(EXAMPLES['FailureHandlerModel'], name='other')},
+    'create_failure_handler': {'body': dict(GOOD_BODIES['FailureHandlerModel'], name='other')},
     'delete_resource_requirement': {'row_id': '$spare_requirements'},
-    'create_result': {'body': dict(EXAMPLES['ResultModel'], attempt_id=9)},
+    'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
     'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5}, 'get_pending_actions': {'trigger_type': ['on_workflow_start']},
 }
@@ -3838,14 +3838,14 @@ class LiveTest(ServiceTest):
 
     def make(self, name: str) -> Dict[str, Any]:
         """A workflow with a row of every kind and jobs of several statuses. Noun -> id."""
-        ids = {'workflow': self.call('create_workflow', dict(EXAMPLES['WorkflowModel'], name=name, description=name))['id']}
+        ids = {'workflow': self.call('create_workflow', dict(GOOD_BODIES['WorkflowModel'], name=name, description=name))['id']}
         ids['idle_workflow'] = self.call('create_workflow', {'name': name + ' at rest', 'user': 'u'})['id']
         self.call('create_job', {'workflow_id': ids['idle_workflow'], 'name': 'j', 'command': 'x'})
         ids['empty_workflow'] = self.call('create_workflow', {'name': name + ' without jobs', 'user': 'u'})['id']
 
         def add(noun: str, op: str, body: Any = None, **more: Any) -> None:
             route = torc.OPERATIONS[op]
-            body = dict(EXAMPLES[route.body] if body is None else body, **more)
+            body = dict(GOOD_BODIES[route.body] if body is None else body, **more)
             ids[noun] = self.call(op, self.resolve(body, ids), **({'id': ids['workflow']} if op == 'create_workflow_action' else {}))['id']
         for noun in ('resource_requirements', 'file', 'user_data', 'failure_handler', 'slurm_scheduler', 'local_scheduler', 'scheduled_compute_node'):
             add(noun, f'create_{noun}')
@@ -3869,14 +3869,14 @@ class LiveTest(ServiceTest):
         for job in ('done', 'failed', 'running'):
             self.call('start_job', job_id=ids[job], run_id=1, compute_node_id=ids['compute_node'])
         for job, status in (('done', 'completed'), ('failed', 'failed')):
-            body = self.resolve(dict(EXAMPLES['ResultModel'], job_id=ids[job], status=status, return_code=int(status == 'failed')), ids)
+            body = self.resolve(dict(GOOD_BODIES['ResultModel'], job_id=ids[job], status=status, return_code=int(status == 'failed')), ids)
             self.call('complete_job', body, job_id=ids[job], status=status, run_id=1)
         ids['result'] = self.call('list_results', workflow_id=ids['workflow'])['items'][0]['id']
-        ids['result_of_running'] = self.resolve(dict(EXAMPLES['ResultModel'], status='failed', return_code=1), ids)
+        ids['result_of_running'] = self.resolve(dict(GOOD_BODIES['ResultModel'], status='failed', return_code=1), ids)
         return ids
 
     def resolve(self, value: Any, ids: Dict[str, Any]) -> Any:
-        """A value of EXAMPLES with real ids."""
+        """A value of GOOD_BODIES with real ids."""
         if isinstance(value, dict):
             return {(str(ids[key[1:]]) if key.startswith('$') else key): self.resolve(item, ids) for key, item in value.items()}
         if isinstance(value, list):
@@ -3898,8 +3898,8 @@ class LiveTest(ServiceTest):
         model = route.body.lstrip('?')
         if not model:
             return None
-        given = REQUESTS.get(route.name, {}).get('body', EXAMPLES.get(model))
-        self.assertIsNotNone(given, f'{route.name}: give EXAMPLES a {model}, or REQUESTS a body')
+        given = REQUESTS.get(route.name, {}).get('body', GOOD_BODIES.get(model))
+        self.assertIsNotNone(given, f'{route.name}: give GOOD_BODIES a {model}, or REQUESTS a body')
         return self.resolve(given, self.ids)
 
     def request(self, route: Any, parameters: Dict[str, Any], body: Any) -> Tuple[int, Any]:
@@ -4135,7 +4135,7 @@ class MistakeTest(LiveTest):
         strangers, before, count = {'$' + noun: item for noun, item in self.others.items()}, self.dump(), 0
         for route in torc.ROUTES:
             parameters = self.parameters(route)
-            example = REQUESTS.get(route.name, {}).get('body', EXAMPLES.get(route.body.lstrip('?')))
+            example = REQUESTS.get(route.name, {}).get('body', GOOD_BODIES.get(route.body.lstrip('?')))
             for place, changed in with_each_foreign_id(example) if route.body else ():
                 if place == '.scheduler.scheduler_id' or place.endswith('workflow_id') and route.method == 'POST' and '{' not in route.path:
                     continue    # JSON of somebody else; made over there, or refused for what else it names
@@ -4157,7 +4157,7 @@ class MistakeTest(LiveTest):
 
     def test_a_body_that_is_no_body_of_json_is_refused(self):
         before = self.dump()
-        bodies = (b'', b' ', b'{', b'nul', b'\xff\xfe', b'[' * 100000, b'{"a":' * 100000, b'{"a": 1, "a": 2}', b'"\ud800', b'{"a": Infinity}', b'{"a": -NaN}', b'\x00',
+        bodies = (b'', b' ', b'{', b'nul', b'\xff\xfe', b'[' * 100000, b'{"a":' * 100000, b'{"a": 1, "a": 2}', b'"\\ud800', b'{"a": Infinity}', b'{"a": -NaN}', b'\x00',
                   b'9' * 2000000, b'[1,]', b"{'a': 1}", b'\xef\xbb\xbf{}')
         for route in torc.ROUTES:
             for body in bodies if route.body else ():
@@ -4373,7 +4373,7 @@ class ListTest(LiveTest):
         for place, labels in enumerate((['a||b'], ['a', 'b'], ['a'], ['b"]|["a'], [])):
             self.call('create_job', {'workflow_id': workflow_id, 'name': f'J{place // 2}', 'command': '%', 'labels': labels, 'priority': place % 2})
         self.call('retry_job', id=self.ids['failed'], run_id=1, max_retries=5)
-        self.call('create_result', self.resolve(dict(EXAMPLES['ResultModel'], job_id='$failed', attempt_id=2, return_code=7, run_id=2, compute_node_id=other), self.ids))
+        self.call('create_result', self.resolve(dict(GOOD_BODIES['ResultModel'], job_id='$failed', attempt_id=2, return_code=7, run_id=2, compute_node_id=other), self.ids))
         self.call('archive_workflow', {'is_archived': True}, id=self.call('create_workflow', {'name': 'old', 'user': 'somebody'})['id'])
         jobs = self.call('list_jobs', workflow_id=workflow_id, include_relationships=True)['items']
         self.known = {job['id']: job for job in jobs}   # type: Dict[Any, Any]
@@ -7556,6 +7556,18 @@ class WorkflowTest(CommandTest):
         answer = self.json('jobs reset-status --status terminated --workflow-id 1', 4)
         self.assertEqual(('No jobs in workflow 1 match status in [terminated].', 0), (answer['error'], answer['reset_count']))
         self.assertExit(2, self.world.main('jobs', 'reset-status', 4, '--return-code', 3), 'give either')
+
+    def test_jobs_of_a_workflow_at_work_are_reset_only_by_force(self):
+        self.world.write('w.yaml', SAMPLE)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        node = {'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1,
+                'compute_node_type': 'local'}
+        client.create_compute_node(node)
+        client.close()
+        self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute nodes at work)')
+        self.assertExit(0, self.world.main('jobs', 'reset-status', 4, '--no-prompts', '--force'))
 
     def test_a_finished_workflow_is_not_run_again_unasked(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')

@@ -14056,8 +14056,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
 def refuse_at_work(session: Session, args: Arguments, workflow_id: int) -> None:
     """Refuse, without --force, while runners or allocations are there: they would not see the jobs before the next initialize."""
     status = session.call('get_workflow_status', workflow_id=workflow_id)
-    busy = [f"{status[key]} {words}" for key, words in (('active_compute_nodes', 'active compute nodes'), (
-        'active_scheduled_nodes', 'active allocations'), ('pending_scheduled_nodes', 'pending allocations')) if status[key]]
+    busy = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
     if busy and not args['force']:
         raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); wait for its end, or give --force")
 
