@@ -5291,18 +5291,22 @@ def open_database(path: str) -> sqlite3.Connection:
             answer = connection.execute(f'PRAGMA {name} = {wanted}').fetchone()
             if name == 'journal_mode' and answer[0] != 'wal':
                 connection.execute('PRAGMA journal_mode = TRUNCATE')
-        connection.create_function('member', 2, json_member)
+        connection.create_function('has_member', 3, has_member)
     except sqlite3.Error as error:
         connection.close()
         raise explain_database_error(error, path) from None
     return connection
 
 
-def json_member(text: Optional[str], key: str) -> Any:
-    """member(json, key) in SQL: a plain value right below a JSON object, else NULL. SQLite 3.26 may lack functions for JSON."""
-    value = json.loads(text) if text else None
-    found = value.get(key) if isinstance(value, dict) else None
-    return found if isinstance(found, (str, int, float)) else None
+known_json = functools.lru_cache(maxsize=64, typed=True)(format_json)
+
+
+def has_member(text: Optional[str], key: str, value: Any) -> bool:
+    """has_member(json, key, value) in SQL: whether a JSON object holds just this. SQLite 3.26 may be built without JSON."""
+    if text is None or known_json(value) not in text:       # most rows need no parsing: the store writes JSON in one way only
+        return False
+    found = json.loads(text)
+    return isinstance(found, dict) and type(found.get(key)) is type(value) and found[key] == value
 
 
 def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
@@ -8173,12 +8177,12 @@ RESOURCES = {
     'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel', 'LocalSchedulers', {}),
     'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', 'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
     'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
-        'scheduled_compute_node_id': "member(scheduler, 'scheduler_id') = ?"}),
+        'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
     'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
     'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
     'ro_crate_entity': Resource('ro_crate_entity', 'ro_crate_entity', 'RoCrateEntityModel', 'RoCrateEntities', {}),
     'event': Resource('event', 'event', 'EventModel', 'Events', {
-        'category': """instr(data, '"category"') > 0 AND member(data, 'category') = ?""", 'after_timestamp': 'timestamp > ?'}),
+        'category': "has_member(data, 'category', ?)", 'after_timestamp': 'timestamp > ?'}),
 }
 LIST_MODEL = 'count:int! has_more:bool! items:[@{0}]! max_limit:int! offset:int! total_count:int!'
 GROUP_LIST_MODEL = 'has_more:bool! items:[@{0}]! limit:int! offset:int! total_count:int!'
