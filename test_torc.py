@@ -3760,6 +3760,7 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'ResultModel': {
         'workflow_id': '$workflow', 'job_id': '$running', 'run_id': 1, 'attempt_id': 1, 'compute_node_id': '$compute_node', 'return_code': 0, 'exec_time_minutes': 0,
         'completion_time': '2026-01-01T00:00:00Z', 'status': 'completed', 'peak_memory_bytes': 5, 'avg_memory_bytes': 4, 'peak_cpu_percent': 99.5, 'avg_cpu_percent': 0.0},
+    'RoCrateEntityModel': {'workflow_id': '$workflow', 'entity_id': 'new', 'entity_type': 'File', 'file_id': '$file', 'metadata': {'a': [1, None]}},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0, 'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
         'held_actions': [], 'actions': ['on_workflow_start'], 'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
@@ -3772,6 +3773,10 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'SetFileTimesRequest': {'files': {'$file': 1.5, '$made_file': None}},
     'SlurmSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'account': 'a', 'gres': 'gpu:1', 'mem': '1g', 'nodes': 2, 'ntasks_per_node': 1, 'partition': 'p',
                             'qos': 'q', 'tmp': '1g', 'walltime': '01:00:00', 'extra': '-x', 'serialize_allocations': True},
+    'SlurmStatsModel': {'workflow_id': '$workflow', 'job_id': '$done', 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '55', 'max_rss_bytes': 1, 'max_vm_size_bytes': 2,
+                        'max_disk_read_bytes': 3, 'max_disk_write_bytes': 4, 'ave_cpu_seconds': 0, 'node_list': 'n[1-2]'},
+    'SpawnJobsRequest': {'lineage': 'line', 'state': {'n': 1}, 'jobs': [{
+        'name': 'child', 'command': 'x', 'resource_requirements': 'new', 'labels': ['a'], 'priority': 2, 'cancel_on_blocking_job_failure': True, 'depends_on': ['done']}]},
     'UserDataListModel': {'user_data': [{'workflow_id': '$workflow', 'name': 'new', 'data': [1]}]},
     'UserDataModel': {'workflow_id': '$workflow', 'name': 'new', 'data': {'a': [1, 'x', None]}, 'is_ephemeral': True},
     'WorkflowActionModel': {'workflow_id': '$workflow', 'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
@@ -3794,6 +3799,8 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'reset_job_status': {'failed_only': True}, 'delete_resource_requirements': {'workflow_id': '$empty_workflow'},
     'create_failure_handler': {'body': dict(GOOD_BODIES['FailureHandlerModel'], name='other')},
     'delete_resource_requirement': {'row_id': '$spare_requirements'},
+    'spawn_jobs': {'job_id': '$running'}, 'get_active_task_for_workflow': {'workflow_id': '$tasked_workflow'}, 'update_workflow_action': {'body': {'commands': ['y']}},
+    'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
     'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5}, 'get_pending_actions': {'trigger_type': ['on_workflow_start']},
@@ -3860,6 +3867,11 @@ class LiveTest(ServiceTest):
         add('blocked', 'create_job', {'workflow_id': '$workflow', 'name': 'blocked', 'command': 'x', 'depends_on_job_ids': ['$running'],
                                       'input_file_ids': ['$made_file'], 'input_user_data_ids': ['$made_data']})
         ids['job'] = ids['done']
+        add('slurm_stats', 'create_slurm_stats', job_id='$failed')
+        add('ro_crate_entity', 'create_ro_crate_entity', entity_id='old', file_id='$made_file')
+        self.call('create_remote_workers', ['host', 'u@host:22'], id=ids['workflow'])
+        ids['tasked_workflow'] = self.call('create_workflow', {'name': name + ' with a task', 'user': 'u'})['id']
+        ids['task'] = self.call('initialize_jobs', id=ids['tasked_workflow'], **{'async': True})['id']
         self.call('initialize_jobs', id=ids['workflow'])
         add('action', 'create_workflow_action', trigger_type='on_workflow_start', job_ids=None, persistent=False)
         add('gated_action', 'create_workflow_action')
@@ -3970,7 +3982,7 @@ MODEL_DIFFERENCES = {   # field in which we differ from the interface -> why
     'FileModel.identifier': 'of the workflow file, for RO-Crate',
 }
 LATER_QUERIES = {   # route -> query parameters of the interface that it does not take
-    'list_workflows': {'access_group'}, 'initialize_jobs': {'async'},
+    'list_workflows': {'access_group'},
 }
 
 
@@ -3999,7 +4011,7 @@ WRONG_FOR_FIELD = { # field -> further values that it must refuse
 }
 STRICT_FIELDS = {   # further values hold for these models only; elsewhere the field is plain text or a plain number
     'memory': ['ResourceRequirementsModel'], 'runtime': ['ResourceRequirementsModel'], 'time_limit': ['ComputeNodesResources', 'RunnerWant'],
-    'num_cpus': ['ResourceRequirementsModel'], 'files': ['CheckChangesRequest', 'SetFileTimesRequest'], 'labels': ['JobModel', 'ComputeNodesResources', 'RunnerWant'], 'status': ['JobModel', 'ResultModel', 'RunnerEnd', 'JobCompletionEntry'],
+    'num_cpus': ['ResourceRequirementsModel'], 'files': ['CheckChangesRequest', 'SetFileTimesRequest'], 'labels': ['JobModel', 'ComputeNodesResources', 'RunnerWant', 'SpawnJobModel'], 'status': ['JobModel', 'ResultModel', 'RunnerEnd', 'JobCompletionEntry'],
 }
 WRONG_WORDS = {     # type of a parameter -> texts that it must refuse
     'int': ['x', '1.5', '', ' ', '1 ', '0x1', '1_0', '1e3', '\uff11', '9' * 19, '-' + '9' * 19, '9' * 5000, 'null', 'a\0'],
@@ -4367,6 +4379,8 @@ class ListTest(LiveTest):
         second = max(item['id'] for item in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items'])
         body = dict(self.body(torc.OPERATIONS['create_scheduled_compute_node']), scheduler_id=11, scheduler_config_id=second, status='mine')
         self.call('create_scheduled_compute_node', body)
+        self.call('create_slurm_stats', self.resolve(dict(GOOD_BODIES['SlurmStatsModel'], run_id=2, attempt_id=2), self.ids))
+        self.call('create_ro_crate_entity', {'workflow_id': workflow_id, 'entity_id': 'ä', 'entity_type': 'x', 'metadata': {}})
         node = dict(self.body(torc.OPERATIONS['create_compute_node']), is_active=False, hostname='other')
         for scheduler in ({'a': {'scheduler_id': 1}}, {'scheduler_id': '1'}, {'scheduler_id': 11}, [1]):
             other = self.call('create_compute_node', dict(node, scheduler=scheduler))['id']

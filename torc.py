@@ -5843,9 +5843,10 @@ def delete_workflow_action(store: Store, workflow_id: int, action_id: int) -> Di
 
 def claim_action(store: Store, workflow_id: int, action_id: int, body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
+    action = get_action(store, workflow_id, action_id)
     check_references(store, workflow_id, body or {})
     node_id = (body or {}).get('compute_node_id')
-    if not take_action(store, action_id, node_id, get_action(store, workflow_id, action_id)['persistent']):
+    if not take_action(store, action_id, node_id, action['persistent']):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
     note_action_reported(store, action_id, node_id or 0)     # who claims so never tells how it ended
     return {'claimed': True, 'success': True, 'action_id': action_id}
@@ -7285,7 +7286,7 @@ def get_slurm_job_correlations(store: Store, workflow_id: int, offset: int = 0, 
         'SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
         'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,)) if node_id in slurm_jobs}
     pairs.update(store.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? AND slurm_job_id IS NOT NULL', (workflow_id,)))
-    offset, page = max(0, offset), sorted(pairs)[max(0, offset):][:max(0, min(limit, MAX_LIST_ITEMS))]
+    page = sorted(pairs)[offset:][:page_size(offset, limit)]
     names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', sorted({job_id for job_id, _ in page})))
     return list_answer([{'job_id': job_id, 'job_name': names[job_id], 'slurm_job_id': number} for job_id, number in page], offset, len(pairs))
 
@@ -8448,7 +8449,7 @@ class Route(NamedTuple):
     verb: Callable[..., Any]
     resource: str = ''  # first argument of the usual operations
     query: str = ''     # name:type of each query parameter, ! where required
-    body: str = ''      # model of the body; '?' before it: fields may be missing, '-': any object or list; or a list, as [str]
+    body: str = ''      # model of the body; '?' before it: fields may be missing, '-': any value but null; or a list, as [str]
     returns: str = ''   # type of the answer in the words of MODELS, or STREAM; '': what the usual operation on the resource gives
 
 
@@ -8760,7 +8761,7 @@ def check_body(model: str, body: Any) -> Any:
     if model != '-':
         return check_model('', model.lstrip('?'), body, is_partial=model[0] == '?')
     if body is None:
-        raise wrong_type('the body', 'a JSON value', body)
+        raise wrong_type('the body', 'an object or another value', body)
     check_any('the body', body)
     return body
 
