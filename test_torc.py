@@ -2618,6 +2618,14 @@ class StateTest(ServiceTest):
             self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
         self.assertEqual(1, len(self.call('get_pending_actions', id=ids[0])), 'the last open job was switched off')
 
+    def test_a_gate_that_is_switched_off_has_ended(self):
+        workflow_id, _, job_id = self.job_in('ready')
+        self.call('create_workflow_action', {'workflow_id': workflow_id, 'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands',
+                                             'action_config': {'commands': ['x']}, 'job_ids': [job_id]}, id=workflow_id)
+        self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
+        self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
+        self.assertEqual([[job_id]], [action['job_ids'] for action in self.call('get_pending_actions', id=workflow_id)])
+
     def test_a_whole_initialize_arms_everything_again_and_drops_recovery(self):
         workflow_id, node_id, job_id = self.job_in('completed')
         body = {'workflow_id': workflow_id, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
@@ -4483,6 +4491,7 @@ class ListTest(LiveTest):
         return ODD_TEXTS + sorted({item[name] for item in whole if isinstance(item.get(name), str)})
 
     def test_limits_are_bounded_and_said(self):
+        self.assertEqual([0, 7, torc.MAX_LIST_ITEMS], [torc.page_size(3, limit) for limit in (0, 7, torc.MAX_LIST_ITEMS + 1)])
         for route in self.routes():
             with self.subTest(route.name):
                 page = self.ask_list(route, limit=torc.MAX_LIST_ITEMS * 5)

@@ -7032,6 +7032,8 @@ def reverse_or_settle(store: Store, job: JobState, code: int) -> None:
     recount_sets(store, job.workflow_id)
     sets = store.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
     settle(store, job.workflow_id, release_sets(store, job.workflow_id, sets))
+    if STATUSES[code].is_finished:
+        count_trigger(store, job.workflow_id, 'on_jobs_complete', [job.id])
 
 
 def give_back(store: Store, job_ids: Sequence[int]) -> None:
