@@ -1866,8 +1866,9 @@ class ServiceTest(unittest.TestCase):
             self.store.transaction = transaction        # type: ignore
 
     def dump(self) -> List[str]:
-        """The whole database as text."""
-        return list(self.store._db.iterdump())
+        """Every row of the database as text."""
+        tables = self.store.ids("SELECT name FROM sqlite_master WHERE type = 'table'")
+        return [f'{table}: {row}' for table in tables for row in self.store.rows(f'SELECT * FROM {table}')]
 
     def assertUnchanged(self, before: List[str]) -> None:
         """The database is what it was."""
