@@ -5359,7 +5359,8 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 #
 # Completion. In one transaction: the result row, the job's status, the counters of the sets that it is a member of,
 # the jobs that this makes ready or cancels, and so on until nothing changes, and the actions that all of this triggers.
-# So no state needs a second look, and a restart of the server changes no outcome.
+# So no state needs a second look, and a restart of the server changes no outcome. An attempt that ended as
+# pending_failed holds its dependants until it is run again, or a second completion says how it ends after all.
 #
 # Prerequisites. A waiting job is released when its set has no pending member. If a member ended badly, a job with
 # cancel_on_blocking_job_failure is canceled, and counts as a bad member in turn.
@@ -7751,7 +7752,7 @@ def stream_api_events(store: Store, include_bodies: bool = False) -> Subscriptio
 # call_operation for callers in the same process. Both give the same values.
 #
 # Nothing that a client can send is answered with a 5xx, but for a full disk: clients of this API repeat their request
-# for many minutes after a 5xx.
+# for many minutes after a 5xx, and after an error that holds one of RETRY_WORDS, whatever its status.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
          'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES), 'TaskStatus': TASK_STATUSES}
@@ -14714,7 +14715,7 @@ THE_NAME = Argument('-n --name', 'NAME', 'name', count='!')
 NAME = Argument('-n --name', 'NAME', 'new name')
 DATA = Argument('-d --data', 'JSON', 'its value, as JSON', parse_json)
 DRY_RUN = Argument('--dry-run', '', 'say what would happen, change nothing')
-FORCE = Argument('--force', '', 'go on although input files are missing, or jobs are running')
+FORCE = Argument('--force', '', 'go on although input files are missing, or jobs or runners are at work')
 OUTPUT_DIR = Argument('-o --output-dir', 'DIR', 'where output goes', default=DEFAULT_OUTPUT_DIR)
 LIMIT = Argument('-l --limit', 'N', 'at most so many', at_least(1))
 OFFSET = Argument('--offset', 'N', 'leave out so many at the start', at_least(0))
