@@ -8834,7 +8834,7 @@ def parse_body(body: bytes) -> Any:
         raise BadInput(f'the body is not JSON: {printable(str(error))}', http=400) from None
 
 
-RETRY_WORDS = re.compile('connection|timeout|network|dns|resolve|unreachable', re.IGNORECASE)
+RETRY_WORDS = Expression('connection|timeout|network|dns|resolve|unreachable', re.IGNORECASE)
 SOFT_HYPHEN = '\u00ad'      # no reader sees it
 
 
