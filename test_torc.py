@@ -2576,6 +2576,12 @@ class StateTest(ServiceTest):
         self.call('update_compute_node', {'duration_seconds': 5.0, 'labels': ['x']}, id=node_id)
         self.assertNotIn('labels', self.call('get_compute_node', id=node_id))
 
+    def test_only_the_node_that_claimed_a_job_starts_it(self):
+        workflow_id, _, job_id = self.job_in('pending')
+        self.assertRefused('in the hands of compute node', 'start_job', job_id=job_id, run_id=1, compute_node_id=self.node(workflow_id))
+        stranger = self.node(self.job_in('ready')[0])
+        self.assertRefused('has no compute node', 'start_job', job_id=job_id, run_id=1, compute_node_id=stranger)
+
     def test_labels_are_a_set_and_an_empty_list_takes_them_away(self):
         _, _, job_id = self.job_in('ready')
         for labels, kept in ((['b', 'a', 'b'], ['a', 'b']), (['a', 'b'], ['a', 'b']), (None, ['a', 'b']), ([], None), (['c'], ['c'])):

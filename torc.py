@@ -6866,6 +6866,8 @@ def start_job(store: Store, job_id: int, run_id: int, compute_node_id: int) -> D
     if (job.status, job.compute_node_id) != (RUNNING, compute_node_id):
         if job.status != PENDING:
             raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a pending one can be started')
+        if job.compute_node_id not in (None, compute_node_id):
+            raise Refused(f'job {job_id} is in the hands of compute node {job.compute_node_id}')
         mark_started(store, job_id, compute_node_id, format_time(store.now()))
     return get_row(store, 'job_view', job_id)
 
