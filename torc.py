@@ -6977,6 +6977,7 @@ def decide_failure(store: Store, state: WorkflowState, job: JobState, end: Dict[
                      (status, job.id, state.run_id, job.attempt_id)):
         raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or reset it')
     store.run('UPDATE job SET status = ? WHERE id = ?', (status, job.id))
+    announce_end(store, state.id, job.id, job.name, end['status'], return_code=end['return_code'])
     settle(store, state.id, [(job.id, status)])
     return end['status']
 
@@ -7678,8 +7679,7 @@ def add_audit(store: Store, body: Dict[str, Any], success: bool, rows_affected: 
 def list_admin_audit_log(store: Store, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """What administrators wrote, the newest first."""
     check_admin(store)
-    offset, limit = max(0, offset), max(0, min(limit, MAX_LIST_ITEMS))
-    rows = store.select('admin_audit_log', 'ORDER BY id DESC LIMIT ? OFFSET ?', (limit, offset))
+    rows = store.select('admin_audit_log', 'ORDER BY id DESC LIMIT ? OFFSET ?', (page_size(offset, limit), offset))
     return list_answer(rows, offset, store.value('SELECT count(*) FROM admin_audit_log'))
 
 
