@@ -64,6 +64,7 @@ import logging
 import math
 import operator
 import os
+import queue
 import re
 import resource
 import secrets
@@ -80,6 +81,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import unicodedata
@@ -92,7 +94,7 @@ except ImportError:  # before Python 3.11: TOML files are refused, with the reas
     tomllib = None
 
 __version__ = '0.1.0'
-__all__ = ['Client', 'TorcError', 'BadInput', 'Refused', 'NotFound', 'Conflict', 'Denied', 'Unreachable', 'main']
+__all__ = ['Client', 'Credentials', 'TorcError', 'BadInput', 'Refused', 'NotFound', 'Conflict', 'Denied', 'Unreachable', 'main']
 
 API_VERSION = '0.23.0'  # of Torc 1.0.0's HTTP contract, which this file speaks
 
@@ -162,6 +164,9 @@ STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
 TASK_STATUSES = ('queued', 'running', 'succeeded', 'failed')
 SEVERITIES = ('debug', 'info', 'warning', 'error')     # of what is told to readers of events; each one takes in those behind it
+GROUP_ROLES = ('member', 'admin')   # a group's admin adds and removes its members
+ADMIN_GROUP = 'admin'               # the group of the server's administrators
+ANONYMOUS = 'anonymous'             # who asks without a name; owns nothing
 
 
 class Exit(NamedTuple):
@@ -193,7 +198,12 @@ class Variable(NamedTuple):
 ENVIRONMENT = (
     Variable('TORC_API_URL',                'you',  'server to use, as http://HOST:PORT/torc-service/v1 (also set for jobs)'),
     Variable('TORC_TOKEN_FILE',             'you',  "path of a file that holds the server's token (also set for jobs)"),
-    Variable('TORC_USERNAME',               'you',  'owner of new workflows; else USER'),
+    Variable('TORC_USERNAME',               'you',  'owner of new workflows, and user of TORC_PASSWORD; else USER'),
+    Variable('TORC_PASSWORD',               'you',  'password for the server that --url or TORC_API_URL names (kept from jobs)'),
+    Variable('TORC_COOKIE_HEADER',          'you',  'Cookie field for that server, where a gateway before it wants one (kept from jobs)'),
+    Variable('TORC_AUTH_FILE',              'you',  'password file of `serve`; as --auth-file'),
+    Variable('TORC_CREDENTIAL_CACHE_TTL_SECS', 'you', 'as --credential-cache-ttl-secs of `serve`'),
+    Variable('TORC_ADMIN_USERS',            'you',  'administrators of `serve`, separated by commas; beside --admin-user'),
     Variable('XDG_STATE_HOME',              'you',  "where `serve` keeps torc/torc.db; else ~/.local/state"),
     Variable('NO_COLOR',                    'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',            'torc', 'the workflow'),
@@ -513,6 +523,11 @@ def make_private_directory(path: str) -> None:
         except FileExistsError:
             if not os.path.isdir(path):
                 raise
+
+
+def is_private_group(found: os.stat_result) -> bool:
+    """Whether the group that may write is the owner's alone, as RHEL and Debian make one for each user."""
+    return not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
 
 
 def open_new_private(path: str, flags: int) -> int:
@@ -4836,6 +4851,8 @@ CREATE TABLE access_group (
     created_at  TEXT NOT NULL,
     is_system   BOOL INTEGER NOT NULL DEFAULT 0         -- the group of the administrators, filled by the server's options
 );
+INSERT INTO access_group (name, description, created_at, is_system)
+    VALUES ('admin', 'System administrators', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 1);
 
 CREATE TABLE user_group_membership (
     id         INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -4907,6 +4924,7 @@ PRAGMAS = (
     ('foreign_keys', 'ON'),
     ('secure_delete', 'OFF'),       # EL 8 builds zero-fill freed pages; we store no secrets
     ('temp_store', 'MEMORY'),
+    ('trusted_schema', 'OFF'),      # a file from elsewhere calls no function with effects; since SQLite 3.31, passed over before
     ('cache_size', '-65536'),       # KiB
 )
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
@@ -4919,7 +4937,7 @@ WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
 FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
 CELL_KINDS = {'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer',), 'REAL': ('real', 'integer')}     # others: text
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
-                             'is_reported', 'identifier', 'request', 'requested_by'])
+                             'is_reported', 'identifier', 'request', 'requested_by', 'is_system'])
 
 
 class TableColumn(NamedTuple):
@@ -4979,7 +4997,10 @@ class Store:
         self.path = path
         self.now = now                      # the clock; seconds since the epoch
         self.caller = ''                    # who asks, for events and new workflows; set for each request
-        self.is_admin = True                # the caller may do what is for administrators
+        self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
+        self.knows_users = False            # callers are told apart: groups are managed by those who may
+        self.enforces_access = False        # who is no administrator sees workflows of his own and of his groups only
+        self.reload_users = None            # type: Optional[Callable[[], int]]  # read the password file again; how many users
         self.allows_sql = self.allows_sql_writes = True     # ... of which SQL, and SQL that changes something
         self.watched = frozenset()          # type: Any  # ids of the workflows whose news somebody wants; anything with `in`
         self.news = []                      # type: List[Union[News, int]]  # of this transaction; int: a workflow's, beyond MAX_NEWS
@@ -5280,6 +5301,7 @@ def open_database(path: str) -> sqlite3.Connection:
         # Only a new file is made here: closing any descriptor of a database drops the locks that this process has on it.
         if not os.path.exists(path):
             os.close(open_new_private(path, os.O_RDWR))
+        check_database_file(path)
     except OSError as error:
         raise BadInput(f'cannot open the database {path}: {error.strerror}; give another place with --db') from None
     try:
@@ -5307,6 +5329,20 @@ def has_member(text: Optional[str], key: str, value: Any) -> bool:
         return False
     found = json.loads(text)
     return isinstance(found, dict) and type(found.get(key)) is type(value) and found[key] == value
+
+
+def check_database_file(path: str) -> None:
+    """Refuse a database that others may change, or that has two names; make one that others may read private.
+
+    What SQLite puts beside it gets its mode.
+    """
+    found = os.stat(path)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found):
+        raise Denied(f'other users may change the database {path}: it must be yours, `chmod go-w {shlex.quote(path)}`')
+    if found.st_nlink > 1:
+        raise Denied(f'the database {path} has another name too (a hard link), under which it could be changed: copy it')
+    if found.st_mode & 0o077:
+        os.chmod(path, 0o600)
 
 
 def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
@@ -5524,6 +5560,255 @@ def record_event(store: Store, workflow_id: int, data: Dict[str, Any], severity:
     """Say what happened, and keep it among the workflow's events."""
     store.add_event(workflow_id, data)
     announce(store, workflow_id, data.get('event_type') or data['category'], data, severity)
+
+
+# -------- who may do what --------
+#
+# Three kinds of callers. Administrators (the owner of the server, who shows its token, and the members of the group
+# `admin`, which only the server's options fill) may do everything. Where access is enforced, everybody else reads,
+# changes and deletes the workflows that are his own or linked to one of his groups, with all that belongs to them, and
+# is told of others neither that they exist nor that they do not. Where it is not enforced, all workflows are open; but
+# as soon as callers have names, groups are managed by those only whom the rules below allow.
+
+MAY_USE = ('(user = ? OR EXISTS (SELECT 1 FROM workflow_access_group JOIN user_group_membership USING (group_id) '
+           'WHERE workflow_id = workflow.id AND user_name = ?))')     # a workflow; parameters: names_of() the caller
+GROUPS_OF_WORKFLOW = 'id IN (SELECT group_id FROM workflow_access_group WHERE workflow_id = ?)'
+GROUPS_OF_USER = 'id IN (SELECT group_id FROM user_group_membership WHERE user_name = ?)'
+
+
+def check_admin(store: Store) -> None:
+    """Refuse callers who are neither the server's owner nor one of its administrators."""
+    if not store.is_admin:
+        raise Denied(f'this is for administrators, and {printable(store.caller)} is none: show the token of the server, or log in as a user whom `serve --admin-user` names')
+
+
+def is_limited(store: Store) -> bool:
+    """Whether the caller may use some workflows only."""
+    return store.enforces_access and not store.is_admin
+
+
+def names_of(user: str) -> List[Optional[str]]:
+    """Parameters of MAY_USE. NULL, which equals nothing, for those without a name."""
+    return [None if user == ANONYMOUS else user] * 2
+
+
+def may_use(store: Store, workflow_id: int, user: str) -> bool:
+    """Whether a workflow is a user's own, or one of his groups'."""
+    return store.one(f'SELECT 1 FROM workflow WHERE id = ? AND {MAY_USE}', [workflow_id, *names_of(user)]) is not None
+
+
+def check_may_use(store: Store, workflow_id: Optional[int], what: str) -> None:
+    """Refuse a limited caller what is not his, in the same words as what does not exist. `what`: 'job 7'."""
+    if workflow_id is None or not may_use(store, workflow_id, store.caller):
+        raise Denied(f'{printable(store.caller)} has no access to {what}, or there is none')
+
+
+def is_system_admin(store: Store, user: str) -> bool:
+    """Whether a user is in the group of the administrators."""
+    return store.one('SELECT 1 FROM user_group_membership JOIN access_group ON access_group.id = group_id '
+                     'WHERE is_system = 1 AND user_name = ?', (user,)) is not None
+
+
+def set_administrators(store: Store, users: Iterable[str]) -> None:
+    """Let the group of the administrators have these members and no others."""
+    wanted = set(users)
+    if ANONYMOUS in wanted:
+        raise BadInput(f'{ANONYMOUS!r} cannot be an administrator: it is anybody')
+    group_id = store.value('SELECT id FROM access_group WHERE is_system = 1')
+    group_id = group_id or store.insert('access_group', {'name': ADMIN_GROUP, 'created_at': format_time(store.now()), 'is_system': True})
+    if set(store.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?', (group_id,))) != wanted:
+        store.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
+        for user in sorted(wanted):
+            store.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin', 'created_at': format_time(store.now())})
+
+
+def new_owner(store: Store, wanted: Optional[str]) -> str:
+    """Owner of a workflow that is being made: limited callers own what they make."""
+    if not is_limited(store):
+        return wanted or store.caller
+    if store.caller == ANONYMOUS:
+        raise Denied('a workflow needs an owner: log in to make one')
+    return store.caller
+
+
+def link_groups(store: Store, workflow_id: int, names: List[str]) -> None:
+    """Give groups access to a new workflow, by their names."""
+    if len(set(names)) < len(names):
+        raise Refused('access_groups names a group twice', field='access_groups')
+    for name in names:
+        group_id = store.value('SELECT id FROM access_group WHERE name = ?', (name,))
+        if group_id is None:
+            raise Refused(f'there is no access group {printable(name)!r}', field='access_groups')
+        store.insert('workflow_access_group', {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())})
+
+
+def add_group_names(store: Store, workflows: List[Dict[str, Any]]) -> None:
+    """Fill in the names of the access groups of workflows that have any."""
+    by_id = {workflow['id']: workflow for workflow in workflows}
+    for workflow_id, name in sorted(rows_by_ids(store, 'SELECT workflow_id, name FROM workflow_access_group JOIN access_group ON id = group_id '
+                                                'WHERE workflow_id IN', list(by_id))):
+        by_id[workflow_id].setdefault('access_groups', []).append(name)
+
+
+def check_group_admin(store: Store, group_id: Optional[int] = None) -> None:
+    """Refuse those who may not manage groups; with an id, those who may not manage this one. NotFound if there is none."""
+    is_open = store.is_admin or not (store.knows_users or store.enforces_access)
+    role = store.value('SELECT role FROM user_group_membership WHERE group_id = ? AND user_name = ?', (group_id, store.caller))
+    if not is_open and (role != 'admin' or store.caller == ANONYMOUS):
+        raise Denied('access groups are managed by administrators' + (', and each by its own admins' if group_id else ''))
+    if group_id is not None:
+        get_row(store, 'access_group', group_id)
+
+
+def check_fills_by_hand(store: Store, group_id: int) -> None:
+    """Refuse changes of the group of the administrators."""
+    if store.value('SELECT is_system FROM access_group WHERE id = ?', (group_id,)):
+        raise Denied('the group of the administrators is filled by `serve --admin-user` and TORC_ADMIN_USERS only')
+
+
+def check_is_self(store: Store, user: str) -> None:
+    """Refuse questions about other users, but from administrators and where users have no names."""
+    if store.caller != user and not store.is_admin and (store.knows_users or store.enforces_access):
+        raise Denied(f'only {printable(user)} and administrators may ask this')
+
+
+def group_page(store: Store, table: str, where: str, value: Any, offset: int, limit: int) -> Dict[str, Any]:
+    """One page of groups or members, in the envelope that these lists have."""
+    limit = page_size(offset, limit)
+    total = store.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
+    items = store.select(table, f'WHERE {where} ORDER BY id LIMIT ? OFFSET ?', (value, limit, offset))
+    return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total, 'has_more': offset + len(items) < total}
+
+
+def create_access_group(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Make a group, without members."""
+    check_group_admin(store)
+    if store.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
+        raise Conflict(f"there is an access group {printable(body['name'])!r} already")
+    values = {'name': body['name'], 'description': body.get('description'), 'created_at': format_time(store.now())}
+    return get_row(store, 'access_group', store.insert('access_group', values))
+
+
+def list_access_groups(store: Store, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """All groups."""
+    check_group_admin(store)
+    return group_page(store, 'access_group', 'id > ?', 0, offset, limit)
+
+
+def get_access_group(store: Store, group_id: int) -> Dict[str, Any]:
+    """One group."""
+    check_group_admin(store, group_id)
+    return get_row(store, 'access_group', group_id)
+
+
+def delete_access_group(store: Store, group_id: int) -> Dict[str, Any]:
+    """Remove a group; its members lose what it gave them."""
+    check_group_admin(store)
+    group = get_row(store, 'access_group', group_id)
+    check_fills_by_hand(store, group_id)
+    store.run('DELETE FROM access_group WHERE id = ?', (group_id,))
+    return group
+
+
+def list_group_members(store: Store, group_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Who is in a group."""
+    check_group_admin(store, group_id)
+    return group_page(store, 'user_group_membership', 'group_id = ?', group_id, offset, limit)
+
+
+def add_user_to_group(store: Store, group_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Let a user into a group, as one of GROUP_ROLES."""
+    check_group_admin(store, group_id)
+    check_fills_by_hand(store, group_id)
+    user, role = body.get('user_name'), body.get('role') or 'member'
+    if not user or user == ANONYMOUS:
+        raise Refused(f'user_name: {user!r} is nobody who could be in a group', field='user_name')
+    if (body.get('group_id') or group_id) != group_id:
+        raise Refused(f"the body is about group {body['group_id']}, the path about {group_id}", field='group_id')
+    if membership(store, group_id, user):
+        raise Conflict(f'{printable(user)} is in access group {group_id} already')
+    values = {'group_id': group_id, 'user_name': user, 'role': role, 'created_at': format_time(store.now())}
+    return get_row(store, 'user_group_membership', store.insert('user_group_membership', values))
+
+
+def membership(store: Store, group_id: int, user: str) -> Optional[Dict[str, Any]]:
+    """A user's place in a group; None if he is not in it."""
+    found = store.select('user_group_membership', 'WHERE group_id = ? AND user_name = ?', (group_id, user))
+    return found[0] if found else None
+
+
+def remove_user_from_group(store: Store, group_id: int, user_name: str) -> Dict[str, Any]:
+    """Take a user out of a group."""
+    check_group_admin(store, group_id)
+    check_fills_by_hand(store, group_id)
+    found = membership(store, group_id, user_name)
+    if found is None:
+        raise NotFound(f'{printable(user_name)} is not in access group {group_id}')
+    store.run('DELETE FROM user_group_membership WHERE id = ?', (found['id'],))
+    return found
+
+
+def list_user_groups(store: Store, user_name: str, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Groups that a user is in."""
+    check_is_self(store, user_name)
+    return group_page(store, 'access_group', GROUPS_OF_USER, user_name, offset, limit)
+
+
+def list_workflow_groups(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Groups whose members may use a workflow."""
+    workflow_state(store, workflow_id)
+    return group_page(store, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
+
+
+def check_may_link(store: Store, workflow_id: int, group_id: int) -> None:
+    """Refuse all but a workflow's owner and the group's admins. That the latter may use the workflow was checked before."""
+    owner = get_row(store, 'workflow', workflow_id)['user']
+    if not (store.knows_users or store.enforces_access) or store.caller == owner != ANONYMOUS:
+        get_row(store, 'access_group', group_id)
+    else:
+        check_group_admin(store, group_id)
+
+
+def add_workflow_to_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
+    """Let the members of a group use a workflow."""
+    check_may_link(store, workflow_id, group_id)
+    if store.select('workflow_access_group', 'WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id)):
+        raise Conflict(f'access group {group_id} has access to workflow {workflow_id} already')
+    store.insert('workflow_access_group', {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())})
+    return store.select('workflow_access_group', 'WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))[0]
+
+
+def remove_workflow_from_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
+    """Take a workflow from the members of a group."""
+    check_may_link(store, workflow_id, group_id)
+    found = store.select('workflow_access_group', 'WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
+    if not found:
+        raise NotFound(f'access group {group_id} has no access to workflow {workflow_id}')
+    store.run('DELETE FROM workflow_access_group WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
+    return found[0]
+
+
+def check_workflow_access(store: Store, workflow_id: int, user_name: str) -> Dict[str, Any]:
+    """Whether a user may use a workflow where access is enforced, and why."""
+    check_is_self(store, user_name)
+    owner = store.value('SELECT user FROM workflow WHERE id = ?', (workflow_id,))
+    if owner is None and not is_limited(store):
+        raise NotFound(f'there is no workflow {workflow_id}')
+    reason = ('is anybody' if user_name == ANONYMOUS else 'owns it' if owner == user_name else
+              'is in a group that has access' if may_use(store, workflow_id, user_name) else
+              'is an administrator' if is_system_admin(store, user_name) else '')
+    has_access = bool(reason) and user_name != ANONYMOUS
+    return {'has_access': has_access, 'user_name': user_name, 'workflow_id': workflow_id,
+            'reason': f"{user_name} {reason or 'neither owns it nor is in a group that has access'}"}
+
+
+def reload_auth(store: Store) -> Dict[str, Any]:
+    """Read the password file again, and forget what was known of passwords."""
+    check_admin(store)
+    if store.reload_users is None:
+        raise Refused('this server has no password file: it was started without --auth-file')
+    count = store.reload_users()
+    return {'message': f'the password file was read again: {count} users', 'user_count': count}
 
 
 # -------- dependency sets --------
@@ -5895,9 +6180,11 @@ def insert_workflow(store: Store, body: Dict[str, Any]) -> int:
         raise Refused('dynamic_jobs: max_iterations must be at least 1')
     values = dict(WORKFLOW_DEFAULTS)
     values.update({key: value for key, value in body.items() if value is not None})
-    values.update(timestamp=format_time(store.now()), user=body.get('user') or store.caller, run_id=0, is_canceled=False,
+    values.update(timestamp=format_time(store.now()), user=new_owner(store, body.get('user')), run_id=0, is_canceled=False,
                   is_archived=False)
-    return store.insert('workflow', values)
+    workflow_id = store.insert('workflow', values)
+    link_groups(store, workflow_id, body.get('access_groups') or [])
+    return workflow_id
 
 
 def check_env(env: Optional[Dict[str, str]]) -> None:
@@ -6181,7 +6468,9 @@ def delete_job(store: Store, job_id: int) -> Dict[str, Any]:
 
 def get_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
     """One workflow."""
-    return get_row(store, 'workflow', workflow_id)
+    workflow = get_row(store, 'workflow', workflow_id)
+    add_group_names(store, [workflow])
+    return workflow
 
 
 WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups')
@@ -6196,7 +6485,9 @@ def update_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dic
     """Change the fields of a workflow that may change after its creation."""
     current = get_workflow(store, workflow_id)
     given = {key: value for key, value in body.items() if value is not None}
-    fixed = [key for key in WORKFLOW_FIXED if key in given and given[key] != current.get(key)]
+    if given.get('user', current['user']) != current['user'] and is_limited(store) and store.caller != current['user']:
+        raise Denied(f"only {printable(current['user'])} and administrators can give workflow {workflow_id} to another user")
+    fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot change after its creation")
     store.update('workflow', workflow_id, {key: given[key] for key in WORKFLOW_EDITABLE if key in given})
@@ -6927,7 +7218,7 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     """
     job = job_state(store, end['job_id'])
     if job.workflow_id != state.id:
-        raise Refused(f'job {job.id} belongs to workflow {job.workflow_id}')
+        raise NotFound(f'workflow {state.id} has no job {job.id}')
     check_run(state, end['run_id'])
     attempt_id = end.get('attempt_id') or job.attempt_id
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and end['status'] != 'pending_failed':
@@ -7578,12 +7869,6 @@ SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH')
 COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])    # what the counters of dependency sets are made from
 
 
-def check_admin(store: Store) -> None:
-    """Denied unless the caller is an administrator, or the owner of the server."""
-    if not store.is_admin:
-        raise Denied('this is for administrators; without a token (serve --no-auth) nobody is one')
-
-
 def check_foreign_sql(sql: str, writes: bool, allows_full_table: bool) -> None:
     """Refuse by its words what must not even be compiled: it would end our transaction, or change a whole table by mistake."""
     bare = SQL_LITERALS.sub(lambda match: '"" ' if match.group()[0] not in '-/' else ' ', sql).strip().rstrip('; \t\r\n')
@@ -7753,11 +8038,15 @@ def stream_api_events(store: Store, include_bodies: bool = False) -> Subscriptio
 # SQLite or a terminal could not hold. Two doors lead in: answer_request for HTTP (bytes in, status and value out), and
 # call_operation for callers in the same process. Both give the same values.
 #
+# Where access is enforced, call_route() asks before every verb whether the caller has access to the workflow that the
+# request is about. An operation about none is refused, unless OPEN_OPERATIONS lists it: what is forgotten is closed.
+#
 # Nothing that a client can send is answered with a 5xx, but for a full disk: clients of this API repeat their request
 # for many minutes after a 5xx, and after an error that holds one of RETRY_WORDS, whatever its status.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
-         'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES), 'TaskStatus': TASK_STATUSES}
+         'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES), 'TaskStatus': TASK_STATUSES,
+         'GroupRole': GROUP_ROLES}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALAR_CHECKS, [list], {map}, {map with nulls?}, @Model or
 # enum, ?Model of which any field may be missing. Models of lists are made from RESOURCES.
@@ -7879,7 +8168,7 @@ MODELS = {
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
-    'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:str! user_name:str!',
+    'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str executed_by:int id:int '
@@ -8161,7 +8450,9 @@ class Resource(NamedTuple):
 
 CONTAINS = 'instr(lower({0}), lower(?)) > 0'
 RESOURCES = {
-    'workflow': Resource('workflow', 'workflow', 'WorkflowModel', 'Workflows', {'description': CONTAINS.format('description')}),
+    'workflow': Resource('workflow', 'workflow', 'WorkflowModel', 'Workflows', {
+        'description': CONTAINS.format('description'),
+        'access_group': "id IN (SELECT workflow_id FROM workflow_access_group WHERE instr(?, ',' || group_id || ',') > 0)"}),
     'job': Resource('job', 'job_view', 'JobModel', 'Jobs', {
         'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
         'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
@@ -8223,13 +8514,27 @@ def list_rows(store: Store, resource: str, offset: int = 0, limit: int = MAX_LIS
     names = [column.name for column in store.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
     check_sort_field(sort_by, names)
     conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
-    where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
     values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value for name, value in filters.items()]
+    if is_limited(store):
+        conditions.append(f"{'id' if resource == 'workflow' else 'workflow_id'} IN (SELECT id FROM workflow WHERE {MAY_USE})")
+        values += names_of(store.caller)
+    where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
     total = store.value(f'SELECT count(*) FROM {noun.view} {where}', values)
     way = 'DESC' if reverse_sort else 'ASC'
     order = f'{sort_by} {way}, id {way}' if sort_by and sort_by != 'id' else f'id {way}'
     items = store.select(noun.view, f'{where} ORDER BY {order} LIMIT ? OFFSET ?', [*values, limit, offset])
     return list_answer(items, offset, total)
+
+
+def list_workflows(store: Store, resource: str, access_group: Sequence[str] = (), **query: Any) -> Dict[str, Any]:
+    """Workflows; of one of these groups only, if any is named."""
+    if access_group:
+        names = [access_group] if isinstance(access_group, str) else access_group
+        found = rows_by_ids(store, 'SELECT id FROM access_group WHERE name IN', names)
+        query['access_group'] = ',' + ''.join(f'{row[0]},' for row in found)
+    answer = list_rows(store, resource, **query)
+    add_group_names(store, answer['items'])
+    return answer
 
 
 def list_jobs(store: Store, resource: str, include_relationships: bool = False, **query: Any) -> Dict[str, Any]:
@@ -8471,8 +8776,8 @@ ROUTES = (
 
     Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel', returns='@WorkflowModel'),
     Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel', returns='@CreatedWorkflow'),
-    Route('list_workflows',              'GET',    '/workflows',              list_rows, 'workflow',
-          PAGE + 'name:str user:str description:str is_archived:bool'),
+    Route('list_workflows',              'GET',    '/workflows',              list_workflows, 'workflow',
+          PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]'),
     Route('get_workflow',                'GET',    WF,                        get_workflow, returns='@WorkflowModel'),
     Route('update_workflow',             'PUT',    WF,                        update_workflow, '', '', '?WorkflowModel', returns='@WorkflowModel'),
     Route('delete_workflow',             'DELETE', WF,                        delete_workflow, returns='@WorkflowModel'),
@@ -8626,6 +8931,20 @@ ROUTES = (
     Route('get_api_stats',          'GET',  '/admin/api-stats',                get_api_stats, '', 'window_seconds:int interval_seconds:int', returns='@ApiStatsResponse'),
     Route('list_admin_audit_log',   'GET',  '/admin/audit-log',                list_admin_audit_log, '', 'offset:int limit:int', returns='@ListAdminAuditLogResponse'),
     Route('admin_sql',              'POST', ADMIN_SQL_PATH,                    admin_sql, '', '', 'AdminSqlRequest', returns='@AdminSqlResponse'),
+
+    Route('create_access_group',        'POST',   '/access_groups',                     create_access_group, '', '', 'AccessGroupModel', returns='@AccessGroupModel'),
+    Route('list_access_groups',         'GET',    '/access_groups',                     list_access_groups, '', 'offset:int limit:int', returns='@ListAccessGroupsResponse'),
+    Route('get_access_group',           'GET',    '/access_groups/{group_id}',          get_access_group, returns='@AccessGroupModel'),
+    Route('delete_access_group',        'DELETE', '/access_groups/{group_id}',          delete_access_group, returns='@AccessGroupModel'),
+    Route('add_user_to_group',          'POST',   '/access_groups/{group_id}/members',  add_user_to_group, '', '', '?UserGroupMembershipModel', returns='@UserGroupMembershipModel'),
+    Route('list_group_members',         'GET',    '/access_groups/{group_id}/members',  list_group_members, '', 'offset:int limit:int', returns='@ListUserGroupMembershipsResponse'),
+    Route('remove_user_from_group',     'DELETE', '/access_groups/{group_id}/members/{user_name}', remove_user_from_group, returns='@UserGroupMembershipModel'),
+    Route('list_user_groups',           'GET',    '/users/{user_name}/groups',          list_user_groups, '', 'offset:int limit:int', returns='@ListAccessGroupsResponse'),
+    Route('list_workflow_groups',       'GET',    WF + '/access_groups',                list_workflow_groups, '', 'offset:int limit:int', returns='@ListAccessGroupsResponse'),
+    Route('add_workflow_to_group',      'POST',   WF + '/access_groups/{group_id}',     add_workflow_to_group, returns='@WorkflowAccessGroupModel'),
+    Route('remove_workflow_from_group', 'DELETE', WF + '/access_groups/{group_id}',     remove_workflow_from_group, returns='@WorkflowAccessGroupModel'),
+    Route('check_workflow_access',      'GET',    '/access_check/{workflow_id}/{user_name}', check_workflow_access, returns='@AccessCheckResponse'),
+    Route('reload_auth',                'POST',   '/admin/reload-auth',                 reload_auth, returns='@ReloadAuthResponse'),
 )
 
 
@@ -8641,7 +8960,13 @@ def answer_type(route: Route) -> str:
 
 OPERATIONS = {route.name: route for route in ROUTES}
 BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/workflows/from_spec'))
-TEXT_PARAMETERS = frozenset(['status', 'worker'])     # path parameters that are not integers
+TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
+# Operations that are not about one workflow: their verbs decide who may. All others need access to the workflow they are about.
+OPEN_OPERATIONS = frozenset((
+    'ping', 'get_version', 'get_openapi', 'list_workflows', 'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
+    'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members', 'remove_user_from_group', 'list_user_groups',
+    'check_workflow_access', 'reload_auth'))
+TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}   # first in a path; row_id: the route's resource
 
 
 def body_limit(path: str) -> int:
@@ -8675,7 +9000,7 @@ def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
         if allowed:
             raise BadInput(f"{printable(path)} takes {', '.join(sorted(allowed))}, not {method}", http=405)
         raise NotFound(f'there is nothing at {printable(path)}')
-    return route, {want[1:-1]: urllib.parse.unquote(part) for want, part in zip(route_parts(route), parts) if want[0] == '{'}
+    return route, {want[1:-1]: urllib.parse.unquote(part, errors='surrogateescape') for want, part in zip(route_parts(route), parts) if want[0] == '{'}
 
 
 @functools.lru_cache(maxsize=1000)
@@ -8739,7 +9064,7 @@ def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     missing = [name for name in in_path if parameters.get(name) is None]
     if missing:
         raise BadInput(f"{route.name} needs {', '.join(missing)}")
-    return parameters
+    return {name: str(value) if name in TEXT_PARAMETERS and name in in_path else value for name, value in parameters.items()}
 
 
 def call_route(store: Store, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
@@ -8754,9 +9079,37 @@ def call_route(store: Store, route: Route, parameters: Dict[str, Any], body: Any
     if route.body:
         is_optional = route.name == 'claim_action' and body is None
         arguments['body'] = body if is_optional else check_body(route.body, body)
+    if is_limited(store) and route.name not in OPEN_OPERATIONS:
+        check_route_access(store, route, arguments)
     if 'status' in arguments and '{status}' in route.path and arguments['status'] not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}", field='status')
     return route.verb(store, route.resource, **arguments) if route.resource else route.verb(store, **arguments)
+
+
+def check_route_access(store: Store, route: Route, arguments: Dict[str, Any]) -> None:
+    """Refuse a limited caller what is about a workflow that he has no access to, or about none that could be told."""
+    about = [(arguments['workflow_id'], f"workflow {arguments['workflow_id']}")] if 'workflow_id' in arguments else []
+    first = next((part[1:-1] for part in route_parts(route) if part[0] == '{'), '')
+    table = RESOURCES[route.resource].table if first == 'row_id' else TABLES_BY_PARAMETER.get(first)
+    if table:
+        row_id = arguments[first]
+        found = store.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (row_id,))
+        if table == 'task' and (found is None or not may_use(store, found, store.caller)):
+            raise NotFound(f'there is no task {row_id}')    # as in Torc
+        about.append((found, f"{table.replace('_', ' ')} {row_id}"))
+    about += [(workflow_id, f'workflow {workflow_id}') for workflow_id in named_workflows(arguments.get('body'))]
+    for workflow_id, what in about:
+        check_may_use(store, workflow_id, what)
+    if not about:
+        check_admin(store)
+
+
+def named_workflows(body: Any) -> Set[int]:
+    """Ids of the workflows that a checked body names, itself or in its lists."""
+    if not isinstance(body, dict):
+        return set()
+    rows = [body, *(row for value in body.values() if isinstance(value, list) for row in value if isinstance(row, dict))]
+    return {row['workflow_id'] for row in rows if type(row.get('workflow_id')) is int}
 
 
 def check_body(model: str, body: Any) -> Any:
@@ -8800,10 +9153,13 @@ def call_operation(store: Store, name: str, parameters: Dict[str, Any], body: An
         return call_route(store, route, values, body)
 
 
-def answer_request(store: Store, method: str, path: str, query: str, body: bytes, caller: str = '') -> Tuple[int, Any]:
-    """Answer a request in a savepoint of its own, within the caller's transaction. (HTTP status, value); never raises."""
-    store.caller = caller
+def answer_request(store: Store, method: str, path: str, query: str, body: bytes, caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
+    """Answer a request in a savepoint of its own, within the caller's transaction. (HTTP status, value); never raises.
+
+    `is_owner`: the caller has shown the server's token. He may be an administrator without it.
+    """
     try:
+        store.caller, store.is_admin = caller, is_owner or is_system_admin(store, caller)
         route, found = find_route(method, path)
         parameters = {name: text if name in TEXT_PARAMETERS else parse_parameter(name, 'int', text) for name, text in found.items()}
         parameters.update(parse_query(route, query))
@@ -8983,8 +9339,9 @@ def describe_interface() -> Dict[str, Any]:
 #
 #   * A connection has at most one request in a turn and is not read while an answer waits to be sent, so that no
 #     client, however slow or greedy, holds more memory than one request and one answer. Pipelined requests wait.
-#   * Who may ask is decided on the head alone, in check_access(), before the body is read and before any route is
-#     looked at: host, origin, token. Only /healthz goes without a token.
+#   * Who may ask is decided on the head alone, before the body is read and before any route is looked at: host and
+#     origin, then token or password. Only /healthz goes without. A password takes long to check, on purpose: that is
+#     done in one thread beside the loop (Users), while the connection is parked, neither read nor written.
 #   * Whatever begins has a deadline; a quiet connection between requests has none, for it is how a runner stays.
 #   * A connection's trouble ends that connection, never the loop.
 #   * A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; a reader has a place
@@ -9026,6 +9383,13 @@ SINGLE_FIELDS = frozenset([
     'authorization', 'connection', 'content-length', 'expect', 'host', 'origin', 'sec-fetch-site', 'transfer-encoding'])
 STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # bytes on the wakeup descriptor; 0: stop()
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
+MAX_ATTEMPTS = 64                   # passwords being checked, or found wrong in the last second; others are answered 429
+MAX_ATTEMPTS_OF_USER = 16           # ... of one user
+WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401, whatever was wrong with it
+REFUSALS_TOLD_S = 60.0              # between log lines about wrong tokens and passwords
+DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
+MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
+WAKE_VERDICT = b'\xff'              # on the wakeup descriptor: a password has been checked
 ANSWER_FIELDS = 'x-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
 
 
@@ -9059,11 +9423,6 @@ def prepare_database_directory(database: str) -> None:
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not is_private_group(found):
         raise Denied(f'other users may write to {directory} and could replace the database in it: '
                      f'`chmod go-w {shlex.quote(directory)}`, or give another place with --db')
-
-
-def is_private_group(found: os.stat_result) -> bool:
-    """Whether the group that may write is the owner's alone, as RHEL and Debian make one for each user."""
-    return not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
 
 
 def open_private(path: str, flags: int) -> int:
@@ -9281,10 +9640,17 @@ class Head(NamedTuple):
     keeps_alive: bool           # the client wants to ask more
 
 
+class Caller(NamedTuple):
+    """Who asks."""
+    name: str
+    is_owner: bool      # has shown the server's token
+
+
 class Request(NamedTuple):
     """A complete request."""
     head: Head
     body: bytes
+    caller: Caller
 
 
 def parse_head(data: bytes) -> Head:
@@ -9355,10 +9721,19 @@ def format_refusal(error: TorcError, fields: str = '') -> bytes:
 # -------- who may ask --------
 
 def check_access(head: Head, token: bytes, names: Set[str]) -> None:
-    """Let a request pass, or raise: its Host must be ours, no page of another origin its sender, its token right.
+    """Let a request pass, or raise: its sender must be in order, and its token right. An empty token lets everybody in."""
+    check_sender(head, names)
+    offered = offered_token(head.fields.get('authorization', ''))
+    if token and head.path != '/healthz' and not hmac.compare_digest(token, offered):
+        raise Denied('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
+                     'or any user with the token as password', http=401)
 
-    An empty token lets everybody on this machine in. The Host check defeats names that an attacker's DNS points at
-    us; browsers send Origin or Sec-Fetch-Site with whatever a page of another site makes them ask.
+
+def check_sender(head: Head, names: Set[str]) -> None:
+    """Refuse a request whose Host is not ours, or that a page of another origin sends.
+
+    The Host check defeats names that an attacker's DNS points at us; browsers send Origin or Sec-Fetch-Site with
+    whatever a page of another site makes them ask.
     """
     host = HOST_TEXT.match(head.fields.get('host', ''))
     if host is None:
@@ -9370,23 +9745,24 @@ def check_access(head: Head, token: bytes, names: Set[str]) -> None:
         raise Denied('requests from pages of another origin are not answered')
     if head.fields.get('sec-fetch-site', 'none') not in ('none', 'same-origin'):
         raise Denied('requests from pages of another site are not answered')
-    offered = offered_token(head.fields.get('authorization', ''))
-    if token and head.path != '/healthz' and not hmac.compare_digest(token, offered):
-        raise Denied('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
-                     'or any user with the token as password', http=401)
 
 
 def offered_token(authorization: str) -> bytes:
     """Token in an Authorization field: Bearer TOKEN, or Basic with the token as password. b'' if there is none."""
     scheme, _, value = authorization.partition(' ')
-    if scheme.lower() == 'bearer':
-        return value.strip().encode('latin-1')
+    return value.strip().encode('latin-1') if scheme.lower() == 'bearer' else offered_password(authorization)[1]
+
+
+def offered_password(authorization: str) -> Tuple[str, bytes]:
+    """User and password in an Authorization field of the scheme Basic (RFC 7617); ('', b'') if there are none."""
+    scheme, _, value = authorization.partition(' ')
     if scheme.lower() != 'basic':
-        return b''
+        return '', b''
     try:
-        return base64.b64decode(value.strip().encode('latin-1'), validate=True).partition(b':')[2]
+        user, _, password = base64.b64decode(value.strip().encode('latin-1'), validate=True).partition(b':')
     except ValueError:
-        return b''
+        return '', b''
+    return user.decode('utf-8', 'surrogateescape'), password
 
 
 def prove_token(token: bytes, challenge: str, port: int) -> str:
@@ -9396,6 +9772,229 @@ def prove_token(token: bytes, challenge: str, port: int) -> str:
     it, so that such a program cannot fetch the answer from the true server, which may be back on another port.
     """
     return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
+
+
+# -------- passwords --------
+#
+# A password file is one of Apache's htpasswd: a line USER:HASH for each user, and comments. HASH is either bcrypt's
+# (`$2b$12$...`, also 2a and 2y), checked by the system's libcrypt, or ours: `$scrypt$ln=15,r=8,p=1$SALT$HASH`, where
+# ln is the base 2 logarithm of scrypt's N (RFC 7914), SALT and HASH are base64 without padding.
+
+BCRYPT_LINE = Expression(r'\$2[aby]\$(?:0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}\Z')
+SCRYPT_LINE = Expression(r'\$scrypt\$ln=([0-9]{1,2}),r=([0-9]{1,2}),p=([0-9]{1,6})\$([A-Za-z0-9+/]+)\$([A-Za-z0-9+/]+)\Z')
+BCRYPT_PROOF = b'$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW'     # of b'U*U', from the tests of crypt_blowfish
+BCRYPT_ALPHABET = './ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789'
+MOST_SCRYPT_LN = 17                 # 128 MiB
+DEFAULT_PASSWORD_COST = 12
+
+
+@functools.lru_cache(maxsize=None)
+def find_bcrypt() -> Optional[Callable[[bytes, bytes], Optional[bytes]]]:
+    """crypt(3), where the system's knows bcrypt; else None. For one thread at a time: its answer lies in a static buffer."""
+    for name in ('libcrypt.so.2', 'libcrypt.so.1', None):   # None: musl and the BSDs have it in libc
+        try:
+            crypt = ctypes.CDLL(name).crypt
+        except (OSError, AttributeError):
+            continue
+        crypt.argtypes, crypt.restype = (ctypes.c_char_p, ctypes.c_char_p), ctypes.c_char_p
+        if crypt(b'U*U', BCRYPT_PROOF[:29]) == BCRYPT_PROOF:
+            return crypt
+    return None
+
+
+def hash_password(password: bytes, cost: int = DEFAULT_PASSWORD_COST) -> str:
+    """What a password file holds of a password: scrypt, or bcrypt where Python has no scrypt. Each cost doubles the work."""
+    if hasattr(hashlib, 'scrypt'):      # not with an OpenSSL before 1.1
+        salt, ln, p = secrets.token_bytes(16), min(cost, 14) + 3, 2 ** max(0, cost - 14)
+        digest = run_scrypt(password, salt, ln, 8, p)
+        return f'$scrypt$ln={ln},r=8,p={p}${format_base64(salt)}${format_base64(digest)}'
+    crypt = find_bcrypt()
+    if crypt is None or len(password) > 72:     # bcrypt looks at no more
+        raise BadInput('this Python has no scrypt (its OpenSSL is too old)' + (
+            '; the system has no bcrypt either: use another Python' if crypt is None else ', and bcrypt takes at most 72 bytes'))
+    salt_text = ''.join(secrets.choice(BCRYPT_ALPHABET) for _ in range(21)) + secrets.choice('.Oeu')   # 128 bits
+    return crypt(password, f'$2y${cost:02}${salt_text}'.encode()).decode()
+
+
+def run_scrypt(password: bytes, salt: bytes, ln: int, r: int, p: int, length: int = 32) -> bytes:
+    """RFC 7914, allowed the memory that it needs."""
+    return hashlib.scrypt(password, salt=salt, n=2 ** ln, r=r, p=p, maxmem=128 * r * (2 ** ln + p + 4) + 2 ** 20, dklen=length)
+
+
+def format_base64(data: bytes) -> str:
+    """Bytes as base64 without padding."""
+    return base64.b64encode(data).decode().rstrip('=')
+
+
+def parse_base64(text: str) -> bytes:
+    """Bytes from base64 without padding."""
+    return base64.b64decode(text + '=' * (-len(text) % 4))
+
+
+def matches_password(stored: str, password: bytes) -> bool:
+    """Whether a line's hash is that of a password. Takes as long for a wrong one as for the right one."""
+    match = SCRYPT_LINE.match(stored)
+    if match:
+        ln, r, p, salt, digest = match.groups()
+        wanted = parse_base64(digest)
+        found = run_scrypt(password, parse_base64(salt), int(ln), int(r), int(p), len(wanted))
+    else:
+        # 2a and 2b name the algorithm that 2y names; old versions of libcrypt know no 2b, and alter 2a.
+        wanted = stored[4:].encode()
+        found = (find_bcrypt()(password.partition(b'\0')[0], b'$2y$' + stored[4:29].encode()) or b'')[4:]
+    # A NUL ends C's text, and fills up a short key of HMAC, which scrypt is made of: 'x' and 'x\0' would be the same.
+    return hmac.compare_digest(found, wanted) and b'\0' not in password
+
+
+def explain_hash(stored: str) -> str:
+    """Why a hash cannot be checked here; '' if it can."""
+    match = SCRYPT_LINE.match(stored)
+    if match:
+        ln, r, p = (int(text) for text in match.groups()[:3])
+        if not (1 <= ln <= MOST_SCRYPT_LN and 1 <= r <= 16 and p >= 1) or any(len(text) % 4 == 1 for text in match.groups()[3:]):
+            return 'its scrypt is malformed, or takes too much memory'
+        return '' if hasattr(hashlib, 'scrypt') else 'this Python has no scrypt (its OpenSSL is too old)'
+    if not BCRYPT_LINE.match(stored):
+        return 'its hash is neither bcrypt nor scrypt'
+    return '' if find_bcrypt() else "the system's libcrypt is missing or knows no bcrypt"
+
+
+def check_user_name(name: str) -> None:
+    """Refuse names that no password file can hold, or that are not a person's."""
+    if not name or ':' in name or name[0] == '#' or name != name.strip() or len(name) > MAX_NAME_CHARACTERS or FORBIDDEN_IN_NAME.search(name):
+        raise BadInput(f'{printable(name)!r} is no user name: it must not be empty, hold a colon or a control character, '
+                       'begin with # or have blanks around it')
+    if name == ANONYMOUS:
+        raise BadInput(f'{ANONYMOUS!r} cannot be a user: it is who asks without a name')
+
+
+def parse_users(text: str, path: str) -> Dict[str, str]:
+    """Text of a password file -> hashes by user. BadInput with every line that cannot be used, and the cure."""
+    users, problems = {}, []    # type: Dict[str, str], List[Problem]
+    for number, line in enumerate(text.splitlines(), 1):
+        user, colon, stored = line.strip().partition(':')
+        if not user.strip() or user.startswith('#'):
+            continue
+        cause = 'it is not USER:HASH' if not colon else 'the user stands in two lines' if user in users else explain_hash(stored)
+        if cause:
+            problems.append(Problem(f'user {printable(user)!r}: {cause}', number, 0, path))
+        users[user] = stored
+    cure = f'`torc.py htpasswd add -f {shlex.quote(path)} USER` sets a password'
+    if problems:
+        raise BadInput(f'{len(problems)} lines of {path} cannot be used; {cure} anew', problems)
+    if not users:
+        raise BadInput(f'{path} names no user; {cure}')
+    for user in users:
+        check_user_name(user)
+    return users
+
+
+def read_password_file(path: str) -> str:
+    """Text of a password file that nobody but its owner can change. FileNotFoundError if there is none."""
+    try:
+        with open(path, encoding='utf-8', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022 and not is_private_group(found) or not stat.S_ISREG(found.st_mode):
+                raise Denied(f'other users may change {path}, and let themselves in: it must be a file of yours, '
+                             f'`chmod go-w {shlex.quote(path)}`')
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise BadInput(f'cannot read {path}: {getattr(error, "strerror", None) or error}') from None
+
+
+def read_users(path: str) -> Dict[str, str]:
+    """Hashes by user, from a password file."""
+    try:
+        return parse_users(read_password_file(path), path)
+    except FileNotFoundError:
+        raise BadInput(f'there is no password file {path}; `torc.py htpasswd add -f {shlex.quote(path)} USER` makes one') from None
+
+
+class PasswordCheck(NamedTuple):
+    """A password to be checked, or its verdict."""
+    digest: bytes       # of user and password, by which those who wait for the verdict are found
+    user: str
+    stored: str         # the hash that it is compared with; a stranger's is somebody's, for it must take as long
+    password: bytes
+    is_right: bool = False
+
+
+class Users:
+    """The users of a password file, and one thread that checks their passwords.
+
+    A right password is known for a while after its last use, so that clients who ask often wait for one check only,
+    and a flood of wrong ones does not keep them out. Everything but work() runs in the server's thread.
+    """
+
+    def __init__(self, path: str, known_s: float) -> None:
+        self.path = path
+        self.known_s = known_s                      # 0: every request is checked
+        self.hashes = read_users(path)              # by user
+        self.key = secrets.token_bytes(32)          # of the digests: what is kept of passwords is worth nothing elsewhere
+        self.known = collections.OrderedDict()      # type: collections.OrderedDict[bytes, float]  # digest -> when to forget it
+        self.wake = lambda: None                    # type: Callable[[], Any]  # called in the thread after each check
+        self.verdicts = collections.deque()         # type: collections.deque[PasswordCheck]
+        self._queue = queue.Queue()                 # type: queue.Queue[Optional[PasswordCheck]]
+        self._thread = None                         # type: Optional[threading.Thread]
+
+    def reload(self) -> int:
+        """Read the file again; how many users there are. If it cannot be used, everything stays."""
+        self.hashes = read_users(self.path)
+        self.known.clear()
+        return len(self.hashes)
+
+    def digest(self, user: str, password: bytes) -> bytes:
+        """What stands for a user with a password."""
+        return hmac.new(self.key, user.encode('utf-8', 'surrogateescape') + b':' + password, hashlib.sha256).digest()
+
+    def knows(self, digest: bytes, now: float) -> bool:
+        """Whether user and password were found right not long ago."""
+        if self.known.get(digest, -math.inf) <= now:
+            return False
+        self.learn(digest, now)
+        return True
+
+    def learn(self, digest: bytes, now: float) -> None:
+        """They are right; forget those that were not used for longest."""
+        if self.known_s > 0:
+            self.known[digest] = now + self.known_s
+            self.known.move_to_end(digest)
+            while len(self.known) > MAX_KNOWN_PASSWORDS or next(iter(self.known.values())) <= now:
+                self.known.popitem(last=False)
+
+    def begin(self, digest: bytes, user: str, password: bytes) -> None:
+        """Have a password checked; its verdict comes later."""
+        stored = self.hashes.get(user)
+        if stored is None:      # like one of the users, always the same one
+            place = int.from_bytes(self.digest(user, b''), 'big')
+            stored = sorted(self.hashes.values())[place % len(self.hashes)]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self.work, name='passwords', daemon=True)
+            self._thread.start()
+        self._queue.put(PasswordCheck(digest, user, stored, password))
+
+    def work(self) -> None:
+        """The thread: one check after the other, until None comes."""
+        for check in iter(self._queue.get, None):
+            try:
+                is_right = matches_password(check.stored, check.password)
+            except Exception:   # border: a check that fails is a wrong password, and the next one is made all the same
+                log.exception('a password could not be checked')
+                is_right = False
+            self.verdicts.append(check._replace(is_right=is_right, password=b''))
+            self.wake()
+
+    def is_valid(self, verdict: PasswordCheck) -> bool:
+        """Whether a verdict lets its user in: the password is right, and the file still says so."""
+        return verdict.is_right and self.hashes.get(verdict.user) == verdict.stored
+
+    def close(self) -> None:
+        """End the thread, after what it is at."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(5.0)
 
 
 # -------- streams of events --------
@@ -9551,6 +10150,17 @@ def watch_nodes(store: Store) -> bool:
     return store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
+class Attempt:
+    """A password that is being checked, or was found wrong a moment ago, and the clients that have shown it."""
+
+    def __init__(self, digest: bytes, user: str, now: float) -> None:
+        self.digest = digest        # of user and password
+        self.user = user
+        self.ends_at = now + WRONG_PASSWORD_S   # if it is wrong, this is told then (monotonic)
+        self.is_wrong = False
+        self.clients = set()        # type: Set[Connection]
+
+
 class Connection:
     """One client: its socket, what was read and not yet used, and what is still to be sent."""
 
@@ -9561,6 +10171,8 @@ class Connection:
         self.unsent = memoryview(b'')
         self.deadline = math.inf    # when to give the client up (monotonic); inf while nothing is under way
         self.mask = selectors.EVENT_READ
+        self.caller = None          # type: Optional[Caller]  # of that request
+        self.attempt = None         # type: Optional[Attempt]  # ... whose password is being checked, or was wrong
         self.is_queued = False      # a complete request waits for its turn: nothing more is read
         self.is_last = False        # close when everything is sent
         self.is_draining = False    # all is said; read on until the client has closed too
@@ -9575,18 +10187,22 @@ class Server:
 
     def __init__(self, store: Store, listener: socket.socket, token: str = '', names: Iterable[str] = LOOPBACK_NAMES,
                  lease: Optional[Lease] = None, is_embedded: bool = False,
-                 tick: Callable[[Store], bool] = tend) -> None:
+                 tick: Callable[[Store], bool] = tend, users: Optional[Users] = None, lets_anonymous: bool = False) -> None:
         self.store = store
         self.listener = listener
         self.token = token.encode()             # b'': everybody may ask
         self.names = {name.lower() for name in names}   # that Host may say
         self.lease = lease
         self.tick = tick                        # called now and then inside a transaction; true: call again soon
-        self.caller = user_name() if token else 'anonymous'
+        self.owner = Caller(user_name(), True) if token else Caller(ANONYMOUS, False)    # who asks with the token, or where there is none
+        self.users = users                      # who may ask with a password, beside the owner
+        self.lets_anonymous = lets_anonymous    # ... and whoever shows neither token nor password
+        self.attempts = {}                      # type: Dict[bytes, Attempt]  # by digest
+        self.refusals = 0                       # requests without the right token or password, not yet told
+        self.refusals_told_at = -math.inf
         self.feeds = Feeds()
         self.traffic = store.traffic = Traffic(store.now)
         store.watched = self.feeds.by_subject
-        store.is_admin = bool(token)            # where everybody may ask, nobody is an administrator
         self.keep_alive_at = math.inf           # when streams get their next sign of life
         self.connections = set()                # type: Set[Connection]
         self.timed = set()                      # type: Set[Connection]  # those that have a deadline, or had one
@@ -9602,6 +10218,10 @@ class Server:
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
             sock.setblocking(False)
+        store.knows_users = users is not None
+        if users is not None:
+            store.reload_users = users.reload
+            users.wake = self.wake_for_verdict
         self.selector.register(self.wake_reader, selectors.EVENT_READ, self.on_wake)
         self.selector.register(listener, selectors.EVENT_READ, self.on_accept)
 
@@ -9638,6 +10258,8 @@ class Server:
 
     def close(self) -> None:
         """Close all sockets. The store is the caller's."""
+        if self.users is not None:
+            self.users.close()
         for connection in list(self.connections):
             self.drop(connection)
         self.selector.close()
@@ -9676,6 +10298,13 @@ class Server:
             if number in STOP_NUMBERS:      # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
                 self.is_leaving = True
+        while self.users is not None and self.users.verdicts:
+            self.on_verdict(self.users.verdicts.popleft())
+
+    def wake_for_verdict(self) -> None:
+        """Called in the thread that checks passwords."""
+        with contextlib.suppress(OSError):      # full: the loop is about to wake anyway; closed: nobody waits any more
+            self.wake_writer.send(WAKE_VERDICT)
 
     def on_accept(self, mask: int) -> None:
         """Take the clients that knock."""
@@ -9753,19 +10382,91 @@ class Server:
         head = connection.head
         if head is None:
             head = connection.head = self.take_head(connection.received)
-            if head is None:
+            if head is None or not self.identify(connection, head):
                 return None
-            if len(connection.received) < head.length:
-                if 'expect' in head.fields:
-                    self.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
-                self.set_deadline(connection, CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S)
+            self.await_body(connection, head)
         if len(connection.received) < head.length:
             return None
         with memoryview(connection.received) as view:
             body = bytes(view[:head.length])
         del connection.received[:head.length]
         connection.head = None
-        return Request(head, body)
+        return Request(head, body, connection.caller)
+
+    def await_body(self, connection: Connection, head: Head) -> None:
+        """If the body is still to come, ask for it, and give it its time."""
+        if len(connection.received) < head.length:
+            if 'expect' in head.fields:
+                self.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
+            self.set_deadline(connection, CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S)
+
+    def identify(self, connection: Connection, head: Head) -> bool:
+        """See who asks. False if that is not known before a password has been checked."""
+        connection.caller = self.owner
+        if self.users is None or head.path == '/healthz':
+            return True
+        authorization = head.fields.get('authorization', '')
+        if self.token and hmac.compare_digest(self.token, offered_token(authorization)):
+            return True
+        connection.caller = Caller(ANONYMOUS, False)
+        if self.lets_anonymous and not authorization:
+            return True
+        user, password = offered_password(authorization)
+        if not user:
+            raise Denied('log in: send a user and a password (Basic), or the token of the server', http=401)
+        connection.caller = Caller(user, False)
+        digest = self.users.digest(user, password)
+        if self.users.knows(digest, time.monotonic()):
+            return True
+        self.park(connection, digest, user, password)
+        return False
+
+    def park(self, connection: Connection, digest: bytes, user: str, password: bytes) -> None:
+        """Have a password checked, and leave the client alone meanwhile. All that show the same wait for one check."""
+        attempt = self.attempts.get(digest)
+        if attempt is None:
+            if len(self.attempts) >= MAX_ATTEMPTS or sum(other.user == user for other in self.attempts.values()) >= MAX_ATTEMPTS_OF_USER:
+                raise Denied('too many passwords are being checked: try again in a moment', http=429)
+            attempt = self.attempts[digest] = Attempt(digest, user, time.monotonic())
+            self.users.begin(digest, user, password)
+        attempt.clients.add(connection)
+        connection.attempt = attempt
+        self.set_deadline(connection, CLIENT_DEADLINE_S)
+        self.watch(connection, 0)
+        if attempt.is_wrong:
+            self.refuse_late(connection)
+
+    def refuse_late(self, connection: Connection) -> None:
+        """Let on_deadline() say that the password was wrong, when its time has come."""
+        self.set_deadline(connection, max(0.0, connection.attempt.ends_at - time.monotonic()))
+
+    def on_verdict(self, verdict: PasswordCheck) -> None:
+        """A password has been checked: let in who has shown it, or see that the refusal comes late."""
+        attempt = self.attempts[verdict.digest]
+        attempt.is_wrong = not self.users.is_valid(verdict)
+        if not attempt.is_wrong:
+            self.users.learn(verdict.digest, time.monotonic())
+        for connection in list(attempt.clients):
+            self.attempt(connection, self.refuse_late if attempt.is_wrong else self.on_known)
+        if not attempt.clients:
+            del self.attempts[verdict.digest]
+
+    def on_known(self, connection: Connection) -> None:
+        """A parked client is who it says: go on with its request."""
+        connection.attempt.clients.discard(connection)
+        connection.attempt = None
+        connection.deadline = math.inf
+        self.watch(connection, selectors.EVENT_READ)
+        self.await_body(connection, connection.head)
+        self.look(connection)
+
+    def leave_attempt(self, connection: Connection) -> None:
+        """A client no longer waits for what comes of its password."""
+        attempt, connection.attempt = connection.attempt, None
+        if attempt is not None:
+            attempt.clients.discard(connection)
+            if attempt.is_wrong and not attempt.clients:
+                del self.attempts[attempt.digest]
 
     def take_head(self, received: bytearray) -> Optional[Head]:
         """Cut the next complete head, and judge it."""
@@ -9778,7 +10479,10 @@ class Server:
         if end < 0:
             return None
         head = parse_head(bytes(received[:end]))
-        check_access(head, self.token, self.names)
+        if self.users is None:
+            check_access(head, self.token, self.names)
+        else:
+            check_sender(head, self.names)      # who it is comes next, in identify()
         if head.fields.get('expect', '100-continue').lower() != '100-continue':
             raise BadInput('this expectation cannot be met', http=417)
         limit = body_limit(head.path)
@@ -9791,8 +10495,13 @@ class Server:
         """Answer a request that is not even read, and hang up."""
         log.debug('refused with %d: %s', error.http, error.message)
         connection.is_last = True
-        fields = 'connection: close\r\n' + ('www-authenticate: Basic realm="torc.py"\r\n' if error.http == 401 else '')
-        answer = format_refusal(error, fields)
+        self.leave_attempt(connection)
+        fields = {401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n'}.get(error.http, '')
+        self.refusals += error.http in (401, 429)
+        if self.refusals and time.monotonic() >= self.refusals_told_at + REFUSALS_TOLD_S:
+            log.warning('%d requests without the right token or password', self.refusals)
+            self.refusals, self.refusals_told_at = 0, time.monotonic()
+        answer = format_refusal(error, 'connection: close\r\n' + fields)
         self.traffic.add_answer(answer)
         self.deliver(connection, answer)
 
@@ -9833,7 +10542,7 @@ class Server:
     def answer(self, request: Request) -> Union[bytes, Opening]:
         """Run one request inside the turn's transaction."""
         head = request.head
-        status, value = self.ask_verb(head, request.body)
+        status, value = self.ask_verb(head, request.body, request.caller)
         if status == 202:
             self.tick_at = 0.0      # a task waits: it is the next thing, once this turn's answers are sent
         if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
@@ -9854,11 +10563,11 @@ class Server:
         answer = format_answer(status, body, fields)
         return answer[:len(answer) - len(body)] if head.method == 'HEAD' else answer
 
-    def ask_verb(self, head: Head, body: bytes) -> Tuple[int, Any]:
+    def ask_verb(self, head: Head, body: bytes, caller: Caller) -> Tuple[int, Any]:
         """Status and value for one request."""
         method = 'GET' if head.method == 'HEAD' else head.method
         if head.path != '/healthz' or method != 'GET':
-            return answer_request(self.store, method, head.path, head.query, body, self.caller)
+            return answer_request(self.store, method, head.path, head.query, body, *caller)
         name, _, challenge = head.query.partition('=')
         if name != 'challenge':
             return 200, {'status': 'ok'}
@@ -9916,7 +10625,7 @@ class Server:
                 event = {'timestamp_ms': int(self.store.now() * 1000), 'method': request.head.method, 'path': request.head.path,
                          'query': request.head.query or None, 'status': int(data[9:12]),
                          'latency_ms': round((time.monotonic() - connection.asked_at) * 1000, 3),
-                         'request_id': request.head.fields.get('x-span-id'), 'user': self.caller}
+                         'request_id': request.head.fields.get('x-span-id'), 'user': request.caller.name}
                 if subject == API_SUBJECTS[True]:
                     event.update(request_body=show_body(request.body), response_body=show_body(data.partition(b'\r\n\r\n')[2]))
                 self.feeds.add(subject, 0, 'api', {key: value for key, value in event.items() if value is not None})
@@ -9949,10 +10658,16 @@ class Server:
         self.on_sent(connection)
 
     def watch(self, connection: Connection, mask: int) -> None:
-        """Wait for the client to send, or to receive: never both, which bounds what it can make us hold."""
-        if connection.mask != mask:
-            connection.mask = mask
+        """Wait for the client to send, or to receive, or (0) for neither: never both, which bounds what it can make us hold."""
+        if connection.mask == mask:
+            return
+        if connection.mask and mask:
             self.selector.modify(connection.socket, mask, functools.partial(self.on_ready, connection))
+        elif mask:
+            self.selector.register(connection.socket, mask, functools.partial(self.on_ready, connection))
+        else:
+            self.selector.unregister(connection.socket)
+        connection.mask = mask
 
     def on_sent(self, connection: Connection) -> None:
         """An answer may be sent as a whole: hang up, or look for the next request."""
@@ -9982,7 +10697,8 @@ class Server:
         self.timed.discard(connection)
         if connection.feed is not None:
             self.feeds.leave(connection.feed, connection)
-        self.selector.unregister(connection.socket)
+        self.leave_attempt(connection)
+        self.watch(connection, 0)
         connection.socket.close()
         if self.is_embedded and not self.connections:
             self.leave_at = time.monotonic() + EMBEDDED_GRACE_S
@@ -10017,7 +10733,9 @@ class Server:
             self.drop(connection)
         else:
             connection.deadline = math.inf
-            self.attempt(connection, self.refuse, BadInput('the request did not arrive within its time', http=408))
+            is_wrong = connection.attempt is not None and connection.attempt.is_wrong
+            self.attempt(connection, self.refuse, Denied('user or password is wrong', http=401) if is_wrong else
+                         BadInput('the request did not arrive within its time', http=408))
 
     def on_tick(self, now: float) -> None:
         """Let the service look at its clock."""
@@ -10043,11 +10761,21 @@ class ServerOptions(NamedTuple):
     is_embedded: bool = False
     allows_sql: bool = True         # of administrators
     allows_sql_writes: bool = True
+    auth_file: str = ''             # of passwords; beside it needs_token says whether the anonymous stay out
+    known_s: float = DEFAULT_KNOWN_S    # a right password needs no other check for so long after its last use
+    enforces_access: bool = False
+    administrators: Sequence[str] = ()
+
+    @property
+    def has_token(self) -> bool:
+        """Whether there is a token for the owner."""
+        return self.needs_token or bool(self.auth_file)
 
 
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
     """Serve a database until a signal. `announce` gets the URL as soon as it answers."""
     raise_descriptor_limit()
+    users = Users(options.auth_file, options.known_s) if options.auth_file else None
     with contextlib.ExitStack() as stack:
         wait_s = 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
         store, lease = hold_database(options.database, options.takes_over, wait_s)
@@ -10057,16 +10785,20 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         store.allows_sql, store.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
-        token = keep_token(options.database + '.token', options.new_token) if options.needs_token else ''
+        token = keep_token(options.database + '.token', options.new_token) if options.has_token else ''
         host, port = listener.getsockname()[:2]
         candidates = list_candidates(host, options.host)
         names = {*LOOPBACK_NAMES, *candidates, socket.gethostname()}
-        server = Server(store, listener, token, names, lease, options.is_embedded)
+        with store.transaction():
+            set_administrators(store, options.administrators)
+        store.enforces_access = options.enforces_access
+        server = Server(store, listener, token, names, lease, options.is_embedded, users=users, lets_anonymous=not options.needs_token)
         stack.callback(server.close)
         stack.enter_context(server.signals())
         urls = [f'http://{f"[{name}]" if ":" in name else name}:{port}{API_PREFIX}' for name in candidates]
         stack.enter_context(connection_file(options, urls))
-        log.info('serving %s at %s', options.database, ' '.join(urls))
+        log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
+                 'this machine only' if is_loopback(host) else 'everybody who reaches this machine and has a token or password')
         announce(urls[0])
         server.serve_forever()
         log.info('no longer serving %s', options.database)
@@ -10141,7 +10873,7 @@ def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
     path = database + '.connection'
     content = dict(
         describe_process(), url=urls[0], candidates=urls, server_id=secrets.token_hex(16), database=database,
-        token_file=database + '.token' if options.needs_token else None, is_embedded=options.is_embedded)
+        token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded)
     write_atomically(path, format_json(content).encode())
     try:
         yield
@@ -10239,7 +10971,8 @@ def leave_caller(log_path: str, keep: int) -> None:
 #
 # A connection file is believed only after its server has proved that it knows the token, for a port may have changed
 # hands. That exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it
-# stays until we close. What was sent once is not sent again by itself, unless it only reads: the caller knows better.
+# stays until we close. Who knows the user by a password only cannot prove anything: a password goes to a server that was
+# named, and to no other. What was sent once is not sent again by itself, unless it only reads: the caller knows better.
 # A stream of events takes a connection of its own, and goes on where it left off when that is lost.
 
 EMBEDDED_DATABASE = os.path.join(DEFAULT_OUTPUT_DIR, 'torc.db')
@@ -10292,7 +11025,7 @@ def parse_answer(status: int, body: bytes) -> Any:
     found = found if isinstance(found, dict) else {'message': found} if isinstance(found, str) else {}
     reason = reason_phrase(status)
     message = str(found.get('message') or f'the server answered {status} {reason}'.strip()).replace(SOFT_HYPHEN, '')
-    if status >= 500:
+    if status >= 500 or status == 429:
         raise Unreachable(f'the server cannot answer now: {message}', http=status)
     kind = ERROR_KINDS_BY_STATUS.get(status) or ERROR_KINDS.get(str(found.get('error')), Refused)
     details = {name: item for name, item in found.items() if name not in ('error', 'message', 'http', 'problems')}
@@ -10319,6 +11052,29 @@ def parse_event(block: bytes) -> StreamEvent:
         return StreamEvent(fields.get('id', ''), fields.get('event', 'message'), json.loads(fields['data']))
     except ValueError:
         raise ConnectionError('what came as an event is no JSON') from None
+
+
+class Credentials(NamedTuple):
+    """What a client shows to a server that was named, and to no other."""
+    password: str = ''      # of user_name()
+    cookie: str = ''        # value of the field Cookie
+
+
+def check_credentials(url: str, given: Credentials) -> Credentials:
+    """What was given, else TORC_PASSWORD and TORC_COOKIE_HEADER; nothing without a URL. BadInput for what no header can hold."""
+    if not url:
+        if given.password or given.cookie:
+            raise BadInput('a password or cookie is shown only to a server that was named: give --url too, or set TORC_API_URL')
+        return given
+    found = Credentials(given.password or os.environ.get('TORC_PASSWORD', ''), given.cookie or os.environ.get('TORC_COOKIE_HEADER', ''))
+    if not re.match(r'[ -~]*\Z', found.cookie):
+        raise BadInput('the cookie holds a character that no header field can hold')
+    if found.password and ':' in user_name():
+        raise BadInput(f'{printable(user_name())!r} cannot log in: a user name holds no colon; set TORC_USERNAME')
+    address = parse_url(url)
+    if found.password and not address.is_tls and not is_loopback(address.host) and address.host not in LOOPBACK_NAMES:
+        log.warning('the password travels to %s unencrypted: others on the way can read it', address.host)
+    return found
 
 
 class Wire:
@@ -10349,6 +11105,14 @@ class Wire:
     def show_token(self, token: str) -> None:
         """Send the token with every request from now on."""
         self.fields += f'authorization: Bearer {token}\r\n'
+
+    def show(self, credentials: 'Credentials') -> None:
+        """Send these with every request from now on."""
+        if credentials.password:
+            pair = f'{user_name()}:{credentials.password}'.encode('utf-8', 'surrogateescape')
+            self.fields += f'authorization: Basic {base64.b64encode(pair).decode()}\r\n'
+        if credentials.cookie:
+            self.fields += f'cookie: {credentials.cookie}\r\n'
 
     def close(self) -> None:
         """Hang up."""
@@ -10544,8 +11308,9 @@ class Client(Operations):
     """
 
     def __init__(self, url: str = '', database: str = '', token_file: str = '', ca_file: str = '',
-                 needs_server: bool = False) -> None:
+                 needs_server: bool = False, credentials: Credentials = Credentials()) -> None:
         self.named_url = url                    # the only server that will do; ''
+        self.credentials = credentials          # for that one
         self.database = database                # or the database whose server, or whose file, will do
         self.token_file = token_file            # path of the token's file, or ''
         self.ca_file = ca_file                  # whose certificates are believed, for https
@@ -10558,7 +11323,7 @@ class Client(Operations):
 
     @classmethod
     def connect(cls, url: Optional[str] = None, database: Optional[str] = None, token_file: str = '', ca_file: str = '',
-                needs_server: bool = False, is_reading: bool = False) -> 'Client':
+                needs_server: bool = False, is_reading: bool = False, credentials: Credentials = Credentials()) -> 'Client':
         """Find a server or a database: as commands do, unless one is named.
 
         url           http://HOST:PORT, and token_file, the path of its token's file (else TORC_TOKEN_FILE); ca_file: whose
@@ -10567,12 +11332,15 @@ class Client(Operations):
         needs_server  fork a server, which leaves after us, rather than take the file: runners and other programs can
                       use it at the same time
         is_reading    make no new database
+        credentials   password and cookie for the server that url names (else TORC_PASSWORD, TORC_COOKIE_HEADER)
         Without url and database: TORC_API_URL, the lasting server of this account, torc_output/torc.db.
         """
         token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
         url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
+        credentials = check_credentials(url, credentials)
         if url:
-            client = cls(url=parse_url(url).url, token_file=token_file or find_token_file(url), ca_file=ca_file)
+            token_file = '' if credentials.password else token_file or find_token_file(url)
+            client = cls(url=parse_url(url).url, token_file=token_file, ca_file=ca_file, credentials=credentials)
         else:
             database = os.path.abspath(database) if database else find_database()
             if is_reading and not os.path.exists(database):
@@ -10722,6 +11490,7 @@ class Client(Operations):
         """One try to find what reconnect() wants."""
         if self.named_url:
             wire = self.open_wire([self.named_url])
+            wire.show(self.credentials)
             self._wire = self.ask_proof(wire) if self.token_file else wire
             return
         found = read_connection_file(self.database)
@@ -10847,7 +11616,7 @@ LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job
 FAREWELL_WAIT_S = 2.0                   # for the guardian to leave
 UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is given up then
 RUN_TAG = 'TORC_RUN_TAG'
-SECRETS = frozenset(('TORC_PASSWORD', 'TORC_TOKEN'))
+SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
 RESET_SIGNALS = tuple(getattr(signal, name) for name in ('SIGPIPE', 'SIGXFSZ', 'SIGINT', 'SIGQUIT', 'SIGTERM', 'SIGHUP',
                                                          'SIGUSR1', 'SIGUSR2', 'SIGCHLD'))
 GUARD_RECORD = struct.Struct('=ii')     # pid, and one of these
@@ -10883,10 +11652,14 @@ def gpu_environment(devices: Sequence[str]) -> Dict[str, str]:
 
 
 def open_output(path: Optional[str]) -> int:
-    """Open a job's output file for writing, emptied, never through a link. None is /dev/null."""
+    """Open a job's output file for writing, emptied, never through a link or a pipe that lies there. None is /dev/null."""
     if path is None:
         return os.open(os.devnull, os.O_WRONLY)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor   # O_NONBLOCK means nothing to files (open(2))
+    os.close(descriptor)
+    raise FileExistsError(errno.EEXIST, 'something lies there that is no file', path)
 
 
 def read_last_line(path: Optional[str]) -> str:
@@ -13040,8 +13813,27 @@ class Session:
         if self._client is None:
             is_reading = self.command.name not in MAKERS
             self._client = Client.connect(url=self.options['url'], database=self.database, is_reading=is_reading,
-                                          ca_file=self.options['tls_ca_cert'] or '')
+                                          ca_file=self.options['tls_ca_cert'] or '', credentials=self.credentials)
         return self._client
+
+    @property
+    def credentials(self) -> Credentials:
+        """Password and cookie that were given with the command."""
+        password = self.options['password'] or ''
+        if password:
+            self.tell('warning: others on this machine can see the password on the command line; use TORC_PASSWORD or --prompt-password')
+        if self.options['prompt_password']:
+            password = self.ask_password(f'Password of {user_name()}: ')
+        return Credentials(password, self.options['cookie_header'] or '')
+
+    def ask_password(self, question: str) -> str:
+        """A password from the terminal, without showing it; where there is none, a line of stdin."""
+        if not self.stdin.isatty():
+            return self.stdin.readline().rstrip('\r\n')
+        try:
+            return getpass.getpass(question)
+        except EOFError:
+            raise BadInput('no password was given') from None
 
     @property
     def database(self) -> Optional[str]:
@@ -13568,12 +14360,12 @@ def cmd_workflows_new(session: Session, args: Arguments) -> int:
 def cmd_workflows_list(session: Session, args: Arguments) -> int:
     """Workflows of the user, or of all."""
     query = given(args, 'all_users', 'archived_only', 'include_archived')
-    if not args['all_users']:
+    if not args['all_users'] and not args['access_group']:
         query['user'] = user_name()
     if args['archived_only'] or not args['include_archived']:
         query['is_archived'] = bool(args['archived_only'])
     items = session.items('list_workflows', **query)
-    hidden = '' if args['all_users'] else 'User'
+    hidden = '' if args['all_users'] or args['access_group'] else 'User'
     headings = [heading for heading in headings_of(THINGS['workflows'].columns) if heading.title != hidden]
     session.show_list(headings, items, 'workflows')
     return 0
@@ -14577,6 +15369,185 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
     return monitor
 
 
+# -------- passwords and access groups --------
+
+LEAST_PASSWORD_CHARACTERS = 8
+
+
+def read_known_s(args: Arguments) -> float:
+    """How long a right password needs no other check: option or variable, in seconds."""
+    text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS', '')
+    if args['credential_cache_ttl_secs'] is not None or not text:
+        return DEFAULT_KNOWN_S if args['credential_cache_ttl_secs'] is None else args['credential_cache_ttl_secs']
+    if not re.match(r'[0-9]{1,9}\Z', text):
+        raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; it must be a number of seconds')
+    return float(text)
+
+
+def read_administrators(args: Arguments) -> List[str]:
+    """Administrators of a server: options and variable."""
+    named = list(args['admin_user'] or []) + os.environ.get('TORC_ADMIN_USERS', '').split(',')
+    users = list(dict.fromkeys(filter(None, (name.strip() for name in named))))
+    for user in users:
+        check_user_name(user)
+    return users
+
+
+def new_password(session: Session, args: Arguments, is_new: bool = True) -> bytes:
+    """The password that a command is about: -p, or asked for (twice if it is new), or a line of stdin."""
+    password = args['password']
+    if password is not None:
+        session.tell('warning: others on this machine can see a password on the command line; without -p it is asked for')
+    else:
+        password = session.ask_password('Password: ')
+        if is_new and session.stdin.isatty() and session.ask_password('Once more: ') != password:
+            raise BadInput('the two passwords differ; nothing was changed')
+    if is_new and len(password) < LEAST_PASSWORD_CHARACTERS:
+        raise BadInput(f'a password has at least {LEAST_PASSWORD_CHARACTERS} characters')
+    if is_new and '\0' in password:
+        raise BadInput('a password holds no NUL')
+    return password.encode('utf-8', 'surrogateescape')
+
+
+def change_password_line(path: str, user: str, stored: Optional[str]) -> bool:
+    """Put a user's hash into a password file (None: take it out), all other lines as they are. Whether he was in it."""
+    try:
+        lines = read_password_file(path).splitlines()
+    except FileNotFoundError:
+        if stored is None:
+            raise NotFound(f'there is no password file {path}') from None
+        lines = []
+    places = [place for place, line in enumerate(lines) if line.strip().partition(':')[0] == user]
+    if stored is None and not places:
+        raise NotFound(f'{path} has no user {printable(user)!r}')
+    kept = [line for place, line in enumerate(lines) if place not in places]
+    first = places[0] if places else len(kept)
+    kept[first:first] = [] if stored is None else [f'{user}:{stored}']
+    text = ''.join(line + '\n' for line in kept)
+    try:
+        write_atomically(os.path.realpath(path), text.encode('utf-8', 'surrogateescape'))
+    except OSError as error:
+        raise BadInput(f'cannot write {path}: {error.strerror}') from None
+    return bool(places)
+
+
+def reload_after(session: Session, args: Arguments) -> None:
+    """Let a server read its password file again, if --reload-auth asks for it."""
+    if args['reload_auth']:
+        session.options.update(password=args['server_password'] or session.options['password'])
+        session.tell(session.call('reload_auth')['message'])
+
+
+def cmd_htpasswd_add(session: Session, args: Arguments) -> int:
+    """Set a user's password, in a new line or his old one."""
+    check_user_name(args['user'])
+    stored = hash_password(new_password(session, args), args['cost'])
+    was_there = change_password_line(args['file'], args['user'], stored)
+    session.show(printable(f"{'Changed' if was_there else 'Added'} user {args['user']} in {args['file']}") + '\n')
+    reload_after(session, args)
+    return 0
+
+
+def cmd_htpasswd_hash(session: Session, args: Arguments) -> int:
+    """Only say what a password file would hold."""
+    if args['user'] is not None:
+        check_user_name(args['user'])
+    stored = hash_password(new_password(session, args), args['cost'])
+    session.show(f"{args['user']}:{stored}\n" if args['user'] is not None else stored + '\n')
+    return 0
+
+
+def cmd_htpasswd_remove(session: Session, args: Arguments) -> int:
+    """Take a user out."""
+    change_password_line(args['file'], args['user'], None)
+    session.show(printable(f"Removed user {args['user']} from {args['file']}") + '\n')
+    reload_after(session, args)
+    return 0
+
+
+def cmd_htpasswd_list(session: Session, args: Arguments) -> int:
+    """Names of the users."""
+    users = list(read_users(args['file']))
+    session.answer({'items': users}, printable('\n'.join(users)) + '\n')
+    return 0
+
+
+def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
+    """Whether a password is a user's: exit 0 or 4."""
+    stored = read_users(args['file']).get(args['user'])
+    if stored is None:
+        raise NotFound(f"{args['file']} has no user {printable(args['user'])!r}")
+    if not matches_password(stored, new_password(session, args, is_new=False)):
+        raise Denied(f"this is not the password of {printable(args['user'])}")
+    session.show('The password is right\n')
+    return 0
+
+
+GROUP_COLUMNS = 'ID=id, Name=name, Description=description, Created=created_at'
+MEMBER_COLUMNS = 'User=user_name, Role=role, Added=created_at'
+
+
+def cmd_groups_create(session: Session, args: Arguments) -> int:
+    """A new access group."""
+    group = session.call('create_access_group', given(args))
+    session.answer(group, f"Created access group {group['id']}\n")
+    return 0
+
+
+def cmd_groups_get(session: Session, args: Arguments) -> int:
+    """One access group."""
+    group = session.call('get_access_group', group_id=args['group_id'])
+    session.answer(group, format_record(group))
+    return 0
+
+
+def cmd_groups_list(session: Session, args: Arguments) -> int:
+    """Groups: all, a user's or a workflow's."""
+    op = {'list': 'list_access_groups', 'list-user-groups': 'list_user_groups', 'list-workflow-groups': 'list_workflow_groups'}
+    session.show_list(headings_of(GROUP_COLUMNS), session.items(op[session.command.name.split()[1]], **given(args)), 'access groups')
+    return 0
+
+
+def cmd_groups_members(session: Session, args: Arguments) -> int:
+    """Members of a group."""
+    session.show_list(headings_of(MEMBER_COLUMNS), session.items('list_group_members', **given(args)), 'members')
+    return 0
+
+
+def cmd_groups_delete(session: Session, args: Arguments) -> int:
+    """Remove a group."""
+    session.answer(session.call('delete_access_group', group_id=args['group_id']), f"Deleted access group {args['group_id']}\n")
+    return 0
+
+
+def cmd_groups_add_user(session: Session, args: Arguments) -> int:
+    """Let a user into a group."""
+    member = session.call('add_user_to_group', args, group_id=args['group_id'])
+    session.answer(member, printable(f"{args['user_name']} is now {args['role']} of access group {args['group_id']}") + '\n')
+    return 0
+
+
+def cmd_groups_remove_user(session: Session, args: Arguments) -> int:
+    """Take a user out of a group."""
+    session.call('remove_user_from_group', **args)
+    session.answer({'success': True}, printable(f"{args['user_name']} is no longer in access group {args['group_id']}") + '\n')
+    return 0
+
+
+def cmd_groups_add_workflow(session: Session, args: Arguments) -> int:
+    """Let a group use a workflow."""
+    link = session.call('add_workflow_to_group', **args)
+    session.answer(link, f"Access group {args['group_id']} has access to workflow {args['workflow_id']}\n")
+    return 0
+
+
+def cmd_groups_remove_workflow(session: Session, args: Arguments) -> int:
+    """Take a workflow from a group."""
+    session.call('remove_workflow_from_group', **args)
+    session.answer({'success': True}, f"Access group {args['group_id']} no longer has access to workflow {args['workflow_id']}\n")
+    return 0
+
+
 # -------- serving --------
 
 def cmd_serve(session: Session, args: Arguments) -> int:
@@ -14585,7 +15556,10 @@ def cmd_serve(session: Session, args: Arguments) -> int:
         database=os.path.abspath(args['db'] or session.options['db'] or default_database()),
         host=args['host'], port=args['port'], needs_token=not args['no_auth'], new_token=bool(args['new_token']),
         takes_over=bool(args['takeover']), allows_sql=not args['disable_admin_sql'],
-        allows_sql_writes=not args['disable_admin_sql_writes'])
+        allows_sql_writes=not args['disable_admin_sql_writes'], auth_file=args['auth_file'] or os.environ.get('TORC_AUTH_FILE', ''),
+        known_s=read_known_s(args), enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args))
+    if args['require_auth'] and args['no_auth']:
+        raise BadInput('--require-auth and --no-auth contradict each other')
     serve_database(options, functools.partial(announce_server, session))
     return 0
 
@@ -14705,6 +15679,14 @@ def parse_labels(text: str) -> List[str]:
     return labels
 
 
+def parse_cost(text: str) -> int:
+    """Work of a password's hash, as bcrypt counts it."""
+    value = parse_number(text)
+    if not 4 <= value <= 31:
+        raise ValueError(f'{text} is not between 4 and 31')
+    return value
+
+
 LOG_LEVELS = ('debug', 'info', 'warning', 'error', 'off')
 MONITOR_WORDS = ('off', 'summary', 'time-series')
 STDIO_WORDS = tuple(mode.replace('_', '-') for mode in STDIO_MODES)
@@ -14750,6 +15732,16 @@ REQUIREMENT_OPTIONS = (
     Argument('--num-nodes', 'N', 'nodes', at_least(1)),
     Argument('-m --memory', 'MEMORY', 'memory, such as 2g'), Argument('-r --runtime', 'DURATION', 'longest run time, such as PT30M'),
 )
+USER = Argument('USER', '', 'name of the user')
+PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
+PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
+COST = Argument('-c --cost', 'N', 'work of guessing, doubled by each: 4 to 31', parse_cost, default=DEFAULT_PASSWORD_COST)
+RELOAD_OPTIONS = (
+    Argument('--reload-auth', '', 'then let the server read its password file again (see --url)'),
+    Argument('--server-password', 'PW', 'your own password there, where --url names it'))
+GROUP_ID = Argument('GROUP', '', 'id of the access group', parse_id, key='group_id')
+GROUP_USER = USER._replace(key='user_name')
+GROUP_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'leave out so many at the start', at_least(0)))
 INIT_OPTIONS = (
     FORCE, DRY_RUN, Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
     Argument('--wait-timeout', 'SECONDS', 'wait no longer; the server goes on', at_least(0, parse_decimal)),
@@ -14759,6 +15751,9 @@ GLOBAL_ARGUMENTS = (
     Argument('--url', 'URL', 'server to use (default: TORC_API_URL, else the one that runs, else the embedded database)'),
     Argument('-s --standalone', '', f'use the embedded database {DEFAULT_OUTPUT_DIR}/torc.db, whatever server runs'),
     Argument('--db', 'FILE', 'use this embedded database'),
+    Argument('--password', 'PW', 'your password at the server that --url names (better: TORC_PASSWORD)'),
+    Argument('--prompt-password', '', 'ask for that password'),
+    Argument('--cookie-header', 'TEXT', 'Cookie field for that server'),
     Argument('--tls-ca-cert', 'FILE', 'certificates to believe, for an https URL'),
     Argument('--no-prompts', '', 'ask nothing: the answer is yes'),
     Argument('-q --quiet', '', 'errors only'),
@@ -14818,19 +15813,34 @@ COMMANDS = (
         Argument('-H --host', 'HOST', 'address to listen at (default 127.0.0.1)', default='127.0.0.1'),
         Argument('-p --port', 'PORT', f'0: any free one (default {DEFAULT_PORT})', at_least(0), default=DEFAULT_PORT),
         Argument('-d --database --db', 'FILE', "database (default: torc/torc.db in the user's state directory)"),
-        Argument('--no-auth', '', 'ask for no token; on 127.0.0.1 only'), Argument('--new-token', '', 'make a new token'),
+        Argument('--no-auth', '', 'let in who shows no token or password; on 127.0.0.1 only'), Argument('--new-token', '', 'make a new token'),
         Argument('--takeover', '', 'take the lease of a server that is gone for certain'),
         Argument('--disable-admin-sql', '', 'no `admin sql`'), Argument('--disable-admin-sql-writes', '', 'no `admin sql --write`'),
+        Argument('--auth-file', 'FILE', 'let the users of this password file in, beside the token'),
+        Argument('--credential-cache-ttl-secs', 'N', 'check a password again after so long without use (default 60; 0: each time)', at_least(0)),
+        Argument('--require-auth', '', 'accepted: it is always on, unless --no-auth is given'),
+        Argument('--enforce-access-control', '', 'show users only workflows of their own and of their groups'),
+        Argument('--admin-user', 'USER', 'may do what the owner may', count='*'),
         Argument('-l --log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS))),
         'serve --port 0'),
     Command('ping', cmd_ping, 'whether a server answers', (), 'ping'),
+    Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file", (
+        PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS), 'htpasswd add -f users.htpasswd -p a-long-word ann'),
+    Command('htpasswd hash', cmd_htpasswd_hash, 'print what a password file would hold', (
+        Argument('USER', '', 'name, for the whole line', count='?'), PASSWORD, COST), 'htpasswd hash -p a-long-word ann'),
+    Command('htpasswd verify', cmd_htpasswd_verify, "whether a password is a user's", (PASSWORD_FILE, USER, PASSWORD),
+        'htpasswd verify -f users.htpasswd -p open-sesame you'),
+    Command('htpasswd list', cmd_htpasswd_list, 'list the users of a password file', (PASSWORD_FILE,), 'htpasswd list -f users.htpasswd'),
+    Command('htpasswd remove', cmd_htpasswd_remove, 'take a user out of a password file', (PASSWORD_FILE, USER, *RELOAD_OPTIONS),
+        'htpasswd remove -f users.htpasswd you'),
     Command('help', cmd_help, 'the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),), 'help spec'),
 
     Command('workflows new', cmd_workflows_new, 'make an empty workflow', (
         THE_NAME, Argument('-d --description', 'TEXT', 'one sentence about it')), 'workflows new -n study'),
     Command('workflows list', cmd_workflows_list, 'list your workflows', (
         *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'), Argument('--include-archived', '', 'archived ones too'),
-        Argument('-a --all-users', '', "other users' too")), 'workflows list', True),
+        Argument('-a --all-users', '', "other users' too"),
+        Argument('-g --access-group', 'NAME', "of this group, whoever's", count='*')), 'workflows list', True),
     Command('workflows get', cmd_workflows_get, 'show a workflow', (ASKED_WF,), 'workflows get 1'),
     Command('workflows update', cmd_workflows_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
@@ -15006,6 +16016,27 @@ COMMANDS = (
     Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON line each', (
         Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
     Command('admin reload-auth', cmd_reload_auth, 'let the server read its users anew', (), 'admin reload-auth'),
+
+    Command('access-groups create', cmd_groups_create, 'make an access group', (
+        Argument('NAME', '', 'its name'), Argument('-d --description', 'TEXT', 'one sentence about it')), 'access-groups create chemists'),
+    Command('access-groups list', cmd_groups_list, 'list access groups', GROUP_PAGE_OPTIONS, 'access-groups list', True),
+    Command('access-groups get', cmd_groups_get, 'show an access group', (GROUP_ID,), 'access-groups get 1'),
+    Command('access-groups delete', cmd_groups_delete, 'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
+    Command('access-groups add-user', cmd_groups_add_user, 'let a user into a group', (
+        GROUP_ID, GROUP_USER, Argument('-r --role', 'ROLE', ' or '.join(GROUP_ROLES), one_of(*GROUP_ROLES), default='member')),
+        'access-groups add-user 2 ann'),
+    Command('access-groups remove-user', cmd_groups_remove_user, 'take a user out of a group', (GROUP_ID, GROUP_USER),
+        'access-groups remove-user 2 you'),
+    Command('access-groups list-members', cmd_groups_members, 'list who is in a group', (GROUP_ID, *GROUP_PAGE_OPTIONS),
+        'access-groups list-members 2', True),
+    Command('access-groups list-user-groups', cmd_groups_list, 'list the groups that a user is in', (GROUP_USER, *GROUP_PAGE_OPTIONS),
+        'access-groups list-user-groups you', True),
+    Command('access-groups add-workflow', cmd_groups_add_workflow, 'let a group use a workflow', (NEEDED_WF, GROUP_ID),
+        'access-groups add-workflow 1 3'),
+    Command('access-groups remove-workflow', cmd_groups_remove_workflow, 'take a workflow from a group', (NEEDED_WF, GROUP_ID),
+        'access-groups remove-workflow 1 2'),
+    Command('access-groups list-workflow-groups', cmd_groups_list, 'list the groups that may use a workflow', (
+        NEEDED_WF, *GROUP_PAGE_OPTIONS), 'access-groups list-workflow-groups 1', True),
 )
 
 
