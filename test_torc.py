@@ -1662,8 +1662,23 @@ class StoreTest(unittest.TestCase):
         modes = {name: oct(os.stat(os.path.join(self.directory, name)).st_mode & 0o777) for name in os.listdir(self.directory)}
         self.assertEqual({'0o600'}, set(modes.values()), modes)
 
+    def test_a_database_that_others_may_change_is_refused_and_one_that_they_may_read_made_private(self):
+        self.open().close()
+        for mode, is_good in ((0o644, True), (0o640, True), (0o622, False), (0o602, False)):
+            os.chmod(self.path, mode)
+            with self.subTest(mode=oct(mode)):
+                if is_good:
+                    torc.Store(self.path).close()
+                    self.assertEqual(0o600, os.stat(self.path).st_mode & 0o777)
+                else:
+                    self.assertRaisesRegex(torc.Denied, 'chmod go-w', torc.Store, self.path)
+        os.chmod(self.path, 0o600)
+        os.link(self.path, self.path + '2')
+        self.assertRaisesRegex(torc.Denied, 'hard link', torc.Store, self.path)
+
     def test_answers_are_on_disk_before_they_are_given(self):
         store = self.open()
+        self.assertIn(store.value('PRAGMA trusted_schema'), (0, None))
         self.assertEqual(('wal', 2, 'exclusive'), (store.value('PRAGMA journal_mode'), store.value('PRAGMA synchronous'),
                                                     store.value('PRAGMA locking_mode')))
 
@@ -1773,6 +1788,23 @@ class StoreTest(unittest.TestCase):
 
 
 # ======== 8. Service ========
+
+@contextlib.contextmanager
+def http_connection(url: str) -> Iterator[Any]:
+    """Python's own HTTP client, on a server."""
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=10)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def silenced(test: unittest.TestCase) -> None:
+    """No log lines for the rest of a test."""
+    logging.getLogger('torc').setLevel(logging.CRITICAL + 1)
+    test.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
+
 
 class ServiceTest(unittest.TestCase):
     """Verbs on a Store, without sockets or processes; the clock stands still until the test moves it."""
@@ -3343,15 +3375,139 @@ class AdminSqlTest(ServiceTest):
         self.assertEqual(0, self.call('list_admin_audit_log')['total_count'])
 
 
+class GroupTest(ServiceTest):
+    """Access groups, their members, and the workflows that they may use."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'ann'})['id']
+        self.group_id = self.call('create_access_group', {'name': 'chemists', 'description': 'who mix'})['id']
+
+    def as_user(self, user: str) -> None:
+        """From now on a user asks, where access is enforced."""
+        self.store.caller, self.store.is_admin, self.store.knows_users, self.store.enforces_access = user, False, True, True
+
+    def test_a_group_is_made_listed_and_deleted_and_its_name_is_its_own(self):
+        group = self.call('get_access_group', group_id=self.group_id)
+        self.assertEqual(('chemists', 'who mix', 2), (group['name'], group['description'], group['id']))
+        self.assertNotIn('is_system', group)
+        page = self.call('list_access_groups', limit=1)
+        self.assertEqual((['admin'], 2, True, 1, 0), ([item['name'] for item in page['items']], page['total_count'], page['has_more'], page['limit'], page['offset']))
+        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_access_groups', offset=1)['items']])
+        self.assertRefused("there is an access group 'chemists' already", 'create_access_group', {'name': 'chemists'})
+        self.assertRefused('at least 0', 'list_access_groups', limit=-1)
+        self.assertEqual(group, self.call('delete_access_group', group_id=self.group_id))
+        self.assertRefused('no access group', 'get_access_group', group_id=self.group_id)
+
+    def test_members_come_and_go(self):
+        member = self.call('add_user_to_group', {'user_name': 'bob', 'group_id': self.group_id, 'role': 'admin'}, group_id=self.group_id)
+        self.assertEqual(('bob', 'admin', self.group_id), (member['user_name'], member['role'], member['group_id']))
+        self.assertEqual('member', self.call('add_user_to_group', {'user_name': 'cy'}, group_id=self.group_id)['role'])
+        self.assertEqual(['bob', 'cy'], [item['user_name'] for item in self.call('list_group_members', group_id=self.group_id)['items']])
+        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_user_groups', user_name='bob')['items']])
+        for text, body in (('bob is in access group 2 already', {'user_name': 'bob'}), ('one of member, admin', {'user_name': 'x', 'role': 'king'}),
+                           ('nobody', {'user_name': 'anonymous'}), ('nobody', {}), ('the path about 2', {'user_name': 'x', 'group_id': 1})):
+            with self.subTest(text):
+                self.assertRefused(text, 'add_user_to_group', body, group_id=self.group_id)
+        self.assertEqual(member, self.call('remove_user_from_group', group_id=self.group_id, user_name='bob'))
+        self.assertRefused('bob is not in access group 2', 'remove_user_from_group', group_id=self.group_id, user_name='bob')
+        self.assertRefused('no access group 99', 'add_user_to_group', {'user_name': 'bob'}, group_id=99)
+
+    def test_the_administrators_are_those_of_the_options_and_no_others(self):
+        for users in (['zoe', 'bob'], ['bob'], []):
+            with self.store.transaction():
+                torc.set_administrators(self.store, users)
+            self.assertEqual(sorted(users), [item['user_name'] for item in self.call('list_group_members', group_id=1)['items']])
+        for name, body, more in (('add_user_to_group', {'user_name': 'x'}, {}), ('remove_user_from_group', None, {'user_name': 'bob'}), ('delete_access_group', None, {})):
+            with self.subTest(name), self.assertRaises(torc.Denied):
+                self.call(name, body, group_id=1, **more)
+        self.assertRaises(torc.BadInput, torc.set_administrators, self.store, ['anonymous'])
+        self.store.run('DELETE FROM access_group WHERE is_system = 1')      # of a database that had none
+        torc.set_administrators(self.store, ['bob'])
+        self.assertTrue(torc.is_system_admin(self.store, 'bob'))
+
+    def test_a_group_gets_workflows_when_they_are_made_or_later(self):
+        first = self.call('create_workflow', {'name': 'x', 'user': 'ann', 'access_groups': ['chemists']})
+        self.assertEqual(['chemists'], first['access_groups'])
+        self.assertEqual(first, self.call('update_workflow', {'access_groups': ['chemists'], 'name': 'x'}, id=first['id']))
+        link = self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
+        self.assertEqual((self.workflow_id, self.group_id), (link['workflow_id'], link['group_id']))
+        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_workflow_groups', id=self.workflow_id)['items']])
+        other = self.call('create_workflow', {'name': 'y', 'user': 'ann'})['id']
+        for wanted, names in (([self.workflow_id, first['id']], ['chemists']), ([self.workflow_id, first['id']], ['none', 'chemists']), ([], ['none']),
+                              ([self.workflow_id, first['id'], other], [])):
+            self.assertEqual(wanted, [item['id'] for item in self.call('list_workflows', access_group=names)['items']])
+        self.assertRefused('already', 'add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
+        self.assertRefused('no access group 99', 'add_workflow_to_group', id=self.workflow_id, group_id=99)
+        self.assertRefused('cannot change', 'update_workflow', {'access_groups': ['admin']}, id=first['id'])
+        self.assertEqual(link, self.call('remove_workflow_from_group', id=self.workflow_id, group_id=self.group_id))
+        self.assertRefused('has no access', 'remove_workflow_from_group', id=self.workflow_id, group_id=self.group_id)
+
+    def test_a_workflow_for_groups_that_are_not_there_is_not_made(self):
+        for names, text in ((['nobody'], "no access group 'nobody'"), (['chemists', 'chemists'], 'twice')):
+            self.assertRefused(text, 'create_workflow', {'name': 'x', 'user': 'ann', 'access_groups': names})
+        self.assertEqual([self.workflow_id], self.store.ids('SELECT id FROM workflow'))
+
+    def test_it_is_told_who_has_access_and_why(self):
+        self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
+        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
+        torc.set_administrators(self.store, ['root'])
+        for user, has_access, reason in (('ann', True, 'owns it'), ('bob', True, 'is in a group'), ('cy', False, 'neither'), ('root', True, 'administrator'),
+                                         ('anonymous', False, 'anybody')):
+            found = self.call('check_workflow_access', workflow_id=self.workflow_id, user_name=user)
+            self.assertEqual((has_access, user, self.workflow_id), (found['has_access'], found['user_name'], found['workflow_id']))
+            self.assertIn(reason, found['reason'])
+        self.assertRefused('no workflow 99', 'check_workflow_access', workflow_id=99, user_name='ann')
+        self.as_user('cy')
+        self.assertFalse(self.call('check_workflow_access', workflow_id=99, user_name='cy')['has_access'])
+
+    def test_who_makes_a_workflow_owns_it_and_only_the_owner_gives_it_away(self):
+        self.call('add_user_to_group', {'user_name': 'bob', 'role': 'admin'}, group_id=self.group_id)
+        self.as_user('ann')
+        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)     # her own workflow, a group of others
+        self.as_user('bob')
+        self.assertEqual('bob', self.call('create_workflow', {'name': 'x', 'user': 'ann'})['user'])
+        plan = {'workflow': {'name': 'y', 'user': 'ann'}, 'files': [], 'user_data': [], 'resource_requirements': [], 'slurm_schedulers': [],
+                'failure_handlers': [], 'kinds': [], 'dependency_sets': [], 'jobs': [], 'actions': []}
+        self.assertEqual('bob', self.call('get_workflow', id=self.call('create_workflow_from_spec', plan)['workflow_id'])['user'])
+        self.assertEqual('new', self.call('update_workflow', {'user': 'ann', 'description': 'new'}, id=self.workflow_id)['description'])
+        with self.assertRaises(torc.Denied):
+            self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)
+        self.as_user('ann')
+        self.assertEqual('bob', self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)['user'])
+        self.as_user('anonymous')
+        self.assertRaises(torc.Denied, self.call, 'create_workflow', {'name': 'x', 'user': 'ann'})
+
+    def test_without_enforcement_groups_are_managed_by_the_owner_or_where_nobody_has_a_name_by_all(self):
+        self.store.caller, self.store.is_admin = 'anonymous', False
+        self.call('add_user_to_group', {'user_name': 'ann', 'role': 'admin'}, group_id=self.group_id)
+        self.store.knows_users, self.store.caller = True, 'bob'
+        self.assertEqual('w', self.call('get_workflow', id=self.workflow_id)['name'])
+        for name, body, parameters in (('create_access_group', {'name': 'x'}, {}), ('add_user_to_group', {'user_name': 'bob'}, {'group_id': self.group_id}),
+                                       ('add_workflow_to_group', None, {'workflow_id': self.workflow_id, 'group_id': self.group_id}),
+                                       ('list_user_groups', None, {'user_name': 'ann'}), ('reload_auth', None, {})):
+            with self.subTest(name):
+                self.assertRaises(torc.Denied, self.call, name, body, **parameters)
+        self.store.caller = 'ann'
+        self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
+
+    def test_a_runner_cannot_speak_of_another_workflows_jobs_and_actions(self):
+        mine, other = self.create('a:'), self.create('b:', actions=[{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands',
+                                                                     'action_config': {'commands': ['x']}}])
+        node_id = self.node(mine)
+        action_id = self.call('get_workflow_actions', id=other)[0]['id']
+        job_id = self.call('list_jobs', workflow_id=other)['items'][0]['id']
+        before = self.store.rows('SELECT * FROM workflow_action'), self.store.value('SELECT count(*) FROM event')
+        self.sync(mine, node_id, action_results=[{'action_id': action_id, 'success': True}])
+        self.assertEqual(before, (self.store.rows('SELECT * FROM workflow_action'), self.store.value('SELECT count(*) FROM event')))
+        end = {'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00Z'}
+        self.assertIn(f'workflow {mine} has no job {job_id}', self.sync(mine, node_id, completions=[end])['errors'][0]['message'])
+        self.assertEqual({'b': 'ready'}, self.statuses(other))
+
+
 # ======== 9. API ========
 
 # What the official interface has and ROUTES does not: operations, and query parameters of operations.
-NO_ROUTE_YET = {
-    'add_user_to_group', 'add_workflow_to_group', 'check_workflow_access', 'create_access_group', 'delete_access_group',
-    'get_access_group', 'list_access_groups', 'list_group_members', 'list_user_groups', 'list_workflow_groups',
-    'reload_auth', 'remove_user_from_group', 'remove_workflow_from_group',
-}
-NO_QUERY_YET = {'list_workflows': {'access_group'}}
 MORE_QUERY = {'list_failure_handlers': {'sort_by', 'reverse_sort'}}     # ours only
 
 
@@ -3512,10 +3668,10 @@ class ApiTest(ServiceTest):
                 route = ours[row['op']]
                 self.assertEqual((row['method'], re.sub(r'{\w+}', '{}', row['path'])), (route.method, re.sub(r'{\w+}', '{}', route.path)))
                 query = set(torc.query_fields(route))
-                self.assertEqual(NO_QUERY_YET.get(row['op'], set()), set(row['query']) - query)
+                self.assertEqual(set(), set(row['query']) - query)
                 self.assertEqual(MORE_QUERY.get(row['op'], set()), query - set(row['query']))
                 self.assertEqual(row['body'] is None, route.body == '')
-        self.assertEqual(NO_ROUTE_YET, absent)
+        self.assertEqual(set(), absent)
 
     def test_every_route_names_an_operation_of_the_official_interface_or_an_addition(self):
         official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
@@ -3805,6 +3961,7 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
         'execution_config': {'mode': 'direct', 'stdio': {'mode': 'combined', 'delete_on_success': True}, 'timeout_exit_code': 152, 'job_stdio_overrides': {'j': {'mode': 'none'}}},
         'resource_monitor_config': {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True}, 'compute_node': {'enabled': True}}},
 }
+GOOD_BODIES.update(AccessGroupModel={'name': 'new', 'description': 'd'}, UserGroupMembershipModel={'user_name': 'new', 'role': 'admin', 'group_id': '$group'})
 WORKFLOW_CHANGE = {key: value for key, value in GOOD_BODIES['WorkflowModel'].items() if key not in ('env', 'submission_directory', 'dynamic_jobs')}
 REQUESTS = {    # route -> parameters and body that differ from what its path, resource and model say
     'update_workflow': {'body': WORKFLOW_CHANGE},
@@ -3818,6 +3975,8 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'spawn_jobs': {'job_id': '$running'}, 'get_active_task_for_workflow': {'workflow_id': '$tasked_workflow'}, 'update_workflow_action': {'body': {'commands': ['y']}},
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
+    'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'}, 'list_user_groups': {'user_name': 'mia'},
+    'check_workflow_access': {'user_name': 'mia'},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
     'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5}, 'get_pending_actions': {'trigger_type': ['on_workflow_start']},
 }
@@ -3889,6 +4048,11 @@ class LiveTest(ServiceTest):
         add('slurm_stats', 'create_slurm_stats', job_id='$failed')
         add('ro_crate_entity', 'create_ro_crate_entity', entity_id='old', file_id='$made_file')
         self.call('create_remote_workers', ['host', 'u@host:22'], id=ids['workflow'])
+        for noun in ('group', 'other_group'):
+            ids[noun] = self.call('create_access_group', {'name': f'{noun} {name}', 'description': 'd'})['id']
+            self.call('add_user_to_group', {'user_name': 'mia'}, group_id=ids[noun])
+        self.call('add_workflow_to_group', id=ids['workflow'], group_id=ids['group'])
+        self.store.reload_users = lambda: 1
         self.call('admin_sql', {'sql': 'UPDATE workflow SET name = name WHERE id = 1', 'write': True})
         ids['tasked_workflow'] = self.call('create_workflow', {'name': name + ' with a task', 'user': 'u'})['id']
         ids['task'] = self.call('initialize_jobs', id=ids['tasked_workflow'], **{'async': True})['id']
@@ -4172,6 +4336,126 @@ class MistakeTest(LiveTest):
             self.assertIn(words, caught.exception.message)
 
 
+class Undone(Exception):
+    """Ends a transaction that is to leave nothing."""
+
+
+class MatrixTest(ServiceTest):
+    """Every operation, asked by everybody, where access is enforced."""
+    NAMES = {'anonymous': 'anonymous', 'stranger': 'eve', 'member': 'mia', 'group admin': 'gus', 'owner': 'ann', 'administrator': 'root', 'server owner': 'tester'}
+    ALL, OWNERS = set(NAMES), {'administrator', 'server owner'}
+    # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
+    WHO = {
+        'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'},
+        'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
+        'get_access_group': OWNERS | {'group admin'}, 'list_group_members': OWNERS | {'group admin'}, 'add_user_to_group': OWNERS | {'group admin'},
+        'remove_user_from_group': OWNERS | {'group admin'}, 'list_user_groups': OWNERS | {'member'}, 'check_workflow_access': OWNERS | {'member'},
+        'add_workflow_to_group': OWNERS | {'owner', 'group admin'}, 'remove_workflow_from_group': OWNERS | {'owner', 'group admin'},
+    }
+    WITH_ACCESS = ALL - {'anonymous', 'stranger'}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'ann'})['id']
+        self.own_id = self.call('create_workflow', {'name': 'mine', 'user': 'eve'})['id']
+        self.group_id = self.call('create_access_group', {'name': 'g'})['id']
+        for user, role in (('mia', 'member'), ('gus', 'admin')):
+            self.call('add_user_to_group', {'user_name': user, 'role': role}, group_id=self.group_id)
+        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
+        with self.store.transaction():
+            torc.set_administrators(self.store, ['root'])
+            for table in sorted({noun.table for noun in torc.RESOURCES.values()} - {'workflow', 'job', 'resource_requirements'} | set(torc.TABLES_BY_PARAMETER.values()) - {'job'}):
+                self.fill(table)
+        self.call('create_job', {'workflow_id': self.workflow_id, 'name': 'j', 'command': 'c'})
+        self.store.knows_users = self.store.enforces_access = True
+
+    def fill(self, table: str) -> None:
+        """A row, whatever its columns."""
+        columns = [row for row in self.store.rows(f'PRAGMA table_info({table})') if row[3] and not row[4] and row[1] != 'id']
+        values = {row[1]: self.workflow_id if row[1] == 'workflow_id' else '[]' if 'JSON' in row[2] else 1 for row in columns}
+        if table == 'result':
+            values['job_id'] = self.call_inside('create_job', {'workflow_id': self.workflow_id, 'name': 'r', 'command': 'c'})['id']
+        marks = ', '.join('?' * len(values))
+        self.store.run(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", list(values.values()))
+
+    def call_inside(self, name: str, body: Any) -> Any:
+        """An operation, in a transaction that is open already."""
+        return torc.call_operation(self.store, name, {}, body)
+
+    def sample(self, model: str, is_partial: bool = False) -> Dict[str, Any]:
+        """A body with the required fields of a model, about the workflow."""
+        scalars = {'int': 1, 'float': 1.0, 'bool': True, 'str': '1', 'name': 'n', 'object': {}, 'time': '2026-01-01T00:00:00Z', 'minutes': 1.0, 'gigabytes': 1.0,
+                   'nodes': 1, 'rules': '[]', 'any': {}, 'planned_jobs': []}
+        body = {name: self.workflow_id if name == 'workflow_id' else self.group_id if name == 'group_id' else scalars[field.type] if field.type in scalars
+                else self.sample(field.type[1:]) if field.type[1:] in torc.MODELS else torc.ENUMS[field.type[1:]][0] if field.type[1:] in torc.ENUMS
+                else [self.sample(field.type[2:-1])] if field.type[2:-1] in torc.MODELS and model != 'PlanModel' else {} if field.type[0] == '{' else []
+                for name, field in torc.model_fields(model).items() if field.is_required}
+        body.pop('user', None) if is_partial else None      # an owner's to change
+        return dict(body, data='d') if model == 'UserDataModel' else body
+
+    def ask(self, caller: str, route: Any, workflow_id: int, row_id: int = 1) -> Tuple[int, Any]:
+        """Ask as somebody; nothing of it stays."""
+        values = dict({name: row_id for name in re.findall(r'{(\w+)}', route.path)}, workflow_id=workflow_id, group_id=self.group_id, user_name='mia', status='completed', run_id=1)
+        path = torc.API_PREFIX + re.sub(r'{(\w+)}', lambda match: str(values[match.group(1)]), route.path)
+        query = '&'.join(f'{name}={workflow_id}' for name, field in torc.query_fields(route).items() if field.is_required)
+        body = b'' if not route.body else json.dumps({'-': {}, '[': []}[route.body[0]] if route.body[0] in '-[' else self.sample(route.body.lstrip('?'), route.body[0] == '?')).replace(
+            f'"workflow_id": {self.workflow_id}', f'"workflow_id": {workflow_id}').encode()
+        with contextlib.suppress(Undone), self.store.transaction():
+            answer = torc.answer_request(self.store, route.method, path, query, body, self.NAMES[caller], caller == 'server owner')
+            raise Undone
+        return answer
+
+    def test_everybody_gets_what_the_rules_say(self):
+        silenced(self)
+        for route in torc.ROUTES:
+            allowed = self.WHO.get(route.name, self.OWNERS if '/admin/' in route.path else self.WITH_ACCESS)
+            for caller in self.NAMES:
+                with self.subTest(route=route.name, caller=caller):
+                    status, value = self.ask(caller, route, self.workflow_id)
+                    if caller in allowed:
+                        self.assertNotIn(status, (401, 403, 500), value)
+                    else:
+                        self.assertEqual(404 if '{task_id}' in route.path else 403, status, value)
+
+    def test_what_one_may_not_see_is_answered_like_what_is_not_there(self):
+        for route in torc.ROUTES:
+            if route.name not in torc.OPEN_OPERATIONS:
+                with self.subTest(route=route.name):
+                    (status, value), (other, told) = self.ask('stranger', route, self.workflow_id, 1), self.ask('stranger', route, 987654, 987654)
+                    self.assertEqual((status, re.sub(r'\d+', 'N', json.dumps(value))), (other, re.sub(r'\d+', 'N', json.dumps(told))))
+
+    def test_lists_hold_what_one_may_see_whatever_is_asked(self):
+        route = torc.OPERATIONS['list_workflows']
+        for caller, wanted in (('anonymous', []), ('stranger', [self.own_id]), ('member', [self.workflow_id]), ('owner', [self.workflow_id]),
+                               ('administrator', [self.workflow_id, self.own_id]), ('server owner', [self.workflow_id, self.own_id])):
+            with self.store.transaction():
+                found = torc.answer_request(self.store, 'GET', torc.API_PREFIX + route.path, '', b'', self.NAMES[caller], caller == 'server owner')[1]
+                self.assertEqual((wanted, len(wanted)), ([item['id'] for item in found['items']], found['total_count']), caller)
+                for query in ('user=ann', 'user=eve', 'name=w', 'access_group=g', 'description=', 'is_archived=false', 'sort_by=user&limit=1'):
+                    page = torc.answer_request(self.store, 'GET', torc.API_PREFIX + route.path, query, b'', self.NAMES[caller], caller == 'server owner')[1]
+                    self.assertLessEqual({item['id'] for item in page['items']}, set(wanted), (caller, query))
+                    self.assertLessEqual(page['total_count'], len(wanted))
+
+    def test_nothing_moves_to_or_reaches_into_another_workflow(self):
+        file_id, job_id = (self.store.value(f'SELECT min(id) FROM {table}') for table in ('file', 'job'))
+        asked = (
+            ('PUT', f'/files/{file_id}', {'workflow_id': self.own_id}), ('PUT', f'/jobs/{job_id}', {'workflow_id': self.own_id}),
+            ('POST', '/jobs', {'workflow_id': self.workflow_id, 'name': 'x', 'command': 'c', 'input_file_ids': [file_id + 1]}),
+            ('POST', '/bulk_files', {'files': [{'workflow_id': self.workflow_id, 'name': 'x', 'path': 'x'}, {'workflow_id': self.own_id, 'name': 'y', 'path': 'y'}]}),
+            ('POST', '/bulk_jobs', {'jobs': [{'workflow_id': self.own_id, 'name': 'y', 'command': 'y'}]}),
+        )
+        with self.store.transaction():
+            self.store.insert('file', {'workflow_id': self.own_id, 'name': 'f', 'path': 'p'})
+            for method, path, body in asked:
+                with self.subTest(path=path):
+                    status, value = torc.answer_request(self.store, method, torc.API_PREFIX + path, '', json.dumps(body).encode(), 'ann', False)
+                    self.assertIn(status, (403, 422), value)
+            body = json.dumps({'workflow_id': self.own_id, 'name': 'x'}).encode()
+            for caller, status in (('ann', 403), ('eve', 403), ('root', 422)):      # both workflows count, that of the row and that of the body
+                self.assertEqual(status, torc.answer_request(self.store, 'PUT', f'{torc.API_PREFIX}/files/{file_id}', '', body, caller, False)[0], caller)
+            self.assertEqual([(file_id, self.workflow_id), (file_id + 1, self.own_id)], self.store.rows('SELECT id, workflow_id FROM file'))
+
+
 OFFICIAL_TYPES = {'Int': 'integer', 'Str': 'string', 'Bool': 'boolean', 'Float': 'number', 'Object': 'object', 'object': 'object', 'Any': 'any'}
 OTHER_ANSWERS = {   # operation -> our answer; the official interface says only 'object'
     'cancel_workflow': 'WorkflowModel', 'initialize_jobs': 'MessageResponse', 'reset_workflow_status': 'WorkflowModel',
@@ -4265,7 +4549,7 @@ class OpenApiTest(ServiceTest):
             with self.subTest(official['op']):
                 self.assertEqual((official['method'], official['path'].replace('{workflow_id}', '{id}'), [official['group']]), (method, path, operation['tags']))
                 query = {row['name'] for row in operation['parameters'] if row['in'] == 'query'}
-                others = MORE_QUERY.get(official['op'], set()) | NO_QUERY_YET.get(official['op'], set())
+                others = MORE_QUERY.get(official['op'], set())
                 self.assertEqual(others, query ^ set(official['query']))
                 body = operation.get('requestBody')
                 self.assertEqual(official_type(official['body']) if official['body'] else None, self.content(body).replace('Partial', '') if body else None)
@@ -4488,9 +4772,9 @@ LIST_FILTERS_OF_OTHERS = {  # parameter of a list -> where it is tested
 class ServerThread(threading.Thread):
     """A torc.Server in a thread of the test, on a database of its own."""
 
-    def __init__(self, database: str, token: str = '') -> None:
+    def __init__(self, database: str, token: str = '', enforces_access: bool = False, **how: Any) -> None:
         super().__init__(daemon=True)
-        self.database, self.token = database, token
+        self.database, self.token, self.enforces_access, self.how = database, token, enforces_access, how
         self.is_ready = threading.Event()
         self.start()
         assert self.is_ready.wait(20), 'the server did not start'
@@ -4498,7 +4782,8 @@ class ServerThread(threading.Thread):
     def run(self) -> None:
         store = torc.Store(self.database)
         listener = torc.open_listener('127.0.0.1', 0, True)
-        self.server = torc.Server(store, listener, self.token)
+        store.enforces_access = self.enforces_access
+        self.server = torc.Server(store, listener, self.token, **self.how)
         self.port = listener.getsockname()[1]
         self.is_ready.set()
         try:
@@ -5284,7 +5569,7 @@ class AdminServerTest(WorldTest):
     def test_sql_has_a_transaction_of_its_own(self) -> None:
         workflow = self.request('POST', '/workflows', {'name': 'w', 'user': 'u'})
         sql = self.request('POST', '/admin/sql/', {'sql': "UPDATE workflow SET description = 'd' WHERE id = 1", 'write': True})
-        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]), data.partition(b'\r\n\r\n')[2])
+        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]), data.partition(b'\r\n\r\n')[2], torc.Caller('tester', True))
                   for data in (workflow, sql, workflow)]
         self.server.stop()
         with contextlib.closing(torc.Store(self.server.database)) as store:
@@ -5335,6 +5620,320 @@ class TokenServerTest(WorldTest):
         answer = self.server.ask(http_request(path='/healthz?challenge=abc', host='127.0.0.1:99'))
         self.assertTrue(answer.endswith(f'"proof":"{torc.prove_token(self.token.encode(), "abc", self.server.port)}"}}'.encode()), answer)
         self.assertNotEqual(torc.prove_token(self.token.encode(), 'abc', 1), torc.prove_token(self.token.encode(), 'abc', 2))
+
+
+# Lines of password files that other programs made. The password of all but the last is U*U.
+BCRYPT_LINES = (
+    'plain:$2a$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW', 'apache:$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW',
+    'rust:$2b$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW', 'pound:$2b$05$/OK.fbVrR/bpIqNJ5ianF.Sa7shbm4.OzKpvFnX1pQLmQW96oUlCq')
+
+
+class PasswordFileTest(WorldTest):
+    """Lines of password files, and who may change them."""
+
+    def test_bcrypt_of_other_programs_is_checked_by_the_systems_library(self) -> None:
+        need('bcrypt', torc.find_bcrypt(), 'a libcrypt that knows bcrypt')
+        users = torc.parse_users('# ours\n\n' + '\n'.join(BCRYPT_LINES), 'f')
+        self.assertEqual(['plain', 'apache', 'rust', 'pound'], list(users))
+        for user, password, is_right in (('plain', b'U*U', True), ('apache', b'U*U', True), ('rust', b'U*U', True), ('rust', b'U*', False), ('rust', b'', False),
+                                         ('rust', b'U*U\0more', False), ('rust', b'U*UU', False), ('pound', b'\xa3', True), ('pound', b'\xa4', False)):
+            with self.subTest(user=user, password=password):
+                self.assertIs(is_right, torc.matches_password(users[user], password))
+
+    def test_scrypt_is_that_of_rfc_7914(self) -> None:
+        need('scrypt', hasattr(hashlib, 'scrypt'), 'a Python whose OpenSSL has scrypt')
+        self.assertEqual('7023bdcb3afd7348461c06cd81fd38ebfda8fbba904f8e3ea9b543f6545da1f2d5432955613f0fcf62d49705242a9af9e61e85dc0d651e40dfcf017b45575887',
+                         torc.run_scrypt(b'pleaseletmein', b'SodiumChloride', 14, 8, 1, 64).hex())
+        stored = torc.hash_password(b'pleaseletmein', 4)
+        self.assertRegex(stored, r'\A\$scrypt\$ln=7,r=8,p=1\$')
+        self.assertIn('p=4$', torc.hash_password(b'x', 16))     # more work, no more memory
+
+    def test_what_is_made_here_is_known_here_with_or_without_scrypt(self) -> None:
+        for scrypt in {getattr(hashlib, 'scrypt', None), None}:
+            with unittest.mock.patch.object(torc.hashlib, 'scrypt', scrypt, create=True):
+                if scrypt is None:
+                    del torc.hashlib.scrypt
+                stored = torc.hash_password('gr\u00fc\u00df dich'.encode(), 4)
+                self.assertEqual('', torc.explain_hash(stored))
+                self.assertTrue(torc.matches_password(stored, 'gr\u00fc\u00df dich'.encode()))
+                self.assertFalse(torc.matches_password(stored, b'gruess dich'))
+                self.assertNotEqual(stored, torc.hash_password('gr\u00fc\u00df dich'.encode(), 4))
+                if scrypt is None:
+                    self.assertRaisesRegex(torc.BadInput, 'at most 72 bytes', torc.hash_password, b'x' * 73)
+                    torc.hashlib.scrypt = None
+
+    def test_a_line_that_cannot_be_checked_is_told_with_its_place_and_cure(self) -> None:
+        good = torc.hash_password(b'open-sesame', 4)
+        for text, wanted in (('ann', '1: user .ann.: it is not USER:HASH'), (f'a:{good}\nann:$apr1$x$y', '2: user .ann.: its hash is neither'), ('ann:', 'neither'),
+                             (f'a:{good}\na:{good}', '2: user .a.: the user stands in two lines'), ('ann:$scrypt$ln=30,r=8,p=1$AAAA$AAAA', 'too much memory'),
+                             ('ann:$scrypt$ln=4,r=8,p=1$A$AAAA', 'malformed'), ('ann:$2y$99$' + 'a' * 53, 'neither'), ('ann:$2y$05$' + 'a' * 52, 'neither')):
+            with self.subTest(text), self.assertRaises(torc.BadInput) as caught:
+                torc.parse_users(text, 'my file')
+            self.assertRegex(str(caught.exception.problems[0]), wanted)
+            self.assertIn("`torc.py htpasswd add -f 'my file' USER`", caught.exception.message)
+        self.assertRaisesRegex(torc.BadInput, 'names no user', torc.parse_users, '# nobody\n', 'f')
+        self.assertRaisesRegex(torc.BadInput, 'cannot be a user', torc.parse_users, f'anonymous:{good}', 'f')
+        with unittest.mock.patch.object(torc, 'find_bcrypt', lambda: None), self.assertRaises(torc.BadInput) as caught:
+            torc.parse_users(BCRYPT_LINES[0], 'f')
+        self.assertIn('libcrypt is missing or knows no bcrypt', str(caught.exception.problems[0]))
+
+    def test_a_file_that_others_may_change_lets_nobody_in(self) -> None:
+        path = self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4))
+        for mode, is_good in ((0o600, True), (0o644, True), (0o622, False), (0o666, False)):
+            os.chmod(path, mode)
+            with self.subTest(mode=oct(mode)):
+                if is_good:
+                    self.assertEqual(['ann'], list(torc.read_users(path)))
+                else:
+                    self.assertRaisesRegex(torc.Denied, 'other users may change', torc.read_users, path)
+        self.assertRaisesRegex(torc.BadInput, 'there is no password file', torc.read_users, path + '2')
+        os.mkfifo(path + '3', 0o600)
+        self.assertRaisesRegex(torc.Denied, 'a file of yours', torc.read_users, path + '3')
+        self.assertRaisesRegex(torc.BadInput, 'cannot read', torc.read_users, self.world.write('latin', b'ann\xff:x'))
+        self.assertRaises(torc.TorcError, torc.read_users, self.world.directory)
+
+    def test_a_right_password_is_known_until_it_was_not_used_for_a_while(self) -> None:
+        users = torc.Users(self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4)), 60.0)
+        digest = users.digest('ann', b'open-sesame')
+        self.assertNotEqual(digest, users.digest('ann:', b'open-sesame'[1:]))
+        self.assertFalse(users.knows(digest, 0.0))
+        users.learn(digest, 0.0)
+        for now, known in ((59.0, True), (118.0, True), (178.0, False), (179.0, False)):
+            self.assertIs(known, users.knows(digest, now), now)
+        for number in range(torc.MAX_KNOWN_PASSWORDS + 10):
+            users.learn(b'%d' % number, 200.0)
+        self.assertEqual((torc.MAX_KNOWN_PASSWORDS, True, False), (len(users.known), users.knows(b'10', 201.0), users.knows(b'9', 201.0)))
+        users.learn(b'later', 300.0)
+        self.assertEqual([b'later'], list(users.known))     # the others are forgotten, not only overlooked
+        users.reload()
+        self.assertFalse(users.knows(b'later', 300.0))
+        users.known_s = 0.0
+        users.learn(digest, 400.0)
+        self.assertFalse(users.knows(digest, 400.0))
+
+
+class PasswordServerTest(WorldTest):
+    """A server with a password file beside its token."""
+    TOKEN = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
+
+    def setUp(self) -> None:
+        super().setUp()
+        silenced(self)
+        self.addCleanup(setattr, torc, 'WRONG_PASSWORD_S', torc.WRONG_PASSWORD_S)
+        self.addCleanup(setattr, torc, 'matches_password', torc.matches_password)
+        torc.WRONG_PASSWORD_S = 0.05
+        self.path = self.world.write('users', ''.join(f'{user}:{torc.hash_password(password, 4)}\n' for user, password in (('ann', b'open-sesame'), ('bob', b'long:enough'))))
+        self.start()
+
+    def start(self, known_s: float = 60.0, **how: Any) -> None:
+        """Serve."""
+        self.server = ServerThread(self.world.path(f'{len(os.listdir(self.world.directory))}.db'), self.TOKEN, users=torc.Users(self.path, known_s), **how)
+        self.addCleanup(self.server.stop)
+
+    @staticmethod
+    def login(user: str, password: str) -> str:
+        """An Authorization field."""
+        return 'Basic ' + base64.b64encode(f'{user}:{password}'.encode()).decode()
+
+    def ask(self, authorization: str, method: str = 'GET', path: str = '/torc-service/v1/workflows', body: bytes = b'') -> bytes:
+        """The answer to one request."""
+        with self.server.connect() as client:
+            client.sendall(http_request(method, path, body, authorization=authorization, connection='close'))
+            return read_all(client)
+
+    def parked(self) -> int:
+        """How many clients wait for what comes of their password."""
+        return sum(len(attempt.clients) for attempt in list(self.server.server.attempts.values()))
+
+    def hold_checks(self) -> Any:
+        """From now on every check waits for the event that is returned, and is counted in self.checks."""
+        gate, check, self.checks = threading.Event(), torc.matches_password, []
+
+        def held(stored: str, password: bytes) -> bool:
+            self.checks.append(password)
+            gate.wait(20)
+            return check(stored, password)
+        torc.matches_password = held
+        self.addCleanup(gate.set)
+        return gate
+
+    def test_who_is_let_in(self) -> None:
+        for authorization, status in ((self.login('ann', 'open-sesame'), 200), (self.login('bob', 'long:enough'), 200), (self.login('ann', 'open-sesam'), 401),
+                                      (self.login('ann', ''), 401), (self.login('ann', 'open-sesame '), 401), (self.login('Ann', 'open-sesame'), 401),
+                                      (self.login('nobody', 'open-sesame'), 401), (self.login('', 'open-sesame'), 401), ('Basic ???', 401), ('', 401),
+                                      (f'Bearer {self.TOKEN}', 200), (self.login('x', self.TOKEN), 200), ('Bearer open-sesame', 401), (f'Bearer {self.TOKEN[1:]}', 401),
+                                      (self.login('ann', 'open-sesame\0'), 401), ('Basic ' + base64.b64encode(b'\xff:\xff').decode(), 401)):
+            with self.subTest(authorization=authorization):
+                answer = self.ask(authorization)
+                self.assertEqual([status], statuses(answer))
+                self.assertEqual(status == 401, b'www-authenticate: Basic' in answer)
+        self.assertEqual([200], statuses(self.ask(self.login('ann', 'wrong'), path='/healthz')))
+
+    def test_no_route_and_no_method_is_open(self) -> None:
+        paths = [torc.API_PREFIX + re.sub(r'\{\w+\}', '1', route.path) for route in torc.ROUTES] + ['/', '/nowhere']
+        for path in paths:
+            for method in ('GET', 'POST', 'HEAD', 'OPTIONS', 'BREW'):
+                self.assertEqual([401], statuses(self.ask('', method, path)), (method, path))
+
+    def test_workflows_belong_to_who_has_logged_in(self) -> None:
+        self.start(enforces_access=True)
+        answer = self.ask(self.login('bob', 'long:enough'), 'POST', body=b'{"name":"w","user":"ann"}')
+        self.assertIn(b'"user":"bob"', answer)
+        self.assertEqual([403], statuses(self.ask(self.login('ann', 'open-sesame'), path='/torc-service/v1/workflows/1')))
+        self.assertEqual([200], statuses(self.ask(f'Bearer {self.TOKEN}', path='/torc-service/v1/workflows/1')))
+        self.assertEqual([403], statuses(self.ask(self.login('bob', 'long:enough'), 'POST', '/torc-service/v1/admin/reload-auth')))
+
+    def test_a_right_password_is_checked_once_and_a_wrong_one_each_time(self) -> None:
+        self.hold_checks().set()
+        for _ in range(3):
+            self.ask(self.login('ann', 'open-sesame'))
+            self.ask(self.login('ann', 'wrong'))
+        self.assertEqual([b'open-sesame'] + 3 * [b'wrong'], self.checks)
+        self.start(known_s=0.0)
+        for _ in range(2):
+            self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
+        self.assertEqual(6, len(self.checks))
+
+    def test_a_wrong_password_takes_as_long_for_a_stranger_as_for_a_user(self) -> None:
+        seen = []
+        torc.matches_password = lambda stored, password: seen.append(stored) or False
+        torc.WRONG_PASSWORD_S = 0.2
+        for user in ('ann', 'nobody', 'nobody', 'somebody'):
+            began = time.monotonic()
+            self.assertEqual([401], statuses(self.ask(self.login(user, 'wrong'))))
+            self.assertGreaterEqual(time.monotonic() - began, 0.19)
+        hashes = list(self.server.how['users'].hashes.values())
+        self.assertEqual([hashes[0]], seen[:1])
+        self.assertLessEqual(set(seen), set(hashes))        # a stranger's is compared too, with the same work
+        self.assertEqual(seen[1], seen[2])
+        torc.matches_password = lambda stored, password: True
+        self.assertEqual([401], statuses(self.ask(self.login('nobody', 'right by chance'))))
+
+    def test_others_are_served_while_passwords_are_checked_and_a_flood_keeps_nobody_out_who_is_known(self) -> None:
+        self.assertEqual([200], statuses(self.ask(self.login('bob', 'long:enough'))))
+        gate = self.hold_checks()
+        attempts = self.server.server.attempts
+        with contextlib.ExitStack() as stack:
+            flood = [stack.enter_context(self.server.connect()) for _ in range(torc.MAX_ATTEMPTS)]
+            for number, client in enumerate(flood):
+                client.sendall(http_request(authorization=self.login(f'user{number // torc.MAX_ATTEMPTS_OF_USER}', f'guess {number}')))
+                if number == torc.MAX_ATTEMPTS_OF_USER - 1:
+                    self.world.wait(lambda: len(attempts) == torc.MAX_ATTEMPTS_OF_USER, 10, 'the first of them')
+                    self.assertEqual([429], statuses(self.ask(self.login('user0', 'one more'))))
+            self.world.wait(lambda: len(attempts) == torc.MAX_ATTEMPTS, 10, 'the flood')
+            answer = self.ask(self.login('ann', 'open-sesame'))
+            self.assertEqual(([429], True), (statuses(answer), b'retry-after: 1' in answer))
+            for authorization in (self.login('bob', 'long:enough'), f'Bearer {self.TOKEN}'):
+                self.assertEqual([200], statuses(self.ask(authorization)))
+            self.assertEqual([200], statuses(self.ask('', path='/healthz')))
+            gate.set()
+            self.assertEqual([[401]] * len(flood), [statuses(read_all(client)) for client in flood])
+        self.world.wait(lambda: not attempts, 10, 'the flood to be forgotten')
+        self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
+
+    def test_a_hundred_runners_of_one_user_wait_for_one_check(self) -> None:
+        check = torc.matches_password
+        for password, status in (('open-sesame', 200), ('wrong', 401)):
+            torc.matches_password = check
+            gate = self.hold_checks()
+            with contextlib.ExitStack() as stack:
+                clients = [stack.enter_context(self.server.connect()) for _ in range(100)]
+                for client in clients:
+                    client.sendall(http_request(authorization=self.login('ann', password)))
+                self.world.wait(lambda: self.parked() == 100, 10, 'all of them')
+                gate.set()
+                self.assertEqual([[status]] * 100, [statuses(read_answers(client, 1)) for client in clients])
+            self.assertEqual([password.encode()], self.checks)
+            self.world.wait(lambda: not self.server.server.attempts, 10, 'the attempt to be forgotten')
+
+    def test_the_same_wrong_password_again_is_told_with_the_first(self) -> None:
+        torc.WRONG_PASSWORD_S = 0.3
+        self.hold_checks().set()
+        with self.server.connect() as first:
+            first.sendall(http_request(authorization=self.login('ann', 'wrong')))
+            self.world.wait(lambda: any(attempt.is_wrong for attempt in list(self.server.server.attempts.values())), 10, 'the verdict')
+            self.assertEqual([401], statuses(self.ask(self.login('ann', 'wrong'))))
+            self.assertEqual([401], statuses(read_all(first)))
+        self.assertEqual([b'wrong'], self.checks)
+
+    def test_a_request_goes_on_where_it_was_when_its_password_is_found_right(self) -> None:
+        gate = self.hold_checks()
+        body = b'{"name":"w","user":"u"}'
+        first = http_request('POST', '/torc-service/v1/workflows', body, authorization=self.login('ann', 'open-sesame'))
+        with self.server.connect() as whole, self.server.connect() as parts, self.server.connect() as asking:
+            whole.sendall(first + http_request(authorization=self.login('ann', 'open-sesame')))     # the next one waits behind it
+            parts.sendall(first[:-10])
+            asking.sendall(first[:-len(body)].replace(b'\r\n\r\n', b'\r\nexpect: 100-continue\r\n\r\n'))
+            self.world.wait(lambda: self.parked() == 3, 10, 'all three')
+            gate.set()
+            self.assertEqual([200, 200], statuses(read_answers(whole, 2)))
+            parts.sendall(first[-10:])
+            self.assertEqual([200], statuses(read_answers(parts, 1)))
+            self.assertEqual([100], statuses(asking.recv(100)))
+            asking.sendall(body)
+            self.assertEqual([200], statuses(read_answers(asking, 1)))
+        self.assertEqual([b'open-sesame'], self.checks)     # one check for all who wait for it
+
+    def test_a_client_that_goes_or_waits_too_long_is_forgotten(self) -> None:
+        self.addCleanup(setattr, torc, 'CLIENT_DEADLINE_S', torc.CLIENT_DEADLINE_S)
+        torc.CLIENT_DEADLINE_S = 0.3
+        gate = self.hold_checks()
+        with self.server.connect() as gone, self.server.connect() as slow:
+            for client in (gone, slow):
+                client.sendall(http_request(authorization=self.login('ann', 'open-sesame')))
+            self.world.wait(lambda: self.parked() == 2, 10, 'both')
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+            gone.close()
+            self.assertEqual([408], statuses(read_all(slow)))
+        gate.set()
+        self.world.wait(lambda: not self.server.server.attempts, 10, 'both to be forgotten')
+        self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
+
+    def test_a_file_that_is_read_again_counts_at_once(self) -> None:
+        self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
+        gate = self.hold_checks()
+        with self.server.connect() as late:
+            late.sendall(http_request(authorization=self.login('bob', 'long:enough')))
+            self.world.wait(lambda: self.checks, 10, 'the check')
+            self.world.write('users', 'ann:' + torc.hash_password(b'another word', 4))
+            answer = self.ask(f'Bearer {self.TOKEN}', 'POST', '/torc-service/v1/admin/reload-auth')
+            self.assertIn(b'"user_count":1', answer)
+            gate.set()
+            self.assertEqual([401], statuses(read_all(late)))       # bob is gone since
+        self.assertEqual([401], statuses(self.ask(self.login('ann', 'open-sesame'))))
+        self.assertEqual([200], statuses(self.ask(self.login('ann', 'another word'))))
+        self.world.write('users', 'ann:nonsense')
+        answer = self.ask(f'Bearer {self.TOKEN}', 'POST', '/torc-service/v1/admin/reload-auth')
+        self.assertEqual(([422], True), (statuses(answer), b'cannot be used' in answer))
+        self.assertEqual([200], statuses(self.ask(self.login('ann', 'another word'))))
+
+    def test_the_anonymous_are_let_in_if_so_told_and_a_wrong_password_is_not_anonymous(self) -> None:
+        self.start(lets_anonymous=True, enforces_access=True)
+        for authorization, status in (('', 200), (self.login('ann', 'wrong'), 401), ('Bearer wrong', 401), ('Basic ???', 401), (self.login('ann', 'open-sesame'), 200)):
+            with self.subTest(authorization=authorization):
+                self.assertEqual([status], statuses(self.ask(authorization)))
+        self.assertEqual([403], statuses(self.ask('', 'POST', body=b'{"name":"w","user":"ann"}')))
+        self.assertEqual([403], statuses(self.ask('', 'POST', '/torc-service/v1/admin/reload-auth')))
+
+    def test_a_check_that_fails_is_a_wrong_password_and_the_next_one_is_made(self) -> None:
+        check = torc.matches_password
+
+        def broken(stored: str, password: bytes) -> bool:
+            raise MemoryError
+        torc.matches_password = broken
+        self.assertEqual([401], statuses(self.ask(self.login('ann', 'open-sesame'))))
+        torc.matches_password = check
+        self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
+
+    def test_refusals_are_counted_in_the_log(self) -> None:
+        logging.getLogger('torc').setLevel(logging.NOTSET)
+        with self.assertLogs('torc', 'WARNING') as caught:
+            for _ in range(3):
+                self.ask('')
+            self.server.server.refusals_told_at = -math.inf
+            self.ask('Bearer wrong')
+        self.assertEqual(['1 requests without the right token or password', '3 requests without the right token or password'],
+                         [record.getMessage() for record in caught.records])
 
 
 class CountingStore:
@@ -5949,6 +6548,35 @@ class ClientTest(WorldTest):
             self.assertIn(b'GET /healthz?challenge=', impostor.heard)
             self.assertNotIn(token.encode(), impostor.heard)
 
+    def test_a_password_is_shown_to_the_server_that_was_named_and_to_no_other(self) -> None:
+        os.environ.update(TORC_PASSWORD='open-sesame', TORC_COOKIE_HEADER='gate=1', USER='ann')
+        answer = torc.format_answer(200, b'{"status":"ok"}')
+        shown = base64.b64encode(b'ann:open-sesame')
+        impostor = Impostor(answer)
+        self.assertEqual('ok', self.connect(url=impostor.url).ping()['status'])
+        impostor.stop()
+        self.assertIn(b'authorization: Basic ' + shown + b'\r\ncookie: gate=1\r\n', impostor.heard)
+        database = self.world.path('torc.db')
+        torc.keep_token(database + '.token')
+        impostor = Impostor(answer)
+        with torc.connection_file(torc.ServerOptions(database), [impostor.url]):
+            self.assertRaises(torc.Unreachable, torc.Client(database=database, credentials=torc.Credentials('open-sesame', 'gate=1')).reconnect, wait_s=0)
+        impostor.stop()
+        self.assertIn(b'GET /healthz', impostor.heard)
+        self.assertNotIn(shown, impostor.heard)
+        self.assertNotIn(b'gate=1', impostor.heard)
+        self.assertRaisesRegex(torc.BadInput, 'give --url too', torc.Client.connect, database=database, credentials=torc.Credentials('secret'))
+        os.environ['TORC_API_URL'] = impostor.url
+        self.assertRaisesRegex(torc.BadInput, 'no header field', torc.Client.connect, credentials=torc.Credentials('', 'a\r\nb: c'))
+        os.environ['USER'] = 'a:b'
+        self.assertRaisesRegex(torc.BadInput, 'holds no colon', torc.Client.connect)
+
+    def test_a_server_that_has_too_much_to_do_is_asked_again_later(self) -> None:
+        impostor = Impostor(torc.format_answer(429, b'{"error":{"message":"too many passwords"}}'))
+        with self.assertRaisesRegex(torc.Unreachable, 'too many passwords'):
+            self.connect(url=impostor.url).ping()
+        impostor.stop()
+
     def test_what_may_have_been_done_is_not_sent_again(self) -> None:
         answer = torc.format_answer(200, b'{"status":"ok"}')
         impostor = Impostor(b'', b'', answer)
@@ -6223,6 +6851,14 @@ class LauncherTest(WorldTest):
             os.close(writer)
         self.assertIn('/dev/null', self.world.read('fds'))
         self.assertNotIn('pipe:', self.world.read('fds'))
+
+    def test_a_pipe_that_lies_where_output_goes_holds_up_nobody(self):
+        path = self.world.path('pipe')
+        os.mkfifo(path)
+        self.assertRaises(OSError, torc.open_output, path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.addCleanup(os.close, reader)
+        self.assertRaises(FileExistsError, torc.open_output, path)
 
     def test_a_command_longer_than_an_argument_may_be_runs_from_a_private_file(self):
         process = self.start('# ' + 'x' * 300000 + '\necho ran; exit 3')
@@ -7118,6 +7754,17 @@ RECORDED = (
     ('admin sql --write --yes', 'admin sql --write --yes "UPDATE workflow SET description = \'z\' WHERE id = 1"'),
     ('admin list-audit-log', 'admin list-audit-log'),
     ('admin api-stats --window 120', 'admin api-stats --window 120'),
+    ('access-groups create g1', 'access-groups create g1 -d x'),
+    ('access-groups list', 'access-groups list'),
+    ('access-groups get ID', 'access-groups get 2'),
+    ('access-groups add-user ID v', 'access-groups add-user 2 v'),
+    ('access-groups list-members ID', 'access-groups list-members 2'),
+    ('access-groups list-user-groups v', 'access-groups list-user-groups v'),
+    ('access-groups add-workflow WF ID', 'access-groups add-workflow 1 2'),
+    ('access-groups list-workflow-groups WF', 'access-groups list-workflow-groups 1'),
+    ('access-groups remove-workflow WF ID', 'access-groups remove-workflow 1 2'),
+    ('access-groups remove-user ID v', 'access-groups remove-user 2 v'),
+    ('access-groups delete ID', 'access-groups delete 2'),
     ('delete WF WF2 99999999', 'delete 1 2'),
 )
 # Keys that are not asked for: a job's and node's measurements need a monitor; ro_crate and the like come with their sections.
@@ -7677,6 +8324,145 @@ class RunTest(CommandTest):
         good = torc.RunOutcome(1, 0, 0, 0, [], True, False, None, '', 1.0)
         for changes, code in (({}, 0), ({'failed': 1}, 1), ({'terminated': 1}, 1), ({'canceled': 1}, 1), ({'is_canceled': True}, 1), ({'interrupted_by': 2}, 130)):
             self.assertEqual(code, torc.outcome_exit(good._replace(**changes)), changes)
+
+
+class PasswordCommandTest(CommandTest):
+    """htpasswd: files of passwords."""
+
+    def lines(self) -> List[str]:
+        """Lines of the file, with hashes shortened."""
+        return [re.sub(r':\$.*', ':HASH', line) for line in self.world.read('users').splitlines()]
+
+    def feed(self, password: str, *argv: str) -> Outcome:
+        """A command with a line on stdin."""
+        return self.world.cli('htpasswd', *argv, stdin=password + '\n')
+
+    def test_users_are_added_changed_and_removed_and_all_else_stays(self):
+        self.world.write('users', '# of the group\nzoe:$apr1$kept$asitis\n\n')
+        self.assertExit(0, self.feed('open-sesame', 'add', '-f', 'users', '-c', '4', 'ann'), 'Added user ann in users')
+        self.assertExit(0, self.feed('long enough', 'add', '-f', 'users', '-c', '4', 'bob'))
+        before = self.world.read('users')
+        self.assertExit(0, self.feed('Open-Sesame', 'add', '-f', 'users', '-c', '4', 'ann'), 'Changed user ann')
+        self.assertEqual(['# of the group', 'zoe:HASH', '', 'ann:HASH', 'bob:HASH'], self.lines())
+        self.assertIn('zoe:$apr1$kept$asitis\n', self.world.read('users'))
+        self.assertNotEqual(before, self.world.read('users'))
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('users')).st_mode))
+        self.assertExit(2, self.world.main('htpasswd', 'list', '-f', 'users'), 'users:2: user \'zoe\': its hash is neither bcrypt nor scrypt')
+        self.assertExit(0, self.world.main('htpasswd', 'remove', '-f', 'users', 'zoe'))
+        self.assertEqual(['ann', 'bob'], self.json('htpasswd list -f users')['items'])
+        self.assertEqual('ann\nbob\n', self.text('htpasswd list -f users'))
+        self.assertExit(0, self.feed('Open-Sesame', 'verify', '-f', 'users', 'ann'))
+        for password, user in (('open-sesame', 'ann'), ('Open-Sesame', 'bob'), ('Open-Sesame', 'eve'), ('', 'ann')):
+            self.assertExit(4, self.feed(password, 'verify', '-f', 'users', user))
+        self.assertExit(4, self.world.main('htpasswd', 'remove', '-f', 'users', 'eve'), "has no user 'eve'")
+        self.assertEqual(['# of the group', '', 'ann:HASH', 'bob:HASH'], self.lines())
+
+    def test_a_line_alone_can_be_had(self):
+        for words, wanted in (((), r'\A\$\S+\n\Z'), (('ann',), r'\Aann:\$\S+\n\Z')):
+            self.assertRegex(self.feed('open-sesame', 'hash', '-c', '4', *words).out, wanted)
+
+    def test_what_cannot_be_a_user_or_a_password_is_refused(self):
+        for password, user, text in (('short', 'ann', 'at least 8 characters'), ('open-sesame', 'a:b', 'no user name'), ('open-sesame', '#a', 'no user name'),
+                                     ('open-sesame', 'a\x1bb', 'no user name'), ('open-sesame', '', 'no user name'), ('open-sesame', 'anonymous', 'cannot be a user')):
+            self.assertExit(2, self.feed(password, 'add', '-f', 'users', '-c', '4', user), text)
+        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '3', 'ann'), 'not between 4 and 31')
+        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'no/users', '-c', '4', 'ann'), 'cannot write no/users')
+        self.assertFalse(os.path.exists(self.world.path('users')))
+
+    def test_a_password_on_the_command_line_is_warned_of(self):
+        outcome = self.assertExit(0, self.world.main('htpasswd', 'add', '-f', 'users', '-p', 'open-sesame', '-c', 4, 'ann'))
+        self.assertIn('warning: others on this machine can see a password', outcome.err)
+        self.assertNotIn('open-sesame', self.world.read('users') + outcome.out + outcome.err)
+
+    def test_on_a_terminal_it_is_asked_for_twice_and_not_shown(self):
+        for typed, code, text in (('open-sesame\nopen-sesame\n', 0, 'Added user ann'), ('open-sesame\nopen-sesama\n', 2, 'the two passwords differ'),
+                                  ('\x04', 2, 'no password was given')):
+            ours, theirs = os.openpty()
+            with contextlib.ExitStack() as stack:
+                stack.callback(os.close, ours)
+                process = subprocess.Popen([sys.executable, stub_path(), 'htpasswd', 'add', '-f', 'users', '-c', '4', 'ann'], cwd=self.world.directory, stdin=theirs,
+                                           stdout=theirs, stderr=theirs, env=self.world.environment, start_new_session=True)
+                os.close(theirs)
+                said = b''
+                for line in typed.splitlines(True):
+                    while not said.endswith(b': '):
+                        said += os.read(ours, 1000)
+                    os.write(ours, line.encode())
+                    said += b'\n'
+                with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+                    while True:
+                        said += os.read(ours, 1000)
+                self.assertEqual((code, True), (process.wait(10), text.encode() in said), said)
+            self.assertNotIn(b'open-sesam', said)
+        self.assertEqual(['ann:HASH'], self.lines())
+
+
+class PasswordServeTest(CommandTest):
+    """`serve` with a password file."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        for user in ('ann', 'bob'):
+            self.assertExit(0, self.world.main('htpasswd', 'add', '-f', 'users', '-p', f'word of {user}', '-c', 4, user))
+
+    def as_user(self, user: str, *argv: Any, **env: str) -> Outcome:
+        """A command of a user who has named the server."""
+        return self.world.cli(*argv, env=dict(TORC_API_URL=self.world.url, TORC_USERNAME=user, TORC_PASSWORD=f'word of {user}', **env))
+
+    def test_users_work_on_workflows_of_their_own_and_of_their_groups(self):
+        self.world.serve('--auth-file', 'users', '--enforce-access-control', '--admin-user', 'bob', '--require-auth')
+        spec = self.world.write('w.yaml', "name: ann's\njobs:\n  - {name: a, command: 'echo \"[$TORC_PASSWORD]\"; env > seen'}\n  - {name: b, command: 'true', depends_on: [a]}\n")
+        self.assertExit(0, self.as_user('ann', 'run', spec))
+        self.assertEqual('[]\n', self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o'))
+        self.assertNotIn('word of ann', self.world.read('seen'))
+        self.assertExit(0, self.as_user('bob', 'access-groups', 'create', 'chemists'))
+        self.assertExit(4, self.as_user('ann', 'access-groups', 'create', 'alchemists'), 'managed by administrators')
+        self.assertExit(0, self.world.main('htpasswd', 'add', '-f', 'users', '-p', 'word of cy', '-c', 4, 'cy'))
+        self.assertExit(4, self.as_user('cy', 'status', 1), 'user or password is wrong')
+        reload = self.world.cli('htpasswd', 'remove', '-f', 'users', 'nobody', '--reload-auth')
+        self.assertExit(4, reload, 'has no user')
+        self.assertExit(0, self.world.cli('htpasswd', 'add', '-f', 'users', '-p', 'word of dan', '-c', '4', 'dan', '--reload-auth', '--url', self.world.url,
+                                          '--server-password', 'word of bob', env={'TORC_USERNAME': 'bob'}), '4 users')
+        self.assertExit(4, self.as_user('cy', 'status', 1), 'cy has no access to workflow 1')
+        self.assertExit(0, self.as_user('bob', 'access-groups', 'add-user', 2, 'cy'))
+        self.assertExit(0, self.as_user('ann', 'access-groups', 'add-workflow', 1, 2))
+        self.assertExit(0, self.as_user('cy', 'status', 1))
+        outcome = self.as_user('cy', 'workflows', 'list', '-g', 'chemists', '-f', 'csv')
+        self.assertEqual(['ann'], [row.split(',')[1] for row in outcome.out.splitlines()[1:]])
+        self.assertExit(0, self.world.cli('status', 1))     # the owner of the server, by its token
+
+    def test_flags_and_variables_say_the_same(self):
+        self.world.environment.update(TORC_AUTH_FILE='users', TORC_ADMIN_USERS='ann, cy,,', TORC_CREDENTIAL_CACHE_TTL_SECS='0')
+        self.world.serve('--admin-user', 'bob', '--admin-user', 'ann')
+        self.assertEqual({'ann', 'bob', 'cy'}, {row['user_name'] for row in self.json('access-groups list-members 1')['items']})
+        self.world.server.send(signal.SIGTERM)
+        self.world.server.finish(10)
+        self.world.environment.update(TORC_ADMIN_USERS='')
+        self.world.serve()
+        self.assertEqual([], self.json('access-groups list-members 1')['items'])
+        self.assertExit(2, self.world.main('serve', '--port', 0, env={'TORC_CREDENTIAL_CACHE_TTL_SECS': 'soon'}), "TORC_CREDENTIAL_CACHE_TTL_SECS is 'soon'")
+        self.assertExit(2, self.world.main('serve', '--require-auth', '--no-auth'), 'contradict each other')
+        self.assertExit(2, self.world.main('serve', '--auth-file', 'nousers', '--port', 0), 'there is no password file nousers')
+        self.assertExit(2, self.world.main('serve', '--db', 'x.db', '--auth-file', 'users', '--no-auth', '--host', '0.0.0.0', '--port', 0), '--no-auth would let everybody')
+        self.assertExit(2, self.world.main('serve', '--admin-user', 'a:b', '--port', 0), 'no user name')
+
+    def test_beside_a_password_file_no_auth_lets_the_anonymous_in(self):
+        self.world.serve('--auth-file', 'users', '--no-auth')
+        as_anybody = {'TORC_API_URL': self.world.url, 'TORC_TOKEN_FILE': ''}
+        with http_connection(self.world.url) as connection:
+            for field, status in (('', 200), ('Basic ' + base64.b64encode(b'ann:word of ann').decode(), 200), ('Basic ' + base64.b64encode(b'ann:x').decode(), 401)):
+                connection.request('GET', '/torc-service/v1/workflows', headers={'Authorization': field} if field else {})
+                answer = connection.getresponse()
+                self.assertEqual((status, True), (answer.status, bool(answer.read())))
+        self.assertExit(0, self.world.cli('workflows', 'list', env=as_anybody))
+
+    def test_the_password_can_be_asked_for(self):
+        self.world.serve('--auth-file', 'users')
+        env = {'TORC_USERNAME': 'ann'}
+        self.assertExit(0, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of ann\n', env=env))
+        self.assertExit(4, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of bob\n', env=env))
+        self.assertExit(0, self.world.cli('--url', self.world.url, '--password', 'word of ann', 'ping', env=env), 'others on this machine can see')
+        self.assertExit(2, self.world.cli('--password', 'word of ann', 'status', 1, env=env), 'give --url too')
 
 
 # ======== 21. Main ========
@@ -8380,6 +9166,73 @@ class ServedTest(FlowTest):
         self.assertExit(1, self.world.cli('exec', '-c', 'exit 4'))
 
 
+class SecretsTest(FlowTest):
+    """What must not be known is in one file, and nowhere else."""
+
+    def artefacts(self) -> Dict[str, bytes]:
+        """Everything that lies in the world or is told of its processes: place -> content."""
+        found = {}
+        for directory, _, names in os.walk(self.world.root):
+            for path in (os.path.join(directory, name) for name in names):
+                with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
+                    found[path] = file.read()
+        for pid in processes_with(self.world.mark):
+            for name in ('cmdline', 'environ'):
+                with contextlib.suppress(OSError), open(f'/proc/{pid}/{name}', 'rb') as file:
+                    found[f'/proc/{pid}/{name}'] = file.read()
+        return found
+
+    def test_the_token_is_in_its_file_and_nowhere_else_during_and_after_a_run(self):
+        mask = os.umask(0)
+        self.addCleanup(os.umask, mask)
+        self.world.serve('--log-level', 'debug')
+        os.umask(mask)
+        state = os.path.join(self.world.environment['XDG_STATE_HOME'], 'torc')
+        token = torc.read_token(os.path.join(state, 'torc.db.token')).encode()
+        spec = self.world.write('w.yaml', '''
+            name: nosy
+            actions: [{trigger_type: on_workflow_start, action_type: run_commands, commands: [env > action_environment]}]
+            jobs:
+              - name: nosy
+                command: "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null; touch there; while [ ! -e go ]; do sleep 0.05; done; exit 3"
+            ''')
+        runner = self.world.start('--log-level', 'debug', 'run', '-p', 0.2, spec)
+        self.world.wait(lambda: os.path.exists(self.world.path('there')), 20, 'the job', [runner])
+        during = self.artefacts()
+        self.world.write('go', '')
+        self.assertExit(1, runner.finish())
+        self.assertExit(0, self.world.cli('--log-level', 'debug', '-f', 'json', 'jobs', 'list', 1))
+        for found in (during, self.artefacts()):
+            self.assertEqual([os.path.join(state, 'torc.db.token')], [place for place, content in found.items() if token in content])
+        self.assertGreater(len([place for place in during if place.startswith('/proc/')]), 5)
+        self.assertEqual({'0o700'}, {oct(os.stat(path).st_mode & 0o777) for path in (state,)})
+        modes = {name: oct(os.stat(os.path.join(state, name)).st_mode & 0o777) for name in os.listdir(state)}
+        self.assertEqual({'0o600'}, set(modes.values()), modes)
+        self.assertLessEqual({'torc.db', 'torc.db-wal', 'torc.db.token', 'torc.db.connection'}, set(modes))
+
+    def test_a_password_reaches_neither_files_nor_jobs(self):
+        self.world.serve('--auth-file', self.password_file(), '--log-level', 'debug')
+        spec = self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "env; cat /proc/$$/environ /proc/$$/cmdline"}, {name: b, command: "exit 3"}]\n')
+        outcome = self.world.cli('--log-level', 'debug', 'run', '-p', 0.2, spec, env={
+            'TORC_API_URL': self.world.url, 'TORC_USERNAME': 'ann', 'TORC_PASSWORD': 'open-sesame', 'TORC_COOKIE_HEADER': 'gate=shibboleth'})
+        self.assertExit(1, outcome)
+        words = [b'open-sesame', b'shibboleth', base64.b64encode(b'ann:open-sesame')]
+        found = dict(self.artefacts(), out=outcome.out.encode(), err=outcome.err.encode())
+        self.assertEqual([], [place for place, content in found.items() if any(word in content for word in words)])
+
+    def password_file(self) -> str:
+        """Of one user."""
+        return self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4) + '\n')
+
+    def test_it_is_said_who_can_reach_the_server(self):
+        for flags, text in (((), 'for this machine only'), (('--host', '0.0.0.0'), 'for everybody who reaches this machine and has a token or password')):
+            self.world.serve('--db', 'x.db', *flags)
+            self.assertIn(text, self.world.server.err)
+            self.assertIn(f':{torc.parse_url(self.world.url).port}/', self.world.server.err)
+            self.world.server.send(signal.SIGTERM)
+            self.world.server.finish(10)
+
+
 class WrongInputTest(FlowTest):
     """Wrong input: a clear error, exit 2, and no half-made workflow."""
 
@@ -8964,6 +9817,7 @@ BORDERS = {
     'run_task': 'a bug fails one task, whose waiter is told; the server goes on',
     'Server.attempt': 'a bug costs one connection, not the server',
     'Server.on_tick': 'a bug costs one look at the clock',
+    'Users.work': 'a bug costs one look at a password, not all later ones',
     'run_embedded_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',
 }
@@ -9132,6 +9986,26 @@ class CodeLaws(unittest.TestCase):
     def test_only_commands_print(self):
         calls = [node for node in self.torc.walk(ast.Call) if isinstance(node.func, ast.Name) and node.func.id == 'print']
         self.assertEqual([], [self.torc.place(node) for node in calls if self.torc.section(node.lineno) not in PRINT_SECTIONS])
+
+    def test_text_never_becomes_code_nor_a_shells_words(self):
+        names = {'eval', 'exec', 'compile', '__import__', 'pickle', 'marshal', 'shelve', 'load_extension', 'enable_load_extension', 'system', 'popen', 'getoutput'}
+        bad = [node for node in self.torc.walk(ast.Call) if getattr(node.func, 'id', '') in names or
+               getattr(node.func, 'attr', '') in names and getattr(getattr(node.func, 'value', None), 'id', '') != 're']
+        bad += [node for node in self.torc.walk(ast.Import) if names & {alias.name for alias in node.names}]
+        bad += [node for node in self.torc.walk(ast.keyword) if node.arg == 'shell']
+        self.assertEqual([], [getattr(node, 'lineno', node) for node in bad])
+
+    def test_secrets_are_compared_in_constant_time(self):
+        secret = {'token', 'offered', 'password', 'proof', 'stored', 'wanted_proof'}
+        found = []
+        for node in self.torc.walk(ast.Compare):
+            names = {getattr(side, 'id', getattr(side, 'attr', '')) for side in [node.left, *node.comparators]}
+            if self.torc.section(node.lineno) in ('Server', 'Client', 'API') and names & secret and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+                found.append(self.torc.place(node))
+        # not compared with what somebody offers, but with the file as it is now
+        self.assertEqual(['Users.is_valid'], [place.split()[-1] for place in found])
+        calls = [node for node in self.torc.walk(ast.Attribute) if node.attr == 'compare_digest']
+        self.assertGreaterEqual(len(calls), 3)
 
     def test_only_the_store_speaks_sql(self):
         calls = [node for node in self.torc.walk(ast.Call)
@@ -9397,8 +10271,10 @@ class CommandExampleLaws(WorldTest):
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
-        self.assertExit(0, self.world.main('events', 'create', 1, '-d', '{}'))
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
+        for line in ("events create 1 -d '{}'", 'access-groups create physicists', 'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
+                     'access-groups create geologists', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
+            self.assertExit(0, self.world.main(*shlex.split(line)))
         self.assertEqual({}, self.world.leave())      # the database is whole when its server has left
         shutil.copytree(self.world.path('torc_output'), self.world.path('kept'))
         for row in torc.COMMANDS:
