@@ -8046,6 +8046,7 @@ class MonitorTest(CommandTest):
         outcome = self.assertExit(130, monitor.finish())
         self.assertEqual('Interrupted\n', outcome.err)
         self.assertEqual(wanted, [event for event in self.events(outcome.out) if event[0] != 'user_action'])
+        self.assertIn('"Initialized workflow 1"', outcome.out)     # the first time is no second one
         first, *lines = self.world.read('events.jsonl').splitlines()
         self.assertEqual(('kept', self.events(outcome.out)), (first, self.events('\n'.join(lines))))
 

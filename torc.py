@@ -6686,9 +6686,9 @@ def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = F
     note_if_complete(store, workflow_id)
     if store.value('SELECT enable_ro_crate FROM workflow WHERE id = ?', (workflow_id,)):
         note_provenance(store, workflow_id)
-    verb = 'Reinitialized' if only_uninitialized else 'Initialized'
-    kind = 'workflow_reinitialized' if only_uninitialized and state.run_id else 'workflow_started'
-    message = f'{verb} workflow {workflow_id}'
+    is_again = only_uninitialized and state.run_id > 0
+    kind = 'workflow_reinitialized' if is_again else 'workflow_started'
+    message = f"{'Reinitialized' if is_again else 'Initialized'} workflow {workflow_id}"
     announce(store, workflow_id, kind, {'category': 'workflow', 'type': kind, 'user': store.caller, 'message': message})
     return {'message': message}
 
