@@ -71,6 +71,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import ssl
 import stat
 import struct
 import subprocess
@@ -4769,12 +4770,72 @@ LIST_FILTERS_OF_OTHERS = {  # parameter of a list -> where it is tested
 
 # ======== 10. Server: one selector loop, HTTP framing, state files ========
 
+# A key and three certificates of it that vouch for themselves: for localhost, for another name, and one that has expired. The
+# first two are good until 2099. They guard nothing: everybody may read them here.
+TLS_KEY = '''\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgIJkSEwqGn8oNPnfA
+bcKh5NKEu/5JHH0hc8mXj4IWXlqhRANCAARYzXMGHmlEU0xj2BavS1Df87qjI2Ec
+b3bCSYn0U/T+Y/QtcN8W+lEqOohQ1b1KC4NL0kBNV4dZIIAva7ic4ZaC
+-----END PRIVATE KEY-----
+'''
+TLS_CERTIFICATES = {
+    'good': '''\
+-----BEGIN CERTIFICATE-----
+MIIBXTCCAQOgAwIBAgIBATAKBggqhkjOPQQDAjAPMQ0wCwYDVQQDDARnb29kMCAX
+DTIwMDEwMTAwMDAwMFoYDzIwOTkwMTAxMDAwMDAwWjAPMQ0wCwYDVQQDDARnb29k
+MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEWM1zBh5pRFNMY9gWr0tQ3/O6oyNh
+HG92wkmJ9FP0/mP0LXDfFvpRKjqIUNW9SguDS9JATVeHWSCAL2u4nOGWgqNOMEww
+GgYDVR0RBBMwEYIJbG9jYWxob3N0hwR/AAABMA8GA1UdEwEB/wQFMAMBAf8wHQYD
+VR0OBBYEFPK0Xy720p9UvuaC3jlcL5Vm1I7cMAoGCCqGSM49BAMCA0gAMEUCIQCS
+k/EJuSPXbQK/GUVEGAu5GZf1loil1+E8HSXeM5XNpgIgNQf4LYMojNrCEvJudTMA
+GlA0KCaF/CocgdmlmOHggzg=
+-----END CERTIFICATE-----
+''',
+    'other': '''\
+-----BEGIN CERTIFICATE-----
+MIIBXjCCAQOgAwIBAgIBAjAKBggqhkjOPQQDAjAQMQ4wDAYDVQQDDAVvdGhlcjAg
+Fw0yMDAxMDEwMDAwMDBaGA8yMDk5MDEwMTAwMDAwMFowEDEOMAwGA1UEAwwFb3Ro
+ZXIwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAARYzXMGHmlEU0xj2BavS1Df87qj
+I2Ecb3bCSYn0U/T+Y/QtcN8W+lEqOohQ1b1KC4NL0kBNV4dZIIAva7ic4ZaCo0ww
+SjAYBgNVHREEETAPgg1vdGhlci5leGFtcGxlMA8GA1UdEwEB/wQFMAMBAf8wHQYD
+VR0OBBYEFPK0Xy720p9UvuaC3jlcL5Vm1I7cMAoGCCqGSM49BAMCA0kAMEYCIQD/
+RMi34oG82BjxaUSoSNnLZPZy/A8lSJNfL1n0dvvBtAIhAJZCAO6lrCee1fmCla7k
+aP4Rl8rcaMCKezIazbfL0yQl
+-----END CERTIFICATE-----
+''',
+    'expired': '''\
+-----BEGIN CERTIFICATE-----
+MIIBYTCCAQegAwIBAgIBAzAKBggqhkjOPQQDAjASMRAwDgYDVQQDDAdleHBpcmVk
+MB4XDTIwMDEwMTAwMDAwMFoXDTIxMDEwMTAwMDAwMFowEjEQMA4GA1UEAwwHZXhw
+aXJlZDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABFjNcwYeaURTTGPYFq9LUN/z
+uqMjYRxvdsJJifRT9P5j9C1w3xb6USo6iFDVvUoLg0vSQE1Xh1kggC9ruJzhloKj
+TjBMMBoGA1UdEQQTMBGCCWxvY2FsaG9zdIcEfwAAATAPBgNVHRMBAf8EBTADAQH/
+MB0GA1UdDgQWBBTytF8u9tKfVL7mgt45XC+VZtSO3DAKBggqhkjOPQQDAgNIADBF
+AiEAvFi6F4SFkH/xnsX6roqXkgiWQrNKkR1cfwz48JmFfoUCIDjxCBw5Vhksvk44
+AD5sK5eMl1wR7PQIpPaVkalgWooI
+-----END CERTIFICATE-----
+''',
+}
+
+
+class Tls:
+    """A server's side and a client's side of TLS, with files in a world."""
+
+    def __init__(self, world: World, name: str = 'good') -> None:
+        self.key, self.certificate = world.write('key.pem', TLS_KEY), world.write(f'{name}.pem', TLS_CERTIFICATES[name])
+        os.chmod(self.key, 0o600)
+        self.server = torc.open_tls(self.certificate, self.key)
+        self.client = ssl.create_default_context(cafile=self.certificate)
+
+
 class ServerThread(threading.Thread):
     """A torc.Server in a thread of the test, on a database of its own."""
 
-    def __init__(self, database: str, token: str = '', enforces_access: bool = False, **how: Any) -> None:
+    def __init__(self, database: str, token: str = '', enforces_access: bool = False, tls: Optional[Tls] = None, **how: Any) -> None:
         super().__init__(daemon=True)
         self.database, self.token, self.enforces_access, self.how = database, token, enforces_access, how
+        self.tls = tls
         self.is_ready = threading.Event()
         self.start()
         assert self.is_ready.wait(20), 'the server did not start'
@@ -4783,7 +4844,7 @@ class ServerThread(threading.Thread):
         store = torc.Store(self.database)
         listener = torc.open_listener('127.0.0.1', 0, True)
         store.enforces_access = self.enforces_access
-        self.server = torc.Server(store, listener, self.token, **self.how)
+        self.server = torc.Server(store, listener, self.token, tls=self.tls and self.tls.server, **self.how)
         self.port = listener.getsockname()[1]
         self.is_ready.set()
         try:
@@ -4800,21 +4861,25 @@ class ServerThread(threading.Thread):
 
     def connect(self) -> socket.socket:
         """A client's socket."""
-        return socket.create_connection(('127.0.0.1', self.port), 10)
+        return self.wrap(socket.create_connection(('127.0.0.1', self.port), 10))
+
+    def wrap(self, client: socket.socket) -> socket.socket:
+        """A connected socket, made to speak TLS if the server does."""
+        return self.tls.client.wrap_socket(client, server_hostname='localhost') if self.tls else client
 
     def ask(self, *parts: bytes) -> bytes:
         """Send parts, one after the other, then read until the server has hung up or all is answered."""
         with self.connect() as client:
             for part in parts:
                 client.sendall(part)
-            client.shutdown(socket.SHUT_WR)
+            socket.socket.shutdown(client, socket.SHUT_WR)     # of TCP; that of TLS would end the reading, too
             return read_all(client)
 
 
 def read_all(client: socket.socket) -> bytes:
     """Everything until the other side hangs up, however it does."""
     found = b''
-    with contextlib.suppress(ConnectionResetError):
+    with contextlib.suppress(ConnectionResetError, ssl.SSLError):
         while True:
             data = client.recv(65536)
             if not data:
@@ -5121,10 +5186,14 @@ class ServerTest(WorldTest):
 
     def setUp(self) -> None:
         super().setUp()
-        self.server = ServerThread(self.world.path('torc.db'), self.TOKEN)
+        self.server = ServerThread(self.world.path('torc.db'), self.TOKEN, tls=self.tls())
         self.addCleanup(self.server.stop)       # before the world's own end
         logging.getLogger('torc').setLevel(logging.CRITICAL)
         self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
+
+    def tls(self) -> Optional[Tls]:
+        """None: plain HTTP."""
+        return None
 
     def set_constant(self, name: str, value: Any) -> None:
         """Another value for a constant of torc, in this test."""
@@ -5224,9 +5293,10 @@ class ServerTest(WorldTest):
         for _ in range(20):
             self.assertEqual([200], statuses(self.server.ask(http_request('POST', '/torc-service/v1/events', body))))
         self.set_constant('CLIENT_DEADLINE_S', 0.5)
-        with socket.socket() as slow:
+        with contextlib.ExitStack() as stack, socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(('127.0.0.1', self.server.port))
+            slow = stack.enter_context(contextlib.closing(self.server.wrap(slow)))
             slow.sendall(http_request(path='/torc-service/v1/events?workflow_id=1') * 2)
             self.assertEqual([200], statuses(self.server.ask(http_request())))
             self.world.wait(lambda: not self.server.server.connections, 20, 'the slow reader to be dropped')
@@ -5578,6 +5648,112 @@ class AdminServerTest(WorldTest):
             self.addCleanup(server.close)
             self.assertEqual([200] * 3, [status for answer in server.answer_all(parsed) for status in statuses(answer)])
             self.assertEqual(3, counting.writes)
+
+
+class TlsServerTest(ServerTest):
+    """All of that over TLS, and what is TLS's own."""
+
+    def tls(self) -> Optional[Tls]:
+        """A certificate for localhost."""
+        return Tls(self.world)
+
+    def plain(self) -> socket.socket:
+        """A client that has not yet said hello."""
+        return socket.create_connection(('127.0.0.1', self.server.port), 10)
+
+    def test_a_plain_request_is_told_to_say_https(self) -> None:
+        with self.plain() as client:
+            client.sendall(http_request('POST', '/', b'x' * 100000))
+            answer = read_all(client)
+        self.assertEqual([400], statuses(answer))
+        self.assertIn(b'write https:// in the address', answer)
+
+    def test_a_hello_to_a_plain_port_is_told_to_say_http(self) -> None:
+        server = ServerThread(self.world.path('plain.db'))
+        self.addCleanup(server.stop)
+        self.assertIn(b'write http:// in the address', server.ask(b'\x16\x03\x01\x02\x00\x01\x00'))
+
+    def test_rubbish_instead_of_a_hello_is_cut_off(self) -> None:
+        for data in (b'\x16\x03\x01\x00\x05hello', b'\0' * 1000, b'\x80' * 1000):
+            with self.plain() as client:
+                client.sendall(data)
+                self.assertEqual([], statuses(read_all(client)))
+        self.assertEqual([200], statuses(self.server.ask(http_request())))
+
+    def test_who_is_slow_to_shake_hands_holds_up_nobody_and_is_cut_off(self) -> None:
+        self.set_constant('CLIENT_DEADLINE_S', 0.5)
+        with self.plain() as silent, self.plain() as half:
+            half.sendall(b'\x16\x03\x01\x02\x00\x01')
+            self.assertEqual([200], statuses(self.server.ask(http_request())))
+            for client in (silent, half):
+                self.assertEqual(b'', read_all(client))
+
+    def test_a_hello_may_come_byte_by_byte(self) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.server.tls.client.wrap_bio(incoming, outgoing, server_hostname='localhost')
+        with self.plain() as wire:
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                try:
+                    client.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    for byte in outgoing.read():
+                        wire.sendall(bytes([byte]))
+                    incoming.write(wire.recv(65536))
+            client.write(http_request(connection='close'))
+            wire.sendall(outgoing.read())
+            incoming.write(read_all(wire))
+            self.assertEqual([200], statuses(client.read(65536)))
+            self.assertEqual(b'', client.read(10))      # the server said in TLS that this is all: no cut, but the end
+
+    def test_old_protocols_are_refused(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            context.options |= ssl.OP_NO_TLSv1_2 | getattr(ssl, 'OP_NO_TLSv1_3', 0)
+            if hasattr(context, 'minimum_version'):
+                context.minimum_version = ssl.TLSVersion.TLSv1
+            context.set_ciphers('ALL:@SECLEVEL=0')
+        with self.plain() as client, self.assertRaisesRegex(ssl.SSLError, '(?i)protocol.version|internal.error'):
+            context.wrap_socket(client)
+
+    def test_pages_must_come_from_https(self) -> None:
+        host = f'127.0.0.1:{self.server.port}'
+        for scheme, status in (('https', 200), ('http', 403)):
+            self.assertEqual([status], statuses(self.server.ask(http_request(host=host, origin=f'{scheme}://{host}'))))
+
+
+class TlsFilesTest(WorldTest):
+    """Certificates and keys that do not do."""
+
+    def test_what_is_wrong_with_them_is_told(self) -> None:
+        good = Tls(self.world)
+        for name, text in (('open.pem', TLS_KEY), ('empty.pem', ''), ('both.pem', TLS_KEY + TLS_CERTIFICATES['good'])):
+            os.chmod(self.world.write(name, text), 0o604 if name == 'open.pem' else 0o600)
+        path = self.world.path
+        for certificate, key, kind, text in (
+                ('none.pem', 'key.pem', torc.BadInput, 'cannot read .*none.pem.*: No such file'), ('good.pem', 'none.pem', torc.BadInput, 'cannot read .*none.pem: No such file'),
+                ('good.pem', 'open.pem', torc.Denied, 'other users can read the key .*chmod o='), ('empty.pem', 'key.pem', torc.BadInput, 'PEM form'),
+                ('good.pem', 'empty.pem', torc.BadInput, 'PEM form'), ('key.pem', 'good.pem', torc.BadInput, 'PEM form')):
+            if key == 'good.pem':
+                os.chmod(good.certificate, 0o600)
+            with self.subTest(certificate=certificate, key=key):
+                self.assertRaisesRegex(kind, text, torc.open_tls, path(certificate), path(key))
+        self.assertRaisesRegex(torc.BadInput, 'no --tls-key', torc.open_tls, good.certificate, '')
+        torc.open_tls(path('both.pem'), '')
+        self.assertEqual(torc.read_fingerprint(good.certificate), torc.read_fingerprint(path('both.pem')))
+
+    def test_a_key_of_another_certificate_and_an_encrypted_key(self) -> None:
+        good = Tls(self.world)
+        need('openssl', shutil.which('openssl'), 'openssl, to make keys')
+        for name, *words in (('another.pem', 'genpkey', '-algorithm', 'EC', '-pkeyopt', 'ec_paramgen_curve:P-256'),
+                             ('secret.pem', 'pkcs8', '-topk8', '-passout', 'pass:secret', '-in', good.key)):
+            subprocess.run(['openssl', *words, '-out', self.world.path(name)], check=True, stderr=subprocess.DEVNULL)
+            os.chmod(self.world.path(name), 0o600)
+        self.assertRaisesRegex(torc.BadInput, 'is not that of the certificate', torc.open_tls, good.certificate, self.world.path('another.pem'))
+        self.assertRaisesRegex(torc.BadInput, 'is encrypted: `openssl pkey', torc.open_tls, good.certificate, self.world.path('secret.pem'))
 
 
 class TokenServerTest(WorldTest):
@@ -6046,6 +6222,8 @@ class TurnTest(WorldTest):
         self.assertEqual(9, self.store.value('SELECT count(*) FROM workflow'))
 
     def test_the_loop_sleeps_when_there_is_nothing_to_do(self) -> None:
+        self.ask_all(http_request())                    # who has asked may stay quiet for ever
+        self.server.on_clock(time.monotonic() + torc.CLIENT_DEADLINE_S + 1)
         self.assertIsNone(self.server.wait_s())
         self.ask_all(http_request())
         self.assertGreater(self.server.wait_s(), 4)     # the service looks at its clock 5 s after a request
@@ -6053,7 +6231,24 @@ class TurnTest(WorldTest):
         self.server.turn()
         self.assertLess(self.server.sweep_at, time.monotonic() + torc.CLIENT_DEADLINE_S)
 
+    def test_who_never_asks_makes_room_and_is_not_waited_for_for_ever(self) -> None:
+        for client in self.clients[:4]:
+            client.sendall(http_request())
+        self.server.turn()
+        limit, torc.MAX_STRANGERS = torc.MAX_STRANGERS, 6
+        self.addCleanup(setattr, torc, 'MAX_STRANGERS', limit)
+        with socket.create_connection(self.server.listener.getsockname(), 10) as late:
+            self.world.wait(lambda: self.server.turn() or len(self.server.strangers) == 6, 10, 'the late one')
+            self.assertEqual(b'', self.clients[4].recv(10))     # the oldest of those that never asked
+            late.sendall(http_request())
+            self.server.turn()
+            self.assertEqual([200], statuses(read_answers(late, 1)))
+        self.server.on_clock(time.monotonic() + torc.CLIENT_DEADLINE_S + 1)
+        self.assertEqual([b''] * 5, [client.recv(10) for client in self.clients[5:]])
+        self.assertEqual([200] * 4, [statuses(read_answers(client, 1))[0] for client in self.clients[:4]])
+
     def test_without_descriptors_it_neither_ends_nor_spins(self) -> None:
+        self.ask_all(http_request())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         late = [socket.socket() for _ in range(3)]
         for client in late:
@@ -6078,11 +6273,11 @@ class ServeTest(WorldTest):
     def test_it_says_one_line_and_ends_cleanly_with_a_signal(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             url = self.world.serve('--db', 'my.db')
-            self.assertEqual([f'torc: serving {url}'], self.world.server.lines())
+            self.assertEqual([f'torc: serving {url}', f'TORC_SERVER_PORT={torc.parse_url(url).port}'], self.world.server.lines())
             self.assertEqual(url, torc.read_connection_file(self.world.path('my.db'))['url'])
             self.world.server.send(number)
             outcome = self.assertExit(0, self.world.server.finish(10))
-            self.assertEqual(1, outcome.out.count('\n'))
+            self.assertEqual(2, outcome.out.count('\n'))
             self.assertEqual({'my.db', 'my.db.token'}, set(os.listdir(self.world.directory)))
 
     def test_a_second_one_is_refused_and_one_after_a_kill_is_not(self) -> None:
@@ -6110,6 +6305,101 @@ class ServeTest(WorldTest):
         client = self.world.connect(database=self.world.path('my.db'))
         self.assertEqual({'status': 'ok'}, client.ping())
         client.close()
+
+    def test_a_script_that_starts_torcs_own_server_can_start_this_one(self) -> None:
+        program = self.world.write('torc-server', f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} serve "$@"\n')
+        os.chmod(program, 0o755)
+        self.world.write('empty.db', '')
+        words = [program, 'run', '--host', '127.0.0.1', '--port', '0', '--database', 'empty.db', '--shutdown-on-stdin-eof']
+        with open(self.world.path('err'), 'wb') as err:
+            process = subprocess.Popen(words, cwd=self.world.directory, env=self.world.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err)
+        with process.stdout:
+            lines = iter(process.stdout.readline, b'')
+            port = next(int(line.partition(b'=')[2]) for line in lines if line.startswith(b'TORC_SERVER_PORT='))
+            token = torc.read_token(self.world.path('empty.db.token'))
+            client = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
+            password = base64.b64encode(f'tester:{token}'.encode()).decode()
+            client.request('GET', '/torc-service/v1/ping', headers={'Authorization': 'Basic ' + password})
+            self.assertEqual({'status': 'ok'}, json.loads(client.getresponse().read().decode()))
+            process.stdin.close()       # as Torc's client ends the server that it has started; its own connection is still open
+            self.assertEqual(0, process.wait(10))
+            client.close()
+        self.assertEqual(0o600, os.stat(self.world.path('empty.db')).st_mode & 0o777)
+        self.assertFalse(os.path.exists(self.world.path('empty.db.connection')))
+
+    def test_it_takes_the_flags_and_variables_of_torcs_server(self) -> None:
+        for words, env, name in (
+                (('-d', 'a.db'), {}, 'a.db'), ((), {'DATABASE_URL': 'sqlite:b.db'}, 'b.db'), ((), {'DATABASE_URL': 'sqlite://c%20d.db?mode=rwc'}, 'c d.db'),
+                ((), {'DATABASE_URL': f'sqlite://{self.world.path("e.db")}'}, 'e.db'), (('--database', 'sqlite:f.db'), {'DATABASE_URL': 'sqlite:g.db'}, 'f.db'),
+                ((), {'DATABASE_URL': 'postgres://h/x'}, os.path.join('..', 'home', 'state', 'torc', 'torc.db'))):
+            server = self.world.start('serve', 'run', '-u', 'localhost', '-p', 0, '-t', 4, '-c', '0.5', '-l', 'WARN', *words,
+                                      env=dict(env, TORC_COMPLETION_CHECK_INTERVAL_SECS='5'))
+            self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+            self.assertIsNotNone(torc.read_connection_file(self.world.path(name)), words)
+            server.send(signal.SIGTERM)
+            self.assertEqual('', self.assertExit(0, server.finish(10)).err)
+        for words, env, text in ((('service', 'install'), {}, "'service' is not there"), (('export',), {}, "'export' is not there"), (('--https',), {}, '--tls-cert FILE'),
+                                 (('--tls-key', 'x'), {}, '--tls-cert FILE'), (('--daemon', '-d', ':memory:'), {}, '--log-dir'),
+                                 ((), {'TORC_SERVER_SNAPSHOT_KEEP': 'x'}, 'from 1'), (('--pid-file', 'no/such/place', '-d', 'a.db', '-p', 0), {}, '--pid-file'),
+                                 (('--log-dir', 'a.db'), {}, '--log-dir')):
+            self.assertExit(2, self.world.cli('serve', *words, env=env), text)
+
+    def test_a_database_in_memory_is_copied_when_wanted_and_gone_at_the_end(self) -> None:
+        copies, database = self.world.path('copy.db'), ''
+        server = self.world.start('serve', '-d', ':memory:', '--no-auth', '-p', 0, env={'TORC_SERVER_SNAPSHOT_PATH': 'copy.db', 'TORC_SERVER_SNAPSHOT_KEEP': '3'})
+        url = self.world.wait(lambda: re.search(r'serving (http\S+)\n', server.out), 20, 'the server', [server]).group(1)
+        database = re.search(r'serving (\S+/torc\.db) at', server.err).group(1)
+        with self.world.inside():
+            client = torc.Client.connect(url=url)
+        for number in range(4):
+            client.create_workflow({'name': f'w{number}', 'user': 'u'})
+            server.send(signal.SIGUSR1)
+            self.world.wait(lambda: server.out.count(f'TORC_SNAPSHOT_DONE={copies}\n') > number, 10, 'a copy', [server])
+        client.close()
+        server.send(signal.SIGTERM)
+        self.assertExit(0, server.finish(10))
+        self.assertEqual({'copy.db', 'copy.db.1', 'copy.db.2'}, set(os.listdir(self.world.directory)))
+        for name, count in (('copy.db', 4), ('copy.db.1', 3), ('copy.db.2', 2)):
+            self.assertEqual([(count,)], ask_sqlite(self.world.path(name), 'SELECT count(*) FROM workflow'))
+            self.assertEqual(0o600, os.stat(self.world.path(name)).st_mode & 0o777)
+        self.assertFalse(os.path.exists(os.path.dirname(database)))
+        self.world.serve('-d', 'copy.db')       # it is a database like any other
+
+    def test_old_sqlite_copies_too(self) -> None:
+        with contextlib.closing(torc.Store(self.world.path('torc.db'))) as store:
+            with store.transaction():
+                store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 'now'})
+            version, torc.sqlite3.sqlite_version_info = torc.sqlite3.sqlite_version_info, (3, 26, 0)
+            self.addCleanup(setattr, torc.sqlite3, 'sqlite_version_info', version)
+            store.copy_to(self.world.path('copy.db'))
+        with contextlib.closing(torc.Store(self.world.path('copy.db'))) as store:
+            self.assertEqual(['w'], store.ids('SELECT name FROM workflow'))
+
+    def test_a_daemon_answers_before_its_command_returns_and_leaves_nothing_but_its_log(self) -> None:
+        outcome = self.assertExit(0, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--daemon', '--pid-file', 'my.pid', '--log-dir', 'logs', '--json-logs'))
+        pid = int(self.world.read('my.pid'))
+        found = torc.read_connection_file(self.world.path('my.db'))
+        self.assertEqual((pid, f"torc: serving {found['url']}\nTORC_SERVER_PORT={torc.parse_url(found['url']).port}\n"), (found['pid'], outcome.out))
+        self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--daemon'), 'in use by another torc.py')
+        self.assertExit(3, self.world.cli('serve', '-d', 'your.db', '-p', 0, '--daemon', '--pid-file', 'no/such/place'), 'did not start', 'with --pid-file')
+        for name in ('your.db', 'your.db.log', 'your.db.token'):
+            os.unlink(self.world.path(name))
+        os.kill(pid, signal.SIGTERM)
+        self.world.wait(lambda: not torc.process_lives(found), 10, 'it to end')
+        self.assertEqual({'my.db', 'my.db.token', 'logs'}, set(os.listdir(self.world.directory)))
+        lines = [json.loads(line) for line in self.world.read('logs/torc-server.log').splitlines()]
+        self.assertEqual({'INFO'}, {line['level'] for line in lines})
+        self.assertIn('ending: SIGTERM', [line['fields']['message'] for line in lines])
+        self.assertEqual(0o600, os.stat(self.world.path('logs', 'torc-server.log')).st_mode & 0o777)
+
+    def test_a_log_makes_room_for_a_new_one(self) -> None:
+        handler = torc.LogFile(self.world.path('x.log'), 100, 3)
+        handler.setFormatter(torc.JsonLines())
+        for number in range(8):
+            handler.emit(logging.makeLogRecord({'msg': f'{number} \ud800' + 'x' * 100, 'levelname': 'INFO'}))
+        handler.close()
+        found = {name: json.loads(self.world.read(name))['fields']['message'][0] for name in sorted(os.listdir(self.world.directory))}
+        self.assertEqual({'x.log': '7', 'x.log.1': '6', 'x.log.2': '5'}, found)
 
     def test_other_machines_reach_it_by_its_names(self) -> None:
         self.world.serve('--host', '0.0.0.0', '--db', 'my.db')
@@ -6310,6 +6600,79 @@ class WireTest(unittest.TestCase):
                 torc.parse_answer(status, body)
             self.assertIs(kind, type(caught.exception))
         self.assertIsNone(torc.parse_answer(200, b''))
+
+
+class TlsClientTest(WorldTest):
+    """https, from the client's side."""
+
+    def serve(self, name: str, *flags: Any) -> str:
+        """A server with one of the certificates."""
+        tls = Tls(self.world, name)
+        return self.world.serve('--tls-cert', tls.certificate, '--tls-key', tls.key, *flags)
+
+    def test_commands_of_the_account_believe_the_server_that_was_started_here_and_jobs_reach_it_too(self) -> None:
+        url = self.serve('other')       # a name that nobody can check
+        self.assertTrue(url.startswith('https://127.0.0.1:'))
+        self.assertExit(0, self.world.cli('exec', '-c', f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} jobs list $TORC_WORKFLOW_ID; echo at $TORC_API_URL'))
+        self.assertExit(0, self.world.cli('logs', 1, 1), f'at {url}', 'job1')
+        self.assertExit(0, self.world.cli('--url', url, 'ping'))
+
+    def test_another_certificate_at_its_address_is_not_believed(self) -> None:
+        self.serve('other', '--db', 'my.db')
+        path = self.world.path('my.db.connection')
+        found = json.loads(read_text(path))
+        torc.write_atomically(path, torc.format_json(dict(found, fingerprint='0' * 64)).encode())
+        with self.assertRaisesRegex(torc.Unreachable, 'is not that of the server that was started here'):
+            torc.Client(database=self.world.path('my.db')).reconnect(0)
+
+    def test_certificates_are_believed_as_told(self) -> None:
+        knows_why = sys.version_info >= (3, 7)      # before, OpenSSL's reason does not reach Python
+        for name, text in (('good', ''), ('other', 'is for another'), ('expired', 'has expired')):
+            url = self.serve(name, '--db', f'{name}.db', '--no-auth')
+            os.rename(self.world.path(f'{name}.db.connection'), self.world.path('hidden'))      # a client from elsewhere
+            with self.assertRaisesRegex(torc.Unreachable, 'not one that is believed here: give that of its authority with --tls-ca-cert FILE'):
+                torc.Client(url=url).reconnect(0)
+            certificate = self.world.path(f'{name}.pem')
+            client = torc.Client(url=url, trust=torc.Trust(certificate))
+            self.addCleanup(client.close)
+            with self.assertRaisesRegex(torc.Unreachable, text) if text and knows_why else contextlib.suppress(torc.Unreachable if text else ()):
+                client.reconnect(0)
+            for words, env in ((('--tls-insecure',), {}), ((), {'TORC_TLS_INSECURE': 'true'})):
+                self.assertExit(0, self.world.cli('--url', url, *words, 'ping', env=env))
+            if not text:
+                self.assertExit(0, self.world.cli('--url', url, '--tls-ca-cert', certificate, 'ping'))
+                self.assertExit(0, self.world.cli('--url', url, 'ping', env={'TORC_TLS_CA_CERT': certificate, 'TORC_TLS_INSECURE': '0'}))
+            self.world.server.send(signal.SIGTERM)
+            self.world.server.finish(10)
+
+    def test_a_job_gets_what_its_runner_believes(self) -> None:
+        url = self.serve('good', '--no-auth', '--db', 'my.db')
+        os.rename(self.world.path('my.db.connection'), self.world.path('hidden'))
+        command = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} ping; echo $TORC_TLS_CA_CERT'
+        self.assertExit(0, self.world.cli('--url', url, '--tls-ca-cert', 'good.pem', 'exec', '-c', command))
+        self.assertEqual(f'Server is running\n{self.world.path("good.pem")}\n', self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o'))
+
+    def test_the_wrong_scheme_is_told(self) -> None:
+        url = self.serve('good', '--db', 'my.db')
+        self.assertExit(2, self.world.cli('--url', url.replace('https', 'http'), 'ping', env={'TORC_TOKEN_FILE': self.world.path('my.db.token')}),
+                        'write https:// in the address')
+        url = self.world.serve('--db', 'your.db')
+        self.assertExit(3, self.world.cli('--url', url.replace('http', 'https'), 'ping'), 'write http:// in the address')
+        self.assertExit(2, self.world.cli('--url', url.replace('http', 'https'), '--tls-ca-cert', 'none.pem', 'ping'), 'cannot use the certificates in none.pem')
+
+    def test_what_tls_says_between_two_requests_is_not_the_end(self) -> None:
+        tls = Tls(self.world)
+        server = ServerThread(self.world.path('torc.db'), tls=tls)
+        self.addCleanup(server.stop)
+        wire = torc.Wire(torc.parse_url(f'https://127.0.0.1:{server.port}'), torc.Trust(tls.certificate))
+        self.addCleanup(wire.close)
+        # TLS 1.3 sends tickets when the handshake is done; before that there is nothing to be read
+        self.world.wait(lambda: torc.select_readable(wire.socket) or wire.socket.version() != 'TLSv1.3', 10, 'the tickets')
+        self.assertTrue(wire.is_alive())
+        self.assertEqual((200, b'{"status":"ok"}'), wire.ask('GET', '/torc-service/v1/ping'))
+        self.assertTrue(wire.is_alive())
+        server.stop()
+        self.world.wait(lambda: not wire.is_alive(), 10, 'the end to be seen')
 
 
 class ClientTest(WorldTest):
@@ -7025,6 +7388,7 @@ class CommandTextTest(unittest.TestCase):
 class StoreClient:
     """The verbs on a store of our own, as the runner's client; `faults` says what happens to each request instead."""
     url, token_file, servers_started = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0
+    trust = torc.Trust()
 
     def __init__(self, path: str) -> None:
         self.store = torc.Store(path)
@@ -9819,7 +10183,7 @@ BORDERS = {
     'Server.attempt': 'a bug costs one connection, not the server',
     'Server.on_tick': 'a bug costs one look at the clock',
     'Users.work': 'a bug costs one look at a password, not all later ones',
-    'run_embedded_server': 'the last line of a forked process: nothing of its parent may run below it',
+    'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',
 }
 

@@ -57,6 +57,7 @@ import glob
 import hashlib
 import hmac
 import http
+import importlib
 import io
 import itertools
 import json
@@ -75,7 +76,6 @@ import shutil
 import signal
 import socket
 import sqlite3
-import ssl
 import stat
 import struct
 import subprocess
@@ -98,6 +98,7 @@ __all__ = ['Client', 'Credentials', 'TorcError', 'BadInput', 'Refused', 'NotFoun
 
 API_VERSION = '0.23.0'  # of Torc 1.0.0's HTTP contract, which this file speaks
 
+LOG_FORMAT = '%(asctime)s %(levelname)s %(message)s'
 log = logging.getLogger('torc')
 log.addHandler(logging.NullHandler())
 
@@ -198,6 +199,14 @@ class Variable(NamedTuple):
 ENVIRONMENT = (
     Variable('TORC_API_URL',                'you',  'server to use, as http://HOST:PORT/torc-service/v1 (also set for jobs)'),
     Variable('TORC_TOKEN_FILE',             'you',  "path of a file that holds the server's token (also set for jobs)"),
+    Variable('TORC_TLS_CA_CERT',            'you',  'certificates to believe, for an https URL (also set for jobs)'),
+    Variable('TORC_TLS_INSECURE',           'you',  '1 or true: believe any certificate (also set for jobs)'),
+    Variable('TORC_TLS_CERT',               'you',  '`serve`: its certificate, for https'),
+    Variable('TORC_TLS_KEY',                'you',  '`serve`: the key of its certificate'),
+    Variable('TORC_LOG_DIR',                'you',  '`serve`: directory for torc-server.log'),
+    Variable('DATABASE_URL',                'you',  '`serve`: its database, as sqlite:PATH'),
+    Variable('TORC_SERVER_SNAPSHOT_PATH',   'you',  '`serve`: where SIGUSR1 puts a copy of the database (default ./torc-server-snapshot.db)'),
+    Variable('TORC_SERVER_SNAPSHOT_KEEP',   'you',  '`serve`: how many such copies are kept (default 5)'),
     Variable('TORC_USERNAME',               'you',  'owner of new workflows, and user of TORC_PASSWORD; else USER'),
     Variable('TORC_PASSWORD',               'you',  'password for the server that --url or TORC_API_URL names (kept from jobs)'),
     Variable('TORC_COOKIE_HEADER',          'you',  'Cookie field for that server, where a gateway before it wants one (kept from jobs)'),
@@ -553,6 +562,11 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def load_ssl() -> Any:
+    """The module ssl. Only who speaks https waits for it: it costs 12 ms on Python 3.6, a quarter of all other imports."""
+    return importlib.import_module('ssl')
 
 
 class Reply(NamedTuple):
@@ -5025,6 +5039,14 @@ class Store:
         """Give the database back, with everything in its main file."""
         self._db.close()
 
+    def copy_to(self, path: str) -> None:
+        """Write the whole database, as it is now, to another file. Between transactions only."""
+        os.close(open_new_private(path, os.O_WRONLY | os.O_TRUNC))
+        if sqlite3.sqlite_version_info >= (3, 27):
+            self._db.execute('VACUUM INTO ?', (path,))
+        else:
+            keep_copy(self._db, path)
+
     def check_in_place(self) -> None:
         """Conflict if the file was removed or replaced under us: what is written to it would be lost without a word."""
         if file_identity(self.path) != self._file:
@@ -9342,7 +9364,10 @@ def describe_interface() -> Dict[str, Any]:
 #   * Who may ask is decided on the head alone, before the body is read and before any route is looked at: host and
 #     origin, then token or password. Only /healthz goes without. A password takes long to check, on purpose: that is
 #     done in one thread beside the loop (Users), while the connection is parked, neither read nor written.
-#   * Whatever begins has a deadline; a quiet connection between requests has none, for it is how a runner stays.
+#   * Whatever begins has a deadline, a connection itself too, until its first request was let in; from then on a quiet
+#     one has none, for it is how a runner stays. Those not yet let in are few: the oldest make room for the next.
+#   * Over TLS the same happens one layer higher. What OpenSSL holds is read at once, for the selector cannot see it; and
+#     what it waits for (to read while we send, to send while we read) is what the selector waits for.
 #   * A connection's trouble ends that connection, never the loop.
 #   * A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; a reader has a place
 #     in it and one piece at most on the way. Who is too slow for the feed is told how much was missed, who takes nothing
@@ -9365,6 +9390,8 @@ MAX_REQUEST_LINE_BYTES = 16 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 100
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
+SEND_BYTES = 2 ** 18                # at once: to encrypt a long answer in one go would hold up the others
+MAX_STRANGERS = 4096                # connections none of whose requests was let in yet
 BACKLOG = 1024
 KEEP_ALIVE_S = 15.0                 # between signs of life on streams
 MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back; then the older half goes
@@ -9374,7 +9401,11 @@ RESUME_S = 600.0                    # a feed that nobody reads any more is kept 
 MAX_IDLE_FEEDS = 20                 # ... unless there are more of them
 MAX_SHOWN_BODY_BYTES = 2 ** 20      # larger bodies are left out of the stream of requests
 SHOWN_BODY_BYTES = 8192             # ... and of others the beginning is shown
-MAX_LOG_BYTES = 2 ** 20             # of an embedded server's log; it is emptied at a start beyond
+MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
+LOGS_KEPT = 5
+MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
+SNAPSHOTS_KEPT = 5
+IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
 REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
 FIELD_LINES = Expression(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
 HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
@@ -9506,7 +9537,7 @@ def read_connection_file(database: str) -> Optional[Dict[str, Any]]:
         return None
     except ValueError:
         found = None
-    words = [found.get('url'), found.get('token_file') or '', *list_of(found.get('candidates'))] if isinstance(found, dict) else [None]
+    words = [found.get('url'), found.get('token_file') or '', found.get('fingerprint') or '', *list_of(found.get('candidates'))] if isinstance(found, dict) else [None]
     if not all(isinstance(word, str) for word in words):
         raise Denied(f'{database}.connection is damaged: remove it')
     return None if process_lives(found) is False else found
@@ -9696,8 +9727,9 @@ def parse_length(fields: Dict[str, str]) -> int:
 
 def check_head_size(data: bytearray, end: int) -> None:
     """Refuse a head that is too long, or no HTTP at all, whether it is complete (`end` of it) or not yet (-1)."""
-    if not 65 <= data[0] <= 90:     # a TLS hello begins with 0x16
-        raise BadInput('this is not a request of HTTP/1.1 (the server speaks plain HTTP)', http=400)
+    if not 65 <= data[0] <= 90:
+        hint = ' but a hello of TLS: write http:// in the address' if data[0] == 22 else ''
+        raise BadInput(f'this is not a request of HTTP/1.1{hint}', http=400)
     if data.find(b'\r\n', 0, MAX_REQUEST_LINE_BYTES) < 0 and len(data) > MAX_REQUEST_LINE_BYTES:
         raise BadInput(f'the request line is longer than {MAX_REQUEST_LINE_BYTES} bytes', http=414)
     if (len(data) if end < 0 else end) > MAX_HEAD_BYTES:
@@ -9720,16 +9752,16 @@ def format_refusal(error: TorcError, fields: str = '') -> bytes:
 
 # -------- who may ask --------
 
-def check_access(head: Head, token: bytes, names: Set[str]) -> None:
+def check_access(head: Head, token: bytes, names: Set[str], scheme: str = 'http') -> None:
     """Let a request pass, or raise: its sender must be in order, and its token right. An empty token lets everybody in."""
-    check_sender(head, names)
+    check_sender(head, names, scheme)
     offered = offered_token(head.fields.get('authorization', ''))
     if token and head.path != '/healthz' and not hmac.compare_digest(token, offered):
         raise Denied('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
                      'or any user with the token as password', http=401)
 
 
-def check_sender(head: Head, names: Set[str]) -> None:
+def check_sender(head: Head, names: Set[str], scheme: str = 'http') -> None:
     """Refuse a request whose Host is not ours, or that a page of another origin sends.
 
     The Host check defeats names that an attacker's DNS points at us; browsers send Origin or Sec-Fetch-Site with
@@ -9741,7 +9773,7 @@ def check_sender(head: Head, names: Set[str]) -> None:
     if host.group(1).strip('[]').rstrip('.').lower() not in names:
         raise Denied(f'this server is not called {printable(host.group(1))!r}')
     origin = head.fields.get('origin')
-    if origin is not None and origin.lower() != 'http://' + head.fields.get('host', '').lower():
+    if origin is not None and origin.lower() != f"{scheme}://{head.fields.get('host', '').lower()}":
         raise Denied('requests from pages of another origin are not answered')
     if head.fields.get('sec-fetch-site', 'none') not in ('none', 'same-origin'):
         raise Denied('requests from pages of another site are not answered')
@@ -10127,6 +10159,55 @@ def show_body(body: bytes) -> Optional[str]:
     return body[:SHOWN_BODY_BYTES].decode('utf-8', 'replace') if 0 < len(body) <= MAX_SHOWN_BODY_BYTES else None
 
 
+# -------- TLS --------
+
+def open_tls(certificate: str, key: str) -> Any:
+    """What TLS connections are made from (an ssl.SSLContext): a certificate with its chain, and its key, as PEM files.
+
+    TLS 1.2 or newer, with the ciphers that Python thinks safe. BadInput for files that do not fit.
+    """
+    ssl = load_ssl()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    if hasattr(context, 'minimum_version'):
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+    else:       # before Python 3.7
+        context.options |= ssl.OP_NO_TLSv1 | ssl.OP_NO_TLSv1_1
+    context.options |= getattr(ssl, 'OP_NO_RENEGOTIATION', 0)       # which costs a client nothing and us a signature
+    context.options |= getattr(ssl, 'OP_IGNORE_UNEXPECTED_EOF', 0)  # a client that just hangs up is no error: HTTP tells lengths
+    check_key_file(key or certificate)
+    try:
+        context.load_cert_chain(certificate, key or None, functools.partial(refuse_encrypted, key or certificate))
+    except ssl.SSLError as error:
+        if error.reason == 'KEY_VALUES_MISMATCH':
+            raise BadInput(f'the key in {key} is not that of the certificate in {certificate}') from None
+        raise BadInput(f'{certificate} and {key or "no --tls-key"} are not a certificate and its key in PEM form') from None
+    except OSError as error:
+        raise BadInput(f'cannot read {certificate} or {key}: {error.strerror}') from None
+    return context
+
+
+def check_key_file(path: str) -> None:
+    """Refuse a private key that everybody can read. A group may: that is how certificates are shared between services."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise BadInput(f'cannot read {path}: {error.strerror}') from None
+    if mode & 0o007:
+        raise Denied(f'other users can read the key in {path}: `chmod o= {shlex.quote(path)}`; it may be known already')
+
+
+def refuse_encrypted(path: str) -> str:
+    """Called for the password of a key: nobody is there to type it."""
+    raise BadInput(f'the key in {path} is encrypted: `openssl pkey -in {shlex.quote(path)}` writes it without a password')
+
+
+def read_fingerprint(path: str) -> str:
+    """SHA-256 of the first certificate in a PEM file that open_tls() has read."""
+    with open(path, encoding='latin-1') as file:
+        found = re.search(r'-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----', file.read(), re.DOTALL)
+    return hashlib.sha256(load_ssl().PEM_cert_to_DER_cert(found.group())).hexdigest() if found else ''
+
+
 # -------- the loop --------
 
 def is_node_alive(hostname: str, pid: int, identity: str) -> bool:
@@ -10164,8 +10245,11 @@ class Attempt:
 class Connection:
     """One client: its socket, what was read and not yet used, and what is still to be sent."""
 
-    def __init__(self, client: socket.socket) -> None:
+    def __init__(self, client: socket.socket, step: Callable[['Connection'], Any]) -> None:
         self.socket = client
+        self.step = step            # what to do when it can be read
+        self.is_tls = False         # the socket is TLS's
+        self.is_stranger = True     # no request was let in yet
         self.received = bytearray()
         self.head = None            # type: Optional[Head]  # of the request whose body is coming
         self.unsent = memoryview(b'')
@@ -10187,7 +10271,8 @@ class Server:
 
     def __init__(self, store: Store, listener: socket.socket, token: str = '', names: Iterable[str] = LOOPBACK_NAMES,
                  lease: Optional[Lease] = None, is_embedded: bool = False,
-                 tick: Callable[[Store], bool] = tend, users: Optional[Users] = None, lets_anonymous: bool = False) -> None:
+                 tick: Callable[[Store], bool] = tend, users: Optional[Users] = None, lets_anonymous: bool = False,
+                 tls: Any = None) -> None:
         self.store = store
         self.listener = listener
         self.token = token.encode()             # b'': everybody may ask
@@ -10204,7 +10289,11 @@ class Server:
         self.traffic = store.traffic = Traffic(store.now)
         store.watched = self.feeds.by_subject
         self.keep_alive_at = math.inf           # when streams get their next sign of life
+        self.tls = tls                          # an ssl.SSLContext, or None
+        self.wants_read = () if tls is None else (load_ssl().SSLWantReadError,)     # what TLS raises to wait for the client
+        self.wants_write = () if tls is None else (load_ssl().SSLWantWriteError,)
         self.connections = set()                # type: Set[Connection]
+        self.strangers = {}                     # type: Dict[Connection, None]  # of them; the oldest first
         self.timed = set()                      # type: Set[Connection]  # those that have a deadline, or had one
         self.sweep_at = math.inf                # when the first of them is due
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for this turn or the next
@@ -10214,6 +10303,7 @@ class Server:
         self.tick_at = time.monotonic()
         self.accept_at = math.inf               # when to listen again, after descriptors ran out
         self.reserve = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]    # given up to refuse a client when they do
+        self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # further signals, and what they mean
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
@@ -10246,6 +10336,7 @@ class Server:
         """While the block runs, SIGTERM, SIGINT and SIGHUP stop the server. In the main thread only."""
         before = signal.set_wakeup_fd(self.wake_writer.fileno())
         numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
+        numbers += self.signal_calls
         # handlers do nothing: it is the wakeup descriptor that tells
         handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
         handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
@@ -10294,8 +10385,10 @@ class Server:
 
     def on_wake(self, mask: int) -> None:
         """A signal came, or stop() was called."""
-        for number in self.wake_reader.recv(4096):
-            if number in STOP_NUMBERS:      # others are those of a program that runs us inside
+        for number in set(self.wake_reader.recv(4096)):
+            if number in self.signal_calls:
+                self.signal_calls[number]()
+            elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
                 self.is_leaving = True
         while self.users is not None and self.users.verdicts:
@@ -10305,6 +10398,20 @@ class Server:
         """Called in the thread that checks passwords."""
         with contextlib.suppress(OSError):      # full: the loop is about to wake anyway; closed: nobody waits any more
             self.wake_writer.send(WAKE_VERDICT)
+
+    def end_with_input(self, descriptor: int) -> None:
+        """Stop when a descriptor comes to its end: who started us holds the other side, and has gone."""
+        try:
+            self.selector.register(descriptor, selectors.EVENT_READ, functools.partial(self.on_input, descriptor))
+        except OSError:     # a file, or /dev/null: it is never waited for (epoll_ctl(2), EPERM), and ends at once
+            self.is_leaving = True
+
+    def on_input(self, descriptor: int, mask: int) -> None:
+        """Something was written to us, which says nothing, or the writer has gone."""
+        if not os.read(descriptor, RECEIVE_BYTES):
+            log.info('ending: the input has ended')
+            self.selector.unregister(descriptor)
+            self.is_leaving = True
 
     def on_accept(self, mask: int) -> None:
         """Take the clients that knock."""
@@ -10317,14 +10424,24 @@ class Server:
                 return self.on_exhaustion(error)
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(client)
+            connection = Connection(client, self.on_readable if self.tls is None else self.on_hello)
             self.connections.add(connection)
             self.selector.register(client, selectors.EVENT_READ, functools.partial(self.on_ready, connection))
             self.leave_at = math.inf
+            self.strangers[connection] = None
+            self.set_deadline(connection, CLIENT_DEADLINE_S)
+            if len(self.strangers) > MAX_STRANGERS:
+                self.drop_oldest_stranger()
+
+    def drop_oldest_stranger(self) -> None:
+        """Make room: who has long been here without a request that was let in may come again."""
+        for connection in self.strangers:
+            return self.drop(connection)
 
     def on_exhaustion(self, error: OSError) -> None:
         """No descriptors left: refuse one client with the one in reserve, then let the others knock for a while."""
         log.error('cannot take another client: %s', error.strerror)
+        self.drop_oldest_stranger()
         try:
             while self.reserve:
                 os.close(self.reserve.pop())
@@ -10337,7 +10454,7 @@ class Server:
 
     def on_ready(self, connection: Connection, mask: int) -> None:
         """A client sent something, went away, or can take more of its answer."""
-        self.attempt(connection, self.on_writable if mask & selectors.EVENT_WRITE else self.on_readable)
+        self.attempt(connection, self.on_writable if connection.unsent else connection.step)
 
     def attempt(self, connection: Connection, step: Callable[..., Any], *arguments: Any) -> None:
         """Do something with a client, whose trouble is its own."""
@@ -10345,17 +10462,46 @@ class Server:
             step(connection, *arguments)
         except BlockingIOError:
             pass    # woken for nothing, which select(2) allows
+        except self.wants_read:
+            self.watch(connection, selectors.EVENT_READ)
+        except self.wants_write:
+            self.watch(connection, selectors.EVENT_WRITE)
         except OSError:
             self.drop(connection)
         except Exception:   # border: a bug costs one connection, not the server
             log.exception('a bug in torc.py: one client was cut off')
             self.drop(connection)
 
+    def on_hello(self, connection: Connection) -> None:
+        """A client's first byte shows whether it speaks TLS; a plain request gets an answer that its sender can read."""
+        first = connection.socket.recv(1, socket.MSG_PEEK)
+        connection.step = self.on_readable
+        if not first:
+            self.drop(connection)
+        elif first.isalpha():
+            self.refuse(connection, BadInput('this port speaks TLS: write https:// in the address', http=400))
+        else:
+            connection.socket = self.tls.wrap_socket(connection.socket, server_side=True, do_handshake_on_connect=False)
+            connection.is_tls = True
+            connection.step = self.on_handshake
+            self.on_handshake(connection)
+
+    def on_handshake(self, connection: Connection) -> None:
+        """Go on with a TLS handshake; when it is done, the first request may be here already."""
+        connection.socket.do_handshake()
+        connection.step = self.on_readable
+        self.watch(connection, selectors.EVENT_READ)
+        self.on_readable(connection)
+
     def on_readable(self, connection: Connection) -> None:
         """Read what a client sent."""
         if connection.is_queued:
             return
         data = connection.socket.recv(RECEIVE_BYTES)
+        if connection.is_tls:
+            self.watch(connection, selectors.EVENT_READ)
+            while connection.socket.pending():      # the selector does not see it
+                data += connection.socket.recv(RECEIVE_BYTES)
         self.traffic.row[2] += len(data)
         if not data:
             self.drop(connection)
@@ -10372,6 +10518,9 @@ class Server:
         if request is not None:
             connection.deadline = math.inf
             connection.asked_at = time.monotonic()
+            if connection.is_stranger and request.head.path != '/healthz':
+                connection.is_stranger = False
+                del self.strangers[connection]
             connection.is_queued = True
             self.complete.append((connection, request))
         elif connection.deadline == math.inf and connection.received:
@@ -10479,10 +10628,11 @@ class Server:
         if end < 0:
             return None
         head = parse_head(bytes(received[:end]))
+        scheme = 'http' if self.tls is None else 'https'
         if self.users is None:
-            check_access(head, self.token, self.names)
+            check_access(head, self.token, self.names, scheme)
         else:
-            check_sender(head, self.names)      # who it is comes next, in identify()
+            check_sender(head, self.names, scheme)      # who it is comes next, in identify()
         if head.fields.get('expect', '100-continue').lower() != '100-continue':
             raise BadInput('this expectation cannot be met', http=417)
         limit = body_limit(head.path)
@@ -10639,17 +10789,22 @@ class Server:
 
     def flush(self, connection: Connection) -> None:
         """Send more of what is unsent. A client that takes nothing for a while is given up."""
+        mask = selectors.EVENT_WRITE
         try:
-            count = connection.socket.send(connection.unsent)
+            count = connection.socket.send(connection.unsent[:SEND_BYTES])
             connection.unsent = connection.unsent[count:]
             self.traffic.row[3] += count
-        except BlockingIOError:
+        except (BlockingIOError,) + self.wants_write:
             pass    # nothing fits now
+        except self.wants_read:
+            mask = selectors.EVENT_READ
         if connection.unsent:
             self.set_deadline(connection, CLIENT_DEADLINE_S)
-            self.watch(connection, selectors.EVENT_WRITE)
+            self.watch(connection, mask)
         else:
             connection.deadline = math.inf
+            if connection.is_stranger:
+                self.set_deadline(connection, CLIENT_DEADLINE_S)
             self.watch(connection, selectors.EVENT_READ)
 
     def on_writable(self, connection: Connection) -> None:
@@ -10681,7 +10836,15 @@ class Server:
             return
         connection.is_draining = True
         self.set_deadline(connection, DRAIN_S)
+        self.end_tls(connection)
         connection.socket.shutdown(socket.SHUT_WR)
+
+    def end_tls(self, connection: Connection) -> None:
+        """Say in TLS that nothing more comes, so that the client knows it from a cut (close_notify, RFC 8446, 6.1)."""
+        if connection.is_tls:
+            connection.is_tls = False
+            with contextlib.suppress(OSError, ValueError):      # it has not said so itself; or it is gone
+                connection.socket.unwrap()
 
     def set_deadline(self, connection: Connection, wait_s: float) -> None:
         """Give the client so long for what it is at."""
@@ -10697,8 +10860,10 @@ class Server:
         self.timed.discard(connection)
         if connection.feed is not None:
             self.feeds.leave(connection.feed, connection)
+        self.strangers.pop(connection, None)
         self.leave_attempt(connection)
         self.watch(connection, 0)
+        self.end_tls(connection)
         connection.socket.close()
         if self.is_embedded and not self.connections:
             self.leave_at = time.monotonic() + EMBEDDED_GRACE_S
@@ -10729,7 +10894,8 @@ class Server:
 
     def on_deadline(self, connection: Connection) -> None:
         """A client took too long."""
-        if connection.unsent or connection.is_draining:
+        is_silent = not connection.received and connection.head is None
+        if connection.unsent or connection.is_draining or is_silent:
             self.drop(connection)
         else:
             connection.deadline = math.inf
@@ -10751,8 +10917,8 @@ class Server:
 # -------- serving a database --------
 
 class ServerOptions(NamedTuple):
-    """How a database is served."""
-    database: str
+    """How a database is served. Paths are absolute: a detached server lives in another directory."""
+    database: str                   # or IN_MEMORY
     host: str = '127.0.0.1'
     port: int = DEFAULT_PORT        # 0: any free one
     needs_token: bool = True
@@ -10761,6 +10927,12 @@ class ServerOptions(NamedTuple):
     is_embedded: bool = False
     allows_sql: bool = True         # of administrators
     allows_sql_writes: bool = True
+    tls_certificate: str = ''       # a PEM file; '': plain HTTP
+    tls_key: str = ''               # another one; '': the key is in the certificate's
+    ends_with_input: bool = False   # stop when stdin ends
+    pid_file: str = ''              # '': none
+    snapshot: str = ''              # where SIGUSR1 puts a copy of the database
+    snapshots_kept: int = SNAPSHOTS_KEPT
     auth_file: str = ''             # of passwords; beside it needs_token says whether the anonymous stay out
     known_s: float = DEFAULT_KNOWN_S    # a right password needs no other check for so long after its last use
     enforces_access: bool = False
@@ -10773,10 +10945,13 @@ class ServerOptions(NamedTuple):
 
 
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
-    """Serve a database until a signal. `announce` gets the URL as soon as it answers."""
+    """Serve a database until a signal. `announce` gets lines for stdout, the first as soon as the server answers."""
     raise_descriptor_limit()
     users = Users(options.auth_file, options.known_s) if options.auth_file else None
+    tls = open_tls(options.tls_certificate, options.tls_key) if options.tls_certificate else None
     with contextlib.ExitStack() as stack:
+        if options.database == IN_MEMORY:
+            options = options._replace(database=stack.enter_context(memory_database()))
         wait_s = 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
         store, lease = hold_database(options.database, options.takes_over, wait_s)
         if lease is not None:
@@ -10792,14 +10967,22 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         with store.transaction():
             set_administrators(store, options.administrators)
         store.enforces_access = options.enforces_access
-        server = Server(store, listener, token, names, lease, options.is_embedded, users=users, lets_anonymous=not options.needs_token)
+        server = Server(store, listener, token, names, lease, options.is_embedded, users=users, lets_anonymous=not options.needs_token,
+                        tls=tls)
         stack.callback(server.close)
+        if options.snapshot:
+            server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
         stack.enter_context(server.signals())
-        urls = [f'http://{f"[{name}]" if ":" in name else name}:{port}{API_PREFIX}' for name in candidates]
+        scheme = 'http' if tls is None else 'https'
+        urls = [f'{scheme}://{f"[{name}]" if ":" in name else name}:{port}{API_PREFIX}' for name in candidates]
         stack.enter_context(connection_file(options, urls))
+        if options.pid_file:
+            stack.enter_context(pid_file(options.pid_file))
         log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
                  'this machine only' if is_loopback(host) else 'everybody who reaches this machine and has a token or password')
-        announce(urls[0])
+        announce(f'torc: serving {urls[0]}\nTORC_SERVER_PORT={port}\n')
+        if options.ends_with_input:
+            server.end_with_input(0)
         server.serve_forever()
         log.info('no longer serving %s', options.database)
 
@@ -10873,7 +11056,8 @@ def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
     path = database + '.connection'
     content = dict(
         describe_process(), url=urls[0], candidates=urls, server_id=secrets.token_hex(16), database=database,
-        token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded)
+        token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
+        fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
     write_atomically(path, format_json(content).encode())
     try:
         yield
@@ -10882,19 +11066,116 @@ def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
             os.unlink(path)
 
 
-# -------- embedded --------
+@contextlib.contextmanager
+def pid_file(path: str) -> Iterator[None]:
+    """While the block runs, a file that holds our process id."""
+    try:
+        write_atomically(path, b'%d\n' % os.getpid(), 0o644)
+    except OSError as error:
+        raise BadInput(f'cannot write the process id to {path}: {error.strerror}; give another place with --pid-file') from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):      # somebody else has removed it
+            os.unlink(path)
+
+
+@contextlib.contextmanager
+def memory_database() -> Iterator[str]:
+    """A database that lasts as long as the block: a file in memory, where there is such a place."""
+    directory = tempfile.mkdtemp(prefix='torc-', dir='/dev/shm' if os.access('/dev/shm', os.W_OK) else None)
+    try:
+        yield os.path.join(directory, 'torc.db')
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str], Any]) -> None:
+    """Put a copy of the database in place, the older ones beside it as PATH.1, PATH.2 and so on."""
+    path = options.snapshot
+    try:
+        store.copy_to(path + '.tmp')
+        push_back(path, options.snapshots_kept)
+        os.replace(path + '.tmp', path)
+        log.info('the database was copied to %s', path)
+        announce(f'TORC_SNAPSHOT_DONE={path}\n')
+    except (sqlite3.Error, OSError) as error:
+        log.error('the database could not be copied to %s: %s', path, error)
+
+
+def push_back(path: str, kept: int) -> None:
+    """Make room for a new file of a series: PATH becomes PATH.1, that one PATH.2, and so on; `kept` with the new one."""
+    names = [path] + [f'{path}.{number}' for number in range(1, kept)]
+    for older, newer in zip(names[:0:-1], names[-2::-1]):
+        if os.path.lexists(newer):
+            os.replace(newer, older)
+
+
+# -------- log files --------
+
+class LogFile(logging.StreamHandler):
+    """Log lines in a private file, which makes room for a new one when it has grown long: FILE.1 is the one before."""
+
+    def __init__(self, path: str, limit_bytes: int = MAX_LOG_BYTES, kept: int = LOGS_KEPT) -> None:
+        self.path, self.limit_bytes, self.kept = path, limit_bytes, kept
+        super().__init__(self.open())
+
+    def open(self) -> Any:
+        """The file, to be written to at its end."""
+        descriptor = open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return os.fdopen(descriptor, 'w', encoding='utf-8', errors='backslashreplace')
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        if os.fstat(self.stream.fileno()).st_size > self.limit_bytes:
+            self.stream.close()
+            if self.kept > 1:
+                push_back(self.path, self.kept)
+            else:
+                os.unlink(self.path)
+            self.stream = self.open()
+        super().emit(record)
+
+    def close(self) -> None:
+        """Close the file, too."""
+        self.stream.close()
+        super().close()
+
+
+class JsonLines(logging.Formatter):
+    """Log lines as JSON, with the keys of Torc's own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A line."""
+        trace = '\n' + self.formatException(record.exc_info) if record.exc_info else ''
+        return format_json({'timestamp': format_time(record.created), 'level': record.levelname,
+                            'fields': {'message': record.getMessage() + trace}, 'target': record.name})
+
+
+# -------- detached servers --------
 
 def start_embedded_server(database: str) -> bool:
-    """Fork a server for a database. True when it answers; False if another process has the database.
+    """Fork a server for a database. True when it answers; False if another process has the database."""
+    database = os.path.abspath(database)
+    try:
+        start_detached_server(ServerOptions(database, port=0, is_embedded=True), LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
+    except Conflict:
+        return False
+    return True
+
+
+def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
+    """Fork a server that outlives us; what it announced. Conflict if another process has the database.
 
     A fork without exec: nothing is compiled again, and the command line shows no secret. Callers hold no open Store.
+    `log_to` makes its logging handler: a class and its arguments.
     """
-    database = os.path.abspath(database)
-    prepare_database_directory(database)
+    if options.database != IN_MEMORY:
+        prepare_database_directory(options.database)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        run_embedded_server(ServerOptions(database, port=0, is_embedded=True), os.fdopen(writer, 'w'))
+        run_detached_server(options, os.fdopen(writer, 'w'), *log_to)
     os.close(writer)
     try:
         os.waitpid(child, 0)    # the first child; the server is the second, and nobody's
@@ -10903,40 +11184,45 @@ def start_embedded_server(database: str) -> bool:
     with os.fdopen(reader, encoding='utf-8', errors='replace') as pipe:
         answered, _, _ = select.select([pipe], [], [], START_DEADLINE_S)
         said = pipe.read() if answered else f'no answer within {START_DEADLINE_S:g} s'
-    if said in ('ready', 'taken'):
-        return said == 'ready'
-    raise Unreachable(f'the server for {database} did not start: {said or "it died"}; see {database}.log')
+    word, _, rest = said.partition(' ')
+    if word == 'ready':
+        return rest
+    if word == 'taken':
+        raise Conflict(rest)
+    raise Unreachable(f'the server for {options.database} did not start: {said or "it died"}; see {log_to[1]}')
 
 
-def run_embedded_server(options: ServerOptions, pipe: io.TextIOWrapper) -> None:
+def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to: Any) -> None:
     """In the forked child: leave the caller's session and be the server. Never returns into the caller's code."""
     try:
         os.setsid()
         if os.fork() == 0:
-            leave_caller(options.database + '.log', pipe.fileno())
-            serve_database(options, functools.partial(say_once, pipe, 'ready'))
+            leave_caller(pipe.fileno(), *log_to)
+            if options.is_embedded:
+                log.setLevel(logging.INFO)      # whatever the command that needed it tells
+            serve_database(options, functools.partial(say_once, pipe, 'ready '))
     except Conflict as error:
         log.info('not needed: %s', error)
-        say_once(pipe, 'taken')
+        say_once(pipe, 'taken ', error.message)
     except TorcError as error:
         log.error('%s', error)
         say_once(pipe, error.message)
     except BaseException as error:      # border: the caller's own handlers and clean-up must not run here
-        log.exception('a bug in torc.py: the embedded server ends')
+        log.exception('a bug in torc.py: the server ends')
         say_once(pipe, f'{type(error).__name__}: {error}')
     finally:
         os._exit(0)
 
 
-def say_once(pipe: io.TextIOWrapper, text: str, *_: Any) -> None:
+def say_once(pipe: io.TextIOWrapper, *texts: str) -> None:
     """Tell the process that waits for us how it went, if it was not told before."""
     if not pipe.closed:
         with contextlib.suppress(OSError):      # nobody waits any more
-            pipe.write(text)
+            pipe.write(''.join(texts))
             pipe.close()
 
 
-def leave_caller(log_path: str, keep: int) -> None:
+def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -> None:
     """Let go of everything that was inherited: signals, directory, umask, terminal, pipes, logging.
 
     Inherited descriptors are pointed at /dev/null, not closed: objects of the caller's that die in this process close
@@ -10952,14 +11238,11 @@ def leave_caller(log_path: str, keep: int) -> None:
     for name in os.listdir('/dev/fd'):
         if int(name) not in (keep, null):
             os.dup2(null, int(name), inheritable=int(name) < 3)
-    sink = open_private(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    if os.fstat(sink).st_size > MAX_LOG_BYTES:
-        os.ftruncate(sink, 0)
-    os.dup2(sink, 2)
-    handler = logging.StreamHandler(os.fdopen(sink, 'w', encoding='utf-8', errors='backslashreplace'))
-    handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+    formatters = [handler.formatter for handler in log.handlers if handler.formatter]
+    handler = make_handler(*arguments)
+    os.dup2(handler.stream.fileno(), 2)
+    handler.setFormatter(formatters[-1] if formatters else logging.Formatter(LOG_FORMAT))
     log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.INFO)
 
 
 # ======== 11. Client: the verbs of the service from anywhere ========
@@ -10984,6 +11267,12 @@ SILENCE_S = 45.0                    # a stream gives a sign of life every KEEP_A
 STREAM_PATIENCE_S = 60.0            # for the server of a stream to come back
 STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
 MAX_EVENT_BYTES = 16 * 1024 ** 2
+CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
+    9: 'is not valid yet: is the clock right?',
+    10: 'has expired: the server wants a new one',
+    62: 'is for another name: write the one that stands in it',
+    64: 'is for another address: write a name or address that stands in it',
+}
 ERROR_KINDS = {kind.__name__: kind for kind in (BadInput, Refused, NotFound, Conflict, Denied, Unreachable)}
 ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 413: BadInput}
 STATUS_LINE = Expression(rb'HTTP/1\.[01] ([0-9]{3})')
@@ -11077,6 +11366,30 @@ def check_credentials(url: str, given: Credentials) -> Credentials:
     return found
 
 
+class Trust(NamedTuple):
+    """Which servers are believed over https: by default those that this machine's own list of authorities vouches for."""
+    ca_file: str = ''           # certificates to believe instead; ''
+    is_insecure: bool = False   # believe any
+    fingerprint: str = ''       # SHA-256 of the one certificate to believe, as a connection file has it; ''
+
+    def wrap(self, plain: socket.socket, host: str) -> Any:
+        """Make a connected socket speak TLS. OSError, or ValueError, for a server that is not believed."""
+        ssl = load_ssl()
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+        except OSError as error:
+            raise BadInput(f'cannot use the certificates in {self.ca_file}: {error.strerror or "not in PEM form"}') from None
+        is_pinned = bool(self.fingerprint) and not self.ca_file
+        if self.is_insecure or is_pinned:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        secured = context.wrap_socket(plain, server_hostname=host)
+        if is_pinned and hashlib.sha256(secured.getpeercert(binary_form=True)).hexdigest() != self.fingerprint:
+            secured.close()
+            raise ConnectionError('its certificate is not that of the server that was started here')
+        return secured
+
+
 class Wire:
     """One HTTP connection, kept alive: a request goes out, its answer comes back. Errors are OSErrors.
 
@@ -11084,7 +11397,7 @@ class Wire:
     Proxies named in the environment are not used: they seldom lead to a login node's ports.
     """
 
-    def __init__(self, address: Address, ca_file: str = '') -> None:
+    def __init__(self, address: Address, trust: Trust = Trust()) -> None:
         """Connect. OSError if nobody accepts."""
         self.address = address
         name = f'[{address.host}]' if ':' in address.host else address.host
@@ -11096,8 +11409,7 @@ class Wire:
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if address.is_tls:
-                context = ssl.create_default_context(cafile=ca_file or None)
-                self.socket = context.wrap_socket(self.socket, server_hostname=address.host)
+                self.socket = trust.wrap(self.socket, address.host)
         except BaseException:
             self.close()
             raise
@@ -11121,7 +11433,18 @@ class Wire:
 
     def is_alive(self) -> bool:
         """Whether the next request may go out: the server has not hung up, and no answer is still to come."""
-        return not self.is_closed and not self.is_waiting and not select_readable(self.socket)
+        if self.is_closed or self.is_waiting:
+            return False
+        return not select_readable(self.socket) or self.address.is_tls and self.is_only_tls()
+
+    def is_only_tls(self) -> bool:
+        """Whether what can be read is TLS's own (session tickets come after its handshake), not the end, nor rubbish."""
+        self.socket.settimeout(0)
+        try:
+            self.socket.recv(1)
+        except OSError as error:
+            return isinstance(error, load_ssl().SSLWantReadError)
+        return False
 
     def ask(self, method: str, target: str, body: Optional[bytes] = None,
             deadline_s: float = CALL_DEADLINE_S) -> Tuple[int, bytes]:
@@ -11135,9 +11458,10 @@ class Wire:
         if body is not None:
             fields += f'content-type: application/json\r\ncontent-length: {len(body)}\r\n'
         self.is_waiting = True
+        gone = (BrokenPipeError, ConnectionResetError) + ((load_ssl().SSLEOFError,) if self.address.is_tls else ())
         try:
             self.socket.settimeout(deadline_s)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):    # a refusal may be there to read
+            with contextlib.suppress(*gone):    # a refusal may be there to read
                 self.socket.sendall(f'{method} {target} HTTP/1.1\r\n{fields}\r\n'.encode('ascii') + (body or b''))
         except BaseException:
             self.close()
@@ -11307,13 +11631,13 @@ class Client(Operations):
     for one thread at a time, and not for both sides of a fork: make another one there.
     """
 
-    def __init__(self, url: str = '', database: str = '', token_file: str = '', ca_file: str = '',
+    def __init__(self, url: str = '', database: str = '', token_file: str = '', trust: Trust = Trust(),
                  needs_server: bool = False, credentials: Credentials = Credentials()) -> None:
         self.named_url = url                    # the only server that will do; ''
         self.credentials = credentials          # for that one
         self.database = database                # or the database whose server, or whose file, will do
         self.token_file = token_file            # path of the token's file, or ''
-        self.ca_file = ca_file                  # whose certificates are believed, for https
+        self.trust = trust                      # for https
         self.needs_server = needs_server        # fork an embedded server rather than open the database
         self.servers_started = 0                # embedded ones, by this client
         self.is_lasting = False                 # the database was served by a lasting server: wait for it, fork none
@@ -11323,11 +11647,13 @@ class Client(Operations):
 
     @classmethod
     def connect(cls, url: Optional[str] = None, database: Optional[str] = None, token_file: str = '', ca_file: str = '',
-                needs_server: bool = False, is_reading: bool = False, credentials: Credentials = Credentials()) -> 'Client':
+                is_insecure: bool = False, needs_server: bool = False, is_reading: bool = False,
+                credentials: Credentials = Credentials()) -> 'Client':
         """Find a server or a database: as commands do, unless one is named.
 
         url           http://HOST:PORT, and token_file, the path of its token's file (else TORC_TOKEN_FILE); ca_file: whose
-                      certificates are believed, for https
+                      certificates are believed, for https (else TORC_TLS_CA_CERT, else this machine's); is_insecure: believe
+                      all (or TORC_TLS_INSECURE)
         database      path of a database: its server if it has one, else the file itself, which nobody else can use then
         needs_server  fork a server, which leaves after us, rather than take the file: runners and other programs can
                       use it at the same time
@@ -11335,18 +11661,22 @@ class Client(Operations):
         credentials   password and cookie for the server that url names (else TORC_PASSWORD, TORC_COOKIE_HEADER)
         Without url and database: TORC_API_URL, the lasting server of this account, torc_output/torc.db.
         """
+        trust = Trust(ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
+                      is_insecure or os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true'))
         token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
         url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
         credentials = check_credentials(url, credentials)
         if url:
-            token_file = '' if credentials.password else token_file or find_token_file(url)
-            client = cls(url=parse_url(url).url, token_file=token_file, ca_file=ca_file, credentials=credentials)
+            known = find_server_file(url, token_file)
+            token_file = '' if credentials.password else token_file or known.get('token_file') or ''
+            client = cls(url=parse_url(url).url, token_file=token_file, trust=trust._replace(fingerprint=known.get('fingerprint') or ''),
+                         credentials=credentials)
         else:
             database = os.path.abspath(database) if database else find_database()
             if is_reading and not os.path.exists(database):
                 raise NotFound(f'there is no server and no database {database}: '
                                '`torc.py run FILE` or `torc.py create FILE` makes one')
-            client = cls(database=database, needs_server=needs_server)
+            client = cls(database=database, needs_server=needs_server, trust=trust)
         client.reconnect(NAMED_DEADLINE_S if url else FIND_DEADLINE_S)
         return client
 
@@ -11497,6 +11827,7 @@ class Client(Operations):
         if found is not None:
             self.is_lasting = not found.get('is_embedded')
             self.token_file = found.get('token_file') or ''
+            self.trust = self.trust._replace(fingerprint=found.get('fingerprint') or '')
             self._wire = self.open_proven(found)
         elif self.is_lasting:
             raise Unreachable(f'the server of {self.database} is gone; start it again with '
@@ -11516,7 +11847,7 @@ class Client(Operations):
         reasons = []
         for url in urls:
             try:
-                return Wire(parse_url(url), self.ca_file)
+                return Wire(parse_url(url), self.trust)
             except (OSError, ValueError) as error:      # a wrong certificate is a ValueError before Python 3.7
                 reasons.append(f'{url} does not answer: {explain(error)}')
         raise Unreachable('; '.join(reasons) + '; is the server running?')
@@ -11535,7 +11866,9 @@ class Client(Operations):
         """Let the server prove that it knows the token, then show it ours. Without a token: see that it lets us in."""
         challenge = secrets.token_hex(16)
         try:
-            _, body = wire.ask('GET', f'/healthz?challenge={challenge}', deadline_s=FIND_DEADLINE_S)
+            status, body = wire.ask('GET', f'/healthz?challenge={challenge}', deadline_s=FIND_DEADLINE_S)
+            if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
+                parse_answer(status, body)
             proof = json.loads(body.decode()).get('proof')
         except (OSError, ValueError, AttributeError) as error:
             wire.close()
@@ -11554,6 +11887,13 @@ def explain(error: Exception) -> str:
     """Why a connection failed, in words."""
     if isinstance(error, socket.timeout):
         return 'too slow'
+    reason = getattr(error, 'reason', '')
+    if reason == 'CERTIFICATE_VERIFY_FAILED' or type(error).__name__ == 'CertificateError':    # the second before Python 3.7
+        code = getattr(error, 'verify_code', 0)
+        cure = CERTIFICATE_CURES.get(code, 'is not one that is believed here: give that of its authority with --tls-ca-cert FILE')
+        return f'its certificate {cure}' if code else f'{error}: its certificate {cure}, or is for another name, or has expired'
+    if reason in ('WRONG_VERSION_NUMBER', 'UNKNOWN_PROTOCOL', 'HTTP_REQUEST', 'RECORD_LAYER_FAILURE'):
+        return 'it does not speak TLS: write http:// in the address'
     return getattr(error, 'strerror', None) or str(error) or type(error).__name__
 
 
@@ -11576,16 +11916,18 @@ def find_database() -> str:
     return lasting if is_served else os.path.abspath(EMBEDDED_DATABASE)
 
 
-def find_token_file(url: str) -> str:
-    """Token file of the lasting or embedded server that answers at a URL; '' if neither does."""
-    for database in (default_database(), os.path.abspath(EMBEDDED_DATABASE)):
+def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
+    """What the connection file says of the server that answers at a URL: the one beside the token's file, that of the
+    lasting or the embedded server. {} if none names it."""
+    beside = [token_file[:-len('.token')]] if token_file.endswith('.token') else []
+    for database in beside + [default_database(), os.path.abspath(EMBEDDED_DATABASE)]:
         try:
             found = read_connection_file(database)
-        except Denied:
+        except (Denied, OSError):
             continue    # not ours to trust
         if found is not None and url.rstrip('/') in [str(candidate) for candidate in found.get('candidates') or ()]:
-            return found.get('token_file') or ''
-    return ''
+            return found
+    return {}
 
 
 # ======== 13. Launcher: one job's process, from its command to its last descendant ========
@@ -12554,7 +12896,9 @@ def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> 
     """Environment that every child gets. The token itself never: only where it lies."""
     variables = {'TORC_WORKFLOW_ID': workflow['id'], 'TORC_RUN_ID': workflow.get('run_id') or 0, 'TORC_OUTPUT_DIR': output_dir,
                  'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'), 'TORC_API_URL': client.url,
-                 'TORC_TOKEN_FILE': client.token_file}
+                 'TORC_TOKEN_FILE': client.token_file,
+                 'TORC_TLS_CA_CERT': client.trust.ca_file and os.path.abspath(client.trust.ca_file),
+                 'TORC_TLS_INSECURE': '1' if client.trust.is_insecure else ''}
     return {name: str(value) for name, value in variables.items() if value not in (None, '')}
 
 
@@ -13813,7 +14157,8 @@ class Session:
         if self._client is None:
             is_reading = self.command.name not in MAKERS
             self._client = Client.connect(url=self.options['url'], database=self.database, is_reading=is_reading,
-                                          ca_file=self.options['tls_ca_cert'] or '', credentials=self.credentials)
+                                          ca_file=self.options['tls_ca_cert'] or '', is_insecure=bool(self.options['tls_insecure']),
+                                          credentials=self.credentials)
         return self._client
 
     @property
@@ -15552,21 +15897,87 @@ def cmd_groups_remove_workflow(session: Session, args: Arguments) -> int:
 
 def cmd_serve(session: Session, args: Arguments) -> int:
     """Serve a database until a signal."""
-    options = ServerOptions(
-        database=os.path.abspath(args['db'] or session.options['db'] or default_database()),
-        host=args['host'], port=args['port'], needs_token=not args['no_auth'], new_token=bool(args['new_token']),
-        takes_over=bool(args['takeover']), allows_sql=not args['disable_admin_sql'],
-        allows_sql_writes=not args['disable_admin_sql_writes'], auth_file=args['auth_file'] or os.environ.get('TORC_AUTH_FILE', ''),
-        known_s=read_known_s(args), enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args))
     if args['require_auth'] and args['no_auth']:
         raise BadInput('--require-auth and --no-auth contradict each other')
-    serve_database(options, functools.partial(announce_server, session))
+    options = server_options(session, args)
+    log_dir = args['log_dir'] or os.environ.get('TORC_LOG_DIR', '')
+    log_path = prepare_log(log_dir) if log_dir else ''
+    if args['json_logs']:
+        for handler in log.handlers:
+            handler.setFormatter(JsonLines())
+    if args['daemon']:
+        if not log_path and options.database == IN_MEMORY:
+            raise BadInput('--daemon with a database in memory wants --log-dir DIR for its log')
+        session.show(start_detached_server(options._replace(ends_with_input=False), LogFile, log_path or options.database + '.log'))
+        return 0
+    with contextlib.ExitStack() as stack:
+        if log_path:
+            stack.enter_context(logging_to_file(log_path))
+        serve_database(options, functools.partial(announce_server, session))
     return 0
 
 
-def announce_server(session: Session, url: str) -> None:
-    """The one line on stdout that others wait for."""
-    session.show(f'torc: serving {url}\n')
+def server_options(session: Session, args: Arguments) -> ServerOptions:
+    """How to serve, from the command line and the environment."""
+    certificate, key = (args[name] or os.environ.get('TORC_' + name.upper(), '') for name in ('tls_cert', 'tls_key'))
+    if not certificate and (key or args['https']):
+        raise BadInput('https needs a certificate: give --tls-cert FILE and --tls-key FILE, both in PEM form')
+    kept = os.environ.get('TORC_SERVER_SNAPSHOT_KEEP') or str(SNAPSHOTS_KEPT)
+    if not re.match(r'[1-9][0-9]{0,5}\Z', kept):
+        raise BadInput(printable(f'TORC_SERVER_SNAPSHOT_KEEP={kept}: write how many copies are kept, from 1'))
+    return ServerOptions(
+        database=served_database(session, args), host=args['host'], port=args['port'], needs_token=not args['no_auth'],
+        new_token=bool(args['new_token']), takes_over=bool(args['takeover']), tls_certificate=absolute(certificate), tls_key=absolute(key),
+        ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
+        snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH') or 'torc-server-snapshot.db'), snapshots_kept=int(kept),
+        allows_sql=not args['disable_admin_sql'], allows_sql_writes=not args['disable_admin_sql_writes'],
+        auth_file=absolute(args['auth_file'] or os.environ.get('TORC_AUTH_FILE', '')), known_s=read_known_s(args),
+        enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args))
+
+
+def absolute(path: Optional[str]) -> str:
+    """A path from the root; '' for none."""
+    return os.path.abspath(path) if path else ''
+
+
+def served_database(session: Session, args: Arguments) -> str:
+    """The database that `serve` was given, as a path or as sqlite:PATH?PARAMETERS, made absolute; or IN_MEMORY."""
+    url = os.environ.get('DATABASE_URL', '')
+    path = args['db'] or session.options['db'] or (url if url.startswith('sqlite:') else '') or default_database()
+    if path.startswith('sqlite:'):
+        path, _, query = path[len('sqlite:'):].partition('?')
+        path = IN_MEMORY if 'mode=memory' in query.split('&') else urllib.parse.unquote(path[2:] if path.startswith('//') else path)
+    return path if path == IN_MEMORY else absolute(path or IN_MEMORY)
+
+
+def prepare_log(directory: str) -> str:
+    """Path of the log in a directory, which is made if need be."""
+    try:
+        make_private_directory(directory)
+    except OSError as error:
+        raise BadInput(f'cannot make the directory {directory}: {error.strerror}; give another place with --log-dir') from None
+    return os.path.join(os.path.abspath(directory), 'torc-server.log')
+
+
+@contextlib.contextmanager
+def logging_to_file(path: str) -> Iterator[None]:
+    """Log lines go to a file too, in the form of those on stderr."""
+    try:
+        handler = LogFile(path)
+    except OSError as error:
+        raise BadInput(f'cannot write the log {path}: {error.strerror}; give another place with --log-dir') from None
+    handler.setFormatter(log.handlers[-1].formatter)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def announce_server(session: Session, text: str) -> None:
+    """Lines on stdout that others wait for."""
+    session.show(text)
     session.out.flush()
 
 
@@ -15666,6 +16077,21 @@ def parse_truth(text: str) -> bool:
     return word in ('true', 'yes', '1')
 
 
+def parse_log_level(text: str) -> str:
+    """A level of the log; torc-server's names too."""
+    level = {'warn': 'warning', 'trace': 'debug'}.get(text.lower(), text.lower())
+    return one_of(*LOG_LEVELS)(level)
+
+
+def parse_server_verb(text: str) -> str:
+    """The word `run` of torc-server."""
+    cures = {'service': 'start `torc.py serve` from your own unit file, crontab (@reboot) or terminal multiplexer',
+             'export': "copy the database: kill -USR1 the server, or copy its file while it doesn't run"}
+    if text in cures:
+        raise ValueError(f'torc-server\'s {text!r} is not there: {cures[text]}')
+    return one_of('run')(text)
+
+
 def parse_statuses(text: str) -> List[str]:
     """Statuses of jobs, separated by commas."""
     return [one_of(*STATUS_CODES)(word) for word in text.split(',')]
@@ -15754,7 +16180,8 @@ GLOBAL_ARGUMENTS = (
     Argument('--password', 'PW', 'your password at the server that --url names (better: TORC_PASSWORD)'),
     Argument('--prompt-password', '', 'ask for that password'),
     Argument('--cookie-header', 'TEXT', 'Cookie field for that server'),
-    Argument('--tls-ca-cert', 'FILE', 'certificates to believe, for an https URL'),
+    Argument('--tls-ca-cert', 'FILE', 'certificates to believe, for an https URL (default: TORC_TLS_CA_CERT)'),
+    Argument('--tls-insecure', '', 'believe any certificate'),
     Argument('--no-prompts', '', 'ask nothing: the answer is yes'),
     Argument('-q --quiet', '', 'errors only'),
     Argument('--log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS)),
@@ -15809,10 +16236,11 @@ COMMANDS = (
         Argument('--run-id', 'N', 'of this run', at_least(0)), Argument('--attempt-id', 'N', 'of this attempt', at_least(1)),
         Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only')), 'logs 1 greet'),
     Command('serve', cmd_serve, 'be a lasting server for all runners and commands of this account', (
-        Argument('run', '', 'accepted', one_of('run'), '?', key='word'),
-        Argument('-H --host', 'HOST', 'address to listen at (default 127.0.0.1)', default='127.0.0.1'),
+        Argument('run', '', 'accepted, as all of torc-server', parse_server_verb, '?', key='word'),
+        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)', default='127.0.0.1'),
         Argument('-p --port', 'PORT', f'0: any free one (default {DEFAULT_PORT})', at_least(0), default=DEFAULT_PORT),
-        Argument('-d --database --db', 'FILE', "database (default: torc/torc.db in the user's state directory)"),
+        Argument('-d --database --db', 'FILE', "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
+                 ":memory: for one that ends with the server"),
         Argument('--no-auth', '', 'let in who shows no token or password; on 127.0.0.1 only'), Argument('--new-token', '', 'make a new token'),
         Argument('--takeover', '', 'take the lease of a server that is gone for certain'),
         Argument('--disable-admin-sql', '', 'no `admin sql`'), Argument('--disable-admin-sql-writes', '', 'no `admin sql --write`'),
@@ -15821,7 +16249,17 @@ COMMANDS = (
         Argument('--require-auth', '', 'accepted: it is always on, unless --no-auth is given'),
         Argument('--enforce-access-control', '', 'show users only workflows of their own and of their groups'),
         Argument('--admin-user', 'USER', 'may do what the owner may', count='*'),
-        Argument('-l --log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS))),
+        Argument('--tls-cert', 'FILE', 'speak https, with this certificate (PEM; default: TORC_TLS_CERT)'),
+        Argument('--tls-key', 'FILE', 'its key (PEM; default: TORC_TLS_KEY)'),
+        Argument('--https', '', 'accepted: a certificate is enough'),
+        Argument('-l --log-level', 'LEVEL', 'debug, info, warning, error or off', parse_log_level),
+        Argument('--log-dir', 'DIR', 'log to DIR/torc-server.log too, five files of 10 MiB (default: TORC_LOG_DIR)'),
+        Argument('--json-logs', '', 'log as JSON, an object a line'),
+        Argument('--daemon', '', 'go on in the background, as soon as it answers'),
+        Argument('--pid-file', 'FILE', 'write the process id there'),
+        Argument('--shutdown-on-stdin-eof', '', 'end when stdin ends'),
+        Argument('-t --threads', 'N', 'accepted: there is one', at_least(1)),
+        Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted: there is nothing to wait for', at_least(0, parse_decimal))),
         'serve --port 0'),
     Command('ping', cmd_ping, 'whether a server answers', (), 'ping'),
     Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file", (
@@ -16316,7 +16754,7 @@ def tell_error(session: Session, error: TorcError) -> int:
 def logging_to(stream: Any, level: str) -> Iterator[None]:
     """Log lines of this program go to a stream for a while."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     before = log.level
     log.addHandler(handler)
     log.setLevel(logging.CRITICAL + 1 if level == 'off' else level.upper())
