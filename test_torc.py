@@ -44,6 +44,7 @@ import atexit
 import base64
 import collections
 import contextlib
+import copy
 import ctypes
 import fnmatch
 import functools
@@ -6386,7 +6387,7 @@ class ServeTest(WorldTest):
             os.unlink(self.world.path(name))
         os.kill(pid, signal.SIGTERM)
         self.world.wait(lambda: not torc.process_lives(found), 10, 'it to end')
-        self.assertEqual({'my.db', 'my.db.token', 'logs'}, set(os.listdir(self.world.directory)))
+        self.assertEqual({'my.db', 'my.db.token', 'my.db.log', 'logs'}, set(os.listdir(self.world.directory)))
         lines = [json.loads(line) for line in self.world.read('logs/torc-server.log').splitlines()]
         self.assertEqual({'INFO'}, {line['level'] for line in lines})
         self.assertIn('ending: SIGTERM', [line['fields']['message'] for line in lines])
@@ -10125,8 +10126,506 @@ def share_jobs(world: World, count: int) -> None:
     ledger.check(os.path.join(world.root, 'home', 'state', 'torc', 'torc.db'))
 
 
+# -------- a server that is killed again and again, under clients that retry --------
+
+class Nursery:
+    """A process that has loaded torc.py and forks servers from itself, so that a killed one is back within milliseconds."""
+
+    CODE = ('import os, sys; sys.path.insert(0, sys.argv[1]); import torc\n'
+            'for line in iter(sys.stdin.readline, ""):\n'
+            '    pid = os.fork()\n'
+            '    if pid == 0:\n'
+            '        os._exit(torc.main(line.split()))\n'
+            '    print("child", pid, flush=True)\n'
+            '    print("over", os.waitpid(pid, 0)[1], flush=True)\n')
+
+    def __init__(self, world: World, *flags: Any) -> None:
+        self.flags, self.pid = ['serve', '--db', 'torc.db', *map(str, flags)], 0
+        self.log = open(os.path.join(world.root, 'logs', 'nursery'), 'wb')
+        self.process = subprocess.Popen([sys.executable, '-B', '-c', self.CODE, os.path.dirname(stub_path())], cwd=world.directory, env=world.environment,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log)
+
+    def start(self, port: int = 0) -> None:
+        """Fork a server; wait_for('TORC_SERVER_PORT=') tells when it answers."""
+        self.process.stdin.write(' '.join(self.flags + ['--port', str(port)]).encode() + b'\n')
+        self.process.stdin.flush()
+        self.pid = int(self.wait_for('child '))
+
+    def wait_for(self, word: str) -> str:
+        """The rest of the next line that begins with a word."""
+        for line in iter(self.process.stdout.readline, b''):
+            if line.startswith(word.encode()):
+                return line[len(word):].decode().strip()
+        raise AssertionError(f'the nursery has ended:\n{read_text(self.log.name)}')
+
+    def end(self, number: int) -> None:
+        """End the server by a signal."""
+        os.kill(self.pid, number)
+        self.wait_for('over ')
+
+    def close(self) -> None:
+        """End all of it."""
+        self.process.stdin.close()
+        self.process.wait(20)
+        self.process.stdout.close()
+        self.log.close()
+
+
+class Book:
+    """What the clients of a killed server were told, and what they said: the oracle. Shared by threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.claimed = {}       # type: Dict[int, str]  # job id -> who was told that it is his
+        self.said = {}          # type: Dict[Tuple[int, int], int]  # (job id, attempt) -> return code of the completion that was sent
+        self.told = {}          # type: Dict[Tuple[int, int], int]  # ... and acknowledged
+        self.names = set()      # type: Set[str]  # of jobs whose completion was sent
+        self.retries = 0
+        self.wrong = []         # type: List[str]
+
+    def claim(self, who: str, jobs: Iterable[Dict[str, Any]]) -> None:
+        """These jobs were given to a client."""
+        with self.lock:
+            for job in jobs:
+                if job['id'] in self.claimed:
+                    self.wrong.append(f'job {job["id"]} was given to {self.claimed[job["id"]]} and to {who}')
+                first = job['name'].replace('second', 'first')
+                if first != job['name'] and first not in self.names:
+                    self.wrong.append(f'{job["name"]} was given to {who} before {first} had ended')
+                self.claimed[job['id']] = who
+
+    def say(self, job: Dict[str, Any], return_code: int) -> None:
+        """A completion is about to be sent."""
+        with self.lock:
+            self.said[job['id'], job['attempt_id']] = return_code
+            self.names.add(job['name'])
+
+    def tell(self, job: Dict[str, Any]) -> None:
+        """It was acknowledged."""
+        with self.lock:
+            self.told[job['id'], job['attempt_id']] = self.said[job['id'], job['attempt_id']]
+
+
+class Clerk(threading.Thread):
+    """A client that claims, starts and completes jobs without running them, by one of three ways, and retries as real ones do."""
+
+    def __init__(self, url: str, token_file: str, workflow_id: int, way: str, number: int, book: Book, seed: int) -> None:
+        super().__init__(name=f'{way} {number}', daemon=True)
+        self.client = torc.Client(url=url, token_file=token_file)
+        self.workflow_id, self.way, self.book, self.chance = workflow_id, way, book, random.Random(f'{seed} {way} {number}')
+        self.is_leaving = threading.Event()
+        self.failure = ''
+
+    def run(self) -> None:
+        try:
+            self.node_id = self.register()
+            while not self.is_leaving.is_set():
+                getattr(self, f'work_by_{self.way}')()
+        except Exception:   # whatever it is, the main thread must hear of it
+            self.failure = f'{self.name}: {traceback.format_exc()}'
+        finally:
+            self.client.close()
+
+    def insist(self, op: str, body: Any = None, **params: Any) -> Any:
+        """An operation, until it is answered."""
+        while True:
+            try:
+                return self.client.call(op, body, 20, **params)
+            except torc.Unreachable:
+                with self.book.lock:
+                    self.book.retries += 1
+
+    def register(self) -> int:
+        """Become a compute node."""
+        return self.insist('create_compute_node', {
+            'workflow_id': self.workflow_id, 'hostname': 'clerk', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z', 'num_cpus': 64, 'memory_gb': 64.0,
+            'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
+
+    def claim(self) -> List[Dict[str, Any]]:
+        """Some jobs. When none is left, those that an unheard answer gave us come back by giving the node up."""
+        body = {'id': self.node_id, 'num_cpus': 64, 'memory_gb': 64.0, 'num_gpus': 0, 'num_nodes': 1}
+        jobs = self.insist('claim_jobs_based_on_resources', body, workflow_id=self.workflow_id, limit=self.chance.randint(1, 6))['jobs']
+        self.book.claim(self.name, jobs)
+        if not jobs:
+            self.insist('update_compute_node', dict(body, is_active=False, workflow_id=self.workflow_id), id=self.node_id)
+            self.node_id = self.register()
+            self.is_leaving.wait(0.02)
+        return [dict(job, attempt_id=job.get('attempt_id', 1)) for job in jobs]
+
+    def end_of(self, job: Dict[str, Any]) -> Dict[str, Any]:
+        """A result, by its job; the return code is chance's."""
+        return_code = self.chance.choice([0, 0, self.chance.randint(1, 255)])
+        self.book.say(job, return_code)
+        return dict(completion_of(job['id'], self.workflow_id, self.node_id), attempt_id=job['attempt_id'], return_code=return_code,
+                    status='failed' if return_code else 'completed')
+
+    def work_by_ones(self) -> None:
+        """Each job by itself."""
+        for job in self.claim():
+            self.insist('start_job', job_id=job['id'], run_id=1, compute_node_id=self.node_id)
+            end = self.end_of(job)
+            self.insist('complete_job', end, job_id=job['id'], status=end['status'], run_id=1)
+            self.book.tell(job)
+
+    def work_by_batches(self) -> None:
+        """All at once."""
+        jobs = self.claim()
+        entries = [{'job_id': end['job_id'], 'status': end['status'], 'run_id': 1, 'result': end} for end in map(self.end_of, jobs)]
+        answer = self.insist('batch_complete_jobs', {'completions': entries}, workflow_id=self.workflow_id)
+        assert sorted(answer['completed']) == sorted(job['id'] for job in jobs) and not answer['errors'], answer
+        for job in jobs:
+            self.book.tell(job)
+
+    def work_by_turns(self) -> None:
+        """As torc.py's own runner: all in one request, the ends of the last jobs with the claim of the next."""
+        held = []   # type: List[Dict[str, Any]]
+        while held or not self.is_leaving.is_set():
+            keys = ('job_id', 'attempt_id', 'return_code', 'status', 'exec_time_minutes', 'completion_time')
+            ends = [{key: value for key, value in self.end_of(job).items() if key in keys} for job in held]
+            body = {'compute_node_id': self.node_id, 'run_id': 1, 'completions': ends, 'held': [],
+                    'started': [[job['id'], job['attempt_id'], '2026-11-21T12:00:00.000Z'] for job in held]}
+            if not self.is_leaving.is_set():
+                body['want'] = {'strategy': 'resources', 'limit': self.chance.randint(1, 6), 'num_cpus': 64, 'memory_gb': 64.0, 'num_gpus': 0, 'num_nodes': 1}
+            answer = self.insist('runner_sync', body, workflow_id=self.workflow_id)
+            assert not answer['errors'] and len(answer['accepted']) == len(held), answer
+            for job in held:
+                self.book.tell(job)
+            held = answer['jobs']
+            self.book.claim(self.name, held)
+            self.is_leaving.wait(0 if held else 0.02)
+
+
+PAIRS_SPEC = """
+name: pairs
+jobs:
+  - {{name: "first_{{i}}", command: "true", parameters: {{i: "1:{count}"}}}}
+  - {{name: "second_{{i}}", command: "true", depends_on: ["first_{{i}}"], cancel_on_blocking_job_failure: false, parameters: {{i: "1:{count}"}}}}
+"""
+
+
+def kill_under_clerks(world: World, kills: int, seed: int) -> str:
+    """kill -9 of the server at random moments, in its start too, while six clients claim, start and complete. What was seen."""
+    nursery, chance, book = Nursery(world), random.Random(seed), Book()
+    nursery.start()
+    port = int(nursery.wait_for('TORC_SERVER_PORT='))
+    url, token_file = f'http://127.0.0.1:{port}/torc-service/v1', world.path('torc.db.token')
+    client = torc.Client(url=url, token_file=token_file)
+    plan = torc.read_plan(torc.read_document(PAIRS_SPEC.format(count=1000 + 60 * kills).encode(), 'pairs.yaml'), '.').body
+    workflow_id = client.create_workflow_from_spec(plan)['workflow_id']
+    client.initialize_jobs(id=workflow_id)
+    client.close()
+    clerks = [Clerk(url, token_file, workflow_id, way, number, book, seed) for way in ('ones', 'batches', 'turns') for number in range(2)]
+    for clerk in clerks:
+        clerk.start()
+    for _ in range(kills):
+        if chance.random() < 0.8:
+            pause_s = chance.uniform(0, 0.12)
+        else:   # not even up
+            nursery.end(signal.SIGKILL)
+            nursery.start(port)
+            pause_s = chance.uniform(0, 0.04)
+        select.select([], [], [], pause_s)
+        nursery.end(signal.SIGKILL)
+        nursery.start(port)
+        if chance.random() < 0.9:
+            nursery.wait_for('TORC_SERVER_PORT=')
+    for clerk in clerks:
+        clerk.is_leaving.set()
+    for clerk in clerks:
+        clerk.join(60)
+        assert not clerk.is_alive() and not clerk.failure, clerk.failure or f'{clerk.name} hangs'
+    said = check_book(client, workflow_id, book)
+    client.close()
+    nursery.end(signal.SIGTERM)
+    nursery.close()
+    assert ask_sqlite(world.path('torc.db'), 'PRAGMA integrity_check') == [('ok',)]
+    assert ask_sqlite(world.path('torc.db'), 'PRAGMA foreign_key_check') == []
+    return said
+
+
+def check_book(client: Any, workflow_id: int, book: Book) -> str:
+    """Compare what the clients know with what the server has."""
+    assert not book.wrong, book.wrong[:10]
+    results = collections.Counter((row['job_id'], row['attempt_id'], row['return_code'])
+                                  for row in client.pages('list_results', workflow_id=workflow_id, all_runs=True))
+    lost = [key + (code,) for key, code in book.told.items() if results[key + (code,)] != 1]
+    assert not lost, f'lost or doubled: {lost[:10]}'
+    keys = collections.Counter(key[:2] for key in results.elements())
+    assert set(keys.values()) <= {1}, [key for key, count in keys.items() if count > 1][:10]
+    invented = [key for key in results if book.said.get(key[:2]) != key[2]]
+    assert not invented, f'nobody has said: {invented[:10]}'
+    codes = {key[0]: key[2] for key in results}
+    for job in client.pages('list_jobs', workflow_id=workflow_id):
+        is_over = job['status'] in ('completed', 'failed')
+        assert is_over == (job['id'] in codes), (job, codes.get(job['id']))
+        assert not is_over or (job['status'] == 'failed') == bool(codes[job['id']]), job
+    return f'{len(book.told):,} completions acknowledged, {len(results):,} stored, {len(book.claimed):,} claims, {book.retries:,} retries'
+
+
+# -------- a server that is sent rubbish --------
+
+EVIL_VALUES = (
+    None, True, False, 0, -1, 1, 3, 2 ** 31, 2 ** 63 - 1, 2 ** 63, -2 ** 63 - 1, 10 ** 40, 1.5, -0.5, 1e308, float('nan'), float('inf'), '', ' ', 'x', '\0', '\ud800', '\x1b[2J',
+    'A' * 3000, '\u0663', '-1', '1e3', 'true', 'null', '2026-11-21T12:00:00Z', '0000-00-00T99:99:99Z', 'P1Y', 'PT99999999999H', '1k', '-5g', '../../etc/passwd',
+    "'; DROP TABLE job; --", '%s%n{0}', [], [[]], [None], [1, 'a'], ['x'] * 500, {}, {'': None}, {'id': 1}, {'a': {'b': [{}]}}, 'ready', 'completed', '*', '(' * 50)
+EVIL_TEXTS = ('', '0', '-1', '1', '+1', '1.0', '9223372036854775807', '9223372036854775808', '%00', '%zz', '%ff%fe', '%ED%A0%80', '..', '%2e%2e%2f', '%2F', 'A' * 1000, 'true', 'yes', 'null',
+              '%D9%A3', "'%22%3B--", 'ready', 'name', 'id', 'a=b=c', '[]', '%5B1%5D', '1,2', '1%0d%0aX:y')
+EVIL_BODIES = (
+    b'{', b'[', b'nul', b'{"a":1,"a":2}', b'NaN', b'[1e999]', b'-Infinity', b'\xff\xfe{}', b'\xef\xbb\xbf{}', '{"name":"x"}'.encode('utf-16'), b'"\\ud800"', b'{"\\u0000":1}', b'\0', b'[' * 100000,
+    b'{"a":' * 5000, b'1' * 5000, b'"' + b'x' * 100000 + b'"', b'{"name":"\xff"}', b'0x1', b"{'a':1}", b'{} {}', b'// {}', b'[]', b'""', b'0', b'true', b'null', b' ', b'{}')
+EVIL_FIELDS = ('Transfer-Encoding: chunked', 'Content-Length: -1', 'Content-Length: 99999999999', 'Content-Length: 5\r\nContent-Length: 6', 'Content-Length: 0x10', 'Expect: wonders',
+               'Host: evil.example', 'Connection: close', 'Connection: upgrade\r\nUpgrade: websocket', 'no colon', ' folded: 1', 'X: ' + 'y' * 70000, 'Origin: http://evil.example',
+               'Authorization: Basic ???', 'Authorization: Bearer wrong', 'Last-Event-ID: x', 'Range: bytes=0-1', 'Content-Type: text/plain', 'Accept: text/event-stream',
+               '\r\n'.join(f'x{number}: 1' for number in range(120)), 'X-Span-Id: \x01', 'Content-Encoding: gzip')
+FAIR_VALUES = {     # of the types of MODELS
+    'int': 1, 'float': 1.0, 'bool': True, 'str': 'text', 'any': {'a': 1}, 'object': {'a': 1}, 'name': 'name', 'time': '2026-11-21T12:00:00.000Z', 'minutes': 1.0, 'gigabytes': 4.0, 'nodes': 1,
+    'rules': [{'exit_codes': [9]}], 'attempt': [1, 1], 'start': [1, 1, '2026-11-21T12:00:00.000Z']}
+FUZZ_SPEC = """
+name: fuzz
+files: [{name: data, path: data.csv}, {name: made, path: made.csv}]
+user_data: [{name: limits, data: {low: 1}}, {name: empty}]
+resource_requirements: [{name: big, num_cpus: 1, memory: 1m}]
+failure_handlers: [{name: again, rules: [{exit_codes: [9]}]}]
+actions: [{trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo]}]
+jobs:
+  - {name: greet, command: echo, resource_requirements: big, failure_handler: again, input_files: [data], output_files: [made], input_user_data: [limits]}
+  - {name: bad, command: exit 1, depends_on: [greet]}
+  - {name: "many_{i}", command: "true", parameters: {i: "1:5"}}
+"""
+
+
+class Fuzzer:
+    """Makes malformed requests from the tables of torc.py, and sends them to a server."""
+
+    def __init__(self, port: int, token: str, seed: int) -> None:
+        self.port, self.token, self.chance = port, token, random.Random(seed)
+        self.socket = None          # type: Optional[socket.socket]  # kept alive, while the server keeps it
+        self.ids = {}               # type: Dict[str, List[int]]  # of what is there, by resource
+        self.statuses = collections.Counter()   # type: Dict[str, int]
+        self.by_route = collections.Counter()   # type: Dict[str, int]
+        self.wrong = []             # type: List[str]
+
+    # -------- making --------
+
+    def chosen(self, *weighted: Tuple[float, Any]) -> Any:
+        """One of several, by weight."""
+        return self.chance.choices([value for _, value in weighted], [weight for weight, _ in weighted])[0]
+
+    def fair(self, kind: str, name: str = '', depth: int = 0) -> Any:
+        """A value that a type of MODELS allows, more or less."""
+        if name.rstrip('s').endswith('_id') and kind == 'int':
+            return self.some_id(name)
+        if kind in FAIR_VALUES:
+            return copy.deepcopy(FAIR_VALUES[kind])
+        if kind[0] == '[':
+            return [self.fair(kind[1:-1], name, depth + 1) for _ in range(self.chance.randint(0, 2))]
+        if kind[0] == '{':
+            return {'key': self.fair(kind[1:-1].rstrip('?'), name, depth + 1)}
+        if kind[1:] in torc.ENUMS:
+            return self.chance.choice(torc.ENUMS[kind[1:]])
+        if kind[1:] not in torc.MODELS or depth > 4:
+            return copy.deepcopy(self.chance.choice(EVIL_VALUES))
+        return {field: self.fair(wanted.type, field, depth + 1) for field, wanted in torc.model_fields(kind[1:]).items()
+                if wanted.is_required or self.chance.random() < 0.4}
+
+    def some_id(self, name: str) -> int:
+        """An id for a parameter or field, mostly of something that is there."""
+        found = [ids for resource, ids in self.ids.items() if name.rstrip('s').endswith(f'{resource}_id')] or list(self.ids.values())
+        return self.chance.choice(self.chance.choice(found) or [1]) if self.chance.random() < 0.95 else self.chance.randint(1, 9)
+
+    def spoil(self, value: Any) -> Any:
+        """The value, with one thing in it replaced, left out or added."""
+        if not isinstance(value, (dict, list)) or not value or self.chance.random() < 0.1:
+            return copy.deepcopy(self.chance.choice(EVIL_VALUES))
+        key = self.chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if self.chance.random() < 0.15:
+            del value[key]
+        elif isinstance(value[key], (dict, list)) and self.chance.random() < 0.7:
+            value[key] = self.spoil(value[key])
+        else:
+            value[key] = copy.deepcopy(self.chance.choice(EVIL_VALUES))
+        return value
+
+    def path_of(self, route: Any, is_spoilt: bool) -> str:
+        """Path of a route with parameters."""
+        def fill(match: Any) -> str:
+            name = match.group(1)
+            if is_spoilt and self.chance.random() < 0.7:
+                return self.chance.choice(EVIL_TEXTS)
+            fixed = {'run_id': 1, 'limit': 1, 'status': 'completed'}
+            return str(fixed.get(name) or self.some_id(f'{route.resource}_id' if name == 'row_id' else name))
+        return torc.API_PREFIX + re.sub(r'\{(\w+)\}', fill, route.path)
+
+    def query_of(self, route: Any, is_spoilt: bool) -> str:
+        """Query of a route."""
+        pairs = []
+        for name, field in torc.query_fields(route).items():
+            if name == 'workflow_id' and (not is_spoilt or self.chance.random() < 0.5):
+                pairs.append(f"workflow_id={self.some_id('workflow_id')}")
+            elif is_spoilt and self.chance.random() < 0.4 or field.is_required:
+                pairs.append(f'{name}={self.chance.choice(EVIL_TEXTS)}')
+        return '?' + '&'.join(pairs) if pairs else ''
+
+    def body_of(self, route: Any, what: str) -> bytes:
+        """Body for a route."""
+        if what == 'text':
+            return self.chance.choice(EVIL_BODIES)
+        if not route.body:
+            return b'' if self.chance.random() < 0.8 else self.chance.choice(EVIL_BODIES)
+        body = self.fair('@' + route.body.lstrip('?-'), '', 0) if route.body.lstrip('?-') else copy.deepcopy(self.chance.choice(EVIL_VALUES))
+        for _ in range({'fair': 0, 'body': self.chance.randint(1, 2)}.get(what, 0)):
+            body = self.spoil(body)
+        return json.dumps(body).encode()
+
+    def request(self, route: Any) -> Tuple[bytes, bool]:
+        """Bytes of a request to a route, and whether its framing is right."""
+        what = self.chosen((40, 'body'), (12, 'path'), (14, 'query'), (10, 'text'), (4, 'method'), (10, 'frame'), (10, 'fair'))
+        method = self.chance.choice(['GET', 'POST', 'PUT', 'DELETE', 'PATCH', 'OPTIONS', 'HEAD', 'TRACE', 'BREW']) if what == 'method' else route.method
+        target = self.path_of(route, what == 'path') + self.query_of(route, what == 'query')
+        body = self.body_of(route, what)
+        fields = [f'Host: 127.0.0.1:{self.port}', f'Authorization: Bearer {self.token}', f'Content-Length: {len(body)}']
+        if what == 'frame':
+            return self.broken(f'{method} {target} HTTP/1.1', fields, body), False
+        return f'{method} {target} HTTP/1.1\r\n'.encode('latin-1') + '\r\n'.join(fields + ['', '']).encode() + body, method != 'HEAD'
+
+    def broken(self, line: str, fields: List[str], body: bytes) -> bytes:
+        """A request whose bytes are wrong."""
+        if self.chance.random() < 0.5:
+            fields.insert(self.chance.randint(0, len(fields)), self.chance.choice(EVIL_FIELDS))
+        data = bytearray('\r\n'.join([line, *fields, '', '']).encode('latin-1') + body)
+        for _ in range(self.chance.choice([0, 1, 3])):
+            place = self.chance.randrange(len(data))
+            data[place:place + self.chance.choice([0, 1, 1, 20])] = bytes(self.chance.randrange(256) for _ in range(self.chance.choice([0, 1, 2])))
+        return bytes(data[:self.chance.choice([len(data), self.chance.randint(1, len(data))])])
+
+    # -------- sending --------
+
+    def send(self, data: bytes, is_framed: bool) -> None:
+        """Send a request and judge the answer: none at all is right only for what is no whole request."""
+        client = self.socket if is_framed and self.socket else socket.create_connection(('127.0.0.1', self.port), 10)
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(data)
+                if not is_framed:
+                    client.shutdown(socket.SHUT_WR)
+            answer, stays = self.read(client) if is_framed else (read_all(client), False)
+        except socket.timeout:
+            answer, stays = b'', False
+            self.wrong.append(f'no answer within 10 s: {data[:300]!r}')
+        if is_framed:
+            self.socket = client if stays else None
+        if not stays:
+            client.close()
+        for status in statuses(answer) or [0]:
+            self.statuses[str(status or 'closed')] += 1
+            if status >= 500 and not (status == 501 and b'transfer-encoding' in data.lower()) or not status and is_framed:
+                self.wrong.append(f'{status}: {data[:2000]!r} -> {answer[:500]!r}')
+
+    @staticmethod
+    def read(client: socket.socket) -> Tuple[bytes, bool]:
+        """One answer, and whether the connection goes on. An answer that never ends is left."""
+        found = b''
+        while b'\r\n\r\n' not in found or not is_whole(found):
+            data = client.recv(65536)
+            found += data
+            if not data or b'text/event-stream' in found.partition(b'\r\n\r\n')[0]:
+                return found, False
+        return found, b'\r\nconnection: close' not in found.partition(b'\r\n\r\n')[0].lower()
+
+
+class Polite(threading.Thread):
+    """A client that behaves, and notes how long it waits for its answers."""
+
+    def __init__(self, url: str, token_file: str) -> None:
+        super().__init__(daemon=True)
+        self.client, self.waits, self.is_leaving = torc.Client(url=url, token_file=token_file), [], threading.Event()     # type: Any, List[float], Any
+
+    def run(self) -> None:
+        while not self.is_leaving.wait(0.005):
+            begun = time.perf_counter()
+            self.client.ping()
+            self.waits.append(time.perf_counter() - begun)
+        self.client.close()
+
+
+def fuzz(world: World, count: int, seed: int) -> str:
+    """Send so many malformed requests, spread over all routes. What was seen."""
+    url = world.serve('--db', 'fuzz.db')
+    port, token_file = urllib.parse.urlsplit(url).port, world.path('fuzz.db.token')
+    client, polite = torc.Client(url=url, token_file=token_file), Polite(url, token_file)
+    fuzzer = Fuzzer(port, torc.read_token(token_file), seed)
+    routes = list(torc.ROUTES)
+    plan = torc.read_plan(torc.read_document(FUZZ_SPEC.encode(), 'fuzz.yaml'), '.').body
+    polite.start()
+    resident_kb = 0
+    for number in range(count):
+        if number % 60 == 0:
+            renew_prey(client, plan, fuzzer)
+        if number == count // 5:
+            resident_kb = resident_kb_of(world.server.pid)
+        if number % len(routes) == 0:
+            fuzzer.chance.shuffle(routes)
+        route = routes[number % len(routes)]
+        fuzzer.by_route[f'{route.method} {route.path}'] += 1
+        fuzzer.send(*fuzzer.request(route))
+        assert len(fuzzer.wrong) < 10, '\n'.join(fuzzer.wrong)
+    grown_kb = resident_kb_of(world.server.pid) - resident_kb
+    polite.is_leaving.set()
+    polite.join(20)
+    client.close()
+    if fuzzer.socket:
+        fuzzer.socket.close()
+    assert not fuzzer.wrong, '\n'.join(fuzzer.wrong)
+    assert 'Traceback' not in world.server.err and 'bug' not in world.server.err, world.server.err[-3000:]
+    assert min(fuzzer.by_route.values()) >= count // len(routes) and len(fuzzer.by_route) == len({(route.method, route.path) for route in routes})
+    waits = sorted(polite.waits)
+    assert len(waits) > count / 1000 and waits[-1] < 5, waits[-5:]
+    assert grown_kb < 32 * 1024, f'the server has grown by {grown_kb} kB'
+    world.server.send(signal.SIGTERM)
+    assert world.server.finish(20).code == 0
+    assert ask_sqlite(world.path('fuzz.db'), 'PRAGMA integrity_check') == [('ok',)]
+    told = ', '.join(f'{status}: {times:,}' for status, times in sorted(fuzzer.statuses.items()))
+    return (f'{count:,} requests over {len(fuzzer.by_route)} routes; answers {told}; memory {resident_kb // 1024} MB, then {grown_kb / 1024:+.1f} MB; '
+            f'{len(waits):,} pings beside them: median {waits[len(waits) // 2] * 1e3:.1f} ms, p99 {waits[int(len(waits) * 0.99)] * 1e3:.1f} ms, worst {waits[-1] * 1e3:.0f} ms')
+
+
+def renew_prey(client: Any, plan: Any, fuzzer: Fuzzer) -> None:
+    """A workflow at work, for the next requests to spoil; what earlier ones have made is deleted."""
+    for workflow in list(client.pages('list_workflows')):
+        with contextlib.suppress(torc.NotFound):
+            client.delete_workflow(id=workflow['id'])
+    workflow_id = client.create_workflow_from_spec(plan)['workflow_id']
+    client.initialize_jobs(id=workflow_id)
+    node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-11-21T12:00:00.000Z', 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}
+    node_id = client.create_compute_node(dict(node, compute_node_type='local'))['id']
+    first, second, *_ = (job['id'] for job in client.claim_next_jobs(id=workflow_id, limit=3)['jobs'])
+    client.start_job(job_id=second, run_id=1, compute_node_id=node_id)
+    client.complete_job(completion_of(first, workflow_id, node_id), job_id=first, status='completed', run_id=1)
+    fuzzer.ids = {'workflow': [workflow_id], 'compute_node': [node_id]}
+    for route in torc.ROUTES:
+        if route.name.startswith('create_') and route.body in torc.MODELS and 'workflow_id' in torc.model_fields(route.body):
+            with contextlib.suppress(torc.TorcError):
+                client.call(route.name, fuzzer.fair('@' + route.body))
+    for route in torc.ROUTES:
+        if route.name.startswith('list_') and route.resource and 'workflow_id' in torc.query_fields(route) and 'workflow_id' not in route.path:
+            fuzzer.ids[route.resource] = [item['id'] for item in client.call(route.name, workflow_id=workflow_id)['items'] if 'id' in item]
+
+
+def resident_kb_of(pid: int) -> int:
+    """Memory that a process holds (proc(5), status)."""
+    return int(re.search(r'VmRSS:\s*(\d+) kB', read_text(f'/proc/{pid}/status')).group(1))
+
+
 class FaultTest(WorldTest):
     """Small versions of what `faults` does at length."""
+
+    def test_a_server_that_is_killed_under_many_clients_loses_nothing_and_doubles_nothing(self):
+        said = kill_under_clerks(self.world, 6, 3)
+        self.assertRegex(said, r'^[\d,]{3,} completions acknowledged')
+
+    def test_rubbish_of_all_kinds_is_answered_with_4xx_and_nothing_is_harmed(self):
+        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
+        self.assertIn('422: ', fuzz(self.world, 1000, 4))
 
     def test_a_killed_server_that_is_started_again_has_lost_nothing(self):
         kill_lasting_server(self.world, 100, 1, 1)
@@ -10141,21 +10640,24 @@ class FaultTest(WorldTest):
         self.assertEqual(151, len(os.listdir(self.world.path('ledger'))) + 1)
 
 
-def run_faults(is_quick: bool, seed: Optional[int]) -> int:
-    """`test_torc.py faults`: every fault in a world of its own. 1 if one did harm."""
+def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -> int:
+    """`test_torc.py faults [PART...]`: every fault in a world of its own; parts are words of their titles. 1 if one did harm."""
     seed = random.SystemRandom().randrange(10 ** 9) if seed is None else seed
     print(f'seed {seed}: repeat with --seed {seed}')
-    count, kills = (200, 2) if is_quick else (1000, 5)
+    count, kills, many, requests = (200, 2, 20, 2000) if is_quick else (1000, 5, 300, 20000)
     works = ((f'kill -9 of serve, {kills} times in {count} jobs of two runners', lambda world: kill_lasting_server(world, count, kills, seed)),
              (f'kill -9 of an embedded server, {kills} times in {count} jobs', lambda world: kill_embedded_server(world, count, kills, seed)),
-             (f'two runners share {count} jobs', lambda world: share_jobs(world, count)))
+             (f'two runners share {count} jobs', lambda world: share_jobs(world, count)),
+             (f'kill -9 of serve, {many} times under six clients', lambda world: kill_under_clerks(world, many, seed)),
+             (f'{requests:,} malformed requests', lambda world: fuzz(world, requests, seed)))
+    works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0
     for title, work in works:
         world, begun = World(), time.monotonic()
         try:
-            work(world)
+            said = work(world)
             world.close()
-            print(f'ok      {time.monotonic() - begun:6.1f} s  {title}', flush=True)
+            print(f'ok      {time.monotonic() - begun:6.1f} s  {title}' + (f'\n        {said}' if said else ''), flush=True)
         except Exception:   # whatever it is: the other faults still have their turn
             failed += 1
             print(f'FAILED  {time.monotonic() - begun:6.1f} s  {title}\n{traceback.format_exc()}', flush=True)
@@ -11213,7 +11715,7 @@ def main(argv: Sequence[str]) -> int:
         words = [word for word in argv if word not in ('--python', options.python, f'--python={options.python}')]
         return subprocess.call([options.python, os.path.abspath(__file__)] + words)
     if options.patterns[:1] == ['faults']:
-        return run_faults(options.quick, options.seed)
+        return run_faults(options.quick, options.seed, options.patterns[1:])
     if options.patterns == ['readme']:
         return write_readme()
     return run_tests(options.patterns, [group for group in options.require.split(',') if group], options.verbose)
