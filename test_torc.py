@@ -3531,6 +3531,10 @@ class ApiTest(ServiceTest):
             ('POST', '/jobs',                    b'\xff',                           400, 'not JSON'),
             ('POST', '/jobs',                    deep,                              400, 'not JSON: nested too deeply'),
             ('POST', '/jobs',                    b'{"priority": NaN}',              400, 'NaN is not allowed'),
+            ('POST', '/jobs',                    b'{"priority": Infinity}',         400, 'Infinity is not allowed'),
+            ('POST', '/jobs',                    b'{"priority": ' + b'1' * torc.MAX_BODY_BYTES, 400, 'digits'),
+            ('POST', '/events',                  b'{"workflow_id": 1, "data": 1e999}', 422, 'finite'),
+            ('GET',  '/workflows/%D9%A1',        None,                              400, 'must be an integer'),     # a digit, in Arabic
             ('POST', '/jobs',                    b'{"name": "a", "name": "b"}',     400, "duplicate key 'name'"),
             ('POST', '/jobs',                    [1],                               422, 'must be an object'),
             ('POST', '/jobs',                    dict(job, name=5),                 422, 'name must be text'),
@@ -5181,6 +5185,22 @@ class LeaseTest(WorldTest):
         self.assertFalse(os.path.exists(self.database + '.lease'))
 
 
+# What brings servers down, and the tests that show that it does not bring down this one (the first two over TLS too):
+#
+#   an answer in two packets          ServerTest: a kept-alive POST is answered at once; FramingTest: an answer is one piece
+#   slow clients, half requests       ServerTest: hundreds of half requests, bytes one by one, a request that does not arrive,
+#                                     a reader that does not read; TlsServerTest: who is slow to shake hands
+#   pipelining                        ServerTest: in their order, a flood of them is bounded
+#   head bombs, no HTTP at all        ServerTest: rubbish; FramingTest: what is not plain HTTP; TlsServerTest: plain request, hello to a plain port
+#   wrong or huge Content-Length      FramingTest: what is not plain HTTP; ServerTest: a body too large
+#   chunked bodies                    FramingTest, ServerTest: rubbish
+#   many connections at once          ServerTest: many may knock; TurnTest: who never asks makes room
+#   no descriptors left               TurnTest: without descriptors
+#   client gone before the answer     ServerTest: a client that is gone
+#   what JSON can hold                ApiTest: mistakes get a clear 4xx
+#   all of it, at random              FaultTest: rubbish of all kinds
+
+
 class ServerTest(WorldTest):
     """The loop, on real sockets."""
     TOKEN = ''
@@ -5275,6 +5295,27 @@ class ServerTest(WorldTest):
                         client.sendall(data)
                     self.assertEqual([status], statuses(read_all(client)))
         self.assertEqual([200], statuses(self.server.ask(http_request())))
+
+    def test_a_kept_alive_post_is_answered_at_once(self) -> None:
+        waits = []
+        with self.server.connect() as client:
+            for _ in range(21):
+                begun = time.monotonic()
+                client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+                read_answers(client, 1)
+                waits.append(time.monotonic() - begun)
+        self.assertLess(sorted(waits)[10], 0.035)   # an answer in two packets waits 40 ms for the client's acknowledgement
+
+    def test_hundreds_of_half_requests_hold_up_nobody(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                client = stack.enter_context(self.server.connect())
+                client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')[:-5])
+            begun = time.monotonic()
+            self.assertEqual([200], statuses(self.server.ask(http_request())))
+            self.assertLess(time.monotonic() - begun, 2)
+            self.world.wait(lambda: len(self.server.server.connections) >= 200, 10, 'all of them')
+            self.assertTrue(all(one.deadline < math.inf for one in self.server.server.connections if one.head))
 
     def test_a_request_that_does_not_arrive_ends_in_time_and_a_quiet_connection_stays(self) -> None:
         self.set_constant('CLIENT_DEADLINE_S', 0.2)
