@@ -11452,10 +11452,10 @@ def ready_workflow(call: Callable[[str, Dict[str, Any], Any], Any], count: int) 
 class Wire:
     """A kept-alive connection that speaks just enough HTTP, so that the client's share of a measurement is small."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, client: Optional[socket.socket] = None) -> None:
         parts = urllib.parse.urlsplit(url)
         self.prefix, self.host = parts.path, parts.netloc
-        self.socket = socket.create_connection((parts.hostname, parts.port))
+        self.socket = client or socket.create_connection((parts.hostname, parts.port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.file = self.socket.makefile('rb')
         self.token = token
@@ -11563,6 +11563,166 @@ def wait_for_line(server: Background) -> str:
     raise AssertionError(f'no server: {server}')
 
 
+# -------- many connections --------
+#
+# One loop with epoll holds all connections, each with one request under way: as soon as it is answered the next one goes out. Its own
+# CPU time for a request is told beside the server's: the server is what is measured while that is the smaller one (two cores).
+
+CONNECTIONS = (1, 16, 256, 1000)
+LOAD_S = 3.0
+
+
+class Caller:
+    """One kept-alive connection of a load. `kind` is a row of LOADS."""
+
+    def __init__(self, client: socket.socket, load: 'Load', number: int) -> None:
+        self.socket, self.load, self.number = client, load, number
+        self.node_id = 0            # of the compute node that it plays, for those that need one
+        self.jobs = []              # type: List[int]  # claimed, not yet completed
+        self.received = b''
+        self.sent_at = 0.0
+
+    def send(self, method: str, path: str, body: Any = None) -> None:
+        """Let a request go out."""
+        data = b'' if body is None else json.dumps(body).encode()
+        head = f'{method} {self.load.prefix}{path} HTTP/1.1\r\n{self.load.fields}Content-Length: {len(data)}\r\n\r\n'
+        self.sent_at = time.perf_counter()
+        self.socket.sendall(head.encode() + data)
+
+    def receive(self) -> Optional[bytes]:
+        """Body of the answer, once it is whole."""
+        self.received += self.socket.recv(65536)
+        head, found, body = self.received.partition(b'\r\n\r\n')
+        if not found or len(body) < int(head[head.index(b'content-length: ') + 16:].split(b'\r', 1)[0]):
+            return None
+        assert head.startswith(b'HTTP/1.1 200'), self.received[:1000]
+        self.received = b''
+        return body
+
+    def ask_ping(self, answer: bytes) -> None:
+        """The least that can be asked."""
+        self.send('GET', '/ping')
+
+    def ask_pair(self, answer: bytes) -> None:
+        """A claim, then a completion: two requests."""
+        if self.jobs:
+            end = completion_of(self.jobs.pop(), self.load.workflow_id, self.load.node_id)
+            self.send('POST', f'/jobs/{end["job_id"]}/complete_job/completed/1', end)
+        elif self.is_claiming:
+            self.jobs = [job['id'] for job in json.loads(answer.decode())['jobs']]
+            assert self.jobs, 'no jobs are left'
+            self.is_claiming = False
+            self.ask_pair(b'')
+        else:
+            self.is_claiming = True
+            self.send('POST', f'/workflows/{self.load.workflow_id}/claim_next_jobs?limit=1')
+
+    is_claiming = False
+
+    def ask_sync(self, answer: bytes) -> None:
+        """A runner's turn: the end of one job, and the claim of the next."""
+        if answer:
+            self.jobs = [job['id'] for job in json.loads(answer.decode())['jobs']]
+            assert self.jobs, 'no jobs are left'
+        moment = '2026-11-21T12:00:00.000Z'
+        ends = [{'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.01, 'completion_time': moment} for job_id in self.jobs]
+        want = {'strategy': 'resources', 'limit': 1, 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}
+        self.send('POST', f'/workflows/{self.load.workflow_id}/runner_sync', {
+            'compute_node_id': self.load.node_id, 'run_id': 1, 'completions': ends, 'started': [[job_id, 1, moment] for job_id in self.jobs], 'want': want})
+
+
+LOADS = (('GET /ping', Caller.ask_ping), ('claim, then complete', Caller.ask_pair), ('runner_sync: one end, one claim', Caller.ask_sync))
+
+
+class Load:
+    """A server, and connections that keep it busy."""
+
+    def __init__(self, url: str, token: str, tls: Any = None) -> None:
+        self.url, self.token, self.tls = urllib.parse.urlsplit(url), token, tls
+        self.prefix = self.url.path
+        self.fields = f'Host: {self.url.netloc}\r\nAuthorization: Bearer {token}\r\n'
+        self.workflow_id = self.node_id = 0
+
+    def connect(self) -> socket.socket:
+        """One connection."""
+        client = socket.create_connection((self.url.hostname, self.url.port))
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self.tls.wrap_socket(client, server_hostname='localhost') if self.tls else client
+
+    def prepare(self, count: int) -> None:
+        """Jobs to be claimed, and a node that claims them."""
+        wire = Wire(self.url.geturl(), self.token, self.connect())
+        self.workflow_id = wire.ask('POST', '/workflows/from_spec', plan_body(count))['workflow_id']
+        wire.ask('POST', f'/workflows/{self.workflow_id}/initialize_jobs')
+        self.node_id = wire.ask('POST', '/compute_nodes', {
+            'workflow_id': self.workflow_id, 'hostname': 'bench', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z', 'is_active': True,
+            'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
+        wire.close()
+
+    def run(self, ask: Callable[[Caller, bytes], None], connections: int, seconds: float, server_pid: int) -> str:
+        """Keep so many connections busy for a while; what came of it."""
+        callers = {}    # type: Dict[int, Caller]
+        poll = select.epoll()
+        for number in range(connections):
+            caller = Caller(self.connect(), self, number)
+            callers[caller.socket.fileno()] = caller
+            poll.register(caller.socket.fileno(), select.EPOLLIN)
+        waits, begun = [], time.perf_counter()      # type: List[float], float
+        own_s, server_s = time.process_time(), cpu_of(server_pid)
+        for caller in callers.values():
+            ask(caller, b'')
+        while time.perf_counter() - begun < seconds:
+            for number, _ in poll.poll(1):
+                caller = callers[number]
+                answer = caller.receive()
+                if answer is not None:
+                    waits.append(time.perf_counter() - caller.sent_at)
+                    ask(caller, answer)
+        wall_s, own_s, server_s = time.perf_counter() - begun, time.process_time() - own_s, cpu_of(server_pid) - server_s
+        for caller in callers.values():
+            caller.socket.close()
+        poll.close()
+        waits.sort()
+        return (f'{len(waits) / wall_s:,.0f}/s, {waits[len(waits) // 2] * 1e3:.2f} / {waits[int(len(waits) * 0.99)] * 1e3:.2f} ms, '
+                f'CPU {server_s / len(waits) * 1e6:.0f} + {own_s / len(waits) * 1e6:.0f} us')
+
+
+def load_figures(python: str, is_tls: bool, is_quick: bool) -> List[Tuple[str, str]]:
+    """All loads with all numbers of connections on one server: title, figures."""
+    rows, seconds = [], 0.5 if is_quick else LOAD_S
+    with tempfile.TemporaryDirectory() as directory:
+        flags, tls = [], None
+        if is_tls:
+            key, certificate = write_file(directory, 'key.pem', TLS_KEY), write_file(directory, 'good.pem', TLS_CERTIFICATES['good'])
+            os.chmod(key, 0o600)
+            flags, tls = ['--tls-cert', certificate, '--tls-key', key], ssl.create_default_context(cafile=certificate)
+        server = Background([python, TORC, 'serve', '--port', '0', '--db', os.path.join(directory, 'torc.db'), *flags], directory, bench_environment(directory),
+                            os.path.join(directory, 'serve'))
+        try:
+            url = wait_for_line(server)
+            load = Load(url, read_text(os.path.join(directory, 'torc.db.token')).strip(), tls)
+            for title, ask in LOADS:
+                for connections in CONNECTIONS:
+                    if ask is not Caller.ask_ping:
+                        load.prepare(int(seconds * 6000) + connections)
+                    rows.append((f'{title}; {connections:,} open', load.run(ask, connections, seconds, server.pid)))
+                    print(f'{python_name(python)}{" TLS" if is_tls else ""}: {rows[-1]}', file=sys.stderr)
+        finally:
+            server.send(signal.SIGTERM)
+            server.finish(20)
+    return rows
+
+
+def load_table(names: Dict[str, str], is_quick: bool) -> str:
+    """Requests a second, by number of connections, transport and interpreter."""
+    torc.raise_descriptor_limit()
+    columns = [(name, load_figures(python, False, is_quick)) for name, python in names.items()]
+    first, python = list(names.items())[0]
+    columns.insert(1, (f'{first}, TLS', load_figures(python, True, is_quick)))
+    rows = [[titles[0][0]] + [figure for _, figure in titles] for titles in zip(*(rows for _, rows in columns))]
+    return table_markdown(['kept-alive connections: requests/s, median / p99, CPU of server + client for a request'] + [name for name, _ in columns], rows)
+
+
 # -------- the report --------
 
 def run_bench(pythons: Sequence[str], is_quick: bool, parts: Sequence[str]) -> int:
@@ -11586,6 +11746,7 @@ def run_bench(pythons: Sequence[str], is_quick: bool, parts: Sequence[str]) -> i
     print(table_markdown(('work', 'who', 'wall s', 'CPU s', 'jobs/s', 'wall ratio', 'CPU ratio'), rows))
     if not parts or 'server' in parts:
         print('\n' + table_markdown(['server'] + list(names), figures_by_name(names, is_quick)))
+        print('\n' + load_table(names, is_quick))
     return 0
 
 
