@@ -4940,6 +4940,7 @@ PRAGMAS = (
     ('temp_store', 'MEMORY'),
     ('trusted_schema', 'OFF'),      # a file from elsewhere calls no function with effects; since SQLite 3.31, passed over before
     ('cache_size', '-65536'),       # KiB
+    ('wal_autocheckpoint', '4000'), # pages: a fourth of the checkpoints, a tenth of a completion's time; 16 MB beside the database
 )
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 FOREIGN_SQL_S = 5.0                 # an administrator's statement may hold up everybody so long
