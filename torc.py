@@ -9377,7 +9377,7 @@ def describe_interface() -> Dict[str, Any]:
 #
 # Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts), torc.db.connection
 # (where the living server is; removed at its end), torc.db.lease (on file systems whose locks cannot be trusted), and
-# torc.db.log (of an embedded server). An embedded server is forked by the first client that needs one and leaves
+# torc.db.log (of a server in the background). An embedded server is forked by the first client that needs one and leaves
 # when its last connection has closed. Which process serves is decided by the database's lock and nothing else.
 
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
@@ -11258,6 +11258,8 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
 # stays until we close. Who knows the user by a password only cannot prove anything: a password goes to a server that was
 # named, and to no other. What was sent once is not sent again by itself, unless it only reads: the caller knows better.
 # A stream of events takes a connection of its own, and goes on where it left off when that is lost.
+#
+# Over https a connection file names the one certificate to believe; without one it is as with any other https server.
 
 EMBEDDED_DATABASE = os.path.join(DEFAULT_OUTPUT_DIR, 'torc.db')
 CONNECT_DEADLINE_S = 3.0            # for one address to accept
