@@ -6702,6 +6702,28 @@ class TlsClientTest(WorldTest):
         self.assertExit(3, self.world.cli('--url', url.replace('http', 'https'), 'ping'), 'write http:// in the address')
         self.assertExit(2, self.world.cli('--url', url.replace('http', 'https'), '--tls-ca-cert', 'none.pem', 'ping'), 'cannot use the certificates in none.pem')
 
+    def test_large_bodies_and_streams_pass(self) -> None:
+        self.serve('good', '--db', 'my.db')
+        writer, reader = (self.world.connect(database=self.world.path('my.db')) for _ in range(2))
+        self.addCleanup(writer.close)
+        self.addCleanup(reader.close)
+        workflow_id = writer.create_workflow({'name': 'w', 'user': 'u'})['id']
+        writer.create_event({'workflow_id': workflow_id, 'data': {'text': 'x' * 1500000}})
+        self.assertEqual(1500000, len(writer.list_events(workflow_id=workflow_id)['items'][0]['data']['text']))
+        writer.create_job({'workflow_id': workflow_id, 'name': 'j', 'command': 'true'})
+        is_heard = threading.Event()
+
+        def announce() -> None:     # again and again: a reader hears what happens from when it was let in
+            while not is_heard.wait(0.05):
+                writer.initialize_jobs(id=workflow_id)
+        announcer = threading.Thread(target=announce, daemon=True)
+        announcer.start()
+        events = reader.stream('stream_workflow_events', time.monotonic() + 10, workflow_id=workflow_id)
+        self.assertEqual(['workflow_started'], [event.type for event in itertools.islice(events, 1)])
+        is_heard.set()
+        announcer.join(10)
+        events.close()
+
     def test_what_tls_says_between_two_requests_is_not_the_end(self) -> None:
         tls = Tls(self.world)
         server = ServerThread(self.world.path('torc.db'), tls=tls)
