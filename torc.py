@@ -15911,7 +15911,8 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     if args['daemon']:
         if not log_path and options.database == IN_MEMORY:
             raise BadInput('--daemon with a database in memory wants --log-dir DIR for its log')
-        session.show(start_detached_server(options._replace(ends_with_input=False), LogFile, log_path or options.database + '.log'))
+        options = options._replace(ends_with_input=False, auth_file=absolute(options.auth_file))
+        session.show(start_detached_server(options, LogFile, log_path or options.database + '.log'))
         return 0
     with contextlib.ExitStack() as stack:
         if log_path:
@@ -15934,7 +15935,7 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
         snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH') or 'torc-server-snapshot.db'), snapshots_kept=int(kept),
         allows_sql=not args['disable_admin_sql'], allows_sql_writes=not args['disable_admin_sql_writes'],
-        auth_file=absolute(args['auth_file'] or os.environ.get('TORC_AUTH_FILE', '')), known_s=read_known_s(args),
+        auth_file=args['auth_file'] or os.environ.get('TORC_AUTH_FILE', ''), known_s=read_known_s(args),
         enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args))
 
 
