@@ -552,6 +552,8 @@ class PlainToolsTest(unittest.TestCase):
             ''')
         self.assertEqual('2026-11-21T09:28:54.436Z', torc.format_time(1795253334.436))
         self.assertEqual(1795253334.999, torc.parse_time(torc.format_time(1795253334.999)))
+        for beyond, shown in ((1e300, '9999-12-31T23:59:59.000Z'), (-1e18, '1000-01-01T00:00:00.000Z')):
+            self.assertEqual(shown, torc.format_time(beyond))
 
     def test_elapsed_times_for_people(self):
         self.assertEqual(['5s', '3m 07s', '2h 05m', '1d 03h'], [torc.format_elapsed(seconds) for seconds in (5.9, 187, 7500, 97200)])
@@ -3069,6 +3071,13 @@ class ProvenanceTest(ServiceTest):
         self.assertIn('#software-torc.py-run-id-2', found)
         self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z'), (found['data/in']['metadata']['license'], found['data/in']['metadata']['dateModified']))
 
+    def test_a_file_of_an_absurd_time_stops_no_initialize(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
+        for number, time_s in enumerate((1e300, -1e300)):
+            self.call('create_file', {'workflow_id': workflow_id, 'name': f'f{number}', 'path': f'f{number}', 'st_mtime': time_s})
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual('9999-12-31T23:59:59.000Z', self.entities(workflow_id)['f0']['metadata']['dateModified'])
+
     def test_nothing_is_added_where_it_is_not_wanted(self):
         workflow_id = self.create('a:')
         self.assertEqual({}, self.entities(workflow_id))
@@ -3986,7 +3995,7 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
     'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5}, 'get_pending_actions': {'trigger_type': ['on_workflow_start']},
 }
-BASE_TYPES = {'name': 'str', 'time': 'str', 'rules': 'str', 'minutes': 'float', 'gigabytes': 'float', 'nodes': 'int'}   # stricter forms of types of the interface
+BASE_TYPES = {'name': 'str', 'time': 'str', 'rules': 'str', 'minutes': 'float', 'gigabytes': 'float', 'nodes': 'int', 'ordinal': 'int'}   # stricter forms of types of the interface
 PYTHON_TYPES = {'int': (int,), 'float': (int, float), 'bool': (bool,), 'str': (str,), 'object': (dict,)}
 
 
@@ -4147,6 +4156,7 @@ WRONG = {   # type of MODELS -> values that it must refuse
     'rules': UNTEXT + ['', 'x', '{}', '[1]', '[', 'NaN', '[{"a": "\\u0000"}]', '[{"a": 1e999}]'],
     'minutes': ['x', True, [], -1, -0.5, 1e300, float('nan')], 'gigabytes': ['x', True, [], -1, 1e300, float('nan')],
     'nodes': ['x', 1.5, True, -1, 10 ** 9, 2 ** 70],
+    'ordinal': ['x', 1.5, True, -1, 10 ** 10, 2 ** 63 - 1, 2 ** 70],    # the next one must fit too
     'object': [5, 'x', [], True, {'a': DEEP}, {'a': '\ud800'}, {'a\0': 1}, {'a': 2 ** 64}, {'a': float('nan')}],
     'any': [DEEP, {'a': '\ud800'}, {'\0': 1}, [2 ** 64], 'a\0', float('nan')],
     'start': [[], [1], [1, 1, 'soon'], ['x', 1, '2026-01-01T00:00:00Z'], 5], 'attempt': [[], [1], ['x', 1], [1, None], 5, {}],
@@ -4391,7 +4401,7 @@ class MatrixTest(ServiceTest):
     def sample(self, model: str, is_partial: bool = False) -> Dict[str, Any]:
         """A body with the required fields of a model, about the workflow."""
         scalars = {'int': 1, 'float': 1.0, 'bool': True, 'str': '1', 'name': 'n', 'object': {}, 'time': '2026-01-01T00:00:00Z', 'minutes': 1.0, 'gigabytes': 1.0,
-                   'nodes': 1, 'rules': '[]', 'any': {}, 'planned_jobs': []}
+                   'nodes': 1, 'ordinal': 1, 'rules': '[]', 'any': {}, 'planned_jobs': []}
         body = {name: self.workflow_id if name == 'workflow_id' else self.group_id if name == 'group_id' else scalars[field.type] if field.type in scalars
                 else self.sample(field.type[1:]) if field.type[1:] in torc.MODELS else torc.ENUMS[field.type[1:]][0] if field.type[1:] in torc.ENUMS
                 else [self.sample(field.type[2:-1])] if field.type[2:-1] in torc.MODELS and model != 'PlanModel' else {} if field.type[0] == '{' else []

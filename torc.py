@@ -436,8 +436,8 @@ def parse_time(text: str) -> float:
 
 
 def format_time(value_s: float) -> str:
-    """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'."""
-    whole, milliseconds = divmod(int(round(value_s * 1000)), 1000)
+    """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'. Beyond the years of four digits: the nearest that has them."""
+    whole, milliseconds = divmod(int(round(min(max(value_s, -30610224000), 253402300799) * 1000)), 1000)
     return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole)) + f'.{milliseconds:03d}Z'
 
 
@@ -8152,7 +8152,7 @@ MODELS = {
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int generate_plots:bool '
                              'granularity:@MonitorGranularity jobs:@JobMonitorConfig sample_interval_seconds:int',
     'ResourceRequirementsModel': 'id:int memory:str name:name! num_cpus:int num_gpus:int num_nodes:int runtime:str workflow_id:int!',
-    'ResultModel': 'attempt_id:int avg_cpu_percent:float avg_memory_bytes:int completion_time:time! compute_node_id:int! '
+    'ResultModel': 'attempt_id:ordinal avg_cpu_percent:float avg_memory_bytes:int completion_time:time! compute_node_id:int! '
                    'exec_time_minutes:minutes! id:int job_id:int! job_name:str peak_cpu_percent:float peak_memory_bytes:int '
                    'return_code:int! run_id:int! status:@JobStatus! workflow_id:int!',
     'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! workflow_id:int!',
@@ -8402,6 +8402,7 @@ SCALAR_CHECKS = {   # type of MODELS -> what refuses other values
     'name': check_name, 'time': check_time, 'rules': check_rules,
     'minutes': functools.partial(check_range, most=1e9), 'gigabytes': functools.partial(check_range, most=1e9),
     'nodes': lambda place, value: (check_int(place, value), check_range(place, value, 1e5)),
+    'ordinal': lambda place, value: (check_int(place, value), check_range(place, value, 1e9)),
     'attempt': functools.partial(check_row, checks=(check_int, check_int)),
     'start': functools.partial(check_row, checks=(check_int, check_int, check_time)),
     'ended': functools.partial(check_row, checks=(check_int, check_int, check_str)),
@@ -9247,7 +9248,7 @@ SCALAR_SCHEMAS = {  # type of MODELS -> JSON Schema; stream: server-sent events
     'stream': TEXT, 'int': WHOLE, 'float': {'type': 'number', 'format': 'double'}, 'bool': {'type': 'boolean'}, 'str': TEXT, 'any': ANYTHING,
     'object': {'type': 'object'}, 'name': {'type': 'string', 'maxLength': MAX_NAME_CHARACTERS}, 'time': TIME,
     'rules': {'type': 'string', 'contentMediaType': 'application/json'}, 'minutes': AMOUNT, 'gigabytes': AMOUNT,
-    'nodes': dict(WHOLE, minimum=0), 'attempt': describe_row(WHOLE, WHOLE), 'start': describe_row(WHOLE, WHOLE, TIME),
+    'nodes': dict(WHOLE, minimum=0), 'ordinal': dict(WHOLE, minimum=0), 'attempt': describe_row(WHOLE, WHOLE), 'start': describe_row(WHOLE, WHOLE, TIME),
     'ended': describe_row(WHOLE, WHOLE, TEXT), 'output': describe_row(WHOLE, TEXT),
     'planned_jobs': {'type': 'array', 'items': describe_row(*[ANYTHING] * len(PLANNED_TYPES)),
                      'description': 'each a list of: ' + ', '.join(PLANNED_TYPES)},
