@@ -1628,7 +1628,7 @@ class FieldsTest(unittest.TestCase):
         self.assertEqual(torc.DEFAULT_MAX_RETRIES, torc.FIELDS_OF['rule']['max_retries'].default)
 
     def test_help_and_reference_name_every_field(self):
-        texts = (torc.format_field_help(), torc.format_field_markdown())
+        texts = (torc.format_field_help(), format_field_markdown())
         for field in torc.FIELDS:
             for text in texts:
                 self.assertIn(field.name, text)
@@ -11076,6 +11076,19 @@ class ProjectLaws(unittest.TestCase):
 
 # -------- README --------
 
+def format_field_markdown() -> str:
+    """Tables of the fields of a workflow file."""
+    lines = []
+    for where, title in torc.BLOCKS.items():
+        lines += [f'#### {title}', '', '| field | type | default | {} | meaning |', '|---|---|---|---|---|']
+        for field in torc.FIELDS_OF[where].values():
+            is_template = 'yes' if field.is_template else ''
+            cells = (f'`{field.name}`', torc.TYPES[field.type].words, torc.format_default(field), is_template, field.help)
+            lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
+        lines.append('')
+    return '\n'.join(lines)
+
+
 def table_markdown(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table."""
     lines = [list(headers), ['---'] * len(headers)] + [[str(cell).replace('|', '\\|') for cell in row] for row in rows]
@@ -11085,7 +11098,7 @@ def table_markdown(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str
 def reference_parts() -> Dict[str, str]:
     """What stands between README's markers, made from torc.py's tables."""
     return {
-        'fields': torc.format_field_markdown().strip(),
+        'fields': format_field_markdown().strip(),
         'commands': table_markdown(('command', 'what it does', 'example'), (
             (f'`{row.name}`', row.help, f'`torc.py {row.example}`') for row in torc.COMMANDS)),
         'environment': table_markdown(('variable', 'set by', 'meaning'), ((f'`{row.name}`', row.set_by, row.meaning) for row in torc.ENVIRONMENT)),

@@ -4496,17 +4496,6 @@ def format_field_help() -> str:
     return '\n'.join(lines) + '\n'
 
 
-def format_field_markdown() -> str:
-    """The same as tables for README.md."""
-    lines = []
-    for where, title in BLOCKS.items():
-        lines += [f'#### {title}', '', '| field | type | default | {} | meaning |', '|---|---|---|---|---|']
-        for field in FIELDS_OF[where].values():
-            is_template = 'yes' if field.is_template else ''
-            cells = (f'`{field.name}`', TYPES[field.type].words, format_default(field), is_template, field.help)
-            lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
-        lines.append('')
-    return '\n'.join(lines)
 # ======== 6. Schema: the tables, as SQL text ========
 #
 # The nouns are Torc's. A column's declared type says how its value is stored and spoken: JSON TEXT (any JSON value;
