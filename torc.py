@@ -15825,13 +15825,6 @@ GROUP_COLUMNS = 'ID=id, Name=name, Description=description, Created=created_at'
 MEMBER_COLUMNS = 'User=user_name, Role=role, Added=created_at'
 
 
-def cmd_groups_create(session: Session, args: Arguments) -> int:
-    """A new access group."""
-    group = session.call('create_access_group', given(args))
-    session.answer(group, f"Created access group {group['id']}\n")
-    return 0
-
-
 def cmd_groups_get(session: Session, args: Arguments) -> int:
     """One access group."""
     group = session.call('get_access_group', group_id=args['group_id'])
@@ -15852,37 +15845,24 @@ def cmd_groups_members(session: Session, args: Arguments) -> int:
     return 0
 
 
-def cmd_groups_delete(session: Session, args: Arguments) -> int:
-    """Remove a group."""
-    session.answer(session.call('delete_access_group', group_id=args['group_id']), f"Deleted access group {args['group_id']}\n")
-    return 0
+GROUP_CHANGES = {   # command -> its operation, and what is said then, of its answer and of its arguments
+    'create':          ('create_access_group', 'Created access group {id}'),
+    'delete':          ('delete_access_group', 'Deleted access group {group_id}'),
+    'add-user':        ('add_user_to_group', '{user_name} is now {role} of access group {group_id}'),
+    'remove-user':     ('remove_user_from_group', '{user_name} is no longer in access group {group_id}'),
+    'add-workflow':    ('add_workflow_to_group', 'Access group {group_id} has access to workflow {workflow_id}'),
+    'remove-workflow': ('remove_workflow_from_group', 'Access group {group_id} no longer has access to workflow {workflow_id}'),
+}
 
 
-def cmd_groups_add_user(session: Session, args: Arguments) -> int:
-    """Let a user into a group."""
-    member = session.call('add_user_to_group', args, group_id=args['group_id'])
-    session.answer(member, printable(f"{args['user_name']} is now {args['role']} of access group {args['group_id']}") + '\n')
-    return 0
-
-
-def cmd_groups_remove_user(session: Session, args: Arguments) -> int:
-    """Take a user out of a group."""
-    session.call('remove_user_from_group', **args)
-    session.answer({'success': True}, printable(f"{args['user_name']} is no longer in access group {args['group_id']}") + '\n')
-    return 0
-
-
-def cmd_groups_add_workflow(session: Session, args: Arguments) -> int:
-    """Let a group use a workflow."""
-    link = session.call('add_workflow_to_group', **args)
-    session.answer(link, f"Access group {args['group_id']} has access to workflow {args['workflow_id']}\n")
-    return 0
-
-
-def cmd_groups_remove_workflow(session: Session, args: Arguments) -> int:
-    """Take a workflow from a group."""
-    session.call('remove_workflow_from_group', **args)
-    session.answer({'success': True}, f"Access group {args['group_id']} no longer has access to workflow {args['workflow_id']}\n")
+def cmd_groups_change(session: Session, args: Arguments) -> int:
+    """Change groups: make or remove one, or let a user or workflow in or out."""
+    word = session.command.name.split()[1]
+    op, text = GROUP_CHANGES[word]
+    in_path = path_parameters(OPERATIONS[op])
+    body = {key: value for key, value in args.items() if key not in in_path} if OPERATIONS[op].body else None
+    answer = session.call(op, body, **{key: args[key] for key in in_path})
+    session.answer({'success': True} if word.startswith('remove') else answer, printable(text.format(**dict(answer, **args))) + '\n')
     return 0
 
 
@@ -16449,23 +16429,23 @@ COMMANDS = (
         Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
     Command('admin reload-auth', cmd_reload_auth, 'let the server read its users anew', (), 'admin reload-auth'),
 
-    Command('access-groups create', cmd_groups_create, 'make an access group', (
+    Command('access-groups create', cmd_groups_change, 'make an access group', (
         Argument('NAME', '', 'its name'), Argument('-d --description', 'TEXT', 'one sentence about it')), 'access-groups create chemists'),
     Command('access-groups list', cmd_groups_list, 'list access groups', GROUP_PAGE_OPTIONS, 'access-groups list', True),
     Command('access-groups get', cmd_groups_get, 'show an access group', (GROUP_ID,), 'access-groups get 1'),
-    Command('access-groups delete', cmd_groups_delete, 'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
-    Command('access-groups add-user', cmd_groups_add_user, 'let a user into a group', (
+    Command('access-groups delete', cmd_groups_change, 'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
+    Command('access-groups add-user', cmd_groups_change, 'let a user into a group', (
         GROUP_ID, GROUP_USER, Argument('-r --role', 'ROLE', ' or '.join(GROUP_ROLES), one_of(*GROUP_ROLES), default='member')),
         'access-groups add-user 2 ann'),
-    Command('access-groups remove-user', cmd_groups_remove_user, 'take a user out of a group', (GROUP_ID, GROUP_USER),
+    Command('access-groups remove-user', cmd_groups_change, 'take a user out of a group', (GROUP_ID, GROUP_USER),
         'access-groups remove-user 2 you'),
     Command('access-groups list-members', cmd_groups_members, 'list who is in a group', (GROUP_ID, *GROUP_PAGE_OPTIONS),
         'access-groups list-members 2', True),
     Command('access-groups list-user-groups', cmd_groups_list, 'list the groups that a user is in', (GROUP_USER, *GROUP_PAGE_OPTIONS),
         'access-groups list-user-groups you', True),
-    Command('access-groups add-workflow', cmd_groups_add_workflow, 'let a group use a workflow', (NEEDED_WF, GROUP_ID),
+    Command('access-groups add-workflow', cmd_groups_change, 'let a group use a workflow', (NEEDED_WF, GROUP_ID),
         'access-groups add-workflow 1 3'),
-    Command('access-groups remove-workflow', cmd_groups_remove_workflow, 'take a workflow from a group', (NEEDED_WF, GROUP_ID),
+    Command('access-groups remove-workflow', cmd_groups_change, 'take a workflow from a group', (NEEDED_WF, GROUP_ID),
         'access-groups remove-workflow 1 2'),
     Command('access-groups list-workflow-groups', cmd_groups_list, 'list the groups that may use a workflow', (
         NEEDED_WF, *GROUP_PAGE_OPTIONS), 'access-groups list-workflow-groups 1', True),
