@@ -8546,12 +8546,13 @@ class AdminCommandTest(CommandTest):
                 self.assertEqual(code, torc.cmd_admin_sql(session, args))
                 self.assertIn('1 rows would change', session.err.getvalue())
             self.assertEqual(expected, self.json('workflows get 1').get('description'))
+        self.assertExit(0, self.world.main('--no-prompts', 'admin', 'sql', '--write', 'DELETE FROM event WHERE 0'), '0 rows changed')
         self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET description = 1'), 'has no WHERE')
         self.assertExit(0, self.world.main('admin', 'sql', '--write', '-y', '--allow-full-table', 'UPDATE workflow SET description = 1'), '1 rows changed')
         self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET user = NULL WHERE 1'), 'NOT NULL')
         log = self.json('admin list-audit-log')
-        self.assertEqual([False, True, True], [row['success'] for row in log['items']])
-        self.assertIn('3 entries', self.assertExit(0, self.world.main('admin', 'list-audit-log')).out)
+        self.assertEqual([False, True, True, True], [row['success'] for row in log['items']])
+        self.assertIn('4 entries', self.assertExit(0, self.world.main('admin', 'list-audit-log')).out)
 
     session = WhichWorkflowTest.session
 

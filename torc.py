@@ -14505,20 +14505,27 @@ def cmd_latest_event(session: Session, args: Arguments) -> int:
     return 0
 
 
+def stream_values(session: Session, op: str, until: float = math.inf, **params: Any) -> Iterator[Any]:
+    """What the events of a stream tell; those that were missed are told on stderr."""
+    for event in session.client.stream(op, until, **params):
+        if event.type != 'warning':
+            yield event.data
+            continue
+        count = event.data.get('dropped') if isinstance(event.data, dict) else None
+        session.tell(f'torc: {count} events were missed' if count is not None else 'torc: events were missed while the server was away')
+
+
 def cmd_monitor_events(session: Session, args: Arguments) -> int:
     """What happens to a workflow from now on: one JSON document after the other, in the file one a line."""
     workflow_id = choose_workflow(session, args)
     until = math.inf if args['duration'] is None else time.monotonic() + args['duration'] * 60
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_to_append(args['filename'])) if args['filename'] else None
-        for event in session.client.stream('stream_workflow_events', until, workflow_id=workflow_id, level=args['level']):
-            if event.type == 'warning':
-                tell_dropped(session, event.data)
-                continue
-            session.show_json(event.data)
+        for value in stream_values(session, 'stream_workflow_events', until, workflow_id=workflow_id, level=args['level']):
+            session.show_json(value)
             session.out.flush()
             if file is not None:
-                file.write(format_json(event.data) + '\n')
+                file.write(format_json(value) + '\n')
                 file.flush()
     return 0
 
@@ -14529,12 +14536,6 @@ def open_to_append(path: str) -> Any:
         return open(path, 'a', encoding='utf-8')
     except OSError as error:
         raise BadInput(f'cannot write to {path}: {error.strerror}') from None
-
-
-def tell_dropped(session: Session, data: Any) -> None:
-    """Say that the reader of a stream has missed something."""
-    count = data.get('dropped') if isinstance(data, dict) else None
-    session.tell(f'torc: {count} events were missed' if count is not None else 'torc: events were missed while the server was away')
 
 
 # -------- for administrators --------
@@ -14548,18 +14549,15 @@ STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in, Byt
 def cmd_reload_auth(session: Session, args: Arguments) -> int:
     """Let the server read its users anew."""
     answer = session.call('reload_auth')
-    session.answer(answer, f"{answer['message']} ({answer['user_count']} users)\n")
+    session.answer(answer, answer['message'] + '\n')
     return 0
 
 
 def cmd_tail_api(session: Session, args: Arguments) -> int:
     """Requests as the server answers them, one JSON line each."""
-    for event in session.client.stream('stream_api_events', include_bodies=bool(args['include_bodies'])):
-        if event.type == 'warning':
-            tell_dropped(session, event.data)
-        else:
-            session.show(format_json(event.data) + '\n')
-            session.out.flush()
+    for value in stream_values(session, 'stream_api_events', include_bodies=bool(args['include_bodies'])):
+        session.show(format_json(value) + '\n')
+        session.out.flush()
     return 0
 
 
@@ -14585,7 +14583,7 @@ def cmd_list_audit_log(session: Session, args: Arguments) -> int:
 def cmd_admin_sql(session: Session, args: Arguments) -> int:
     """One SQL statement on the server's database."""
     body = given(args, 'yes')
-    if args['write'] and not args['yes'] and not confirm_sql(session, body):
+    if args['write'] and not (args['yes'] or session.options['no_prompts'] or confirm_sql(session, body)):
         return 0
     answer = session.call('admin_sql', body)
     if session.format == 'json':
@@ -15832,16 +15830,18 @@ def cmd_groups_get(session: Session, args: Arguments) -> int:
     return 0
 
 
+GROUP_LISTS = {     # command -> its operation, columns, and what the things are called
+    'list':                 ('list_access_groups', GROUP_COLUMNS, 'access groups'),
+    'list-members':         ('list_group_members', MEMBER_COLUMNS, 'members'),
+    'list-user-groups':     ('list_user_groups', GROUP_COLUMNS, 'access groups'),
+    'list-workflow-groups': ('list_workflow_groups', GROUP_COLUMNS, 'access groups'),
+}
+
+
 def cmd_groups_list(session: Session, args: Arguments) -> int:
-    """Groups: all, a user's or a workflow's."""
-    op = {'list': 'list_access_groups', 'list-user-groups': 'list_user_groups', 'list-workflow-groups': 'list_workflow_groups'}
-    session.show_list(headings_of(GROUP_COLUMNS), session.items(op[session.command.name.split()[1]], **given(args)), 'access groups')
-    return 0
-
-
-def cmd_groups_members(session: Session, args: Arguments) -> int:
-    """Members of a group."""
-    session.show_list(headings_of(MEMBER_COLUMNS), session.items('list_group_members', **given(args)), 'members')
+    """Groups (all, a user's or a workflow's), or the members of one."""
+    op, columns, what = GROUP_LISTS[session.command.name.split()[1]]
+    session.show_list(headings_of(columns), session.items(op, **given(args)), what)
     return 0
 
 
@@ -16439,7 +16439,7 @@ COMMANDS = (
         'access-groups add-user 2 ann'),
     Command('access-groups remove-user', cmd_groups_change, 'take a user out of a group', (GROUP_ID, GROUP_USER),
         'access-groups remove-user 2 you'),
-    Command('access-groups list-members', cmd_groups_members, 'list who is in a group', (GROUP_ID, *GROUP_PAGE_OPTIONS),
+    Command('access-groups list-members', cmd_groups_list, 'list who is in a group', (GROUP_ID, *GROUP_PAGE_OPTIONS),
         'access-groups list-members 2', True),
     Command('access-groups list-user-groups', cmd_groups_list, 'list the groups that a user is in', (GROUP_USER, *GROUP_PAGE_OPTIONS),
         'access-groups list-user-groups you', True),
