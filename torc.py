@@ -5678,6 +5678,11 @@ def check_fills_by_hand(store: Store, group_id: int) -> None:
         raise Denied('the group of the administrators is filled by `serve --admin-user` and TORC_ADMIN_USERS only')
 
 
+def find_link(store: Store, table: str, group_id: int, other: str, value: Any) -> Optional[Dict[str, Any]]:
+    """The row that ties a group to a user (user_name) or a workflow (workflow_id); None if there is none."""
+    return next(iter(store.select(table, f'WHERE group_id = ? AND {other} = ?', (group_id, value))), None)
+
+
 def check_is_self(store: Store, user: str) -> None:
     """Refuse questions about other users, but from administrators and where users have no names."""
     if store.caller != user and not store.is_admin and (store.knows_users or store.enforces_access):
@@ -5737,23 +5742,17 @@ def add_user_to_group(store: Store, group_id: int, body: Dict[str, Any]) -> Dict
         raise Refused(f'user_name: {user!r} is nobody who could be in a group', field='user_name')
     if (body.get('group_id') or group_id) != group_id:
         raise Refused(f"the body is about group {body['group_id']}, the path about {group_id}", field='group_id')
-    if membership(store, group_id, user):
+    if find_link(store, 'user_group_membership', group_id, 'user_name', user):
         raise Conflict(f'{printable(user)} is in access group {group_id} already')
     values = {'group_id': group_id, 'user_name': user, 'role': role, 'created_at': format_time(store.now())}
     return get_row(store, 'user_group_membership', store.insert('user_group_membership', values))
-
-
-def membership(store: Store, group_id: int, user: str) -> Optional[Dict[str, Any]]:
-    """A user's place in a group; None if he is not in it."""
-    found = store.select('user_group_membership', 'WHERE group_id = ? AND user_name = ?', (group_id, user))
-    return found[0] if found else None
 
 
 def remove_user_from_group(store: Store, group_id: int, user_name: str) -> Dict[str, Any]:
     """Take a user out of a group."""
     check_group_admin(store, group_id)
     check_fills_by_hand(store, group_id)
-    found = membership(store, group_id, user_name)
+    found = find_link(store, 'user_group_membership', group_id, 'user_name', user_name)
     if found is None:
         raise NotFound(f'{printable(user_name)} is not in access group {group_id}')
     store.run('DELETE FROM user_group_membership WHERE id = ?', (found['id'],))
@@ -5784,20 +5783,21 @@ def check_may_link(store: Store, workflow_id: int, group_id: int) -> None:
 def add_workflow_to_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
     """Let the members of a group use a workflow."""
     check_may_link(store, workflow_id, group_id)
-    if store.select('workflow_access_group', 'WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id)):
+    if find_link(store, 'workflow_access_group', group_id, 'workflow_id', workflow_id):
         raise Conflict(f'access group {group_id} has access to workflow {workflow_id} already')
-    store.insert('workflow_access_group', {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())})
-    return store.select('workflow_access_group', 'WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))[0]
+    link = {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())}
+    store.insert('workflow_access_group', link)
+    return link
 
 
 def remove_workflow_from_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
     """Take a workflow from the members of a group."""
     check_may_link(store, workflow_id, group_id)
-    found = store.select('workflow_access_group', 'WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
-    if not found:
+    found = find_link(store, 'workflow_access_group', group_id, 'workflow_id', workflow_id)
+    if found is None:
         raise NotFound(f'access group {group_id} has no access to workflow {workflow_id}')
     store.run('DELETE FROM workflow_access_group WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
-    return found[0]
+    return found
 
 
 def check_workflow_access(store: Store, workflow_id: int, user_name: str) -> Dict[str, Any]:
@@ -6675,12 +6675,17 @@ def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
 
 # -------- initialize and reset --------
 
+def refuse_archived(state: WorkflowState) -> None:
+    """Refuse to work on what was put away."""
+    if state.is_archived:
+        raise Refused(f'workflow {state.id} is archived; take it back first: torc.py workflows archive false {state.id}')
+
+
 def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = False,
                     clear_ephemeral_user_data: bool = True) -> Dict[str, Any]:
     """Make a workflow ready to run: all of it, or only what is uninitialized or undecided (pending_failed) and what depends on it."""
     state = workflow_state(store, workflow_id)
-    if state.is_archived:
-        raise Refused(f'workflow {workflow_id} is archived; take it back first: torc.py workflows archive false {workflow_id}')
+    refuse_archived(state)
     if not only_uninitialized:
         refuse_active(store, workflow_id, 'initialized')
     if state.run_id == 0:
@@ -6784,8 +6789,7 @@ def number_attempts(store: Store, workflow_id: int) -> None:
 def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -> Dict[str, Any]:
     """Begin a new run generation. With force also while jobs are active: what their runners report is then stale."""
     state = workflow_state(store, workflow_id)
-    if state.is_archived:
-        raise Refused(f'workflow {workflow_id} is archived; take it back first: torc.py workflows archive false {workflow_id}')
+    refuse_archived(state)
     if not force:
         refuse_active(store, workflow_id, 'reset')
         if store.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
@@ -8572,20 +8576,18 @@ def list_results(store: Store, resource: str, all_runs: bool = False, **query: A
     return list_rows(store, resource, all_runs=all_runs, **query)
 
 
+ITEM_RELATIONS = (     # of files or user data: who makes, and who uses them
+    'item.name, item.id AS {0}_id, item.name AS {0}_name, {1}made.job_id AS producer_job_id, maker.name AS producer_job_name, '
+    'used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM {0} item '
+    'LEFT JOIN job_output_{0} made ON made.{0}_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
+    'LEFT JOIN job_input_{0} used ON used.{0}_id = item.id LEFT JOIN job user ON user.id = used.job_id '
+    'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)')
 RELATION_QUERIES = {
     'job': ('job.name, job.id AS job_id, job.name AS job_name, need.id AS depends_on_job_id, need.name AS depends_on_job_name '
             'FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id CROSS JOIN job need ON need.id = dep_member.job_id '
             'WHERE job.workflow_id = :workflow'),
-    'file': ("item.name, item.id AS file_id, item.name AS file_name, item.path AS file_path, made.job_id AS producer_job_id, "
-             'maker.name AS producer_job_name, used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM file item '
-             'LEFT JOIN job_output_file made ON made.file_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
-             'LEFT JOIN job_input_file used ON used.file_id = item.id LEFT JOIN job user ON user.id = used.job_id '
-             'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)'),
-    'user_data': ("item.name, item.id AS user_data_id, item.name AS user_data_name, made.job_id AS producer_job_id, "
-                  'maker.name AS producer_job_name, used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM user_data item '
-                  'LEFT JOIN job_output_user_data made ON made.user_data_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
-                  'LEFT JOIN job_input_user_data used ON used.user_data_id = item.id LEFT JOIN job user ON user.id = used.job_id '
-                  'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)'),
+    'file': ITEM_RELATIONS.format('file', 'item.path AS file_path, '),
+    'user_data': ITEM_RELATIONS.format('user_data', ''),
 }
 
 
