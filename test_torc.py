@@ -2234,6 +2234,37 @@ class NamesOfAttemptsTest(ServiceTest):
         self.call('initialize_jobs', id=workflow_id)
         self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
 
+    def test_an_attempt_taken_from_its_runner_is_not_handed_out_again(self):
+        def cancel_and_initialize(workflow_id: int, job_id: int) -> None:
+            self.call('cancel_workflow', id=workflow_id)
+            self.call('initialize_jobs', id=workflow_id)
+
+        def set_ready(workflow_id: int, job_id: int) -> None:
+            self.call('manage_status_change', id=job_id, status='ready', run_id=1)
+
+        def set_back(workflow_id: int, job_id: int) -> None:
+            self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
+            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        for change in (cancel_and_initialize, set_ready, set_back):
+            with self.subTest(change.__name__):
+                workflow_id = self.create('a:')
+                node_id = self.node(workflow_id)
+                first = self.claim(workflow_id, node_id)['a']
+                change(workflow_id, first['id'])
+                again = self.claim(workflow_id, node_id)['a']
+                self.assertEqual(2, again['attempt_id'])
+                answer = self.sync(workflow_id, node_id, completions=[self.end(first), self.end(again)])
+                self.assertEqual(([[first['id'], 2, 'completed']], [1]), (answer['accepted'], [error['attempt_id'] for error in answer['errors']]))
+
+    def test_an_attempt_that_was_canceled_in_the_last_run_counts_for_none(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id)
+        self.call('cancel_workflow', id=workflow_id)
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
+
     def test_retries_end_where_the_caller_says(self):
         workflow_id = self.create('a:')
         node_id = self.node(workflow_id)

@@ -6692,6 +6692,7 @@ def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = F
         store.run('UPDATE workflow SET run_id = 1 WHERE id = ?', (workflow_id,))
     store.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(store, workflow_id)
+    end_in_hand(store, workflow_id, f'status = {CANCELED} AND compute_node_id IS NOT NULL')
     if only_uninitialized:
         uninitialize(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}', (workflow_id,)))
         uninitialize(store, downstream_of_uninitialized(store, workflow_id))
@@ -6777,6 +6778,14 @@ def start_over(store: Store, workflow_id: int, clear_ephemeral: bool) -> None:
     settle(store, workflow_id, release_sets(store, workflow_id, idle_sets))
 
 
+def end_in_hand(store: Store, workflow_id: int, condition: str) -> None:
+    """A runner may still have these jobs in hand, which go on without it: its attempts have ended as canceled, so that their names are used."""
+    store.run('INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, return_code, exec_time_minutes, completion_time, '
+              'status, is_current) SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), attempt_id, '
+              f'ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, ?, {CANCELED}, 0 FROM job WHERE workflow_id = ? AND {condition}',
+              (format_time(store.now()), workflow_id))
+
+
 def number_attempts(store: Store, workflow_id: int) -> None:
     """Jobs that run again within a run go on counting: an attempt's name (job, run, attempt) is never used twice."""
     run_id = workflow_state(store, workflow_id).run_id
@@ -6795,6 +6804,7 @@ def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -
         if store.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
             raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or reset it with --force')
     uninitialize(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,)))
+    store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}', (workflow_id,))
     store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1 WHERE id = ?', (workflow_id,))
     add_user_event(store, workflow_id, 'reset_workflow_status', force=force)
     return get_workflow(store, workflow_id)
@@ -7325,6 +7335,8 @@ def manage_status_change(store: Store, job_id: int, status: str, run_id: int) ->
         raise Refused(f'{status} is an end: report it as a completion')
     if code != job.status:
         check_run(workflow_state(store, job.workflow_id), run_id)
+        if job.status in ACTIVE and code not in ACTIVE:
+            end_in_hand(store, job.workflow_id, f'id = {job_id}')
         store.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
         if code not in ACTIVE:
             store.run('UPDATE job SET start_time = NULL, compute_node_id = NULL WHERE id = ?', (job_id,))
