@@ -6475,6 +6475,15 @@ class ServeTest(WorldTest):
         self.assertIn('ending: SIGTERM', [line['fields']['message'] for line in lines])
         self.assertEqual(0o600, os.stat(self.world.path('logs', 'torc-server.log')).st_mode & 0o777)
 
+    def test_a_log_that_cannot_begin_anew_goes_on(self) -> None:
+        os.mkdir(self.world.path('logs'))
+        handler = torc.LogFile(self.world.path('logs/x.log'), 10, 3)
+        with contextlib.closing(handler), open(os.dup(handler.stream.fileno()), 'rb') as written:
+            shutil.rmtree(self.world.path('logs'))
+            for number in range(3):
+                handler.handle(logging.LogRecord('torc', logging.INFO, '', 0, 'a line of some length', (), None))
+            self.assertEqual(3, os.fstat(written.fileno()).st_size // len('a line of some length\n'))
+
     def test_a_log_makes_room_for_a_new_one(self) -> None:
         handler = torc.LogFile(self.world.path('x.log'), 100, 3)
         handler.setFormatter(torc.JsonLines())

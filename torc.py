@@ -11133,13 +11133,18 @@ class LogFile(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         if os.fstat(self.stream.fileno()).st_size > self.limit_bytes:
-            self.stream.close()
-            if self.kept > 1:
-                push_back(self.path, self.kept)
-            else:
-                os.unlink(self.path)
-            self.stream = self.open()
+            with contextlib.suppress(OSError, Denied):      # a full disk, or the directory is gone: the old file goes on
+                self.begin_anew()
         super().emit(record)
+
+    def begin_anew(self) -> None:
+        """Put the file behind, and open a new one."""
+        if self.kept > 1:
+            push_back(self.path, self.kept)
+        else:
+            os.unlink(self.path)
+        full, self.stream = self.stream, self.open()
+        full.close()
 
     def close(self) -> None:
         """Close the file, too."""
