@@ -2245,7 +2245,11 @@ class NamesOfAttemptsTest(ServiceTest):
         def set_back(workflow_id: int, job_id: int) -> None:
             self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
             self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        for change in (cancel_and_initialize, set_ready, set_back):
+
+        def cancel_and_set_back(workflow_id: int, job_id: int) -> None:
+            self.call('cancel_workflow', id=workflow_id)
+            set_back(workflow_id, job_id)
+        for change in (cancel_and_initialize, set_ready, set_back, cancel_and_set_back):
             with self.subTest(change.__name__):
                 workflow_id = self.create('a:')
                 node_id = self.node(workflow_id)

@@ -5403,7 +5403,8 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 # know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at all.
 #
 # Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts, completions
-# and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt) and has one result.
+# and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt) and has one result, also when
+# its job is taken from the runner's hands: so the name is never given again.
 #
 # Completion. In one transaction: the result row, the job's status, the counters of the sets that it is a member of,
 # the jobs that this makes ready or cancels, and so on until nothing changes, and the actions that all of this triggers.
@@ -7335,7 +7336,7 @@ def manage_status_change(store: Store, job_id: int, status: str, run_id: int) ->
         raise Refused(f'{status} is an end: report it as a completion')
     if code != job.status:
         check_run(workflow_state(store, job.workflow_id), run_id)
-        if job.status in ACTIVE and code not in ACTIVE:
+        if code not in ACTIVE and (job.status in ACTIVE or job.status == CANCELED and job.compute_node_id is not None):
             end_in_hand(store, job.workflow_id, f'id = {job_id}')
         store.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
         if code not in ACTIVE:
