@@ -2249,7 +2249,12 @@ class NamesOfAttemptsTest(ServiceTest):
         def cancel_and_set_back(workflow_id: int, job_id: int) -> None:
             self.call('cancel_workflow', id=workflow_id)
             set_back(workflow_id, job_id)
-        for change in (cancel_and_initialize, set_ready, set_back, cancel_and_set_back):
+
+        def cancel_and_reset_jobs(workflow_id: int, job_id: int) -> None:
+            self.call('cancel_workflow', id=workflow_id)
+            self.call('reset_job_status', id=workflow_id)
+            self.call('initialize_jobs', id=workflow_id)
+        for change in (cancel_and_initialize, set_ready, set_back, cancel_and_set_back, cancel_and_reset_jobs):
             with self.subTest(change.__name__):
                 workflow_id = self.create('a:')
                 node_id = self.node(workflow_id)

@@ -6693,11 +6693,11 @@ def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = F
         store.run('UPDATE workflow SET run_id = 1 WHERE id = ?', (workflow_id,))
     store.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(store, workflow_id)
-    end_in_hand(store, workflow_id, f'status = {CANCELED} AND compute_node_id IS NOT NULL')
     if only_uninitialized:
         uninitialize(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}', (workflow_id,)))
         uninitialize(store, downstream_of_uninitialized(store, workflow_id))
     else:
+        end_in_hand(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {IN_HAND}', (workflow_id,)))
         store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
     take_back_spawned(store, workflow_id)
     start_over(store, workflow_id, clear_ephemeral_user_data)
@@ -6759,8 +6759,20 @@ def downstream_of_uninitialized(store: Store, workflow_id: int) -> List[int]:
         f'SELECT id FROM job WHERE id IN (SELECT id FROM downstream) AND status NOT IN {kept}', (workflow_id,))
 
 
+IN_HAND = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_node_id IS NOT NULL)'
+
+
+def end_in_hand(store: Store, job_ids: Sequence[int]) -> None:
+    """Jobs are about to go on without the runners that may have them: those attempts end as canceled, so that their names are used."""
+    run_by_ids(store, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, return_code, exec_time_minutes, '
+               'completion_time, status, is_current) SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), '
+               f"attempt_id, ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(store.now())}', {CANCELED}, 0 "
+               f'FROM job WHERE {IN_HAND} AND id IN', job_ids)
+
+
 def uninitialize(store: Store, job_ids: Sequence[int]) -> None:
     """Set jobs back to the state before initialize."""
+    end_in_hand(store, job_ids)
     run_by_ids(store, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', job_ids)
 
 
@@ -6777,14 +6789,6 @@ def start_over(store: Store, workflow_id: int, clear_ephemeral: bool) -> None:
     number_attempts(store, workflow_id)
     idle_sets = store.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
     settle(store, workflow_id, release_sets(store, workflow_id, idle_sets))
-
-
-def end_in_hand(store: Store, workflow_id: int, condition: str) -> None:
-    """A runner may still have these jobs in hand, which go on without it: its attempts have ended as canceled, so that their names are used."""
-    store.run('INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, return_code, exec_time_minutes, completion_time, '
-              'status, is_current) SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), attempt_id, '
-              f'ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, ?, {CANCELED}, 0 FROM job WHERE workflow_id = ? AND {condition}',
-              (format_time(store.now()), workflow_id))
 
 
 def number_attempts(store: Store, workflow_id: int) -> None:
@@ -6804,8 +6808,8 @@ def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -
         refuse_active(store, workflow_id, 'reset')
         if store.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
             raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or reset it with --force')
-    uninitialize(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,)))
-    store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}', (workflow_id,))
+    store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
+    store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}', (workflow_id,))    # in no hand of the new run
     store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1 WHERE id = ?', (workflow_id,))
     add_user_event(store, workflow_id, 'reset_workflow_status', force=force)
     return get_workflow(store, workflow_id)
@@ -7336,8 +7340,8 @@ def manage_status_change(store: Store, job_id: int, status: str, run_id: int) ->
         raise Refused(f'{status} is an end: report it as a completion')
     if code != job.status:
         check_run(workflow_state(store, job.workflow_id), run_id)
-        if code not in ACTIVE and (job.status in ACTIVE or job.status == CANCELED and job.compute_node_id is not None):
-            end_in_hand(store, job.workflow_id, f'id = {job_id}')
+        if code not in ACTIVE:
+            end_in_hand(store, [job_id])
         store.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
         if code not in ACTIVE:
             store.run('UPDATE job SET start_time = NULL, compute_node_id = NULL WHERE id = ?', (job_id,))
