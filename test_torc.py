@@ -2381,6 +2381,19 @@ class ActionTest(ServiceTest):
         self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, first))
         self.assertEqual([], self.due(workflow_id, first))
 
+    def test_a_schedule_names_no_scheduler_of_another_workflow(self):
+        mine, other = self.create('a:'), self.create('a:')
+        scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': other, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
+        action = {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes'}
+        refused = f'workflow {mine} has no slurm scheduler {scheduler_id}'
+        with self.assertRaisesRegex(torc.Refused, refused):
+            self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': scheduler_id}), workflow_id=mine)
+        made = self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': 0}), workflow_id=mine)
+        with self.assertRaisesRegex(torc.Refused, refused):
+            self.call('update_workflow_action', {'scheduler_id': scheduler_id}, workflow_id=mine, action_id=made['id'])
+        config = {'scheduler_id': scheduler_id, 'scheduler_type': 'slurm'}
+        self.call('create_workflow_action', dict(action, workflow_id=other, action_config=config), workflow_id=other)
+
     def test_jobs_that_the_cascade_cancels_count_as_ended(self):
         workflow_id = self.create('a:\nb: a\nc: b', actions=[self.action('on_jobs_complete', [2]), self.action('on_workflow_complete')])
         node_id = self.node(workflow_id)

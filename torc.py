@@ -6072,7 +6072,7 @@ def create_workflow_action(store: Store, workflow_id: int, body: Dict[str, Any])
     workflow_state(store, workflow_id)
     check_stays(workflow_id, body)
     job_ids = sorted(set(body.get('job_ids') or ()))
-    check_action(body['trigger_type'], body['action_type'], body['action_config'])
+    check_action(store, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
     check_owned(store, 'job', workflow_id, job_ids)
     is_gated = body['trigger_type'] in JOB_TRIGGERS
     values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None, executed_by=None,
@@ -6084,7 +6084,7 @@ def create_workflow_action(store: Store, workflow_id: int, body: Dict[str, Any])
     return action_rows(store, 'WHERE id = ?', (action_id,))[0]
 
 
-def check_action(trigger_type: str, action_type: str, config: Any) -> None:
+def check_action(store: Store, workflow_id: int, trigger_type: str, action_type: str, config: Any) -> None:
     """Refuse an action that nobody could ever run."""
     if trigger_type not in TRIGGERS:
         raise Refused(f"unknown trigger_type {trigger_type!r}; one of {', '.join(TRIGGERS)}")
@@ -6095,15 +6095,15 @@ def check_action(trigger_type: str, action_type: str, config: Any) -> None:
                                               and len(config) == 1):
         raise Refused('action_config of run_commands needs "commands", a list of shell commands, and takes nothing else')
     if action_type == 'schedule_nodes':
-        check_schedule(config)
+        check_schedule(store, workflow_id, config)
 
 
 SCHEDULE_TYPES = {'scheduler_id': int, 'scheduler_type': str, 'num_allocations': int, 'start_one_worker_per_node': bool,
                    'max_parallel_jobs': int}
 
 
-def check_schedule(config: Any) -> None:
-    """Refuse an action_config of schedule_nodes with unknown keys or values of other types."""
+def check_schedule(store: Store, workflow_id: int, config: Any) -> None:
+    """Refuse an action_config of schedule_nodes with unknown keys, values of other types, or another workflow's scheduler."""
     if not isinstance(config, dict):
         raise Refused('action_config of schedule_nodes must be an object')
     for name, value in config.items():
@@ -6111,6 +6111,9 @@ def check_schedule(config: Any) -> None:
             raise Refused(f'action_config of schedule_nodes has no key {printable(name)!r}' + did_you_mean(name, SCHEDULE_TYPES))
         if value is not None and type(value) is not SCHEDULE_TYPES[name]:
             raise Refused(f'action_config: {name} must be of type {SCHEDULE_TYPES[name].__name__}, not {printable(repr(value)[:60])}')
+    owner = store.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?', (config.get('scheduler_id'),))
+    if config.get('scheduler_type') in (None, 'slurm') and owner not in (None, workflow_id):    # None: it may come later
+        raise Refused(f"action_config: workflow {workflow_id} has no slurm scheduler {config['scheduler_id']}")
 
 
 def get_action(store: Store, workflow_id: int, action_id: int) -> Dict[str, Any]:
@@ -6128,7 +6131,7 @@ def update_workflow_action(store: Store, workflow_id: int, action_id: int, body:
     if not isinstance(body, dict) or not body:
         raise Refused('the body must be an object of the keys of action_config that are to change')
     config = dict(action['action_config'], **body)
-    check_action(action['trigger_type'], action['action_type'], config)
+    check_action(store, workflow_id, action['trigger_type'], action['action_type'], config)
     store.update('workflow_action', action_id, {'action_config': config})
     return get_action(store, workflow_id, action_id)
 
