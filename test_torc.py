@@ -3286,6 +3286,17 @@ class AdminSqlTest(ServiceTest):
         self.assertEqual(['id'], self.sql('SELECT id FROM job WHERE 0')['columns'])
         self.assertEqual([{'column1': 1}, {'column1': 2}], self.sql('VALUES (1), (2)')['items'])
 
+    def test_nothing_is_left_that_would_fail_all_that_comes_after(self):
+        self.create('a:')
+        for sql in ('UPDATE job SET id = 9223372036854775807 WHERE 1', 'UPDATE job SET id = 0 WHERE 1', "UPDATE workflow SET env = '5' WHERE 1",
+                    "UPDATE job_kind SET labels = '{}' WHERE 1", "UPDATE job SET env = '[]' WHERE 1",
+                    "INSERT INTO event (id, workflow_id, timestamp, data) VALUES (9223372036854775807, 1, 1, '{}')",
+                    "INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, status) "
+                    "VALUES (1, 1, 1, 1, 0, 1e308, '2026-01-01T00:00:00Z', 5)"):
+            with self.subTest(sql):
+                self.assertRaisesRegex(torc.Refused, 'would hold what', self.write, sql)
+        self.assertEqual(1, self.write("UPDATE job SET env = '{}' WHERE 1")['rows_affected'])
+
     def test_the_number_of_rows_is_limited(self):
         numbers = 'WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n'
         for limit, count in ((3, 3), (-5, 1), (0, 1), (10 ** 9, 100000)):
@@ -5458,6 +5469,14 @@ class Reader:
         found, _, self.data = self.data.partition(end)
         return found
 
+    def has_ended(self) -> bool:
+        """Whether the server hangs up before long."""
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            if not self.socket.recv(65536):
+                return True
+        return False
+
     def event(self) -> Any:
         """The next event; an id alone or a sign of life counts as one."""
         return torc.parse_event(self.until(b'\n\n'))
@@ -5506,6 +5525,13 @@ class StreamTest(WorldTest):
         self.server.server.tick = lambda store: [torc.announce(store, self.workflow_id, event_type, dict(data, n=number), severity) for number in range(count)] and False
         self.server.server.tick_at = 0.0
         self.server.ask(http_request())
+
+    def test_a_stream_ends_when_its_workflow_is_gone(self) -> None:
+        self.set_constant('KEEP_ALIVE_S', 0.05)
+        reader = self.read()
+        reader.until(b':\n\n')     # while it is there
+        self.json('DELETE', f'/workflows/{self.workflow_id}')
+        self.assertTrue(reader.has_ended())
 
     def test_a_reader_gets_what_happens_from_now_on(self) -> None:
         self.tell('early')
@@ -5947,7 +5973,10 @@ class PasswordFileTest(WorldTest):
         good = torc.hash_password(b'open-sesame', 4)
         for text, wanted in (('ann', '1: user .ann.: it is not USER:HASH'), (f'a:{good}\nann:$apr1$x$y', '2: user .ann.: its hash is neither'), ('ann:', 'neither'),
                              (f'a:{good}\na:{good}', '2: user .a.: the user stands in two lines'), ('ann:$scrypt$ln=30,r=8,p=1$AAAA$AAAA', 'too much memory'),
-                             ('ann:$scrypt$ln=4,r=8,p=1$A$AAAA', 'malformed'), ('ann:$2y$99$' + 'a' * 53, 'neither'), ('ann:$2y$05$' + 'a' * 52, 'neither')):
+                             ('ann:$scrypt$ln=4,r=8,p=1$A$AAAA', 'malformed'), ('ann:$2y$99$' + 'a' * 53, 'neither'), ('ann:$2y$05$' + 'a' * 52, 'neither'),
+                             ('ann:$2a$31$' + 'a' * 53, 'takes too long'), ('ann:$2b$17$' + 'a' * 53, 'takes too long'),
+                             ('ann:$scrypt$ln=17,r=8,p=5$AAAA$AAAA', 'takes too long'),
+                             ('ann:$scrypt$ln=17,r=16,p=999999$AAAA$AAAA', 'takes too long')):
             with self.subTest(text), self.assertRaises(torc.BadInput) as caught:
                 torc.parse_users(text, 'my file')
             self.assertRegex(str(caught.exception.problems[0]), wanted)
@@ -6063,6 +6092,30 @@ class PasswordServerTest(WorldTest):
         self.assertEqual([403], statuses(self.ask(self.login('ann', 'open-sesame'), path='/torc-service/v1/workflows/1')))
         self.assertEqual([200], statuses(self.ask(f'Bearer {self.TOKEN}', path='/torc-service/v1/workflows/1')))
         self.assertEqual([403], statuses(self.ask(self.login('bob', 'long:enough'), 'POST', '/torc-service/v1/admin/reload-auth')))
+
+    def test_a_stream_ends_when_what_let_its_reader_in_was_taken_away(self) -> None:
+        self.start(enforces_access=True)
+        self.addCleanup(setattr, torc, 'KEEP_ALIVE_S', torc.KEEP_ALIVE_S)
+        torc.KEEP_ALIVE_S = 0.05
+        owner, bob = f'Bearer {self.TOKEN}', self.login('bob', 'long:enough')
+
+        def ask(method: str, path: str, body: str = '') -> None:
+            self.assertEqual([200], statuses(self.ask(owner, method, torc.API_PREFIX + path, body.encode())))
+        ask('POST', '/workflows', '{"name":"w","user":"ann"}')
+        ask('POST', '/access_groups', '{"name":"g"}')
+        ask('POST', '/access_groups/2/members', '{"user_name":"bob"}')
+        ask('POST', '/workflows/1/access_groups/2')
+        changed = self.world.read('users').replace('bob:', f"bob:{torc.hash_password(b'another one', 4)}\n# ")
+        for take in (lambda: self.world.write('users', changed) and ask('POST', '/admin/reload-auth'), lambda: ask('DELETE', '/access_groups/2/members/bob')):
+            readers = [Reader(self.server.port, '/workflows/1/events/stream', authorization=field) for field in (owner, bob)]
+            for reader in readers:
+                self.addCleanup(reader.close)
+                reader.until(b':\n\n')
+            take()
+            self.assertTrue(readers[1].has_ended())
+            readers[0].data = b''
+            readers[0].until(b':\n\n')     # as before
+            bob = self.login('bob', 'another one')
 
     def test_a_right_password_is_checked_once_and_a_wrong_one_each_time(self) -> None:
         self.hold_checks().set()
@@ -8839,6 +8892,17 @@ class PasswordCommandTest(CommandTest):
         """A command with a line on stdin."""
         return self.world.cli('htpasswd', *argv, stdin=password + '\n')
 
+    def test_a_file_of_something_else_and_names_of_no_encoding_are_left_alone(self):
+        for text in ('root:x:0:0:root:/root:/bin/bash\n', 'just words\n', '# fine\nann:realm:0123\n'):
+            self.world.write('users', text)
+            self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '4', 'ann'), 'users is no password file')
+            self.assertEqual(text, self.world.read('users'))
+        self.world.write('users', '')
+        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '4', 'b\udcff'), 'is no user name')     # nobody could read the file again
+        self.assertEqual('', self.world.read('users'))
+        self.world.write('users', f"\ufeffann:{torc.hash_password(b'open-sesame', 4)}\r\n")      # by an editor on Windows
+        self.assertExit(0, self.feed('open-sesame', 'verify', '-f', 'users', 'ann'))
+
     def test_users_are_added_changed_and_removed_and_all_else_stays(self):
         self.world.write('users', '# of the group\nzoe:$apr1$kept$asitis\n\n')
         self.assertExit(0, self.feed('open-sesame', 'add', '-f', 'users', '-c', '4', 'ann'), 'Added user ann in users')
@@ -8867,7 +8931,7 @@ class PasswordCommandTest(CommandTest):
         for password, user, text in (('short', 'ann', 'at least 8 characters'), ('open-sesame', 'a:b', 'no user name'), ('open-sesame', '#a', 'no user name'),
                                      ('open-sesame', 'a\x1bb', 'no user name'), ('open-sesame', '', 'no user name'), ('open-sesame', 'anonymous', 'cannot be a user')):
             self.assertExit(2, self.feed(password, 'add', '-f', 'users', '-c', '4', user), text)
-        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '3', 'ann'), 'not between 4 and 31')
+        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '3', 'ann'), 'not between 4 and 16')
         self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'no/users', '-c', '4', 'ann'), 'cannot write no/users')
         self.assertFalse(os.path.exists(self.world.path('users')))
 

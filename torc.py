@@ -4940,6 +4940,8 @@ READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURS
 WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
 FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
 CELL_KINDS = {'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer',), 'REAL': ('real', 'integer')}     # others: text
+CELL_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dict}     # of JSON that verbs look into
+MOST_FOREIGN_ID = 2 ** 53           # SQLite gives ids above the highest: after its last one, nothing could be added
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_reported', 'identifier', 'request', 'requested_by', 'is_system'])
 
@@ -5180,12 +5182,17 @@ class Store:
             if column.codec == 'STATUS':
                 condition += f' OR {column.name} NOT BETWEEN 0 AND {len(STATUSES) - 1}'
             elif column.codec == 'REAL':
-                condition += f' OR abs({column.name}) > {sys.float_info.max!r}'      # JSON knows no infinity
+                condition += f' OR abs({column.name}) > 1e15'       # nor may a sum of them be infinite: JSON knows no such number
+            elif column.name == 'id':
+                condition += f' OR id NOT BETWEEN 1 AND {MOST_FOREIGN_ID}'
             if self.one(f'SELECT 1 FROM {table} WHERE {condition} LIMIT 1'):
                 raise Refused(f'{table}.{column.name} would hold what it is not for; its type is {column.codec}')
             try:
                 for cell in self._db.execute(f'SELECT DISTINCT {column.name} FROM {table}') if kinds == ('text',) else ():
-                    format_json(decode_cell(column.codec, cell[0])).encode()
+                    value = decode_cell(column.codec, cell[0])
+                    format_json(value).encode()
+                    if value is not None and not isinstance(value, CELL_TYPES.get(column.name, object)):
+                        raise ValueError(f'{format_json(value)[:60]} instead of a {CELL_TYPES[column.name].__name__}')
             except (sqlite3.OperationalError, ValueError, RecursionError) as error:
                 raise Refused(f'{table}.{column.name} would hold what cannot be read: {printable(str(error))[:200]}') from None
 
@@ -9831,6 +9838,7 @@ BCRYPT_PROOF = b'$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW'  
 BCRYPT_ALPHABET = './ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789'
 MOST_SCRYPT_LN = 17                 # 128 MiB
 DEFAULT_PASSWORD_COST = 12
+MOST_PASSWORD_COST = 16             # some seconds, in which no other password is checked; 31 takes a day
 
 
 @functools.lru_cache(maxsize=None)
@@ -9898,16 +9906,20 @@ def explain_hash(stored: str) -> str:
         ln, r, p = (int(text) for text in match.groups()[:3])
         if not (1 <= ln <= MOST_SCRYPT_LN and 1 <= r <= 16 and p >= 1) or any(len(text) % 4 == 1 for text in match.groups()[3:]):
             return 'its scrypt is malformed, or takes too much memory'
+        if 2 ** ln * r * p > 8 * 2 ** (MOST_PASSWORD_COST + 3):
+            return 'its scrypt takes too long'
         return '' if hasattr(hashlib, 'scrypt') else 'this Python has no scrypt (its OpenSSL is too old)'
     if not BCRYPT_LINE.match(stored):
         return 'its hash is neither bcrypt nor scrypt'
+    if int(stored[4:6]) > MOST_PASSWORD_COST:
+        return f'its bcrypt takes too long: a cost of at most {MOST_PASSWORD_COST} is possible'
     return '' if find_bcrypt() else "the system's libcrypt is missing or knows no bcrypt"
 
 
 def check_user_name(name: str) -> None:
     """Refuse names that no password file can hold, or that are not a person's."""
-    if not name or ':' in name or name[0] == '#' or name != name.strip() or len(name) > MAX_NAME_CHARACTERS or FORBIDDEN_IN_NAME.search(name):
-        raise BadInput(f'{printable(name)!r} is no user name: it must not be empty, hold a colon or a control character, '
+    if not name or ':' in name or name[0] == '#' or name != name.strip() or len(name) > MAX_NAME_CHARACTERS or FORBIDDEN_IN_NAME.search(name) or UNSTORABLE.search(name):
+        raise BadInput(f'{printable(name)!r} is no user name: it must not be empty, hold a colon, a control character or what is not UTF-8, '
                        'begin with # or have blanks around it')
     if name == ANONYMOUS:
         raise BadInput(f'{ANONYMOUS!r} cannot be a user: it is who asks without a name')
@@ -9937,7 +9949,7 @@ def parse_users(text: str, path: str) -> Dict[str, str]:
 def read_password_file(path: str) -> str:
     """Text of a password file that nobody but its owner can change. FileNotFoundError if there is none."""
     try:
-        with open(path, encoding='utf-8', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        with open(path, encoding='utf-8-sig', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             found = os.fstat(file.fileno())
             if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022 and not is_private_group(found) or not stat.S_ISREG(found.st_mode):
                 raise Denied(f'other users may change {path}, and let themselves in: it must be a file of yours, '
@@ -10048,7 +10060,7 @@ class Opening(NamedTuple):
     """The beginning of an answer that goes on as a stream."""
     head: bytes
     wanted: Optional[Subscription]      # None: the head is all
-    last_id: str                        # Last-Event-ID of a reader that comes back, or ''
+    request: Request                    # that it answers
 
 
 class Feed:
@@ -10277,6 +10289,8 @@ class Connection:
         self.feed = None            # type: Optional[Feed]  # that it reads, when its answer is a stream
         self.next_event = 0         # ... its place there
         self.least = 0              # ... and the least severity that it wants
+        self.request = None         # type: Optional[Request]  # ... what it asked, to see now and then whether it still may
+        self.stored = b''           # ... and the hash of its user's password then
 
 
 class Server:
@@ -10711,7 +10725,7 @@ class Server:
         if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
             raise Unreachable(value['error']['message'])
         if isinstance(value, Subscription):
-            return self.answer_stream(head, value)
+            return self.answer_stream(request, value)
         try:
             body = b'' if value is None else format_json(value).encode()
         except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
@@ -10738,10 +10752,10 @@ class Server:
 
     # ---- streams ----
 
-    def answer_stream(self, head: Head, wanted: Subscription) -> Opening:
+    def answer_stream(self, request: Request, wanted: Subscription) -> Opening:
         """The head of a stream. Its end is that of the connection: HTTP/1.0 knows no other way, and none is simpler."""
         text = f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}content-type: text/event-stream\r\nconnection: close\r\n\r\n'.encode()
-        return Opening(text, None if head.method == 'HEAD' else wanted, head.fields.get('last-event-id', ''))
+        return Opening(text, None if request.head.method == 'HEAD' else wanted, request)
 
     def open_stream(self, connection: Connection, opening: Opening) -> None:
         """Begin to answer with a stream."""
@@ -10751,7 +10765,8 @@ class Server:
         connection.received.clear()
         connection.feed = self.feeds.join(opening.wanted.subject, connection)
         connection.least = opening.wanted.least
-        connection.next_event, first = connection.feed.find(opening.last_id)
+        connection.request, connection.stored = opening.request, self.stored_hash(opening.request)
+        connection.next_event, first = connection.feed.find(opening.request.head.fields.get('last-event-id', ''))
         self.keep_alive_at = min(self.keep_alive_at, time.monotonic() + KEEP_ALIVE_S)
         self.deliver(connection, opening.head + first)
 
@@ -10776,8 +10791,22 @@ class Server:
         readers = [connection for feed in self.feeds.by_subject.values() for connection in feed.readers]
         self.keep_alive_at = now + KEEP_ALIVE_S if readers else math.inf
         for connection in readers:
-            if not connection.unsent:
+            if not self.may_read_on(connection):
+                self.drop(connection)
+            elif not connection.unsent:
                 self.attempt(connection, self.send, b':\n\n')
+
+    def may_read_on(self, connection: Connection) -> bool:
+        """Whether the reader of a stream would be let in again: its workflow may be gone by now, or its access, or its password."""
+        request = connection.request
+        if not hmac.compare_digest(self.stored_hash(request), connection.stored):
+            return False
+        with self.store.reading():
+            return isinstance(self.ask_verb(request.head, b'', request.caller)[1], Subscription)
+
+    def stored_hash(self, request: Request) -> bytes:
+        """What the password file holds for who asks; nothing if the token lets him in, or nothing has to."""
+        return b'' if self.users is None or request.caller.is_owner else self.users.hashes.get(request.caller.name, '').encode()
 
     def note_request(self, connection: Connection, request: Request, answer: Union[bytes, Opening]) -> None:
         """Count a request, and tell those who watch them. What proves who asks stands in header fields, which are never told."""
@@ -15780,6 +15809,8 @@ def change_password_line(path: str, user: str, stored: Optional[str]) -> bool:
         if stored is None:
             raise NotFound(f'there is no password file {path}') from None
         lines = []
+    if any(line.count(':') != 1 for line in lines if line.strip() and not line.strip().startswith('#')):
+        raise BadInput(f'{path} is no password file: not all of its lines are USER:HASH. It was left as it is; give another one with -f')
     places = [place for place, line in enumerate(lines) if line.strip().partition(':')[0] == user]
     if stored is None and not places:
         raise NotFound(f'{path} has no user {printable(user)!r}')
@@ -16109,8 +16140,8 @@ def parse_labels(text: str) -> List[str]:
 def parse_cost(text: str) -> int:
     """Work of a password's hash, as bcrypt counts it."""
     value = parse_number(text)
-    if not 4 <= value <= 31:
-        raise ValueError(f'{text} is not between 4 and 31')
+    if not 4 <= value <= MOST_PASSWORD_COST:
+        raise ValueError(f'{text} is not between 4 and {MOST_PASSWORD_COST}')
     return value
 
 
@@ -16162,7 +16193,7 @@ REQUIREMENT_OPTIONS = (
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
 PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
-COST = Argument('-c --cost', 'N', 'work of guessing, doubled by each: 4 to 31', parse_cost, default=DEFAULT_PASSWORD_COST)
+COST = Argument('-c --cost', 'N', f'work of guessing, doubled by each: 4 to {MOST_PASSWORD_COST}', parse_cost, default=DEFAULT_PASSWORD_COST)
 RELOAD_OPTIONS = (
     Argument('--reload-auth', '', 'then let the server read its password file again (see --url)'),
     Argument('--server-password', 'PW', 'your own password there, where --url names it'))
