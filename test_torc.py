@@ -3289,7 +3289,8 @@ class AdminSqlTest(ServiceTest):
     def test_nothing_is_left_that_would_fail_all_that_comes_after(self):
         self.create('a:')
         for sql in ('UPDATE job SET id = 9223372036854775807 WHERE 1', 'UPDATE job SET id = 0 WHERE 1', "UPDATE workflow SET env = '5' WHERE 1",
-                    "UPDATE job_kind SET labels = '{}' WHERE 1", "UPDATE job SET env = '[]' WHERE 1",
+                    "UPDATE job_kind SET labels = '{}' WHERE 1", "UPDATE job_kind SET labels = '[1]' WHERE 1", "UPDATE job_kind SET labels = 'null' WHERE 1",
+                    "UPDATE job SET env = '[]' WHERE 1",
                     "INSERT INTO event (id, workflow_id, timestamp, data) VALUES (9223372036854775807, 1, 1, '{}')",
                     "INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, status) "
                     "VALUES (1, 1, 1, 1, 0, 1e308, '2026-01-01T00:00:00Z', 5)"):

@@ -5191,8 +5191,9 @@ class Store:
                 for cell in self._db.execute(f'SELECT DISTINCT {column.name} FROM {table}') if kinds == ('text',) else ():
                     value = decode_cell(column.codec, cell[0])
                     format_json(value).encode()
-                    if value is not None and not isinstance(value, CELL_TYPES.get(column.name, object)):
-                        raise ValueError(f'{format_json(value)[:60]} instead of a {CELL_TYPES[column.name].__name__}')
+                    wanted = CELL_TYPES.get(column.name) if cell[0] is not None else None
+                    if wanted and not (isinstance(value, wanted) and all(isinstance(item, str) for item in value)):     # labels, keys
+                        raise ValueError(f'{format_json(value)[:60]} is no {wanted.__name__}, or not one of texts')
             except (sqlite3.OperationalError, ValueError, RecursionError) as error:
                 raise Refused(f'{table}.{column.name} would hold what cannot be read: {printable(str(error))[:200]}') from None
 
