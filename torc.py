@@ -4932,7 +4932,7 @@ PRAGMAS = (
     ('wal_autocheckpoint', '4000'), # pages: a fourth of the checkpoints, a tenth of a completion's time; 16 MB beside the database
 )
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
-FOREIGN_SQL_S = 5.0                 # an administrator's statement may hold up everybody so long
+FOREIGN_SQL_S = 5.0                 # an administrator's statement may hold up everybody so long; one call of a function of SQLite, longer
 FOREIGN_SQL_STEPS = 10000           # of SQLite's machine between looks at the clock
 MAX_FOREIGN_BYTES = 64 * 1024 ** 2  # of one answer, about
 MAX_NEWS = 4000                     # of one transaction, fewer than a feed keeps; of more only the number is kept
