@@ -4924,7 +4924,7 @@ class ServerThread(threading.Thread):
         store = torc.Store(self.database)
         listener = torc.open_listener('127.0.0.1', 0, True)
         store.enforces_access = self.enforces_access
-        self.server = torc.Server(store, listener, self.token, tls=self.tls and self.tls.server, **self.how)
+        self.server = torc.Server(store, listener, torc.Admission(self.token, **self.how), tls=self.tls and self.tls.server)
         self.port = listener.getsockname()[1]
         self.is_ready.set()
         try:
@@ -5776,7 +5776,7 @@ class AdminServerTest(WorldTest):
         self.server.stop()
         with contextlib.closing(torc.Store(self.server.database)) as store:
             counting = CountingStore(store)
-            server = torc.Server(counting, torc.open_listener('127.0.0.1', 0, True), self.field[7:])
+            server = torc.Server(counting, torc.open_listener('127.0.0.1', 0, True), torc.Admission(self.field[7:]))
             self.addCleanup(server.close)
             self.assertEqual([200] * 3, [status for answer in server.answer_all(parsed) for status in statuses(answer)])
             self.assertEqual(3, counting.writes)

@@ -10294,26 +10294,32 @@ class Connection:
         self.stored = b''           # ... and the hash of its user's password then
 
 
+class Admission(NamedTuple):
+    """Whom a server lets in."""
+    token: str = ''                         # the owner's; '': everybody may ask
+    names: Iterable[str] = LOOPBACK_NAMES   # that Host may say
+    users: Optional[Users] = None           # who may ask with a password, beside the owner
+    lets_anonymous: bool = False            # ... and whoever shows neither token nor password
+
+
 class Server:
     """Answers HTTP on a listening socket, with the verbs on a store. See the section's preface."""
 
-    def __init__(self, store: Store, listener: socket.socket, token: str = '', names: Iterable[str] = LOOPBACK_NAMES,
-                 lease: Optional[Lease] = None, is_embedded: bool = False,
-                 tick: Callable[[Store], bool] = tend, users: Optional[Users] = None, lets_anonymous: bool = False,
-                 tls: Any = None) -> None:
+    def __init__(self, store: Store, listener: socket.socket, admission: Admission = Admission(), lease: Optional[Lease] = None,
+                 is_embedded: bool = False, tick: Callable[[Store], bool] = tend, tls: Any = None) -> None:
         self.store = store
         self.listener = listener
-        self.token = token.encode()             # b'': everybody may ask
-        self.names = {name.lower() for name in names}   # that Host may say
+        self.token = admission.token.encode()
+        self.names = {name.lower() for name in admission.names}
+        self.users = admission.users
+        self.lets_anonymous = admission.lets_anonymous
+        self.owner = Caller(user_name(), True) if self.token else Caller(ANONYMOUS, False)    # who asks with the token, or where there is none
         self.lease = lease
         self.tick = tick                        # called now and then inside a transaction; true: call again soon
-        self.owner = Caller(user_name(), True) if token else Caller(ANONYMOUS, False)    # who asks with the token, or where there is none
-        self.users = users                      # who may ask with a password, beside the owner
-        self.lets_anonymous = lets_anonymous    # ... and whoever shows neither token nor password
         self.attempts = {}                      # type: Dict[bytes, Attempt]  # by digest
         self.refusals = 0                       # requests without the right token or password, not yet told
         self.refusals_told_at = -math.inf
-        self.feeds = Feeds()
+        self.feeds = Feeds()                    # what is told to open streams
         self.traffic = store.traffic = Traffic(store.now)
         store.watched = self.feeds.by_subject
         self.keep_alive_at = math.inf           # when streams get their next sign of life
@@ -10336,10 +10342,10 @@ class Server:
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
             sock.setblocking(False)
-        store.knows_users = users is not None
-        if users is not None:
-            store.reload_users = users.reload
-            users.wake = self.wake_for_verdict
+        store.knows_users = self.users is not None
+        if self.users is not None:
+            store.reload_users = self.users.reload
+            self.users.wake = self.wake_for_verdict
         self.selector.register(self.wake_reader, selectors.EVENT_READ, self.on_wake)
         self.selector.register(listener, selectors.EVENT_READ, self.on_accept)
 
@@ -11010,8 +11016,8 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         with store.transaction():
             set_administrators(store, options.administrators)
         store.enforces_access = options.enforces_access
-        server = Server(store, listener, token, names, lease, options.is_embedded, users=users, lets_anonymous=not options.needs_token,
-                        tls=tls)
+        admission = Admission(token, names, users, lets_anonymous=not options.needs_token)
+        server = Server(store, listener, admission, lease, options.is_embedded, tls=tls)
         stack.callback(server.close)
         if options.snapshot:
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
