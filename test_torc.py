@@ -3086,6 +3086,19 @@ class TaskTest(ServiceTest):
         self.assertEqual(['failed', 'succeeded'], [self.call('get_task', id=number)['status'] for number in (1, 2)])
         self.assertIn('a bug in torc.py', self.call('get_task', id=1)['error'])
 
+    def test_a_task_that_the_database_refuses_is_tried_again_only_if_that_can_help(self):
+        workflow_id = self.create('a:')
+        for error, status in ((sqlite3.OperationalError('database or disk is full'), 'queued'), (sqlite3.IntegrityError('FOREIGN KEY'), 'failed'),
+                              (sqlite3.InterfaceError('type'), 'failed')):
+            with self.subTest(error=error), unittest.mock.patch.dict(torc.TASK_VERBS, initialize_jobs=unittest.mock.Mock(side_effect=error)):
+                task = self.begin(workflow_id)
+                if status == 'queued':
+                    self.assertRaises(sqlite3.OperationalError, self.tend)
+                else:       # or it would keep lost nodes from being looked for, at each look anew
+                    with self.assertLogs('torc', 'ERROR'):
+                        self.tend()
+                self.assertEqual(status, self.call('get_task', id=task['id'])['status'])
+
     def test_after_a_restart_unfinished_ones_have_failed(self):
         workflow_id = self.create('a:')
         self.begin(workflow_id)

@@ -7580,7 +7580,7 @@ def run_task(store: Store, workflow_id: int, operation: str, request: Dict[str, 
             TASK_VERBS[operation](store, workflow_id, **request)
     except TorcError as error:
         return error.message
-    except sqlite3.Error:
+    except sqlite3.OperationalError:
         raise       # a full disk, say: it stays queued, and is tried again
     except Exception:   # border: a bug fails one task, whose waiter is told so
         log.exception('a bug in torc.py: a task of workflow %d failed', workflow_id)
