@@ -7755,6 +7755,12 @@ class RunnerTest(WorldTest):
         self.run_it()
         self.assertEqual(['job_wf1_j2_r1_a1.e', 'job_wf1_j2_r1_a1.o'], sorted(os.listdir(self.world.path('out', 'job_stdio'))))
 
+    def test_a_jobs_own_stdio_inherits_nothing(self):
+        self.create(*({'command': 'echo a', 'stdio': own} for own in ({'mode': 'separate'}, {}, {'delete_on_success': False})), 'echo b',
+                    execution_config={'stdio': {'mode': 'combined', 'delete_on_success': True}})
+        self.run_it()
+        self.assertEqual([f'job_wf1_j{number}_r1_a1.{end}' for number in (1, 2, 3) for end in 'eo'], sorted(os.listdir(self.world.path('out', 'job_stdio'))))
+
     def test_a_missing_output_file_fails_the_job_by_name(self):
         self.create({'command': 'true', 'output_files': ['f']}, {'command': 'true', 'input_files': ['f']},
                     {'command': 'echo > made.txt', 'output_files': ['g']},

@@ -2301,7 +2301,7 @@ FIELDS = tuple(Field(*row) for row in (
     ('job', 'supports_termination',           'bool',    False,    False, 'has no effect: every job is sent the termination signal'),
     ('job', 'priority',                       'count',   0,        False, 'higher is claimed first'),
     ('job', 'labels',                         'texts',   None,     True,  'only runners with all of these labels take it'),
-    ('job', 'stdio',                          'stdio',   None,     False, 'where its output goes'),
+    ('job', 'stdio',                          'stdio',   None,     False, 'where its output goes, in place of stdio of execution_config'),
 ) + tuple(
     (where, name, kind, None, False, text)
     for where in ('job', 'file', 'user_data')
@@ -12933,8 +12933,8 @@ class Task:
 
 def open_outputs(task: Task, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
     """Open a job's output files into `outputs`, by its stdio mode. `stem` is output directory, workflow and run."""
-    stdio = dict(EXECUTION_DEFAULTS['stdio'], **(config['stdio'] or {}))
-    stdio.update((config['job_stdio_overrides'] or {}).get(task.name) or {})
+    own = (config['job_stdio_overrides'] or {}).get(task.name)      # it counts as a whole, as in Torc: nothing is inherited
+    stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
     directory, workflow_id, run_id = stem
     task.deletes_stdio = bool(stdio.get('delete_on_success'))
     task.stdout, task.stderr = stdio_paths(directory, workflow_id, task.id, run_id, task.attempt_id, stdio['mode'])
