@@ -2433,14 +2433,13 @@ SRUN_SIGNAL = Expression(r'(?:[RB]:)?(?:[0-9]{1,2}|(?:SIG)?[A-Z][A-Z0-9+-]*)(?:@
 MPI_KIND = Expression(r'[A-Za-z0-9+_.-]+\Z')
 
 
-KINDS = ((bool, 'true or false'), ((int, float), 'a number'), (str, 'text'), (dict, 'a mapping'), (list, 'a list'))
-
-
-def kind_of(value: Any) -> str:
-    """What a value is, for messages."""
-    if value is None:
-        return 'null'
-    return next((words for kind, words in KINDS if isinstance(value, kind)), 'a value of an unknown kind')
+def show_value(value: Any) -> str:
+    """A value for messages: what it is, or, where it is short, itself."""
+    if isinstance(value, str):
+        return f"'{shorten(value)}'"
+    if value is None or isinstance(value, (bool, int, float)):
+        return shorten(getattr(value, 'raw', '') or json.dumps(value))
+    return {dict: 'a mapping', list: 'a list'}.get(type(value), f'a value of the kind {type(value).__name__}')
 
 
 def shorten(text: str) -> str:
@@ -2462,7 +2461,7 @@ def read_text(value: Any) -> str:
         if not math.isfinite(value):
             raise ValueError('must be text, not NaN or infinity: put it in quotes if you mean the word')
         return getattr(value, 'raw', '') or repr(value)
-    raise ValueError(f'must be text, not {kind_of(value)}')
+    raise ValueError(f'must be text, not {show_value(value)}')
 
 
 def read_name(value: Any) -> str:
@@ -2504,7 +2503,7 @@ def read_integer(value: Any, least: int = -2 ** 31, most: int = MAX_INTEGER) -> 
     """A whole number within bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         hint = ': write it without quotes' if isinstance(value, str) and re.match(r'-?[0-9]+\Z', value) else ''
-        raise ValueError(f'must be a whole number, not {kind_of(value)}{hint}')
+        raise ValueError(f'must be a whole number, not {show_value(value)}{hint}')
     if re.match(r'[-+]?0[0-9]', getattr(value, 'raw', '')):
         raise ValueError(f'must be a whole number without leading zeros, not {value.raw}')
     if not least <= value <= most:
@@ -2516,7 +2515,7 @@ def read_integer(value: Any, least: int = -2 ** 31, most: int = MAX_INTEGER) -> 
 def read_number(value: Any) -> float:
     """A number, such as a time in seconds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f'must be a number, not {kind_of(value)}')
+        raise ValueError(f'must be a number, not {show_value(value)}')
     if not -1e18 < value < 1e18:
         raise ValueError('must be a number of sane size')
     return float(value)
@@ -2525,7 +2524,7 @@ def read_number(value: Any) -> float:
 def read_bool(value: Any) -> bool:
     """true or false, nothing that looks like it."""
     if not isinstance(value, bool):
-        raise ValueError(f'must be true or false, not {kind_of(value)}')
+        raise ValueError(f'must be true or false, not {show_value(value)}')
     return value
 
 
@@ -2556,7 +2555,7 @@ def read_metadata(value: Any) -> Any:
         except ValueError:
             return read_text(value)
     if not isinstance(value, dict):
-        raise ValueError(f'must be a mapping, not {kind_of(value)}')
+        raise ValueError(f'must be a mapping, not {show_value(value)}')
     return read_json(value)
 
 
@@ -2656,7 +2655,7 @@ TYPES = {
     'count':          Type('whole number, 0 or more', 'one', read_at_least(0)),
     'positive':       Type('whole number, 1 or more', 'one', read_at_least(1)),
     'code':           Type('exit code', 'one', read_at_least(-2 ** 31, 2 ** 31 - 1)),
-    'codes':          Type('list of exit codes', 'list', read_at_least(-2 ** 31, 2 ** 31 - 1)),
+    'codes':          Type('list of exit codes', 'list', read_at_least(-2 ** 31, 255)),     # 8 bits: wait(2)
     'json':           Type('any value', 'one', read_json),
     'metadata':       Type('mapping', 'one', read_metadata),
     'env':            Type('mapping of text', 'map', read_text, '', READ_VARIABLE_NAME),
@@ -2969,16 +2968,22 @@ class Reading:
 class Block(dict):
     """The given fields of one block, read. `raw` is the block in the document, for places."""
 
-    def __init__(self, reading: Reading, where: str, raw: Any = None, number: int = 0) -> None:
+    def __init__(self, reading: Reading, where: str, raw: Any = None, entry: Any = '',
+                 owner: Optional['Block'] = None) -> None:
         super().__init__()
-        self.reading, self.where, self.raw, self.number = reading, where, raw, number
+        self.reading, self.where, self.raw = reading, where, raw
+        self.entry = entry      # its number in a list of blocks, from 1, or its key in a mapping of them
+        self.owner = owner      # block that it stands in
 
     def label(self) -> str:
-        """How messages call it: job 'x', or job 3 without a name."""
+        """How messages call it: job 'x', or job 3 without a name; after the block that it stands in."""
         name = self.raw.get('name') if isinstance(self.raw, dict) else None
-        if isinstance(name, str) and self.where != 'workflow':
-            return f"{self.where} '{shorten(name)}'"
-        return f'{self.where} {self.number}' if self.number else self.where
+        if self.where == 'workflow':
+            return self.where
+        entry = f"'{shorten(name)}'" if isinstance(name, str) else self.entry
+        own = f'{self.where} {entry}'.rstrip()
+        outer = self.owner.where if self.owner is not None else 'workflow'
+        return own if outer in ('workflow', self.where.partition('.')[0]) else f'{self.owner.label()}: {own}'
 
     def value(self, name: str) -> Any:
         """A field's value, or its default."""
@@ -2999,11 +3004,12 @@ class Block(dict):
         return Problem(f'{self.label()}: {message}', line, column)
 
 
-def read_block(reading: Reading, where: str, raw: Any, number: int = 0) -> Block:
+def read_block(reading: Reading, where: str, raw: Any, entry: Any = '',
+               owner: Optional[Block] = None) -> Block:
     """Read one block: every field by its type, unknown and missing ones noted."""
-    block = Block(reading, where, raw, number)
+    block = Block(reading, where, raw, entry, owner)
     if not isinstance(raw, dict):
-        block.error(f'must be a mapping, not {kind_of(raw)}')
+        block.error(f'must be a mapping, not {show_value(raw)}')
         return block
     fields = FIELDS_OF[where]
     for key, value in raw.items():
@@ -3060,7 +3066,7 @@ def read_list(block: Block, kind: Type, key: str, value: Any) -> Tuple[Any, ...]
     """A list whose items have one type."""
     if not isinstance(value, list):
         example = f', such as [{shorten(value)}]' if isinstance(value, str) and value else ''
-        raise ValueError(f'must be a list{example}, not {kind_of(value)}')
+        raise ValueError(f'must be a list{example}, not {show_value(value)}')
     items = []
     for number, item in enumerate(value):
         try:
@@ -3073,12 +3079,13 @@ def read_list(block: Block, kind: Type, key: str, value: Any) -> Tuple[Any, ...]
 def read_map(block: Block, kind: Type, key: str, value: Any) -> Dict[str, Any]:
     """A mapping whose values have one type."""
     if not isinstance(value, dict):
-        raise ValueError(f'must be a mapping, not {kind_of(value)}')
+        raise ValueError(f'must be a mapping, not {show_value(value)}')
     items = {}
     for name, item in value.items():
         try:
             text = kind.key(name)
-            items[text] = kind.read(item) if kind.read else read_block(block.reading, kind.block, item)
+            items[text] = kind.read(item) if kind.read else \
+                read_block(block.reading, kind.block, item, f"'{shorten(text)}'", block)
         except ValueError as error:
             block.error(f"'{shorten(str(name))}' of {key} {error}", key, name)
     return items
@@ -3087,13 +3094,13 @@ def read_map(block: Block, kind: Type, key: str, value: Any) -> Dict[str, Any]:
 def read_blocks(block: Block, kind: Type, key: str, value: Any) -> List[Block]:
     """A list of blocks."""
     if not isinstance(value, list):
-        raise ValueError(f'must be a list (each entry begins with "- "), not {kind_of(value)}')
-    return [read_block(block.reading, kind.block, raw, number) for number, raw in enumerate(value, 1)]
+        raise ValueError(f'must be a list (each entry begins with "- "), not {show_value(value)}')
+    return [read_block(block.reading, kind.block, raw, number, block) for number, raw in enumerate(value, 1)]
 
 
 def read_inner(block: Block, kind: Type, key: str, value: Any) -> Block:
     """A block in a block."""
-    return read_block(block.reading, kind.block, value)
+    return read_block(block.reading, kind.block, value, '', block)
 
 
 SHAPES = {'list': read_list, 'map': read_map, 'block': read_inner, 'blocks': read_blocks}
@@ -3166,7 +3173,7 @@ def native_value(value: Any) -> Value:
             raise ValueError('holds NaN or infinity: put it in quotes if you mean the word')
         return int(value) if isinstance(value, int) else float(value)
     hint = ': put it in quotes if you mean the word' if value is None else ''
-    raise ValueError(f'must be made of numbers and text, not {kind_of(value)}{hint}')
+    raise ValueError(f'must be made of numbers and text, not {show_value(value)}{hint}')
 
 
 def expand_value_text(text: str, directory: str, limit: int) -> List[Value]:
@@ -3313,7 +3320,7 @@ def read_json_rows(text: str) -> List[Dict[str, Value]]:
     """Rows of a JSON list of objects."""
     rows = parse_json(text)
     if not isinstance(rows, list):
-        raise ValueError(f'must be a list of objects, not {kind_of(rows)}')
+        raise ValueError(f'must be a list of objects, not {show_value(rows)}')
     return [json_row(row, number) for number, row in enumerate(rows, 1)]
 
 
@@ -3325,7 +3332,7 @@ def read_json_lines(text: str) -> List[Dict[str, Value]]:
 def json_row(row: Any, number: int) -> Dict[str, Value]:
     """One row: numbers and text as they are, anything else as JSON text."""
     if not isinstance(row, dict):
-        raise ValueError(f'row {number} must be an object, not {kind_of(row)}')
+        raise ValueError(f'row {number} must be an object, not {show_value(row)}')
     return {name: native_value(cell) if isinstance(cell, (int, float, str)) else format_json(read_json(cell))
             for name, cell in row.items()}
 
@@ -4261,7 +4268,7 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
     for handler in workflow.get('failure_handlers', ()):
         for rule in handler.get('rules', ()):
             if not rule.get('exit_codes') and not rule.get('match_all_exit_codes'):
-                handler.warn('a rule without exit_codes and match_all_exit_codes never applies', 'rules')
+                rule.warn('never applies: give it exit_codes, or match_all_exit_codes: true')
 
 
 def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
@@ -4270,8 +4277,8 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     reading = Reading(document, directory, max_instances)
     raw = document.value
     if not isinstance(raw, dict):
-        raise BadInput(f'a workflow must be a mapping with name and jobs, not {kind_of(raw)}',
-                       [Problem(f'a workflow must be a mapping with name and jobs, not {kind_of(raw)}', 1, 1)])
+        message = f'a workflow must be a mapping with name and jobs, not {show_value(raw)}'
+        raise BadInput(message, [Problem(message, 1, 1)])
     read_variables(Block(reading, 'workflow', raw))
     workflow = read_block(reading, 'workflow', raw)
     planner = Planner(reading, workflow)
