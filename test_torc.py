@@ -539,6 +539,117 @@ class PlainToolsTest(unittest.TestCase):
             -            error
             ''')
 
+    def check_texts(self, normalize: Callable[[str], str], parse: Callable[[str], float], table: str) -> None:
+        """Rows of what people write and what is kept of it; 'same' for Torc's own forms, which stay."""
+        for row in rows_of(table):
+            with self.subTest(row['text']):
+                kept = normalize(row['text'])
+                self.assertEqual(row['text'] if row['kept'] == 'same' else row['kept'], kept)
+                self.assertGreaterEqual(parse(kept), 0)
+
+    def check_refusals(self, normalize: Callable[[str], Any], table: Dict[str, str]) -> None:
+        """Texts and the messages that they get, each after the text itself."""
+        for text, message in table.items():
+            with self.subTest(text), self.assertRaises(ValueError) as caught:
+                normalize(text)
+            self.assertEqual(f'{text!r} {message}', str(caught.exception))
+
+    def test_memory_as_people_write_it_becomes_torcs(self):
+        self.check_texts(torc.normalize_memory, torc.parse_memory, '''
+            text        kept
+            8           same
+            8g          same
+            512M        same
+            +3k         same
+            8GB         8g
+            8gb         8g
+            8Gi         8g
+            8GiB        8g
+            8 GB        8g
+            2048 MB     2g
+            1.5g        1536m
+            0.1g        104858k
+            1.2k        2k
+            3TB         3t
+            100B        100
+            100 bytes   100
+            ''')
+        self.check_refusals(torc.normalize_memory, dict.fromkeys(
+            ('8X', '', '-1g', 'GB', '1e3', '8 g b', '1.5'), 'is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB'))
+        self.check_refusals(torc.parse_memory, {'9999999999999t': 'is more memory than can be counted'})
+
+    def test_a_bare_number_of_bytes_is_doubted(self):
+        for text, doubt in (('8', '8 is 8 bytes: write 8m for megabytes, 8g for gigabytes'), (' +4096', '4096 is 4096 bytes: write 4096m for megabytes, 4096g for gigabytes'),
+                            ('0', ''), ('1048576', ''), ('8k', '')):
+            self.assertEqual(doubt, torc.doubt_memory(text))
+
+    def test_durations_as_people_write_them_become_torcs(self):
+        self.check_texts(torc.normalize_duration, torc.parse_duration, '''
+            text          kept
+            PT30M         same
+            P2W           same
+            PT            same
+            P1DT12H       same
+            30m           PT30M
+            90s           PT1M30S
+            2h            PT2H
+            1d            P1D
+            2w            P14D
+            1h30m         PT1H30M
+            1d 12h        P1DT12H
+            1.5h          PT1H30M
+            2 hours       PT2H
+            45 min        PT45M
+            10 Seconds    PT10S
+            1:00:00       PT1H
+            00:00:45      PT45S
+            1-12:00:00    P1DT12H
+            1-12          P1DT12H
+            pt2h          PT2H
+            0s            PT0S
+            1.5s          PT1S
+            ''')
+        wanted = 'is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M'
+        self.check_refusals(torc.normalize_duration, {
+            '45': 'may be seconds, minutes or hours: write 45s, 45m or 45h', '30:00': 'may be hours and minutes or minutes and seconds: write 30:00:00 or 0:30:00',
+            'x': wanted, '': wanted, 'P': wanted, 'PT1H30': wanted, '5m3d': wanted, '500ms': wanted, '1 month': wanted, '1:2:3:4': wanted, '-5m': wanted,
+            '99999999999999999999d': 'is longer than can be counted'})
+        self.assertEqual(0.5, torc.parse_span('0.5s'))
+
+    def test_walltimes_as_people_write_them_become_slurms(self):
+        self.check_texts(torc.normalize_walltime, torc.parse_walltime, '''
+            text          kept
+            45            same
+            5:30          same
+            01:00:00      same
+            1-12:30       same
+            45m           00:45:00
+            2h            02:00:00
+            1d12h         1-12:00:00
+            PT30M         00:30:00
+            1.5s          00:00:02
+            ''')
+        for seconds in (0, 1, 3599, 86399, 86400, 129615):
+            self.assertEqual(seconds, torc.parse_walltime(torc.format_walltime(seconds)))
+        self.check_refusals(torc.normalize_walltime, dict.fromkeys(
+            ('much', '', '1:2:3:4', '5m3d'), 'is not a walltime: write HH:MM:SS, D-HH:MM:SS, or such as 30m, 2h or 1d12h'))
+
+    def test_slurms_memory_as_people_write_it_becomes_slurms(self):
+        self.check_texts(torc.normalize_slurm_memory, torc.parse_slurm_memory, '''
+            text        kept
+            0           same
+            4096        same
+            240G        same
+            240GB       same
+            8Gi         8G
+            240 GB      240G
+            1.5G        1536M
+            1.5k        2K
+            100 bytes   1K
+            ''')
+        self.assertEqual(8 * 1024 ** 3, torc.parse_slurm_memory(torc.normalize_slurm_memory('8GiB')))
+        self.check_refusals(torc.normalize_slurm_memory, {'much': 'is not an amount of memory for Slurm: write such as 240G or 4096 (megabytes)'})
+
     def test_times(self):
         self.check(torc.parse_time, '''
             text                             value
@@ -1340,16 +1451,23 @@ BAD_SPECS = (
       "failure_handler 'h': rule 2: unknown field 'exit_code', did you mean 'exit_codes'?", "failure_handler 'h': rule 3: must be a mapping, not a list"]),
     ('failure_handlers: [{rules: [{max_retries: true}]}]',
      ['failure_handler 1: name is missing', 'failure_handler 1: rule 1: max_retries must be a whole number, not true']),
-    ('resource_requirements: [{name: r, memory: 4GB}]',
-     ["resource_requirements 'r': memory '4GB' is not an amount of memory: write a whole number and k, m, g or t, such as 512m or 2g"]),
-    ('resource_requirements: [{name: r, runtime: 1h}]',
-     ["resource_requirements 'r': runtime '1h' is not a duration: write it in ISO 8601, such as PT30M, PT2H or P1DT12H"]),
+    ('resource_requirements: [{name: r, memory: 4X}]',
+     ["resource_requirements 'r': memory '4X' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"]),
+    ('resource_requirements: [{name: r, runtime: 90}]',
+     ["resource_requirements 'r': runtime '90' may be seconds, minutes or hours: write 90s, 90m or 90h"]),
     ('resource_requirements: [{name: r, num_cpus: 0, num_gpus: -1, num_nodes: 0}]',
      ["resource_requirements 'r': num_cpus must be at least 1, not 0", "resource_requirements 'r': num_gpus must be at least 0, not -1",
       "resource_requirements 'r': num_nodes must be at least 1, not 0"]),
     ('slurm_schedulers: [{account: a}]',                                                         ['slurm_scheduler 1: name is missing']),
     ('slurm_schedulers: [{name: s}]',                                                            ["slurm_scheduler 's': account is missing"]),
-    ('slurm_schedulers: [{name: s, account: a, walltime: 1h}]',                                  ["slurm_scheduler 's': walltime '1h' is not a walltime: write HH:MM:SS or D-HH:MM:SS"]),
+    ('slurm_schedulers: [{name: s, account: a, walltime: long}]',
+     ["slurm_scheduler 's': walltime 'long' is not a walltime: write HH:MM:SS, D-HH:MM:SS, or such as 30m, 2h or 1d12h"]),
+    ('execution_config: {sigterm_lead_seconds: soon}',
+     ["execution_config: sigterm_lead_seconds 'soon' is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M"]),
+    ('compute_node_wait_for_healthy_database_minutes: 90s',
+     ["workflow: compute_node_wait_for_healthy_database_minutes must be a whole number of minutes, not '90s'"]),
+    ('compute_node_wait_for_new_jobs_seconds: "90"',
+     ["workflow: compute_node_wait_for_new_jobs_seconds must be a whole number, not '90': write it without quotes"]),
     ('slurm_schedulers: [{name: s, account: a, nodes: 0}]',                                      ["slurm_scheduler 's': nodes must be at least 1, not 0"]),
     ('slurm_schedulers: [{name: s, account: a, mem: much}]',
      ["slurm_scheduler 's': mem 'much' is not an amount of memory for Slurm: write such as 240G or 4096 (megabytes)"]),
@@ -1453,6 +1571,22 @@ class SpecTest(unittest.TestCase):
         self.assertEqual(('007', '1e3', {'A': '0.60'}), (body['jobs'][0].name, body['jobs'][0].command, body['jobs'][0].env))
         self.assertEqual(('5', '1_000'), (body['files'][0]['name'], body['files'][0]['path']))
         self.assertEqual(('012345', '60'), (body['slurm_schedulers'][0]['account'], body['slurm_schedulers'][0]['walltime']))
+
+    def test_units_as_people_write_them_are_kept_in_torcs_forms(self):
+        body = plan_of('{name: w, jobs: [], compute_node_wait_for_new_jobs_seconds: 5m, compute_node_wait_for_healthy_database_minutes: 1h, '
+                       'execution_config: {mode: direct, sigterm_lead_seconds: 1:00:00, sigkill_headroom_seconds: 90}, resource_monitor: {sample_interval_seconds: 30s}, '
+                       'resource_requirements: [{name: r, memory: 8GB, runtime: 1d12h}, {name: s, memory: 512M, runtime: PT90M}], '
+                       'slurm_schedulers: [{name: s, account: a, mem: 16 GiB, walltime: 2h}]}').body
+        self.assertEqual([('8g', 'P1DT12H'), ('512M', 'PT90M')], [(row['memory'], row['runtime']) for row in body['resource_requirements']])
+        self.assertEqual(('16G', '02:00:00'), (body['slurm_schedulers'][0]['mem'], body['slurm_schedulers'][0]['walltime']))
+        self.assertEqual((300, 60), (body['workflow']['compute_node_wait_for_new_jobs_seconds'], body['workflow']['compute_node_wait_for_healthy_database_minutes']))
+        self.assertEqual({'mode': 'direct', 'sigterm_lead_seconds': 3600, 'sigkill_headroom_seconds': 90}, body['workflow']['execution_config'])
+        self.assertEqual(30, body['workflow']['resource_monitor_config']['sample_interval_seconds'])
+
+    def test_memory_in_bare_bytes_gives_a_warning(self):
+        plan = plan_of('{name: w, jobs: [], resource_requirements: [{name: r, memory: 8}, {name: s, memory: 8g}]}')
+        self.assertEqual(["resource_requirements 'r': memory 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes"], [warning.message for warning in plan.warnings])
+        self.assertEqual('8', plan.body['resource_requirements'][0]['memory'])
 
     def test_names_may_hold_blanks_dots_and_slashes_but_not_be_absurdly_long(self):
         self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'a b/c.d é', 'command': 'c'}, {'name': 'x' * 1000, 'command': 'c'}]}))
@@ -9123,6 +9257,17 @@ class ParserTest(unittest.TestCase):
         for line, key, value in table:
             self.assertEqual(value, self.parse(line).args[key], line)
 
+    def test_amounts_may_say_their_unit(self):
+        table = (
+            ('run 1 --time-limit PT2H', 'time_limit', 7200), ('run 1 --time-limit 2h30m', 'time_limit', 9000), ('run 1 --time-limit 1:00:00', 'time_limit', 3600),
+            ('run 1 -p 5', 'poll_interval', 5.0), ('run 1 -p 0.5s', 'poll_interval', 0.5), ('run 1 --claim-backoff-max-secs 5m', 'claim_backoff_max_secs', 300.0),
+            ('run 1 --memory-gb 1.5', 'memory_gb', 1.5), ('run 1 --memory-gb 512MB', 'memory_gb', 0.5), ('tasks wait 1 --timeout 2m', 'timeout', 120.0),
+            ('events monitor 1 -d 2', 'duration', 2.0), ('events monitor 1 -d 90s', 'duration', 1.5), ('admin api-stats --window 1h', 'window', 3600),
+            ('resource-requirements update 1 -m 8GB -r 30m', 'memory', '8g'), ('resource-requirements update 1 -m 8GB -r 30m', 'runtime', 'PT30M'),
+            ('jobs create-from-file 1 f --memory-per-job 8GiB --runtime-per-job 1d', 'memory_per_job', '8g'), ('jobs update 1 --runtime 2h', 'runtime', 'PT2H'))
+        for line, key, value in table:
+            self.assertEqual(value, self.parse(line).args[key], line)
+
     def test_several_switches_may_be_put_together(self):
         parsed = self.parse('workflows reset-status 5 -rq')
         self.assertEqual((True, True), (parsed.args['reinitialize'], parsed.options['quiet']))
@@ -9149,9 +9294,11 @@ class ParserTest(unittest.TestCase):
             ('run 1 --num-cpus', '--num-cpus wants a value: --num-cpus N'),
             ('run 1 --num-cpus two', "--num-cpus: 'two' is not a whole number"),
             ('run 1 --num-cpus 0', '--num-cpus: 0 is less than 1'),
-            ('run 1 -p inf', "-p: 'inf' is not a number"),
+            ('run 1 -p inf', "-p: 'inf' is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M"),
+            ('admin api-stats --window 1.5', "--window: '1.5' is not a whole number of seconds"),
+            ('run 1 --memory-gb much', "--memory-gb: 'much' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"),
             ('run 1 -p -1', '-p: -1 is less than 0.01'),
-            ('run 1 --time-limit 2h', "--time-limit: '2h' is not a duration: write it in ISO 8601, such as PT30M, PT2H or P1DT12H"),
+            ('run 1 --time-limit 45', "--time-limit: '45' may be seconds, minutes or hours: write 45s, 45m or 45h"),
             ('run 1 --label "a, b"', "--label: 'a, b': a label is not empty and has no blanks around it"),
             ('run 1 --force=yes', '--force takes no value'),
             ('jobs list 1 -s faild', "-s: 'faild' is none of uninitialized, blocked, ready, pending, running, completed, failed, canceled, terminated, "
@@ -9858,8 +10005,8 @@ class WrongInputTest(FlowTest):
         ('producers.yaml', 'name: w\nfiles: [{name: f, path: f}]\njobs:\n  - {name: left, command: x, output_files: [f]}\n'
          '  - {name: right, command: x, output_files: [f]}\n', ['left', 'right']),
         ('cpus.yaml', 'name: w\nresource_requirements: [{name: r, num_cpus: 0, memory: 1g}]\njobs: []\n', ['num_cpus']),
-        ('memory.yaml', 'name: w\nresource_requirements: [{name: r, num_cpus: 1, memory: 1.5g}]\njobs: []\n', ['1.5g', '2g']),
-        ('runtime.yaml', 'name: w\nresource_requirements: [{name: r, num_cpus: 1, memory: 1g, runtime: 2h}]\njobs: []\n', ['2h', 'PT2H']),
+        ('memory.yaml', 'name: w\nresource_requirements: [{name: r, num_cpus: 1, memory: 1.5x}]\njobs: []\n', ['1.5x', '512m']),
+        ('runtime.yaml', 'name: w\nresource_requirements: [{name: r, num_cpus: 1, memory: 1g, runtime: 120}]\njobs: []\n', ['120', '120m']),
         ('million.yaml', 'name: w\njobs: [{name: "a{i}", command: x, parameters: {i: "1:2000000"}}]\n', ['2,000,000', '--max-instances']),
         ('control.json', '{"name": "w", "jobs": [{"name": "a\\u0007b", "command": "x"}]}', ['\\x07']),
         ('long.json', json.dumps({'name': 'w', 'jobs': [{'name': 'n' * 100000, 'command': 'x'}]}), ['1,000']),

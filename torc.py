@@ -334,6 +334,9 @@ class Unreachable(TorcError):
 #
 # Small functions that know nothing of workflows. parse_X and format_X are inverse to each other where both exist.
 # Their errors are ValueErrors with a message that names the value and the form that is wanted; callers add the place.
+#
+# Memory, durations and walltimes are stored and sent in Torc's forms, which parse_memory, parse_duration and
+# parse_walltime read. What else people write (8GB, 30m, 1:00:00) is rewritten at the edge, by normalize_X.
 
 class Expression:
     """A regular expression, compiled at its first use: all of them would be a tenth of the program's start.
@@ -356,6 +359,13 @@ MEMORY_TEXT = Expression(r'\s*\+?([0-9]+)([kmgt]?)\s*\Z', re.IGNORECASE)
 DURATION_TEXT = Expression(
     r'P(?=.)(?:([0-9]+)W|(?:([0-9]+)Y)?(?:([0-9]+)M)?(?:([0-9]+)D)?(?:T(?:([0-9]+)H)?(?:([0-9]+)M)?(?:([0-9]+)(?:[.,][0-9]*)?S)?)?)\Z')
 DURATION_UNITS_S = (604800, 31557600, 2629800, 86400, 3600, 60, 1)   # week, year, month, day, hour, minute, second, as Torc counts
+WRITTEN_MEMORY = Expression(r'([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(?:ib?|b)?|b|bytes?)\Z', re.IGNORECASE)
+SPAN_UNITS_S = {    # pattern of a unit's names -> seconds
+    'w(?:eeks?)?': 604800, 'd(?:ays?)?': 86400, 'h(?:ours?|rs?)?': 3600, 'm(?:in(?:ute)?s?)?': 60,
+    's(?:ec(?:ond)?s?)?': 1}
+SPAN_TEXT = Expression(
+    r'\s*'.join(r'(?:([0-9]+(?:\.[0-9]+)?)\s*%s)?' % unit for unit in SPAN_UNITS_S) + r'\Z', re.IGNORECASE)
+LEAST_PLAUSIBLE_MEMORY = 1024 ** 2  # bytes; of less without a unit, megabytes or gigabytes were meant
 WALLTIME_TEXT = Expression(r'(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?\Z')
 TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
 UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]')
@@ -383,6 +393,30 @@ def format_memory(value_bytes: float) -> str:
     return f'{int(value_bytes)}B'
 
 
+def normalize_memory(text: str) -> str:
+    """'8GB', '8Gi', '1.5 GiB' -> Torc's form: '8g', '1536m'. Units are 1024-based. Torc's forms stay."""
+    if not MEMORY_TEXT.match(text):
+        match = WRITTEN_MEMORY.match(text.strip())
+        if not match:
+            raise ValueError(f'{text!r} is not an amount of memory: write a number and a unit, '
+                             'such as 512m, 8g or 1.5GB')
+        number, unit = decimal.Decimal(match.group(1)), (match.group(2) or '').lower()
+        least = 1024 if unit else 1     # whole kilobytes: a number of bytes would look like a forgotten unit
+        value = math.ceil(number * MEMORY_UNITS[unit] / least) * least
+        fitting = [f'{value // size}{letter}' for letter, size in MEMORY_UNITS.items() if value % size == 0]
+        text = fitting[-1]
+    parse_memory(text)
+    return text
+
+
+def doubt_memory(text: str) -> str:
+    """What may be wrong with memory in Torc's form: a bare number is bytes, which few people mean; or ''."""
+    number = text.strip(' +')
+    if not number.isdigit() or not 0 < int(number) < LEAST_PLAUSIBLE_MEMORY:
+        return ''
+    return f'{number} is {number} bytes: write {number}m for megabytes, {number}g for gigabytes'
+
+
 def parse_duration(text: str) -> int:
     """ISO 8601 duration such as 'PT1H30M', 'P1D' or 'P2W' -> whole seconds."""
     match = DURATION_TEXT.match(text)
@@ -403,6 +437,48 @@ def format_duration(value_s: float) -> str:
     return 'P' + (f'{days}D' if days else '') + ('T' + time_part if time_part or not days else '') + ('' if time_part or days else '0S')
 
 
+def parse_span(text: str) -> float:
+    """A time as people write it ('90s', '1h30m', '1.5 hours', '1:00:00', '1-12:00:00', 'PT30M') -> seconds.
+
+    What has several meanings is refused: a bare number, and two numbers with a colon.
+    """
+    word = text.strip()
+    units, clock, iso = SPAN_TEXT.match(word), WALLTIME_TEXT.match(word), DURATION_TEXT.match(word.upper())
+    if units and any(units.groups()):
+        value_s = sum(float(number) * unit for number, unit in zip(units.groups('0'), SPAN_UNITS_S.values()))
+    elif clock and (clock.group(1) or clock.group(4)):
+        value_s = parse_walltime(word)
+    elif clock and ':' in word:
+        raise ValueError(f'{text!r} may be hours and minutes or minutes and seconds: '
+                         f'write {word}:00 or 0:{word}')
+    elif clock:
+        raise ValueError(f'{text!r} may be seconds, minutes or hours: write {word}s, {word}m or {word}h')
+    elif iso:
+        value_s = parse_duration(word.upper())
+    else:
+        raise ValueError(f'{text!r} is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M')
+    if value_s > MAX_INTEGER:
+        raise ValueError(f'{text!r} is longer than can be counted')
+    return value_s
+
+
+def normalize_duration(text: str) -> str:
+    """'30m', '1:00:00' -> Torc's form: 'PT30M', 'PT1H'. ISO 8601 stays; fractions of a second are dropped."""
+    value_s = parse_span(text)
+    return text if DURATION_TEXT.match(text) else format_duration(value_s)
+
+
+def normalize_walltime(text: str) -> str:
+    """'2h', '1d12h' -> Slurm's form: '02:00:00', '1-12:00:00'. Slurm's forms stay: 45 is 45 minutes."""
+    if WALLTIME_TEXT.match(text.strip()):
+        return text
+    try:
+        return format_walltime(parse_span(text))
+    except ValueError:
+        raise ValueError(f'{text!r} is not a walltime: write HH:MM:SS, D-HH:MM:SS, '
+                         'or such as 30m, 2h or 1d12h') from None
+
+
 def parse_walltime(text: str) -> int:
     """Slurm time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS -> seconds (sbatch(1), --time)."""
     match = WALLTIME_TEXT.match(text.strip())
@@ -414,6 +490,35 @@ def parse_walltime(text: str) -> int:
     if second is None:
         return first * 60
     return first * 60 + second if third is None else first * 3600 + second * 60 + third
+
+
+def format_walltime(value_s: float) -> str:
+    """Seconds -> '01:30:00' or '1-12:00:00'."""
+    days, rest = divmod(math.ceil(value_s), 86400)
+    return (f'{days}-' if days else '') + f'{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}'
+
+
+def in_unit(parse: Callable[[str], float], unit: float) -> Callable[[str], float]:
+    """A parser of a plain number, which is in an option's own unit, or else of a text that says its unit."""
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.inf
+        return value if math.isfinite(value) else parse(text) / unit
+    return read
+
+
+parse_seconds, parse_minutes = in_unit(parse_span, 1), in_unit(parse_span, 60)
+parse_gigabytes = in_unit(lambda text: parse_memory(normalize_memory(text)), 1024 ** 3)
+
+
+def parse_whole_seconds(text: str) -> int:
+    """Seconds without a fraction."""
+    value_s = parse_seconds(text)
+    if value_s != int(value_s):
+        raise ValueError(f'{text!r} is not a whole number of seconds')
+    return int(value_s)
 
 
 def parse_time(text: str) -> float:
@@ -2218,6 +2323,7 @@ class Plan(NamedTuple):
 # -------- fields --------
 
 REQUIRED = '(required)'     # default of a field that has none
+ANY = '(any)'
 
 
 class Field(NamedTuple):
@@ -2228,6 +2334,7 @@ class Field(NamedTuple):
     default: Any        # None: nothing; REQUIRED
     is_template: bool   # {parameters} are replaced in it
     help: str
+    pending: str = ''   # the value that this version takes without carrying it out; ANY for all but false
 
 
 BLOCKS = {
@@ -2273,11 +2380,11 @@ FIELDS = tuple(Field(*row) for row in (
     ('workflow', 'use_pending_failed',     'bool',           False,    False, 'failed jobs that no handler takes wait as pending_failed'),
     ('workflow', 'enable_ro_crate',        'bool',           False,    False, 'record provenance as RO-Crate'),
     ('workflow', 'access_groups',          'names',          None,     False, 'groups that may see it'),
-    ('workflow', 'compute_node_wait_for_new_jobs_seconds', 'count', 90,       False, 'an idle runner leaves after this'),
+    ('workflow', 'compute_node_wait_for_new_jobs_seconds', 'seconds', 90,       False, 'an idle runner leaves after this'),
     ('workflow', 'compute_node_ignore_workflow_completion', 'bool', False,    False, 'runners stay when the workflow is complete'),
-    ('workflow', 'compute_node_wait_for_healthy_database_minutes', 'count', 20,       False, 'a runner waits so long for its server'),
-    ('workflow', 'compute_node_min_time_for_new_jobs_seconds', 'count', 300,      False, 'no new jobs when less time is left'),
-    ('workflow', 'compute_node_expiration_buffer_seconds', 'count', None,     False, 'has no effect: Torc used it once'),
+    ('workflow', 'compute_node_wait_for_healthy_database_minutes', 'minutes', 20,       False, 'a runner waits so long for its server'),
+    ('workflow', 'compute_node_min_time_for_new_jobs_seconds', 'seconds', 300,      False, 'no new jobs when less time is left'),
+    ('workflow', 'compute_node_expiration_buffer_seconds', 'seconds', None,     False, 'has no effect: Torc used it once'),
     ('workflow', 'jobs_sort_method',       'text',           None,     False, 'has no effect: Torc used it once'),
 
     ('job', 'name',                           'name',    REQUIRED, True,  'unique after expansion'),
@@ -2326,8 +2433,8 @@ FIELDS = tuple(Field(*row) for row in (
     ('resource_requirements', 'num_cpus',  'positive', 1,        False, 'CPUs (per node)'),
     ('resource_requirements', 'num_gpus',  'count',    0,        False, 'GPUs (per node)'),
     ('resource_requirements', 'num_nodes', 'positive', 1,        False, 'whole nodes when more than 1'),
-    ('resource_requirements', 'memory',    'memory',   '1m',     False, 'such as 512m or 2g (per node)'),
-    ('resource_requirements', 'runtime',   'duration', 'PT1H',   False, 'longest expected run time, such as PT30M or P1DT12H'),
+    ('resource_requirements', 'memory',    'memory',   '1m',     False, 'such as 512m, 8g or 1.5GB (per node); 1k is 1024 bytes'),
+    ('resource_requirements', 'runtime',   'duration', 'PT1H',   False, 'longest expected run time, such as 30m, 1d12h or PT30M'),
 
     ('failure_handler', 'name',  'name',  REQUIRED, False, 'unique'),
     ('failure_handler', 'rules', 'rules', REQUIRED, False, 'what to do for which exit code'),
@@ -2347,7 +2454,7 @@ FIELDS = tuple(Field(*row) for row in (
     ('slurm_scheduler', 'extra',                 'text',         None,       False, 'further sbatch options'),
     ('slurm_scheduler', 'nodes',                 'positive',     1,          False, 'nodes of one allocation'),
     ('slurm_scheduler', 'ntasks_per_node',       'positive',     None,       False, 'tasks per node'),
-    ('slurm_scheduler', 'walltime',              'walltime',     '01:00:00', False, 'HH:MM:SS or D-HH:MM:SS (12:30 is 12 min 30 s)'),
+    ('slurm_scheduler', 'walltime',              'walltime',     '01:00:00', False, 'HH:MM:SS or D-HH:MM:SS (12:30 is 12 min 30 s), or such as 2h'),
     ('slurm_scheduler', 'serialize_allocations', 'bool',         False,      False, 'one allocation at a time'),
 
     ('action', 'trigger_type',              'trigger',        REQUIRED, False, 'what sets it off'),
@@ -2365,8 +2472,8 @@ FIELDS = tuple(Field(*row) for row in (
     ('execution_config', 'mode',                     'mode',        'auto',    False, 'auto: slurm inside an allocation, else direct'),
     ('execution_config', 'limit_resources',          'bool',        True,      False, 'stop jobs that exceed memory or time (direct)'),
     ('execution_config', 'termination_signal',       'signal',      'SIGTERM', False, 'first signal to a job that must stop (direct)'),
-    ('execution_config', 'sigterm_lead_seconds',     'count',       30,        False, 'so long before SIGKILL (direct)'),
-    ('execution_config', 'sigkill_headroom_seconds', 'count',       60,        False, 'SIGKILL so long before the end of the allocation'),
+    ('execution_config', 'sigterm_lead_seconds',     'seconds',       30,        False, 'so long before SIGKILL (direct)'),
+    ('execution_config', 'sigkill_headroom_seconds', 'seconds',       60,        False, 'SIGKILL so long before the end of the allocation'),
     ('execution_config', 'timeout_exit_code',        'code',        152,       False, 'return code of a job out of time'),
     ('execution_config', 'oom_exit_code',            'code',        137,       False, 'return code of a job out of memory (direct)'),
     ('execution_config', 'srun_termination_signal',  'srun_signal', None,      False, 'srun --signal, such as TERM@120 (slurm)'),
@@ -2379,9 +2486,9 @@ FIELDS = tuple(Field(*row) for row in (
     ('stdio', 'mode',              'stdio_mode', 'separate', False, 'which files are written'),
     ('stdio', 'delete_on_success', 'bool',       False,      False, 'remove them when the job completes'),
 
-    ('resource_monitor', 'sample_interval_seconds', 'positive',       10,        False, 'seconds between samples'),
-    ('resource_monitor', 'flush_interval_seconds',  'positive',       300,       False, 'seconds between writes of a time series'),
-    ('resource_monitor', 'generate_plots',          'bool',           False,     False, 'draw plots at the end'),
+    ('resource_monitor', 'sample_interval_seconds', 'interval',       10,        False, 'seconds between samples', ANY),
+    ('resource_monitor', 'flush_interval_seconds',  'interval',       300,       False, 'seconds between writes of a time series', ANY),
+    ('resource_monitor', 'generate_plots',          'bool',           False,     False, 'draw plots at the end', ANY),
     ('resource_monitor', 'jobs',                    'monitored_jobs', None,      False, 'what is measured of jobs'),
     ('resource_monitor', 'compute_node',            'monitored_node', None,      False, 'what is measured of nodes'),
     ('resource_monitor', 'enabled',                 'bool',           None,      False, 'old form: jobs.enabled'),
@@ -2559,12 +2666,20 @@ def read_metadata(value: Any) -> Any:
     return read_json(value)
 
 
-def read_parsed(parse: Callable[[str], Any]) -> Callable[[Any], str]:
-    """Reader of a text that must have the form which a parser of section 3 wants."""
-    def read(value: Any) -> str:
-        text = read_text(value)
-        parse(text)
-        return text
+def read_normalized(normalize: Callable[[str], str]) -> Callable[[Any], str]:
+    """Reader of a text that has a unit, in the form that is kept."""
+    return lambda value: normalize(read_text(value))
+
+
+def read_span(unit: str, unit_s: int, least: int) -> Callable[[Any], int]:
+    """Reader of a whole number of seconds or minutes, or a text that says its units, such as 5m."""
+    def read(value: Any) -> int:
+        if isinstance(value, str) and not re.match(r'\s*-?[0-9]+\s*\Z', value):
+            value_s = parse_span(read_text(value))
+            if value_s % unit_s:
+                raise ValueError(f"must be a whole number of {unit}, not '{shorten(value)}'")
+            value = int(value_s // unit_s)
+        return read_integer(value, least)
     return read
 
 
@@ -2619,6 +2734,15 @@ def parse_slurm_memory(text: str) -> int:
     return int(match.group(1)) * MEMORY_UNITS[match.group(2).lower() or 'm']
 
 
+def normalize_slurm_memory(text: str) -> str:
+    """'8Gi', '1.5G' -> Slurm's form: '8G', '1536M'. Slurm's forms stay: 4096 is megabytes."""
+    if not SLURM_MEMORY.match(text.strip()) and WRITTEN_MEMORY.match(text.strip()):
+        kilobytes = math.ceil(parse_memory(normalize_memory(text)) / 1024)
+        text = normalize_memory(f'{kilobytes} k').upper()
+    parse_slurm_memory(text)
+    return text
+
+
 def parse_regex(text: str) -> Any:
     """Regular expression -> pattern. ValueError with the position of what is wrong."""
     if '[[:' in text:
@@ -2662,10 +2786,13 @@ TYPES = {
     'variables':      Type('mapping of text', 'map', read_text, '', READ_VARIABLE_NAME),
     'parameters':     Type('mapping of values', 'map', read_parameter, '', read_name),
     'slurm_defaults': Type('mapping of text', 'map', read_option, '', read_name),
-    'memory':         Type('memory', 'one', read_parsed(parse_memory)),
-    'duration':       Type('ISO 8601 duration', 'one', read_parsed(parse_duration)),
-    'walltime':       Type('Slurm time', 'one', read_parsed(parse_walltime)),
-    'slurm_memory':   Type('Slurm memory', 'one', read_parsed(parse_slurm_memory)),
+    'memory':         Type('memory', 'one', read_normalized(normalize_memory)),
+    'duration':       Type('duration', 'one', read_normalized(normalize_duration)),
+    'seconds':        Type('seconds, or a duration', 'one', read_span('seconds', 1, 0)),
+    'interval':       Type('seconds, or a duration', 'one', read_span('seconds', 1, 1)),
+    'minutes':        Type('minutes, or a duration', 'one', read_span('minutes', 60, 0)),
+    'walltime':       Type('Slurm time, or a duration', 'one', read_normalized(normalize_walltime)),
+    'slurm_memory':   Type('Slurm memory', 'one', read_normalized(normalize_slurm_memory)),
     'signal':         Type('signal', 'one', read_signal),
     'srun_signal':    Type('signal', 'one', read_matching(SRUN_SIGNAL, 'a signal such as TERM@120')),
     'mpi':            Type('kind of MPI', 'one', read_matching(MPI_KIND, 'a kind of MPI such as pmix')),
@@ -4265,6 +4392,10 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
     groups = workflow.get('access_groups', ())
     if len(set(groups)) < len(groups):
         workflow.error('access_groups names a group twice', 'access_groups')
+    for requirements in workflow.get('resource_requirements', ()):
+        doubt = doubt_memory(requirements.get('memory', ''))
+        if doubt:
+            requirements.warn(f'memory {doubt}', 'memory')
     for handler in workflow.get('failure_handlers', ()):
         for rule in handler.get('rules', ()):
             if not rule.get('exit_codes') and not rule.get('match_all_exit_codes'):
@@ -16049,6 +16180,7 @@ class Argument(NamedTuple):
     count: str = '1'
     default: Any = None
     key: str = ''           # where it isn't the last name
+    is_pending: bool = False    # taken, but not carried out yet
 
 
 class Command(NamedTuple):
@@ -16093,17 +16225,6 @@ def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callab
             raise ValueError(f'{text} is less than {least:g}')
         return value
     return read
-
-
-def parse_decimal(text: str) -> float:
-    """A number that is not infinite."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.inf
-    if not math.isfinite(value):
-        raise ValueError(f'{text!r} is not a number')
-    return value
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
@@ -16188,21 +16309,24 @@ SPEC_OPTIONS = (
 )
 RUN_OPTIONS = (
     OUTPUT_DIR,
-    Argument('-p --poll-interval', 'SECONDS', 'between looks at the server', at_least(0.01, parse_decimal), default=DEFAULT_POLL_INTERVAL_S),
+    Argument('-p --poll-interval', 'SECONDS', 'between looks at the server', at_least(0.01, parse_seconds),
+             default=DEFAULT_POLL_INTERVAL_S),
     Argument('--num-cpus', 'N', 'CPUs to use (default: all)', at_least(1)),
-    Argument('--memory-gb', 'N', 'memory to use, in GiB (default: all)', at_least(0, parse_decimal)),
+    Argument('--memory-gb', 'N', 'memory to use, in GiB, or such as 512m (default: all)',
+             at_least(0, parse_gigabytes)),
     Argument('--num-gpus', 'N', 'GPUs to use (default: all)', at_least(0)),
     Argument('-j --max-parallel-jobs', 'N', 'run so many jobs at a time, whatever they need', at_least(1)),
-    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest wait while nothing changes', at_least(0, parse_decimal),
-             default=DEFAULT_CLAIM_BACKOFF_MAX_S),
-    Argument('--time-limit', 'DURATION', 'stop after this time, such as PT2H', parse_duration),
+    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest wait while nothing changes',
+             at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
+    Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_span),
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
     Argument('--label', 'LABEL,...', 'take jobs with these labels only', parse_labels, '*'),
 )
 REQUIREMENT_OPTIONS = (
     Argument('--num-cpus', 'N', 'CPUs', at_least(1)), Argument('--num-gpus', 'N', 'GPUs', at_least(0)),
     Argument('--num-nodes', 'N', 'nodes', at_least(1)),
-    Argument('-m --memory', 'MEMORY', 'memory, such as 2g'), Argument('-r --runtime', 'DURATION', 'longest run time, such as PT30M'),
+    Argument('-m --memory', 'MEMORY', 'memory, such as 2g or 512MB', normalize_memory),
+    Argument('-r --runtime', 'DURATION', 'longest run time, such as 30m or PT30M', normalize_duration),
 )
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
@@ -16216,7 +16340,7 @@ GROUP_USER = USER._replace(key='user_name')
 GROUP_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'leave out so many at the start', at_least(0)))
 INIT_OPTIONS = (
     FORCE, DRY_RUN, Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
-    Argument('--wait-timeout', 'SECONDS', 'wait no longer; the server goes on', at_least(0, parse_decimal)),
+    Argument('--wait-timeout', 'SECONDS', 'wait no longer; the server goes on', at_least(0, parse_seconds)),
 )
 GLOBAL_ARGUMENTS = (
     Argument('-f --format', 'FORMAT', 'table, json or csv', one_of('table', 'json', 'csv'), default='table'),
@@ -16291,7 +16415,9 @@ COMMANDS = (
         Argument('--takeover', '', 'take the lease of a server that is gone for certain'),
         Argument('--disable-admin-sql', '', 'no `admin sql`'), Argument('--disable-admin-sql-writes', '', 'no `admin sql --write`'),
         Argument('--auth-file', 'FILE', 'let the users of this password file in, beside the token'),
-        Argument('--credential-cache-ttl-secs', 'N', 'check a password again after so long without use (default 60; 0: each time)', at_least(0)),
+        Argument('--credential-cache-ttl-secs', 'SECONDS',
+                 'check a password again after so long without use (default 60; 0: each time)',
+                 at_least(0, parse_whole_seconds)),
         Argument('--require-auth', '', 'accepted: it is always on, unless --no-auth is given'),
         Argument('--enforce-access-control', '', 'show users only workflows of their own and of their groups'),
         Argument('--admin-user', 'USER', 'may do what the owner may', count='*'),
@@ -16305,7 +16431,8 @@ COMMANDS = (
         Argument('--pid-file', 'FILE', 'write the process id there'),
         Argument('--shutdown-on-stdin-eof', '', 'end when stdin ends'),
         Argument('-t --threads', 'N', 'accepted: there is one', at_least(1)),
-        Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted: there is nothing to wait for', at_least(0, parse_decimal))),
+        Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted: there is nothing to wait for',
+                 at_least(0, parse_seconds))),
         'serve --port 0'),
     Command('ping', cmd_ping, 'whether a server answers', (), 'ping'),
     Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file", (
@@ -16368,8 +16495,10 @@ COMMANDS = (
     Command('jobs create-from-file', cmd_jobs_create_from_file, 'add a job for each line of a file', (
         NEEDED_WF, Argument('FILE', '', 'commands, one a line; - for stdin'),
         Argument('--cpus-per-job', 'N', 'CPUs of each', at_least(1), default=1),
-        Argument('--memory-per-job', 'MEMORY', 'memory of each', default='1m'),
-        Argument('--runtime-per-job', 'DURATION', 'longest run time of each', default='PT1M')), 'jobs create-from-file 1 commands.txt'),
+        Argument('--memory-per-job', 'MEMORY', 'memory of each', normalize_memory, default='1m'),
+        Argument('--runtime-per-job', 'DURATION', 'longest run time of each', normalize_duration,
+                 default='PT1M')),
+        'jobs create-from-file 1 commands.txt'),
     Command('jobs list', cmd_list, 'list jobs', (
         ASKED_WF, Argument('-s --status', 'STATUS', 'in this status only', one_of(*STATUS_CODES)),
         Argument('--upstream-job-id', 'JOB', 'that wait for this job', parse_id), *PAGE_OPTIONS,
@@ -16379,7 +16508,7 @@ COMMANDS = (
     Command('jobs running', cmd_jobs_running, 'list jobs that run now', (ASKED_WF,), 'jobs running 1', True),
     Command('jobs update', cmd_jobs_update, 'change a job', (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
-        Argument('--runtime', 'DURATION', 'of its requirements, which other jobs may share'),
+        Argument('--runtime', 'DURATION', 'of its requirements, which others may share', normalize_duration),
         Argument('--resource-requirements-id', 'ID', 'what it needs', parse_id),
         Argument('--priority', 'N', 'higher is claimed first', parse_number),
         Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*', key='labels'),
@@ -16464,7 +16593,8 @@ COMMANDS = (
         (ASKED_WF, Argument('-t --type --category', 'TYPE', 'of this category'), *SHORT_PAGE_OPTIONS), 'events list 1', True),
     Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,), 'events get-latest-event 1'),
     Command('events monitor', cmd_monitor_events, 'show what happens, as it happens', (
-        ASKED_WF, Argument('-d --duration', 'MINUTES', 'for so long; else until it is interrupted', at_least(0, parse_decimal)),
+        ASKED_WF, Argument('-d --duration', 'MINUTES', 'for so long; else until it is interrupted',
+                           at_least(0, parse_minutes)),
         Argument('--level', 'LEVEL', ', '.join(SEVERITIES) + ': this and worse', one_of(*SEVERITIES), default='info'),
         Argument('--filename', 'FILE', 'add them to a file too, one a line')), 'events monitor 1 -d 0'),
     Command('events delete', cmd_delete, 'delete an event', (ID,), 'events delete 1'),
@@ -16476,8 +16606,10 @@ COMMANDS = (
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
 
     Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; 1 if it failed', (
-        Argument('ID', '', 'id of the task', parse_id), Argument('--timeout', 'SECONDS', 'wait no longer', at_least(0, parse_decimal)),
-        Argument('--poll-fallback-interval', 'SECONDS', 'longest between looks', at_least(0.01, parse_decimal), default=10)), 'tasks wait 1'),
+        Argument('ID', '', 'id of the task', parse_id),
+        Argument('--timeout', 'SECONDS', 'wait no longer', at_least(0, parse_seconds)),
+        Argument('--poll-fallback-interval', 'SECONDS', 'longest between looks',
+                 at_least(0.01, parse_seconds), default=10)), 'tasks wait 1'),
 
     Command('job-dependencies job-job', cmd_list, 'list which job waits for which', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-job 1', True),
@@ -16495,8 +16627,11 @@ COMMANDS = (
     Command('admin list-audit-log', cmd_list_audit_log, 'list what was changed with SQL', (
         Argument('--limit', 'N', 'at most so many', at_least(1)), OFFSET), 'admin list-audit-log', True),
     Command('admin api-stats', cmd_api_stats, "count the server's requests", (
-        Argument('--window', 'SECONDS', 'of the last so many seconds, at most 3600', at_least(1), default=3600),
-        Argument('--interval', 'SECONDS', 'in steps of so many', at_least(1), default=60)), 'admin api-stats --window 120', True),
+        Argument('--window', 'SECONDS', 'of the last so many seconds, at most 3600',
+                 at_least(1, parse_whole_seconds), default=3600),
+        Argument('--interval', 'SECONDS', 'in steps of so many', at_least(1, parse_whole_seconds),
+                 default=60)),
+        'admin api-stats --window 120', True),
     Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON line each', (
         Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
     Command('admin reload-auth', cmd_reload_auth, 'let the server read its users anew', (), 'admin reload-auth'),
@@ -16779,7 +16914,22 @@ def run_command(parsed: Parsed, session: Session) -> int:
     if session.format == 'csv' and not parsed.command.has_csv:
         raise BadInput(f'`{parsed.command.name}` has no CSV form: give -f table or -f json')
     session.command = parsed.command
+    for doubt in doubt_arguments(parsed.command, parsed.args):
+        session.tell(f'warning: {doubt}')
     return parsed.command.run(session, parsed.args)
+
+
+def doubt_arguments(command: Command, args: Arguments) -> Iterator[str]:
+    """Options that do not do what they seem to."""
+    found = [(argument, argument.names.split()[-1], args[key_of(argument)]) for argument in command.arguments]
+    pending = [name for argument, name, value in found
+               if argument.is_pending and value not in (None, False, 'off')]
+    if pending:
+        yield f"accepted, but not in effect in this version: {', '.join(pending)}"
+    for argument, name, value in found:
+        doubt = doubt_memory(value or '') if argument.parse is normalize_memory else ''
+        if doubt:
+            yield f'{name}: {doubt}'
 
 
 def tell_error(session: Session, error: TorcError) -> int:
