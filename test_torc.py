@@ -1608,6 +1608,38 @@ class SpecTest(unittest.TestCase):
         self.assertEqual({'a': 1}, plan.body['workflow']['metadata'])
         self.assertEqual([{'name': 'r', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m', 'runtime': 'PT1H'}], plan.body['resource_requirements'])
 
+    def test_a_rule_that_never_applies_is_told_with_its_handler(self):
+        plan = plan_of('{name: w, jobs: [], failure_handlers: [{name: h, rules: [{exit_codes: [255]}, {max_retries: 2}]}]}')
+        self.assertEqual(["failure_handler 'h': rule 2: never applies: give it exit_codes, or match_all_exit_codes: true"], [warning.message for warning in plan.warnings])
+
+    def test_torcs_old_key_metrics_is_taken_with_a_notice(self):
+        plan = plan_of('{name: w, jobs: [], resource_monitor: {metrics: [cpu, memory]}}')
+        self.assertEqual(['resource_monitor: metrics has no effect: CPU and memory are measured, see jobs and compute_node'], [warning.message for warning in plan.warnings])
+        self.assertNotIn('metrics', plan.body['workflow']['resource_monitor_config'])
+
+    def test_what_is_not_carried_out_yet_is_told_at_once(self):
+        said = 'accepted, but not in effect in this version: '
+        for text, names in (
+                ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9}', '1:44: execution_config.limit_resources, execution_config.oom_exit_code'),
+                ('execution_config: {limit_resources: false, timeout_exit_code: 9}', ''),
+                ('resource_monitor: {}', ''), ('resource_monitor: {enabled: false, granularity: time_series}', ''),
+                ('resource_monitor: {generate_plots: false, jobs: {granularity: summary}, compute_node: {enabled: false, cpu: true}}', '1:60: resource_monitor'),
+                ('execution_config: {mode: slurm}', '1:30: mode: slurm'),
+                ('slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: run_commands, commands: [x]}' +
+                 ', {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}' * 2 + ']', '1:175: action_type: schedule_nodes')):
+            with self.subTest(text):
+                plan = plan_of('{name: w, %s, jobs: []}' % text)
+                self.assertEqual(names and names.replace(': ', ': ' + said, 1), ', '.join(map(str, plan.pending)))
+                self.assertEqual([], plan.warnings)
+
+    def test_the_manual_marks_what_is_not_carried_out_yet(self):
+        marks = {(field.where, field.name): torc.describe_field(field).rpartition('; not in effect yet')[1:] for field in torc.FIELDS}
+        for place, mark in ((('workflow', 'resource_monitor'), ''), (('execution_config', 'limit_resources'), ''), (('resource_monitor.jobs', 'granularity'), ''),
+                            (('action', 'action_type'), ': schedule_nodes'), (('execution_config', 'mode'), ': slurm')):
+            self.assertEqual(('; not in effect yet', mark), marks.pop(place))
+        for place in (('workflow', 'execution_config'), ('workflow', 'actions'), ('job', 'command'), ('execution_config', 'timeout_exit_code'), ('resource_monitor', 'metrics')):
+            self.assertEqual('', marks[place][0], place)
+
     def test_tokens_add_relations_and_never_replace_listed_ones(self):
         body = plan_of({'name': 'w', 'files': [{'name': name, 'path': f'dir/{name}'} for name in 'fgh'], 'user_data': [{'name': 'u', 'data': {'k': [1, 'é']}}],
                         'jobs': [{'name': 'a', 'command': 'x ${files.input.g} ${files.input.g} ${files.output.h} ${user_data.input.u} ${HOME}', 'input_files': ['f'],
@@ -11386,7 +11418,7 @@ def format_field_markdown() -> str:
         lines += [f'#### {title}', '', '| field | type | default | {} | meaning |', '|---|---|---|---|---|']
         for field in torc.FIELDS_OF[where].values():
             is_template = 'yes' if field.is_template else ''
-            cells = (f'`{field.name}`', torc.TYPES[field.type].words, torc.format_default(field), is_template, field.help)
+            cells = (f'`{field.name}`', torc.TYPES[field.type].words, torc.format_default(field), is_template, torc.describe_field(field))
             lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
         lines.append('')
     return '\n'.join(lines)

@@ -2318,6 +2318,7 @@ class Plan(NamedTuple):
     body: Dict[str, Any]        # of POST /workflows/from_spec
     warnings: List[Problem]
     summary: Dict[str, Any]     # what `create --dry-run` tells
+    pending: List[Problem]      # one warning of what is not carried out yet, if anything
 
 
 # -------- fields --------
@@ -2356,7 +2357,7 @@ BLOCKS = {
 }
 
 FIELDS = tuple(Field(*row) for row in (
-    # where, name, type, default, whether parameters are replaced in it, help
+    # where, name, type, default, whether parameters are replaced in it, help, what is not carried out yet
     ('workflow', 'name',                   'text',           REQUIRED, False, 'name of the workflow; need not be unique'),
     ('workflow', 'user',                   'text',           None,     False, 'owner; else the user who creates it'),
     ('workflow', 'description',            'text',           None,     False, 'one sentence about it'),
@@ -2458,7 +2459,7 @@ FIELDS = tuple(Field(*row) for row in (
     ('slurm_scheduler', 'serialize_allocations', 'bool',         False,      False, 'one allocation at a time'),
 
     ('action', 'trigger_type',              'trigger',        REQUIRED, False, 'what sets it off'),
-    ('action', 'action_type',               'action_type',    REQUIRED, False, 'what it does'),
+    ('action', 'action_type',               'action_type',    REQUIRED, False, 'what it does', 'schedule_nodes'),
     ('action', 'jobs',                      'names',          None,     False, 'on_jobs_*: when all of these are ready or have finished'),
     ('action', 'job_name_regexes',          'regexes',        None,     False, 'the same, by regular expressions'),
     ('action', 'commands',                  'texts',          None,     False, 'run_commands: shell commands, one after the other'),
@@ -2469,17 +2470,17 @@ FIELDS = tuple(Field(*row) for row in (
     ('action', 'max_parallel_jobs',         'positive',       None,     False, 'schedule_nodes: jobs at a time, whatever they need'),
     ('action', 'persistent',                'bool',           False,    False, 'for each runner, not once'),
 
-    ('execution_config', 'mode',                     'mode',        'auto',    False, 'auto: slurm inside an allocation, else direct'),
-    ('execution_config', 'limit_resources',          'bool',        True,      False, 'stop jobs that exceed memory or time (direct)'),
+    ('execution_config', 'mode',                     'mode',        'auto',    False, 'auto: slurm inside an allocation, else direct', 'slurm'),
+    ('execution_config', 'limit_resources',          'bool',        True,      False, 'stop jobs that exceed memory or time (direct)', ANY),
     ('execution_config', 'termination_signal',       'signal',      'SIGTERM', False, 'first signal to a job that must stop (direct)'),
     ('execution_config', 'sigterm_lead_seconds',     'seconds',       30,        False, 'so long before SIGKILL (direct)'),
     ('execution_config', 'sigkill_headroom_seconds', 'seconds',       60,        False, 'SIGKILL so long before the end of the allocation'),
     ('execution_config', 'timeout_exit_code',        'code',        152,       False, 'return code of a job out of time'),
-    ('execution_config', 'oom_exit_code',            'code',        137,       False, 'return code of a job out of memory (direct)'),
-    ('execution_config', 'srun_termination_signal',  'srun_signal', None,      False, 'srun --signal, such as TERM@120 (slurm)'),
-    ('execution_config', 'enable_cpu_bind',          'bool',        False,     False, 'let srun bind jobs to CPUs (slurm)'),
-    ('execution_config', 'srun_mpi',                 'mpi',         None,      False, 'srun --mpi for start_one_worker_per_node'),
-    ('execution_config', 'staggered_start',          'bool',        True,      False, 'runners of an allocation start one after the other'),
+    ('execution_config', 'oom_exit_code',            'code',        137,       False, 'return code of a job out of memory (direct)', ANY),
+    ('execution_config', 'srun_termination_signal',  'srun_signal', None,      False, 'srun --signal, such as TERM@120 (slurm)', ANY),
+    ('execution_config', 'enable_cpu_bind',          'bool',        False,     False, 'let srun bind jobs to CPUs (slurm)', ANY),
+    ('execution_config', 'srun_mpi',                 'mpi',         None,      False, 'srun --mpi for start_one_worker_per_node', ANY),
+    ('execution_config', 'staggered_start',          'bool',        True,      False, 'runners of an allocation start one after the other', ANY),
     ('execution_config', 'stdio',                    'stdio',       None,      False, 'where the output of every job goes'),
     ('execution_config', 'job_stdio_overrides',      'stdio_map',   None,      False, 'the same by job name'),
 
@@ -2491,16 +2492,17 @@ FIELDS = tuple(Field(*row) for row in (
     ('resource_monitor', 'generate_plots',          'bool',           False,     False, 'draw plots at the end', ANY),
     ('resource_monitor', 'jobs',                    'monitored_jobs', None,      False, 'what is measured of jobs'),
     ('resource_monitor', 'compute_node',            'monitored_node', None,      False, 'what is measured of nodes'),
-    ('resource_monitor', 'enabled',                 'bool',           None,      False, 'old form: jobs.enabled'),
-    ('resource_monitor', 'granularity',             'granularity',    'summary', False, 'old form: jobs.granularity'),
+    ('resource_monitor', 'enabled',                 'bool',           None,      False, 'old form: jobs.enabled', ANY),
+    ('resource_monitor', 'granularity',             'granularity',    'summary', False, 'old form: jobs.granularity', ANY),
+    ('resource_monitor', 'metrics',                 'json',           None,      False, 'has no effect: Torc used it once'),
 
-    ('resource_monitor.jobs', 'enabled',     'bool',        True,      False, 'measure each job'),
-    ('resource_monitor.jobs', 'granularity', 'granularity', 'summary', False, 'peaks only, or every sample'),
+    ('resource_monitor.jobs', 'enabled',     'bool',        True,      False, 'measure each job', ANY),
+    ('resource_monitor.jobs', 'granularity', 'granularity', 'summary', False, 'peaks only, or every sample', ANY),
 
-    ('resource_monitor.compute_node', 'enabled',     'bool',        False,     False, 'measure each node'),
-    ('resource_monitor.compute_node', 'granularity', 'granularity', 'summary', False, 'peaks only, or every sample'),
-    ('resource_monitor.compute_node', 'cpu',         'bool',        True,      False, 'its CPUs'),
-    ('resource_monitor.compute_node', 'memory',      'bool',        True,      False, 'its memory'),
+    ('resource_monitor.compute_node', 'enabled',     'bool',        False,     False, 'measure each node', ANY),
+    ('resource_monitor.compute_node', 'granularity', 'granularity', 'summary', False, 'peaks only, or every sample', ANY),
+    ('resource_monitor.compute_node', 'cpu',         'bool',        True,      False, 'its CPUs', ANY),
+    ('resource_monitor.compute_node', 'memory',      'bool',        True,      False, 'its memory', ANY),
 
     ('dynamic_jobs', 'max_iterations', 'positive', None, False, 'generations of one lineage'),
 ))
@@ -2510,6 +2512,7 @@ NO_EFFECT = {
     ('job', 'supports_termination'): 'every job is sent the termination signal',
     ('workflow', 'compute_node_expiration_buffer_seconds'): 'see sigkill_headroom_seconds of execution_config',
     ('workflow', 'jobs_sort_method'): 'jobs are claimed by priority, then GPUs, runtime, memory and CPUs',
+    ('resource_monitor', 'metrics'): 'CPU and memory are measured, see jobs and compute_node',
 }
 
 # Names of earlier years: (where, old name) -> name now.
@@ -2825,6 +2828,17 @@ REQUIRED_OF = {where: [name for name, field in fields.items() if field.default i
                for where, fields in FIELDS_OF.items()}
 
 
+def is_pending(field: Field) -> bool:
+    """Whether nothing that a field says is carried out yet; a block of such fields is one itself."""
+    block = TYPES[field.type].block
+    return field.pending == ANY or block in FIELDS_OF and is_pending_block(block)
+
+
+def is_pending_block(where: str) -> bool:
+    """Whether this holds for all fields of a block."""
+    return all(is_pending(field) or (where, field.name) in NO_EFFECT for field in FIELDS_OF[where].values())
+
+
 # -------- kdl: nodes -> spec --------
 #
 # KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the field's type:
@@ -3070,6 +3084,7 @@ class Reading:
         self.max_instances = max_instances
         self.problems: List[Problem] = []
         self.warnings: List[Problem] = []
+        self.pending: List[Problem] = []    # fields that are not carried out yet; the message is their name
         self.variables: Dict[str, str] = {}
         self.tables: Dict[str, 'Instances'] = {}    # by path
         self.is_partial = False     # some names are not known, because of a mistake elsewhere
@@ -3179,6 +3194,27 @@ def read_field(block: Block, field: Field, key: str, value: Any) -> None:
         block[field.name] = kind.read(value) if kind.shape == 'one' else SHAPES[kind.shape](block, kind, key, value)
     except ValueError as error:
         block.error(f'{field.name} {error}', key)
+    if field.pending:
+        note_pending(block, field, key)
+
+
+def note_pending(block: Block, field: Field, key: str) -> None:
+    """Note a field whose value asks for what this version does not carry out."""
+    is_all, value = field.pending == ANY, block.get(field.name, False)
+    if block.raw.get('enabled') is not False and (value is not False if is_all else value == field.pending):
+        name, outer = f'{field.where}.{field.name}', field.where.partition('.')[0]
+        if not is_all:
+            name = f'{field.name}: {value}'
+        elif is_pending_block(outer):
+            name = outer
+        block.reading.pending.append(block.problem('', key, None)._replace(message=name))
+
+
+def describe_pending(pending: Sequence[Problem]) -> List[Problem]:
+    """One warning of all such fields, or none."""
+    names = ', '.join(dict.fromkeys(problem.message for problem in pending))
+    message = f'accepted, but not in effect in this version: {names}'
+    return [pending[0]._replace(message=message)] if names else []
 
 
 def warn_of_braces(block: Block, key: str, text: str) -> None:
@@ -4314,7 +4350,8 @@ def plan_monitor(monitor: Optional[Block]) -> Dict[str, Any]:
     if not monitor:
         return {**complete(Block(None, 'resource_monitor')), 'enabled': True, 'compute_node': None,
                 'jobs': complete(Block(None, 'resource_monitor.jobs'))}
-    settings = {name: monitor.value(name) for name in FIELDS_OF['resource_monitor']}
+    settings = {name: monitor.value(name) for name in FIELDS_OF['resource_monitor']
+                if ('resource_monitor', name) not in NO_EFFECT}
     for name in ('jobs', 'compute_node'):
         part = monitor.get(name)
         settings[name] = None if part is None else {field: part.value(field) for field in FIELDS_OF[part.where]}
@@ -4443,7 +4480,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     if reading.problems:
         raise_problems(reading, summary)
     find_times(planner)
-    return Plan(body, reading.warnings, summary)
+    return Plan(body, reading.warnings, summary, describe_pending(reading.pending))
 
 
 def raise_problems(reading: Reading, summary: Dict[str, Any]) -> None:
@@ -4619,6 +4656,13 @@ def format_default(field: Field) -> str:
     return field.default if isinstance(field.default, str) else json.dumps(field.default)
 
 
+def describe_field(field: Field) -> str:
+    """What a field means, and what of it is not in effect yet."""
+    if is_pending(field):
+        return f'{field.help}; not in effect yet'
+    return f'{field.help}; not in effect yet: {field.pending}' if field.pending else field.help
+
+
 def format_field_help() -> str:
     """Text of `help spec`: every field of a workflow file."""
     lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. Its fields (* required, {} takes parameters):']
@@ -4627,7 +4671,8 @@ def format_field_help() -> str:
         for field in FIELDS_OF[where].values():
             marks = ('*' if field.default is REQUIRED else ' ') + (' {}' if field.is_template else '   ')
             default = format_default(field) if field.default is not REQUIRED else ''
-            lines.append(f'  {field.name:28} {marks} {field.help}' + (f' [{default}]' if default else ''))
+            meaning = describe_field(field) + (f' [{default}]' if default else '')
+            lines.append(f'  {field.name:28} {marks} {meaning}')
             kind = TYPES[field.type]
             if '|' in kind.words:
                 lines.append(f'      {kind.words}')
@@ -15597,7 +15642,7 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     except BadInput as error:
         error.problems = [placed(problem, name) for problem in error.problems]
         raise
-    plan = plan._replace(warnings=[placed(warning, name) for warning in plan.warnings])
+    plan = plan._replace(warnings=[placed(warning, name) for warning in plan.pending + plan.warnings])
     for warning in plan.warnings[:PROBLEMS_SHOWN]:
         session.tell(printable(f'warning: {warning}'))
     return complete_plan(plan, bool(args['no_resource_monitoring']))
@@ -15742,6 +15787,8 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         if not options.is_persistent:
             return tell_nothing_left(session, status)
     prepare_output_dir(options)
+    if not target.is_new:       # of a new one the file's warnings say it
+        tell_pending(session, workflow)
     session.client.need_server()    # the runner, and others that join it, speak to one
     style = style_of(session.err, os.environ)
     progress = Progress(session.err, style, session.options['quiet'])
@@ -15751,6 +15798,20 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         progress.finish()
     tell_outcome(session, workflow, outcome)
     return outcome_exit(outcome)
+
+
+def tell_pending(session: Session, workflow: Dict[str, Any]) -> None:
+    """Say once what a stored workflow asks for that this version does not carry out."""
+    reading = Reading(Document({}, '', '', {}), '', 0)
+    read_block(reading, 'execution_config', workflow.get('execution_config') or {})
+    defaults, monitor = plan_monitor(None), workflow.get('resource_monitor_config') or {}
+    asked = {key: value for key, value in monitor.items() if value != defaults.get(key)}
+    read_block(reading, 'resource_monitor', asked)
+    for action in session.call('get_workflow_actions', workflow_id=workflow['id']):
+        if not action['executed']:
+            read_block(reading, 'action', {'action_type': action['action_type']})
+    for problem in describe_pending(reading.pending):
+        session.tell(f'warning: {problem}')
 
 
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
