@@ -3770,7 +3770,7 @@ class GroupTest(ServiceTest):
 # ======== 9. API ========
 
 # What the official interface has and ROUTES does not: operations, and query parameters of operations.
-MORE_QUERY = {'list_failure_handlers': {'sort_by', 'reverse_sort'}}     # ours only
+MORE_QUERY = {'list_failure_handlers': {'sort_by', 'reverse_sort'}, 'list_jobs': {'resource_requirements_id'}}     # ours only
 
 
 class ApiTest(ServiceTest):
@@ -8740,6 +8740,33 @@ class ObjectTest(CommandTest):
         self.json('jobs update 1 --runtime PT2H')
         self.assertEqual('PT2H', self.json('jobs list-resource-requirements 1 -j 1')[0]['runtime'])
 
+    def test_a_job_gets_other_requirements_and_their_runtime_changes_for_all_that_share_them(self):
+        self.make()
+        number = self.json('resource-requirements create 1 -n big -m 8GB -r 30m')['id']
+        self.json(f'jobs update 2 --resource-requirements-id {number}')
+        outcome = self.assertExit(0, self.world.main('jobs', 'update', 1, '--runtime', '2h', '--resource-requirements-id', number))
+        self.assertEqual(f'the runtime of resource requirements {number} (big) is PT2H now; 2 jobs share them\n', outcome.err)
+        self.assertEqual([('big', '8g', 'PT2H')] * 2 + [('small', '100m', 'PT10M')],
+                         [(row['rr_name'], row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')[:3]])
+
+    def test_memory_in_bare_bytes_is_doubted(self):
+        self.make()
+        outcome = self.assertExit(0, self.world.main('resource-requirements', 'create', 1, '-n', 'tiny', '-m', '8'))
+        self.assertEqual('warning: --memory: 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes\n', outcome.err)
+
+    def test_jobs_are_deleted_all_or_none(self):
+        self.make()
+        self.assertExit(4, self.world.main('jobs', 'delete', 1, 2, 99), 'there is no job 99')
+        self.assertEqual(5, len(self.json('jobs list 1')['items']))
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        client.initialize_jobs(workflow_id=1)
+        client.claim_next_jobs(workflow_id=1, limit=1)
+        client.close()
+        self.assertExit(4, self.world.main('jobs', 'delete', 2, 1), 'jobs are pending or running: prep; wait for their end, or cancel the workflow')
+        self.assertEqual(5, len(self.json('jobs list 1')['items']))
+        self.assertEqual([2, 3], [job['id'] for job in self.json('jobs delete 2 3 2')['items']])
+
     def test_jobs_come_from_a_file_of_commands(self):
         self.make()
         self.world.write('commands.txt', '# two\necho 1\n\n  echo 2\n')
@@ -8949,6 +8976,20 @@ class WorkflowTest(CommandTest):
         answer = self.json('jobs reset-status --status terminated --workflow-id 1', 4)
         self.assertEqual(('No jobs in workflow 1 match status in [terminated].', 0), (answer['error'], answer['reset_count']))
         self.assertExit(2, self.world.main('jobs', 'reset-status', 4, '--return-code', 3), 'give either')
+
+    def test_chosen_jobs_are_of_one_workflow(self):
+        self.make()
+        self.make()
+        for words, owners in ((('6', '2', '1'), 'job 2 is of workflow 1, job 6 is of workflow 2: name jobs of one workflow'),
+                              (('1', '--workflow-id', '2'), 'job 1 is of workflow 1: name jobs of workflow 2')):
+            self.assertExit(4, self.world.main('jobs', 'reset-status', *words, '--no-prompts'), owners)
+        self.assertEqual([1, 2], self.json('jobs reset-status 1 2 1 --workflow-id 1')['reset_job_ids'])
+
+    def test_statuses_of_several_options_add_up(self):
+        self.world.write('w.yaml', SAMPLE)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        answer = self.json('jobs reset-status --status failed --status canceled,failed --workflow-id 1 --dry-run')
+        self.assertEqual(['bad', 'tail'], [job['name'] for job in answer['jobs']])
 
     def test_jobs_of_a_workflow_at_work_are_reset_only_by_force(self):
         self.world.write('w.yaml', SAMPLE)

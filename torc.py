@@ -9041,7 +9041,8 @@ ROUTES = (
     Route('create_job',           'POST',   '/jobs',          create_job, '', '', 'JobModel', returns='@JobModel'),
     Route('create_jobs',          'POST',   '/bulk_jobs',     create_jobs, '', '', 'JobsModel', returns='@CreateJobsResponse'),
     Route('list_jobs',            'GET',    '/jobs',          list_jobs, 'job', OF + PAGE + 'status:str needs_file_id:int '
-          'upstream_job_id:int include_relationships:bool active_compute_node_id:int origin_is_set:bool name:str command:str labels:str'),
+          'upstream_job_id:int include_relationships:bool active_compute_node_id:int origin_is_set:bool '
+          'name:str command:str labels:str resource_requirements_id:int'),
     Route('get_job',              'GET',    '/jobs/{job_id}', get_job, returns='@JobModel'),
     Route('update_job',           'PUT',    '/jobs/{job_id}', update_job, '', '', '?JobModel', returns='@JobModel'),
     Route('delete_job',           'DELETE', '/jobs/{job_id}', delete_job, returns='@JobModel'),
@@ -15329,26 +15330,47 @@ def read_commands(session: Session, path: str) -> List[str]:
 
 
 def cmd_jobs_update(session: Session, args: Arguments) -> int:
-    """Change a job; --runtime changes its requirements, which other jobs may share."""
+    """Change a job; --runtime changes the requirements that it then has, which other jobs may share."""
     changes = {key: value for key, value in args.items() if value is not None and key not in ('id', 'runtime', 'clear_labels')}
     if args['clear_labels']:
         changes['labels'] = []
     if not changes and not args['runtime']:
         raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
     job = session.call('get_job', job_id=args['id'])
-    if args['runtime']:
-        session.call('update_resource_requirements', {'runtime': args['runtime']}, row_id=job['resource_requirements_id'])
     if changes:
         job = session.call('update_job', changes, job_id=args['id'])
+    if args['runtime']:
+        update_runtime(session, job, args['runtime'])
     session.answer(job, f"Updated job {args['id']}\n")
     return 0
 
 
+def update_runtime(session: Session, job: Dict[str, Any], runtime: str) -> None:
+    """Change the runtime of a job's requirements, and say who else has them."""
+    needs_id = job['resource_requirements_id']
+    needs = session.call('update_resource_requirements', {'runtime': runtime}, row_id=needs_id)
+    query = {'workflow_id': job['workflow_id'], 'resource_requirements_id': needs_id}
+    count = session.call('list_jobs', limit=1, **query)['total_count']
+    if count > 1:
+        name = f"resource requirements {needs_id} ({needs['name']})"
+        session.tell(printable(f'the runtime of {name} is {runtime} now; {count} jobs share them'))
+
+
 def cmd_jobs_delete(session: Session, args: Arguments) -> int:
-    """Delete jobs."""
-    deleted = [session.call('delete_job', job_id=job_id) for job_id in args['job_ids']]
+    """Delete jobs: all, or none if one is not there or in a runner's hands."""
+    jobs = [session.call('get_job', job_id=job_id) for job_id in dict.fromkeys(args['job_ids'])]
+    refuse_active_jobs(jobs)
+    deleted = [session.call('delete_job', job_id=job['id']) for job in jobs]
     session.answer({'items': deleted}, ''.join(f"Deleted job {job['id']}\n" for job in deleted))
     return 0
+
+
+def refuse_active_jobs(jobs: List[Dict[str, Any]], cure: str = 'cancel the workflow') -> None:
+    """Refuse while any of these jobs is in a runner's hands."""
+    active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
+    if active:
+        names = first_of(active)
+        raise Refused(printable(f'jobs are pending or running: {names}; wait for their end, or {cure}'))
 
 
 def cmd_jobs_delete_all(session: Session, args: Arguments) -> int:
@@ -15418,9 +15440,8 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
                  'reinit_requested': bool(args['reinit']), 'workflow_id': workflow_id}
         session.answer(value, ''.join(printable(f"would reset {job['id']} {job['name']} ({job['status']})\n") for job in jobs))
         return 0
-    active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
-    if active and not args['force']:
-        raise Refused(printable(f"jobs are in a runner's hands: {first_of(active)}; wait for them, or give --force"))
+    if not args['force']:
+        refuse_active_jobs(jobs, 'give --force')
     refuse_at_work(session, args, workflow_id)
     if not session.confirm(f'Reset the status of {len(jobs)} jobs of workflow {workflow_id}?'):
         return 0
@@ -15451,10 +15472,13 @@ def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
     if len(chosen) != 1:
         raise BadInput('give either job ids, or --status, or --return-code')
     if chosen == ['job_ids']:
-        return [session.call('get_job', job_id=job_id) for job_id in args['job_ids']]
+        jobs = [session.call('get_job', job_id=job_id) for job_id in dict.fromkeys(args['job_ids'])]
+        refuse_several_workflows(jobs, args['workflow_id'])
+        return jobs
     workflow_id = choose_workflow(session, args)
     if chosen == ['status']:
-        jobs = [job for status in args['status'] for job in session.items('list_jobs', workflow_id=workflow_id, status=status)]
+        jobs = [job for status in dict.fromkeys(args['status'])
+                for job in session.items('list_jobs', workflow_id=workflow_id, status=status)]
     else:
         results = session.items('list_results', workflow_id=workflow_id, return_code=args['return_code'])
         jobs = [session.call('get_job', job_id=result['job_id']) for result in results]
@@ -15463,6 +15487,15 @@ def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
         message = f'No jobs in workflow {workflow_id} match {words}.'
         raise Refused(message, reset_count=0, reset_job_ids=[], workflow_id=workflow_id)
     return jobs
+
+
+def refuse_several_workflows(jobs: List[Dict[str, Any]], workflow_id: Optional[int]) -> None:
+    """Refuse jobs of several workflows, or of another one than was named."""
+    owners = {job['workflow_id']: job['id'] for job in reversed(jobs)}
+    if len(owners) > 1 or workflow_id not in (None, *owners):
+        told = ', '.join(f'job {job_id} is of workflow {owner}' for owner, job_id in sorted(owners.items()))
+        wanted = 'one workflow' if workflow_id is None else f'workflow {workflow_id}'
+        raise Refused(f'{told}: name jobs of {wanted}')
 
 
 def brief(job: Dict[str, Any]) -> Dict[str, Any]:
@@ -16579,7 +16612,7 @@ COMMANDS = (
     Command('jobs delete-all', cmd_jobs_delete_all, 'delete all jobs of a workflow', (NEEDED_WF,), 'jobs delete-all 1 --no-prompts'),
     Command('jobs reset-status', cmd_jobs_reset_status, 'set chosen jobs back to uninitialized', (
         Argument('ID', '', 'ids of jobs', parse_id, '*', key='job_ids'),
-        Argument('--status', 'STATUS,...', 'jobs in these statuses', parse_statuses),
+        Argument('--status', 'STATUS,...', 'jobs in these statuses', parse_statuses, '*'),
         Argument('--return-code', 'N', 'jobs that ended with this code', parse_number),
         Argument('--workflow-id', 'WF', 'workflow of --status and --return-code', parse_id),
         Argument('--force', '', 'although jobs are running'),
