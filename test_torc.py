@@ -2308,6 +2308,24 @@ class ClaimTest(ServiceTest):
         self.assertEqual('urgent', self.take(workflow_id, num_cpus=99, memory_gb=99.0, time_limit='PT5M'))
         self.assertEqual('every ready job needs at least PT10M, and only PT9M are left', self.take(workflow_id, time_limit='PT9M'))
 
+    def test_a_node_is_told_whether_jobs_are_left_that_it_may_take(self):
+        workflow_id = self.make('''
+            name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+            plain   1     1g      -     1      PT10M    -         -       -
+            tagged  1     1g      -     1      PT10M    -         a,b     -
+            ''')
+        node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0,
+                'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True}
+        nodes = [self.call('create_compute_node', dict(node, labels=labels))['id'] for labels in (None, ['b', 'a', 'c'], ['a'])]
+
+        def left() -> List[bool]:
+            return [self.call('runner_sync', {'compute_node_id': node_id, 'run_id': 1, 'explain': True}, id=workflow_id)['has_jobs_for_node'] for node_id in nodes]
+        self.assertEqual([True, True, False], left())
+        plain, tagged = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
+        for job_id, wanted in ((tagged, [True, False, False]), (plain, [False, False, False])):
+            self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
+            self.assertEqual(wanted, left())
+
     def test_labels_are_sets(self):
         workflow_id = self.make(self.TABLE)
         self.assertIn("labels that are all among this node's", self.take(workflow_id, labels=['a']))
@@ -7943,6 +7961,15 @@ class RunnerTest(WorldTest):
         self.assertEqual((1, 'declared output files are missing: missing.txt'), outcome.failed_jobs[0][2:])
         times = {row['name']: row.get('st_mtime') for row in self.client.rows('list_files', workflow_id=1)}
         self.assertEqual({'f': None, 'g': os.stat(self.world.path('made.txt')).st_mtime}, times)
+
+    def test_a_persistent_runner_leaves_when_no_job_of_its_labels_is_left(self):
+        self.create({'command': 'true', 'labels': ['big']}, {'command': 'true', 'depends_on': ['j1'], 'labels': ['big']}, 'true',
+                    compute_node_wait_for_new_jobs_seconds=1, execution_config={'mode': 'direct', 'sigterm_lead_seconds': 0, 'sigkill_headroom_seconds': 0})
+        outcome = self.run_it(labels=['big', 'more'], is_persistent=True, end_time=time.time() + 30)
+        self.assertEqual((2, False, 'idle'), (outcome.completed, outcome.is_complete, outcome.reason))
+        self.assertEqual({'j1': 'completed', 'j2': 'completed', 'j3': 'ready'}, self.statuses())
+        outcome = self.run_it(is_persistent=True)
+        self.assertEqual((1, True, 'complete'), (outcome.completed, outcome.is_complete, outcome.reason))
 
     def test_gpus_are_given_by_index_and_never_twice(self):
         command = 'test -z "$(mkdir gpu_$CUDA_VISIBLE_DEVICES 2>&1)" && echo $TORC_GPU_VISIBLE_DEVICES && sleep 0.1 && rmdir gpu_$CUDA_VISIBLE_DEVICES'

@@ -7163,7 +7163,12 @@ def ready_kinds(store: Store, workflow_id: int, labels: Optional[Sequence[str]])
     check_labels(labels)
     mine = set(labels or ())
     kinds = [Kind(*row) for row in store.rows(KIND_QUERY, (workflow_id,))]
-    return [kind for kind in kinds if (mine.issuperset(json.loads(kind.labels)) if kind.labels else not mine)]
+    return [kind for kind in kinds if matches_labels(mine, kind.labels)]
+
+
+def matches_labels(mine: Set[str], labels: Optional[str]) -> bool:
+    """Whether a node with some labels may take jobs with these (JSON, None: without)."""
+    return mine.issuperset(json.loads(labels)) if labels else not mine
 
 
 class Capacity(NamedTuple):
@@ -7985,7 +7990,17 @@ def runner_sync(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[st
     complete = note_if_complete(store, workflow_id)
     answer['actions'] = take_due_actions(store, workflow_id, node_id, body.get('actions') or ())
     answer.update(describe_progress(store, state, complete))
+    if body.get('explain'):
+        answer['has_jobs_for_node'] = has_jobs_for_node(store, workflow_id, node_id)
     return answer
+
+
+def has_jobs_for_node(store: Store, workflow_id: int, node_id: int) -> bool:
+    """Whether a job is left that a node may take by its labels, now or later."""
+    mine = set(json.loads(store.value('SELECT labels FROM compute_node WHERE id = ?', (node_id,)) or '[]'))
+    kinds = store.rows('SELECT id, labels FROM job_kind WHERE workflow_id = ?', (workflow_id,))
+    query = f'SELECT 1 FROM job WHERE kind_id = ? AND status IN {sql_list(NOT_DONE)} LIMIT 1'
+    return any(store.one(query, (kind_id,)) for kind_id, labels in kinds if matches_labels(mine, labels))
 
 
 def renew_lease(store: Store, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
@@ -8375,7 +8390,7 @@ MODELS = {
                          'held:[attempt] held_actions:[int]',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! kinds:[@RunnerKind]! '
                           'handlers:[[object]]! reason:str actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! '
-                          'unfinished:int! claimable:bool! pending_actions:int!',
+                          'unfinished:int! claimable:bool! pending_actions:int! has_jobs_for_node:bool',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int num_nodes:nodes depth:int total:@RunnerCapacity '
                   'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str scheduler_type:str! start_time:str',
@@ -13117,7 +13132,7 @@ class Task:
 
 def open_outputs(task: Task, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
     """Open a job's output files into `outputs`, by its stdio mode. `stem` is output directory, workflow and run."""
-    own = (config['job_stdio_overrides'] or {}).get(task.name)      # it counts as a whole, as in Torc: nothing is inherited
+    own = (config['job_stdio_overrides'] or {}).get(task.name)      # as in Torc it inherits nothing
     stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
     directory, workflow_id, run_id = stem
     task.deletes_stdio = bool(stdio.get('delete_on_success'))
@@ -13955,7 +13970,9 @@ class Runner:
     def look_for_idle_exit(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
         limit_s, now = self.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
-        if self.options.is_persistent and self.answer['unfinished'] or self.link.silent_since is not None or self.actions.is_busy:
+        has_jobs = self.answer['unfinished'] and self.answer.get('has_jobs_for_node', True)
+        stays = self.options.is_persistent and has_jobs
+        if stays or self.link.silent_since is not None or self.actions.is_busy:
             self.worked_at = now
             return
         pending = self.answer.get('pending_actions') and now - self.ended_at < LATE_ACTION_S
