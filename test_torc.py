@@ -9103,10 +9103,56 @@ class RunTest(CommandTest):
 
     def test_exec_tells_what_it_cannot_do(self):
         table = (('exec', 'nothing to run'), ('exec -c a --param i', 'write NAME=VALUE'), ('exec -c a --param i=1 --param i=2', 'stands twice'),
-                 ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''), ('exec w.yaml', 'one word too many'), ('exec -c a --generate-plots', 'time-series'),
+                 ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''), ('exec w.yaml', "'w.yaml' is a workflow file: run it with `torc.py run w.yaml`"), ('exec echo a', "'echo' is no option: a command stands behind -c, in one word, or behind --"),
+                 ('exec -c a b.KDL -- c', 'torc.py run b.KDL'), ('exec -c a --generate-plots', 'time-series'),
                  ('exec -c a --param i=@nope', 'nope'), ('exec -C nope', 'cannot read nope'))
         for line, text in table:
             self.assertExit(2, self.world.main(*line.split()), text)
+
+    def test_an_empty_command_is_named(self):
+        wanted = "torc: -c '' is an empty command: give one, such as -c 'echo {i}', or leave the option out\n"
+        for command in ('', '  '):
+            self.assertEqual(wanted, self.assertExit(2, self.world.main('exec', '-c', 'echo a', '-c', command)).err)
+        outcome = self.assertExit(2, self.world.main('exec', '-c', '{x}', '--param', "x=['']"))
+        self.assertEqual("error: job 'job1': command must not be empty: write true for a job that does nothing\n", outcome.err)
+
+    def test_names_in_braces_that_no_parameter_has_are_told_once(self):
+        outcome = self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {i} {seed}', '-c', 'echo {i} ${HOME} {a,b}', '--param', 'seeds=1:2'))
+        self.assertEqual('warning: {i} is no parameter and stays as it is; for a parameter give --param i=VALUES\n'
+                         "warning: {seed} is no parameter and stays as it is, did you mean 'seeds'?\n", outcome.err)
+        self.assertEqual('', self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {i:03d}', '--param', 'i=1:2')).err)
+
+    def test_exec_knows_torcs_names_of_options(self):
+        self.world.write('commands.txt', 'echo 1\n')
+        spec = self.json('exec --commands-file commands.txt --sample-interval-seconds 30s --dry-run')
+        self.assertEqual((['echo 1'], 30), ([job['command'] for job in spec['jobs']], spec['resource_monitor']['sample_interval_seconds']))
+        self.assertEqual(spec['jobs'], self.json('exec --command-file commands.txt --sample-interval 5 --dry-run')['jobs'])
+
+    def test_options_that_are_not_carried_out_yet_are_told_at_once(self):
+        for line, names in (('--monitor time-series --generate-plots -i 5', '--monitor, --generate-plots, --sample-interval-seconds'),
+                            ('--monitor-compute-node summary', '--monitor-compute-node'), ('--monitor off --monitor-compute-node off', ''), ('', '')):
+            outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', *line.split()))
+            self.assertEqual(names and f'warning: accepted, but not in effect in this version: {names}\n', outcome.err, line)
+        self.assertIn('draw what was measured; not in effect yet\n', self.text('exec -h'))
+
+    def test_a_run_tells_once_what_is_not_carried_out_yet(self):
+        said = 'warning: {}accepted, but not in effect in this version: {}\n'
+        self.world.write('w.yaml', 'name: w\nexecution_config: {oom_exit_code: 9}\nresource_monitor: {jobs: {enabled: true, granularity: time_series}}\n'
+                                   'jobs: [{name: a, command: "true"}]\nslurm_schedulers: []\nactions: []\n')
+        names = 'execution_config.oom_exit_code, resource_monitor'
+        first = self.assertExit(0, self.world.cli('run', 'w.yaml')).err
+        self.assertEqual([said.format('w.yaml:2:20: ', names)], [line for line in first.splitlines(True) if 'warning' in line])
+        self.assertEqual(['w.yaml:2:20: ' + said.format('', names)[9:-1]], self.json('create --dry-run w.yaml')['warnings'])
+        self.assertEqual(said.format('w.yaml:2:20: ', names), self.assertExit(0, self.world.main('create', 'w.yaml')).err)
+        again = self.assertExit(0, self.world.cli('run', 2)).err
+        self.assertEqual([said.format('', names)], [line for line in again.splitlines(True) if 'warning' in line])
+        self.world.write('plain.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        self.assertEqual('', self.assertExit(0, self.world.main('create', 'plain.yaml')).err)
+        self.assertNotIn('warning', self.assertExit(0, self.world.cli('run', 3)).err)
+
+    def test_a_stored_action_that_is_not_carried_out_yet_is_told_by_run(self):
+        self.make()
+        self.assertIn('warning: accepted, but not in effect in this version: resource_monitor, action_type: schedule_nodes\n', self.assertExit(1, self.world.cli('run', 1)).err)
 
     def test_a_dry_run_of_create_tells_everything_and_creates_nothing(self):
         self.world.write('bad.yaml', 'name: w\njobs: [{name: a, comand: x}, {name: a, command: y, depends_on: [zz]}]\n')

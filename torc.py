@@ -15955,7 +15955,11 @@ def cmd_exec(session: Session, args: Arguments) -> int:
         session.show_json(spec)
         return 0
     document = read_document(format_json(spec).encode('utf-8', 'surrogateescape'), '', 'json')
-    plan = complete_plan(read_plan(document, os.getcwd()), False)
+    try:
+        plan = complete_plan(read_plan(document, os.getcwd()), False)
+    except BadInput as error:   # there is no file that it could have a place in
+        problems = [problem._replace(line=0, column=0) for problem in error.problems]
+        raise BadInput(problems[0].message, problems) from None
     prepare_output_dir(options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     if session.format != 'json':
@@ -15971,12 +15975,18 @@ def cmd_exec(session: Session, args: Arguments) -> int:
 
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     """The workflow file that the options of `exec` stand for: each command with each combination of parameters."""
-    commands = list(args['command'] or []) + (read_commands(session, args['command_file']) if args['command_file'] else [])
+    commands = list(args['command'] or [])
+    if args['commands_file']:
+        commands += read_commands(session, args['commands_file'])
     if not commands and args['words']:
         commands = [' '.join(map(shlex.quote, args['words']))]
     if not commands:
         raise BadInput("nothing to run: give -c 'COMMAND', -C FILE, or -- COMMAND WORDS")
-    instances = expand_parameters(exec_parameters(args['param'] or []), args['link'])
+    if not all(command.strip() for command in commands):
+        raise BadInput("-c '' is an empty command: give one, such as -c 'echo {i}', or leave the option out")
+    parameters = exec_parameters(args['param'] or [])
+    warn_of_leftovers(session, commands, parameters)
+    instances = expand_parameters(parameters, args['link'])
     texts = [substitute(command, instance) if instance else command for command in commands for instance in instances]
     jobs = [{'name': f'job{number}', 'command': text, 'cancel_on_blocking_job_failure': False, 'supports_termination': False}
             for number, text in enumerate(texts, 1)]
@@ -15987,6 +15997,15 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     if args['stdio']:
         spec['execution_config'] = {'stdio': {'mode': args['stdio'].replace('-', '_')}}
     return spec
+
+
+def warn_of_leftovers(session: Session, commands: Sequence[str], parameters: Iterable[str]) -> None:
+    """Say which {names} in the commands are no parameters; each once."""
+    left = {match.group(): match.group(1) for command in commands for match in PARAMETER.finditer(command)
+            if IDENTIFIER.match(match.group(1)) and match.group(1) not in parameters}
+    for token, name in left.items():
+        hint = did_you_mean(name, parameters) or f'; for a parameter give --param {name}=VALUES'
+        session.tell(f'warning: {token} is no parameter and stays as it is{hint}')
 
 
 def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
@@ -16004,13 +16023,14 @@ def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
 
 def exec_monitor(args: Arguments) -> Dict[str, Any]:
     """The resource monitor's settings from the options of `exec`."""
-    scopes = {'jobs': args['monitor'], 'compute_node': args['monitor_compute_node']}
+    scopes = {'jobs': args['monitor'] or 'summary', 'compute_node': args['monitor_compute_node'] or 'off'}
     if args['generate_plots'] and 'time-series' not in scopes.values():
         raise BadInput('--generate-plots needs a series to draw: '
                        'give --monitor time-series or --monitor-compute-node time-series')
     monitor = {'enabled': any(word != 'off' for word in scopes.values()),
                'granularity': 'time_series' if args['monitor'] == 'time-series' else 'summary',
-               'sample_interval_seconds': args['sample_interval'], 'flush_interval_seconds': 300,
+               'sample_interval_seconds': args['sample_interval_seconds'] or 10,
+               'flush_interval_seconds': 300,
                'generate_plots': bool(args['generate_plots'])}
     for scope, word in scopes.items():
         monitor[scope] = None if word == 'off' else {'enabled': True, 'granularity': word.replace('-', '_')}
@@ -16495,15 +16515,18 @@ COMMANDS = (
         *SPEC_OPTIONS), 'create --dry-run examples/hello.yaml'),
     Command('exec', cmd_exec, 'run commands as jobs, without a file', (
         Argument('-c --command', 'CMD', 'a command; {name} stands for a parameter', count='*'),
-        Argument('-C --command-file', 'FILE', 'commands, one a line; - for stdin'),
+        Argument('-C --command-file --commands-file', 'FILE', 'commands, one a line; - for stdin'),
         Argument('--param', 'NAME=VALUES', 'parameter: 1:10, [a,b], @FILE or one value', count='*'),
         Argument('--link', 'MODE', 'product: all combinations; zip: value by value', one_of('product', 'zip'), default='product'),
         Argument('-n --name', 'NAME', 'name of the workflow'), Argument('--description', 'TEXT', 'description of the workflow'),
         DRY_RUN, *RUN_OPTIONS,
-        Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs', one_of(*MONITOR_WORDS), default='summary'),
-        Argument('--monitor-compute-node', 'WHAT', 'the same of nodes', one_of(*MONITOR_WORDS), default='off'),
-        Argument('--generate-plots', '', 'draw what was measured'),
-        Argument('-i --sample-interval', 'SECONDS', 'between measurements', at_least(1), default=10),
+        Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
+                 one_of(*MONITOR_WORDS), is_pending=True),
+        Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)',
+                 one_of(*MONITOR_WORDS), is_pending=True),
+        Argument('--generate-plots', '', 'draw what was measured', is_pending=True),
+        Argument('-i --sample-interval --sample-interval-seconds', 'SECONDS',
+                 'between measurements (default 10)', at_least(1, parse_whole_seconds), is_pending=True),
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')), "exec -c 'echo {i}' --param i=1:10"),
     Command('status', cmd_status, 'how far a workflow is', (ASKED_WF,), 'status 1'),
@@ -16792,6 +16815,7 @@ def format_arguments(arguments: Sequence[Argument]) -> str:
     rows = []
     for argument in arguments:
         needed = ' (required)' if argument.count == '!' else ''
+        needed += '; not in effect yet' if argument.is_pending else ''
         default = f' (default {argument.default})' if argument.default is not None and 'default' not in argument.meaning else ''
         rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(), argument.meaning + needed + default))
     return format_rows(rows)
@@ -17002,6 +17026,11 @@ def place_words(command: Command, bare: List[str], rest: List[str], found: Argum
                 raise ValueError(f'{argument.names} is missing')
             values = [argument.parse(word) for word in taken]
             found[key] = values if most > 1 else values[0] if values else None
+    if bare and command.arguments and command.arguments[-1].count == '--':
+        word = printable(bare[0])
+        is_spec = os.path.splitext(word)[1].lower() in FORMATS
+        raise ValueError(f'{word!r} is a workflow file: run it with `torc.py run {word}`' if is_spec else
+                         f'{word!r} is no option: a command stands behind -c, in one word, or behind --')
     if bare or rest:
         raise ValueError(f'{printable((bare + rest)[0])!r} is one word too many')
 
