@@ -1886,6 +1886,23 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(torc.Store(copy)) as store:
             self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
 
+    def test_a_database_of_the_first_version_goes_on_and_keeps_reasons(self):
+        old, count = re.subn(r'\n    reason            TEXT,.*', '', torc.SCHEMA)
+        self.assertEqual(1, count)
+        with contextlib.closing(sqlite3.connect(self.path)) as connection:
+            connection.executescript(old + '''
+                INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('old', 'u', 't', 1);
+                INSERT INTO job (workflow_id, name, command, kind_id, status) VALUES (1, 'a', 'false', 1, 6);
+                INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, status)
+                    VALUES (1, 1, 1, 1, 3, 0, 't', 6);
+                PRAGMA user_version = 1;''')
+        store = self.open()
+        self.assertEqual('return code 3', torc.explain_job(store, 1)['reason'])
+        with store.transaction():
+            torc.update_row(store, 'result', 1, {'reason': 'no luck'})
+        self.assertEqual(('no luck', 'a'), tuple(torc.read_row(store, 'result', 1)[key] for key in ('reason', 'job_name')))
+        self.assertEqual([column.name for column in torc.Store(self.path + '.new').columns('result')], [column.name for column in store.columns('result')])
+
     def test_a_transaction_happens_whole_or_not_at_all(self):
         store = self.open()
         with self.assertRaises(ZeroDivisionError), store.transaction():
@@ -3365,6 +3382,124 @@ class PropertyTest(ServiceTest):
         self.assertWhole()
 
 
+class ExplanationTest(ServiceTest):
+    """Why a job failed, or does not run."""
+
+    def reasons(self, workflow_id: int) -> Dict[str, Optional[str]]:
+        """Name -> why, of all jobs."""
+        jobs = self.call('list_jobs', workflow_id=workflow_id)['items']
+        return {job['name']: self.call('explain_job', id=job['id']).get('reason') for job in jobs}
+
+    def fail(self, workflow_id: int, name: str, node_id: int = 0, status: str = 'failed', **more: Any) -> None:
+        """Let a ready job end badly."""
+        node_id = node_id or self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)[name]
+        self.assertEqual([], self.sync(workflow_id, node_id, completions=[self.end(job, status, 3, **more)])['errors'])
+
+    def test_what_never_ran_names_the_failure_that_was_the_cause(self):
+        workflow_id = self.create('a:\nb: a\nc: b\nd: c\ne:')
+        self.fail(workflow_id, 'a', reason='no luck')
+        self.assertEqual({
+            'a': 'no luck', 'b': 'never ran: its prerequisite a failed: no luck',
+            'c': 'never ran: its prerequisite b was canceled, because a failed: no luck',
+            'd': 'never ran: its prerequisite c was canceled, because a failed: no luck', 'e': None}, self.reasons(workflow_id))
+
+    def test_a_failure_without_a_reason_has_its_return_code(self):
+        workflow_id = self.create('a:\nb: a')
+        self.fail(workflow_id, 'a', status='terminated')
+        self.assertEqual({'a': 'return code 3', 'b': 'never ran: its prerequisite a was terminated: return code 3'}, self.reasons(workflow_id))
+
+    def test_what_waits_says_for_what(self):
+        workflow_id = self.create('a:\nb:\nc: a b\nd: c', workflow={'use_pending_failed': True})
+        self.fail(workflow_id, 'a', status='pending_failed', reason='no luck')
+        self.assertEqual({'a': 'no luck', 'b': None, 'c': 'waits for a (pending_failed), b (pending)', 'd': 'waits for c (blocked)'}, self.reasons(workflow_id))
+        many = self.create('\n'.join([f'a{number}:' for number in range(9)] + ['z: ' + ' '.join(f'a{number}' for number in range(9))]))
+        self.assertEqual('waits for a0 (ready), a1 (ready), a2 (ready), a3 (ready), a4 (ready) and 4 more', self.reasons(many)['z'])
+        self.assertEqual('waits for a runner', self.reasons(many)['a0'])
+
+    def test_a_canceled_workflow_is_the_reason_of_its_jobs(self):
+        workflow_id = self.create('a:\nb: a\nc:')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id, 1)['a']
+        self.call('cancel_workflow', id=workflow_id)
+        never = 'never ran: the workflow was canceled'
+        self.assertEqual({'a': 'canceled while it ran', 'b': never, 'c': never}, self.reasons(workflow_id))
+        self.sync(workflow_id, node_id, completions=[self.end(job, 'canceled', 143, reason='the workflow was canceled')])
+        self.assertEqual('the workflow was canceled', self.reasons(workflow_id)['a'])
+
+    def test_an_uninitialized_job_and_an_unknown_one(self):
+        workflow_id = self.create('a:')
+        self.call('reset_job_status', id=workflow_id)
+        self.assertEqual({'a': 'the workflow is not initialized'}, self.reasons(workflow_id))
+        self.assertRefused('there is no job 99', 'explain_job', id=99)
+        self.assertRefused('there is no workflow 99', 'explain_workflow', id=99)
+
+    def test_a_lost_node_is_the_reason_of_its_jobs(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:00Z']])
+        self.call('delete_compute_node', id=node_id)
+        self.assertEqual({'a': f'compute node {node_id} (h), which ran it, went away'}, self.reasons(workflow_id))
+
+    def test_every_failed_attempt_is_an_event_of_level_error(self):
+        workflow_id = self.create('a:\nb:\nc:\nd:')
+        node_id = self.node(workflow_id)
+        self.fail(workflow_id, 'a', node_id, reason='first', retry=True)
+        self.fail(workflow_id, 'a', node_id)
+        jobs = {job['name']: job for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        with self.store.transaction():      # the official operation, too
+            result = {'job_id': jobs['b']['id'], 'workflow_id': workflow_id, 'run_id': 1, 'compute_node_id': node_id, 'return_code': 1,
+                      'exec_time_minutes': 1.0, 'completion_time': '2026-01-01T00:00:00Z', 'status': 'terminated'}
+            torc.complete_job(self.store, jobs['b']['id'], 'terminated', 1, result)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['c'])])
+        events = [event['data'] for event in self.call('list_events', workflow_id=workflow_id)['items'] if event['data'].get('category') == 'job']
+        self.assertEqual([
+            ('job_failed', 'error', 'a', 1, 3, 'first'), ('job_failed', 'error', 'a', 2, 3, 'return code 3'), ('job_terminated', 'warning', 'b', 1, 1, 'return code 1')],
+            [tuple(data[key] for key in ('event_type', 'level', 'job_name', 'attempt_id', 'return_code', 'message')) for data in events])
+
+    def test_a_reason_is_kept_with_each_attempt_and_bounded(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.fail(workflow_id, 'a', node_id, reason='x' * 100000, retry=True)
+        self.fail(workflow_id, 'a', node_id, reason='second')
+        rows = self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']
+        self.assertEqual(['x' * torc.MAX_REASON_CHARACTERS, 'second'], [row['reason'] for row in rows])
+
+    def test_an_explanation_groups_failures_and_stays_short(self):
+        names = [f'a{number}' for number in range(30)]
+        workflow_id = self.create('\n'.join([f'{name}:' for name in names] + [f'b{name}: {name}' for name in names] + ['run:', 'later: run', 'last: later']))
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        reasons = {name: 'no numpy' if number > 9 else f'cell {number}' for number, name in enumerate(names)}
+        self.sync(workflow_id, node_id, completions=[self.end(jobs[name], 'failed', 1, reason=reasons[name]) for name in names],
+                  started=[[jobs['run']['id'], 1, '2026-01-01T00:00:00Z']])
+        found = self.call('explain_workflow', id=workflow_id, limit=3)
+        self.assertEqual([('a10', 20, 1, 'no numpy'), ('a0', 1, 1, 'cell 0'), ('a1', 1, 1, 'cell 1')],
+                         [(group['job_name'], group['count'], group['return_code'], group['reason']) for group in found['failures']])
+        self.assertEqual([f'never ran: its prerequisite a{number} failed: cell {number}' for number in range(3)], [job['reason'] for job in found['canceled']])
+        self.assertEqual([('run', 'running')], [(job['job_name'], job['status']) for job in found['blockers']])
+        self.assertEqual(5, len(self.call('explain_workflow', id=workflow_id)['failures']))
+
+    def test_a_workflow_has_a_state_in_one_word(self):
+        table = (('a:', {}, 'completed'), ('a:\nb:', {'a': 'failed'}, 'failed'), ('a:', {'a': 'terminated'}, 'failed'),
+                 ('a:\nb: a', {'a': 'pending_failed'}, 'pending_failed'), ('a:\nb: a', None, 'ready'))
+        ids = []
+        for jobs, ends, word in table:
+            ids.append(self.create(jobs))
+            if ends is not None:
+                self.drive(ids[-1], ends)
+        running, canceled, fresh = (self.create('a:') for _ in range(3))
+        self.claim(running, self.node(running))
+        self.call('cancel_workflow', id=canceled)
+        self.call('reset_job_status', id=fresh)
+        empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        wanted = dict(zip(ids, (word for _, _, word in table)))
+        wanted.update({running: 'running', canceled: 'canceled', fresh: 'uninitialized', empty: 'uninitialized'})
+        found = self.call('list_workflow_statuses', ids=[*wanted, 999])['statuses']
+        self.assertEqual({str(number): word for number, word in wanted.items()}, found)
+
+
 class NewsTest(ServiceTest):
     """What verbs tell those who listen."""
 
@@ -3390,7 +3525,7 @@ class NewsTest(ServiceTest):
         jobs = self.claim(workflow_id, node_id)
         started = [[jobs['a']['id'], 1, '2026-01-01T00:00:00Z']]
         self.sync(workflow_id, node_id, started=started, completions=[self.end(jobs['c'], 'terminated', 152, retry=True)])
-        self.sync(workflow_id, node_id, started=started, completions=[self.end(jobs['a'], 'failed', 1, message='out of luck'), self.end(jobs['d'])])
+        self.sync(workflow_id, node_id, started=started, completions=[self.end(jobs['a'], 'failed', 1, reason='out of luck'), self.end(jobs['d'])])
         self.call('reset_job_status', id=workflow_id)
         self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
         self.call('cancel_workflow', id=workflow_id)
@@ -3407,7 +3542,7 @@ class NewsTest(ServiceTest):
         node_id = self.node(workflow_id)
         job = self.claim(workflow_id, node_id)['a']
         self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:00Z']])
-        self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 3, message='why')])
+        self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 3, reason='why')])
         self.call('delete_compute_node', id=node_id)
         node = {'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'compute_node_type': 'local'}
         self.assertEqual([
@@ -3960,7 +4095,7 @@ class ApiTest(ServiceTest):
     def test_every_route_names_an_operation_of_the_official_interface_or_an_addition(self):
         official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
         additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times', 'stream_workflow_events', 'stream_api_events',
-                     'get_api_stats', 'get_openapi'}
+                     'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow', 'list_workflow_statuses'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -4222,7 +4357,7 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
         'held_actions': [], 'actions': ['on_workflow_start'], 'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
         'completions': [{'job_id': '$running', 'attempt_id': 1, 'return_code': 1, 'status': 'failed', 'exec_time_minutes': 1.5, 'completion_time': '2026-01-01T00:00:00Z',
                          'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0, 'avg_cpu_percent': 1.0, 'retry': True, 'max_retries': 3,
-                         'file_times': {'$made_file': 1.5}, 'message': 'm'}],
+                         'file_times': {'$made_file': 1.5}, 'reason': 'm'}],
         'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'depth': 1, 'time_limit': 'PT1H',
                  'total': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}, 'scheduler_config_id': '$slurm_scheduler', 'labels': [], 'strict': False}},
     'ScheduledComputeNodesModel': {'workflow_id': '$workflow', 'scheduler_id': 77, 'scheduler_config_id': '$slurm_scheduler', 'scheduler_type': 'slurm', 'status': 'active'},
@@ -4260,7 +4395,7 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
     'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'}, 'list_user_groups': {'user_name': 'mia'},
-    'check_workflow_access': {'user_name': 'mia'},
+    'check_workflow_access': {'user_name': 'mia'}, 'list_workflow_statuses': {'ids': ['$workflow', '$idle_workflow']}, 'explain_job': {'job_id': '$failed'},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
     'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5}, 'get_pending_actions': {'trigger_type': ['on_workflow_start']},
 }
@@ -4754,6 +4889,7 @@ OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, Non
     'EventModel.timestamp': ('integer!', 'integer'),            # the server sets it
     'FileModel.identifier': (None, 'string'),                   # of RO-Crate; Torc 1.0's server knows it
     'JobModel.schedule_compute_nodes': ('ComputeNodeSchedule', 'any'),      # kept as it came; nobody reads it
+    'ResultModel.reason': (None, 'string'),                     # of a failure, for people
     'UserGroupMembershipModel.role': ('string!', 'GroupRole!'),             # there are two
 }
 
@@ -7756,6 +7892,17 @@ class GuardianTest(WorldTest):
         self.run_and_die("echo $$ > a; (env -i setsid sh -c 'echo $$ > b; exec sleep 1000' &); sleep 1000", 'a', 'b')
 
 
+class EndTest(unittest.TestCase):
+    """How a process ended, in words."""
+
+    def test_a_core_dump_is_told_from_the_wait_status(self):
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        for status, text in ((signal.SIGSEGV | 0x80, 'killed by SIGSEGV (core dumped)'), (signal.SIGSEGV, 'killed by SIGSEGV'), (3 << 8, '')):
+            process = torc.Process(1, b'mark', None)
+            process.close(int(status), usage)
+            self.assertEqual(text, torc.explain_end(process.end, None, None))
+
+
 class CommandTextTest(unittest.TestCase):
     """What the shell gets."""
 
@@ -7921,6 +8068,43 @@ class RunnerTest(WorldTest):
         outcome = self.run_it()
         self.assertEqual([(1, 'j1', 4, 'no luck')], outcome.failed_jobs)
         self.assertEqual([('j1', 4, 'no luck')], self.progress.failed)
+
+    def test_the_reason_of_a_failure_is_kept_with_its_result(self):
+        rows = rows_of('''
+            command                                                 reason
+            echo out; echo 'no luck' >&2; echo ' ' >&2; exit 3      no luck
+            echo 'Fatal: no licence'; exit 4                        Fatal: no licence
+            exit 5                                                  -
+            kill -9 $$                                              killed by SIGKILL
+            echo 'what(): bad_alloc' >&2; kill -ABRT $$             killed by SIGABRT: what(): bad_alloc
+            kill -40 $$                                             killed by signal 40
+            exit 139                                                killed by SIGSEGV, judging by its return code
+            ''')
+        self.create(*('ulimit -c 0; ' + row['command'] for row in rows))
+        self.run_it()
+        found = {row['job_id']: row.get('reason', '') for row in self.client.rows('list_results', workflow_id=1)}
+        self.assertEqual({number: row['reason'] for number, row in enumerate(rows, 1)}, found)
+        self.assertEqual({name: reason for name, _, reason in self.progress.failed}, {f'j{number}': row['reason'] for number, row in enumerate(rows, 1)})
+
+    def test_reasons_of_all_attempts_are_kept(self):
+        self.create({'command': 'echo attempt $TORC_ATTEMPT_ID >&2; exit 1', 'failure_handler': 'fix'},
+                    failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True, 'max_retries': 2}]}])
+        self.run_it()
+        self.assertEqual(['attempt 1', 'attempt 2'], [row['reason'] for row in self.client.rows('list_results', workflow_id=1, all_runs=True)])
+        events = [event['data'] for event in self.client.rows('list_events', workflow_id=1)]
+        self.assertEqual([('error', 'attempt 1'), ('error', 'attempt 2')], [(data['level'], data['message']) for data in events if data.get('category') == 'job'])
+
+    def test_a_reason_can_be_stored_whatever_a_job_writes(self):
+        self.create("printf 'bad \\xff\\x1b[2J\\0\\u2028end' >&2; exit 1")
+        self.run_it()
+        reason, = (row['reason'] for row in self.client.rows('list_results', workflow_id=1))
+        self.assertEqual((True, reason), (reason.startswith('bad ') and reason.endswith('end'), torc.printable(reason)))
+
+    def test_many_missing_files_are_named_in_short(self):
+        files = [f'f{number}' for number in range(30)]
+        self.create({'command': 'true', 'output_files': files}, files=[{'name': name, 'path': name + '.txt'} for name in files])
+        outcome = self.run_it()
+        self.assertRegex(outcome.failed_jobs[0][3], r'\Adeclared output files are missing: (\S+\.txt, ){9}\S+\.txt and 20 more\Z')
 
     def test_stdio_modes_make_these_files(self):
         rows = rows_of('''

@@ -232,6 +232,7 @@ MAX_LIST_ITEMS = 100000             # of one list answer, and of one bulk reques
 MAX_INSTANCES = 1000000             # that parameters may make; --max-instances lifts it
 MAX_SPEC_BYTES = 2 ** 30            # of a workflow file: three million jobs spelled out
 MAX_NAME_CHARACTERS = 1000          # of any name; files on disk are named by ids
+MAX_REASON_CHARACTERS = 500         # of the reason of a failure; the rest is in the job's output
 MAX_BODY_BYTES = 2 * 1024 ** 2      # of a request
 MAX_BULK_BODY_BYTES = 200 * 1024 ** 2   # of bulk_* and from_spec requests
 MAX_INTEGER = 2 ** 63 - 1           # SQLite's
@@ -567,6 +568,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """', did you mean ...?' for the choice nearest to a mistyped word, or ''."""
     near = difflib.get_close_matches(word, list(choices), 1, 0.6)
     return f", did you mean '{near[0]}'?" if near else ''
+
+
+def first_of(words: Sequence[Any], most: int = 10) -> str:
+    """The first of many things, for a message: 'a, b and 3 more'."""
+    more = f' and {len(words) - most} more' if len(words) > most else ''
+    return ', '.join(map(str, words[:most])) + more
 
 
 def unique_pairs(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
@@ -4690,7 +4697,7 @@ def format_field_help() -> str:
 # barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
 # claim looks at kinds (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -4969,6 +4976,7 @@ CREATE TABLE result (
     peak_cpu_percent  REAL,
     avg_cpu_percent   REAL,
     is_current        BOOL INTEGER NOT NULL DEFAULT 1,  -- the job's latest, and not undone by a reset
+    reason            TEXT,                             -- of a failure, for people
     UNIQUE (job_id, run_id, attempt_id)
 );
 CREATE INDEX result_of ON result (workflow_id);
@@ -5087,7 +5095,9 @@ CREATE VIEW result_view AS
 """
 
 # Version -> the SQL that leads to it from the version before.
-MIGRATIONS = {}  # type: Dict[int, str]
+MIGRATIONS = {
+    2: 'ALTER TABLE result ADD COLUMN reason TEXT;',
+}
 
 
 # ======== 7. Store: the only code that speaks to the workflow database ========
@@ -5743,7 +5753,8 @@ def announce_start(store: Store, job: JobState, run_id: int) -> None:
         'job_id': job.id, 'job_name': job.name, 'compute_node_id': job.compute_node_id, 'run_id': run_id})
 
 
-END_SEVERITIES = {'failed': 'error', 'terminated': 'warning', 'canceled': 'warning'}
+END_SEVERITIES = {'failed': 'error', 'terminated': 'warning', 'canceled': 'warning'}    # on the stream, as Torc's
+FAILURE_LEVELS = {'failed': 'error', 'pending_failed': 'error', 'terminated': 'warning'}   # of the stored event
 
 
 def announce_end(store: Store, workflow_id: int, job_id: int, job_name: str, status: str, **more: Any) -> None:
@@ -7460,17 +7471,19 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
     if job.status not in ACTIVE and not was_canceled:
         raise Refused(f'job {job.id} is {STATUS_NAMES[job.status]}: nothing was running that could end')
+    reason = (end.get('reason') or '')[:MAX_REASON_CHARACTERS]
     store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
-    store.insert('result', dict(end, workflow_id=state.id, attempt_id=attempt_id, is_current=True,
+    store.insert('result', dict(end, workflow_id=state.id, attempt_id=attempt_id, is_current=True, reason=reason or None,
                                 compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
                                 status='canceled' if was_canceled else end['status']))
     if was_canceled:
         return 'canceled'
+    record_failure(store, state.id, job, end, reason)
     if state.id in store.watched:
         if job.status == PENDING:       # the runner has not told its start before
             announce_start(store, job, state.run_id)
-        more = {key: end[key] for key in ('return_code', 'message') if end.get(key) is not None}
-        announce_end(store, state.id, job.id, job.name, end['status'], **more)
+        more = {'message': reason} if reason else {}
+        announce_end(store, state.id, job.id, job.name, end['status'], return_code=end['return_code'], **more)
     if end.get('retry') and end['status'] in ('failed', 'terminated') and attempt_id < (end.get('max_retries') or DEFAULT_MAX_RETRIES):
         return begin_next_attempt(store, state, job)
     status = STATUS_CODES[end['status']]
@@ -7478,6 +7491,16 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     if STATUSES[status].is_finished:
         settle(store, state.id, [(job.id, status)])
     return end['status']
+
+
+def record_failure(store: Store, workflow_id: int, job: JobState, end: Dict[str, Any], reason: str) -> None:
+    """Keep an attempt that did not complete among the workflow's events, whether it is retried or not."""
+    level = FAILURE_LEVELS.get(end['status'])
+    if level:       # announce_end() tells those who listen
+        store.add_event(workflow_id, {
+            'category': 'job', 'event_type': f"job_{end['status']}", 'level': level, 'job_id': job.id, 'job_name': job.name,
+            'run_id': end['run_id'], 'attempt_id': job.attempt_id, 'return_code': end['return_code'],
+            'message': reason or f"return code {end['return_code']}"})
 
 
 def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, Any]) -> bool:
@@ -7566,6 +7589,98 @@ def reverse_or_settle(store: Store, job: JobState, code: int) -> None:
 def give_back(store: Store, job_ids: Sequence[int]) -> None:
     """Claimed jobs that nobody started: pending -> ready."""
     run_by_ids(store, f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN', job_ids)
+
+
+# -------- why a job failed, or does not run --------
+#
+# Every answer is bounded, however many jobs there are.
+
+FAILURES_EXPLAINED = 5      # groups of failures, and as many canceled jobs and prerequisites
+CAUSE_STEPS = 1000          # from a canceled job up to the failure that was the cause
+ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was canceled'}
+BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
+HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)      # what blocked jobs wait for in the end
+
+
+def explain_job(store: Store, job_id: int) -> Dict[str, Any]:
+    """Why a job failed or was canceled, or what it waits for; without `reason` if nothing is wrong."""
+    job = job_state(store, job_id)
+    answer = {'job_id': job.id, 'job_name': job.name, 'status': STATUS_NAMES[job.status]}
+    if job.status in (*BROKEN, CANCELED):
+        reason = end_reason(store, job_id) or (cancellation_reason(store, job) if job.status == CANCELED else None)
+    elif job.status == BLOCKED:
+        found = store.rows('SELECT need.name, need.status FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
+                           'CROSS JOIN job need ON need.id = dep_member.job_id '
+                           f'WHERE job.id = ? AND need.status IN {sql_list(UNFINISHED)}', (job_id,))
+        reason = 'waits for ' + first_of([f'{name} ({STATUS_NAMES[status]})' for name, status in found], FAILURES_EXPLAINED)
+    else:
+        reason = {READY: 'waits for a runner', UNINITIALIZED: 'the workflow is not initialized'}.get(job.status)
+    return dict(answer, reason=reason) if reason else answer
+
+
+def end_reason(store: Store, job_id: int) -> Optional[str]:
+    """Why a job's last attempt ended badly; None if it left no result."""
+    found = store.one('SELECT reason, return_code FROM result WHERE job_id = ? AND is_current = 1', (job_id,))
+    return found and (found[0] or f'return code {found[1]}')
+
+
+def cancellation_reason(store: Store, job: JobState) -> str:
+    """Why a job was canceled that has left no result: the prerequisite that failed, directly or through others."""
+    if job.compute_node_id is not None:
+        return 'canceled while it ran'
+    path = []  # type: List[Tuple]
+    job_id = job.id
+    while len(path) < CAUSE_STEPS and (not path or path[-1][2] == CANCELED):
+        found = store.one('SELECT need.id, need.name, need.status FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
+                          'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ? AND job.cancel_on_blocking_job_failure = 1 '
+                          f'AND need.status IN {sql_list(BAD)} ORDER BY need.status = {CANCELED}, need.id LIMIT 1', (job_id,))
+        if found is None:       # no failure was the cause
+            return 'never ran: the workflow was canceled'
+        path.append(found)
+        job_id = found[0]
+    steps = [f'{name} {ENDED_WORDS[status]}' for _, name, status in (path[:1] + path[-1:])[:len(path)]]
+    reason = end_reason(store, job_id)
+    return f"never ran: its prerequisite {', because '.join(steps)}" + (f': {reason}' if reason else '')
+
+
+def explain_workflow(store: Store, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Dict[str, Any]:
+    """Why jobs failed, those of one reason together and the most frequent first; why some were canceled; what blocked jobs wait for."""
+    workflow_state(store, workflow_id)
+    limit = page_size(0, limit)
+    groups = store.rows(
+        'SELECT min(job.id), count(*), result.return_code, result.reason FROM job '
+        'LEFT JOIN result ON result.job_id = job.id AND result.is_current = 1 '
+        f'WHERE job.workflow_id = ? AND job.status IN {sql_list(BROKEN)} '
+        'GROUP BY result.return_code, result.reason ORDER BY 2 DESC, 1 LIMIT ?', (workflow_id, limit))
+    canceled = store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {CANCELED} ORDER BY id LIMIT ?', (workflow_id, limit))
+    return {'failures': [dict(explain_job(store, job_id), return_code=code, count=count) for job_id, count, code, _ in groups],
+            'canceled': [explain_job(store, job_id) for job_id in canceled],
+            'blockers': [explain_job(store, job_id) for job_id in find_blockers(store, workflow_id, limit)]}
+
+
+def find_blockers(store: Store, workflow_id: int, limit: int) -> List[int]:
+    """The first jobs that are not blocked themselves and that blocked ones wait for, those that run before the others."""
+    found = []  # type: List[int]
+    for status in HOLDING:
+        found += store.ids(
+            f'SELECT id FROM job WHERE workflow_id = ? AND status = {status} AND EXISTS (SELECT 1 FROM dep_member '
+            'CROSS JOIN job waiting ON waiting.dep_set_id = dep_member.dep_set_id '
+            f'WHERE dep_member.job_id = job.id AND waiting.status = {BLOCKED}) ORDER BY id LIMIT ?', (workflow_id, limit - len(found)))
+    return found
+
+
+WORKFLOW_STATES = (     # the first of which there is a job; a workflow without jobs is uninitialized
+    ('running', ACTIVE), ('ready', (READY,)), ('pending_failed', (PENDING_FAILED,)), ('blocked', (BLOCKED,)),
+    ('uninitialized', (UNINITIALIZED,)), ('failed', BAD), ('completed', FINISHED))
+
+
+def list_workflow_statuses(store: Store, ids: Sequence[int]) -> Dict[str, Any]:
+    """State of workflows in one word, by id; those that do not exist, or that the caller has no access to, are left out."""
+    states = ' '.join(f"WHEN EXISTS (SELECT 1 FROM job WHERE workflow_id = workflow.id AND status IN {sql_list(codes)}) THEN '{word}'"
+                      for word, codes in WORKFLOW_STATES)
+    rows = rows_by_ids(store, f"SELECT id, CASE WHEN is_canceled THEN 'canceled' {states} ELSE 'uninitialized' END "
+                       'FROM workflow WHERE id IN', ids)
+    return {'statuses': {str(row[0]): row[1] for row in rows if not is_limited(store) or may_use(store, row[0], store.caller)}}
 
 
 # -------- jobs that make jobs --------
@@ -7923,7 +8038,7 @@ def delete_compute_nodes(store: Store, workflow_id: int) -> Dict[str, Any]:
 
 def release_node(store: Store, node_id: int) -> None:
     """A node went away: its claims come back, its running jobs have failed as orphans, its unreported actions are due again."""
-    workflow_id = store.value('SELECT workflow_id FROM compute_node WHERE id = ?', (node_id,))
+    workflow_id, hostname = store.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     store.run('UPDATE compute_node SET is_active = 0, lease_until = NULL WHERE id = ?', (node_id,))
     store.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
               'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
@@ -7934,7 +8049,8 @@ def release_node(store: Store, node_id: int) -> None:
     for job_id, start_time in store.rows(f'SELECT id, start_time FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,)):
         spent_s = store.now() - parse_time(start_time) if start_time else 0.0
         record_end(store, state, {'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-                                  'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(store.now())})
+                                  'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(store.now()),
+                                  'reason': f'compute node {node_id} ({hostname}), which ran it, went away'})
         record_event(store, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
                                           'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
     note_if_complete(store, workflow_id)
@@ -8039,9 +8155,6 @@ def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str,
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
     if end.get('file_times'):
         store_file_times(store, state.id, times)
-    if end.get('message'):
-        store.add_event(state.id, {'category': 'job', 'event_type': f"job_{end['status']}", 'job_id': end['job_id'], 'run_id': state.run_id,
-                                   'attempt_id': end['attempt_id'], 'message': end['message']})
 
 
 def refuse_other_holder(store: Store, node_id: int, end: Dict[str, Any]) -> None:
@@ -8340,6 +8453,7 @@ MODELS = {
     'IsUninitializedResponse': 'is_uninitialized:bool!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobCompletionError': 'job_id:int! message:str!',
+    'JobExplanation': 'job_id:int! job_name:str! status:@JobStatus! reason:str return_code:int count:int',
     'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! workflow_id:int!',
     'JobFileRelationshipModel': 'consumer_job_id:int consumer_job_name:str file_id:int! file_name:str! file_path:str! '
                                 'producer_job_id:int producer_job_name:str workflow_id:int!',
@@ -8373,13 +8487,13 @@ MODELS = {
     'ResourceRequirementsModel': 'id:int memory:str name:name! num_cpus:int num_gpus:int num_nodes:int runtime:str workflow_id:int!',
     'ResultModel': 'attempt_id:ordinal avg_cpu_percent:float avg_memory_bytes:int completion_time:time! compute_node_id:int! '
                    'exec_time_minutes:minutes! id:int job_id:int! job_name:str peak_cpu_percent:float peak_memory_bytes:int '
-                   'return_code:int! run_id:int! status:@JobStatus! workflow_id:int!',
+                   'return_code:int! run_id:int! status:@JobStatus! workflow_id:int! reason:str',
     'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! workflow_id:int!',
     'RunnerAction': 'action_id:int! success:bool! message:str',
     'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! completion_time:time! '
                  'peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float avg_cpu_percent:float retry:bool '
-                 'max_retries:int file_times:{float} message:str',
+                 'max_retries:int file_times:{float} reason:str',
     'RunnerError': 'job_id:int! attempt_id:int! message:str!',
     'RunnerJob': 'id:int! name:str! command:str! invocation_script:str env:{str} attempt_id:int! kind:int! outputs:[output]! '
                  'failure_handler:int',
@@ -8416,6 +8530,7 @@ MODELS = {
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str executed_by:int id:int '
                            'is_recovery:bool job_ids:[int] persistent:bool required_triggers:int trigger_count:int '
                            'trigger_type:str! workflow_id:int!',
+    'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! blockers:[@JobExplanation]!',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int compute_node_ignore_workflow_completion:bool '
                      'compute_node_min_time_for_new_jobs_seconds:int compute_node_wait_for_healthy_database_minutes:int '
                      'compute_node_wait_for_new_jobs_seconds:int description:str dynamic_jobs:@DynamicJobsConfig '
@@ -8426,6 +8541,7 @@ MODELS = {
                               'jobs_by_status:@JobStatusCounts! longest_ready_runtime_seconds:int max_allocation_remaining_seconds:int '
                               'pending_scheduled_nodes:int! runtime_blocked_ready_jobs:int! total_exec_time_minutes:float! total_jobs:int! '
                               'unserved_ready_labels:{int} walltime_seconds:float workflow_id:int! workflow_name:str! workflow_user:str!',
+    'WorkflowStatusesResponse': 'statuses:{str}!',
 }
 
 STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel')     # a field that they do not know is an error, as in Torc
@@ -9025,6 +9141,9 @@ ROUTES = (
     Route('archive_workflow',            'POST',   WF + '/archive',           archive_workflow, '', '', 'ArchiveWorkflowRequest', returns='@WorkflowModel'),
     Route('cancel_workflow',             'PUT',    WF + '/cancel',            cancel_workflow, returns='@WorkflowModel'),
     Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status, returns='@WorkflowStatusResponse'),
+    Route('explain_workflow',            'GET',    WF + '/explanation',       explain_workflow, '', 'limit:int', returns='@WorkflowExplanation'),
+    Route('list_workflow_statuses',      'GET',    '/workflow_statuses',      list_workflow_statuses, '', 'ids:[int]!',
+          returns='@WorkflowStatusesResponse'),
     Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete, returns='@IsCompleteResponse'),
     Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized, returns='@IsUninitializedResponse'),
     Route('initialize_jobs',             'POST',   WF + '/initialize_jobs',   initialize_or_begin, '',
@@ -9059,6 +9178,7 @@ ROUTES = (
           'upstream_job_id:int include_relationships:bool active_compute_node_id:int origin_is_set:bool '
           'name:str command:str labels:str resource_requirements_id:int'),
     Route('get_job',              'GET',    '/jobs/{job_id}', get_job, returns='@JobModel'),
+    Route('explain_job',          'GET',    '/jobs/{job_id}/explanation', explain_job, returns='@JobExplanation'),
     Route('update_job',           'PUT',    '/jobs/{job_id}', update_job, '', '', '?JobModel', returns='@JobModel'),
     Route('delete_job',           'DELETE', '/jobs/{job_id}', delete_job, returns='@JobModel'),
     Route('delete_jobs',          'DELETE', '/jobs',          delete_rows, 'job', OF),
@@ -9205,7 +9325,7 @@ BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to the workflow they are about.
 OPEN_OPERATIONS = frozenset((
-    'ping', 'get_version', 'get_openapi', 'list_workflows', 'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
+    'ping', 'get_version', 'get_openapi', 'list_workflows', 'list_workflow_statuses', 'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members', 'remove_user_from_group', 'list_user_groups',
     'check_workflow_access', 'reload_auth'))
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}   # first in a path; row_id: the route's resource
@@ -12273,6 +12393,14 @@ def read_last_line(path: Optional[str]) -> str:
     return printable(next((text for text in reversed(texts) if text), '')).replace('\n', ' ')[-300:]
 
 
+def format_signal(number: int) -> str:
+    """9 -> 'SIGKILL'. Real-time signals have no names of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f'signal {number}'
+
+
 # -------- processes, as /proc shows them --------
 
 
@@ -12433,6 +12561,7 @@ class ProcessEnd(NamedTuple):
     cpu_s: float            # of it and of the children that it waited for
     peak_memory_bytes: int  # of the largest of them; 0 if unknown
     at: float               # seconds since the epoch
+    has_core: bool = False  # the kernel has written a core dump
 
 
 class Stranger(NamedTuple):
@@ -12465,7 +12594,20 @@ class Process:
         # other (fs/exec.c, setmax_mm_hiwater_rss), so that for a smaller program it tells nothing.
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = usage.ru_maxrss * 1024 if usage.ru_maxrss > own else 0
-        self.end = ProcessEnd(code, number, time.monotonic() - self.started, usage.ru_utime + usage.ru_stime, peak, time.time())
+        self.end = ProcessEnd(code, number, time.monotonic() - self.started, usage.ru_utime + usage.ru_stime, peak, time.time(),
+                              bool(number and os.WCOREDUMP(status)))
+
+
+def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -> str:
+    """Why a process failed: the signal that killed it, else the last line that it wrote; '' if nothing tells."""
+    line = read_last_line(stderr)
+    if end.signal_number:
+        core = ' (core dumped)' if end.has_core else ''
+        return f'killed by {format_signal(end.signal_number)}{core}' + (f': {line}' if line else '')
+    line = line or read_last_line(stdout)
+    if not line and 128 < end.return_code <= 128 + 64:      # as shells report a child that a signal has killed
+        return f'killed by {format_signal(end.return_code - 128)}, judging by its return code'
+    return line
 
 
 # -------- the guardian --------
@@ -12910,7 +13052,7 @@ class RunOutcome(NamedTuple):
     failed: int             # pending_failed ones too
     terminated: int
     canceled: int
-    failed_jobs: List[Tuple[int, str, int, str]]    # job id, name, return code, reason or last line of stderr
+    failed_jobs: List[Tuple[int, str, int, str]]    # job id, name, return code, reason
     is_complete: bool
     is_canceled: bool
     interrupted_by: Optional[int]   # signal number
@@ -13106,7 +13248,7 @@ class RunLog:
 
 class Task:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
-    __slots__ = ('id', 'name', 'attempt_id', 'job', 'kind', 'rules', 'grant', 'stdout', 'stderr', 'deletes_stdio', 'process', 'stopped_for', 'completion', 'last_line')
+    __slots__ = ('id', 'name', 'attempt_id', 'job', 'kind', 'rules', 'grant', 'stdout', 'stderr', 'deletes_stdio', 'process', 'stopped_for', 'completion', 'reason')
 
     def __init__(self, job: Dict[str, Any], kind: Dict[str, Any], rules: Sequence[Dict[str, Any]]) -> None:
         self.id = job['id']             # type: int
@@ -13122,7 +13264,7 @@ class Task:
         self.process = None             # type: Optional[Process]
         self.stopped_for = ''           # '' or one of SIGNAL_REASONS
         self.completion = {}            # type: Dict[str, Any]
-        self.last_line = ''             # reason, or last line of stderr
+        self.reason = ''                # of a failure
 
     @property
     def key(self) -> List[int]:
@@ -13367,10 +13509,10 @@ class Ends:
             completion['avg_cpu_percent'] = end.cpu_s / end.wall_s * 100
         if file_times:
             completion['file_times'] = file_times
-        if verdict.message:
-            completion['message'] = verdict.message
+        if verdict.status != 'completed':
+            task.reason = printable(verdict.message) or explain_end(end, task.stdout, task.stderr)
+            completion['reason'] = task.reason
         if verdict.status in ('failed', 'terminated'):
-            task.last_line = printable(verdict.message) or read_last_line(task.stderr)
             if task.stopped_for in ('', 'deadline') and self.tries_again(task):
                 return
         self.queue(task)
@@ -13407,8 +13549,8 @@ class Ends:
 
     def veto_retry(self, task: Task, reason: str) -> None:
         """No further attempt, for this reason."""
-        task.completion.update(retry=False, message='; '.join(filter(None, (task.completion.get('message'), reason))))
-        task.last_line = '; '.join(filter(None, (task.last_line, reason)))
+        task.reason = '; '.join(filter(None, (task.reason, printable(reason))))
+        task.completion.update(retry=False, reason=task.reason)
         self.runner.log.write(f'No retry: {reason}', 'warning', **self.names(task))
 
     def queue(self, task: Task) -> None:
@@ -13416,7 +13558,7 @@ class Ends:
         runner, completion = self.runner, task.completion
         runner.link.completions.append(completion)
         runner.log.write('Job completed', **self.names(task), return_code=completion['return_code'], status=completion['status'],
-                         exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}", reason=completion.get('message'))
+                         exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}", reason=completion.get('reason'))
         has_work = len(runner.appetite.backlog) >= runner.ledger.slots
         runner.report_soon(max(0.0, runner.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
 
@@ -13445,8 +13587,8 @@ class Ends:
                 remove_files(task.stdout, task.stderr)
         elif status != 'canceled':
             code = task.completion['return_code']
-            self.failed_jobs.append((task.id, task.name, code, task.last_line))
-            self.runner.progress.on_failed_job(task.name, code, task.last_line)
+            self.failed_jobs.append((task.id, task.name, code, task.reason))
+            self.runner.progress.on_failed_job(task.name, code, task.reason)
 
 
 def remove_files(*paths: Optional[str]) -> None:
@@ -13897,7 +14039,7 @@ class Runner:
         if verdict.status == 'completed' and task.job['outputs']:
             file_times, missing = stat_outputs(task.job['outputs'])
             if missing:
-                verdict = Verdict('failed', 1, f"declared output files are missing: {', '.join(missing)}")
+                verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
         if verdict.status == 'failed' and not verdict.message and is_disk_full(self.output_dir):
             verdict = verdict._replace(message=f'the disk of the output directory {self.output_dir} is full')
         self.ends.report(task, end, verdict, file_times)
@@ -14926,12 +15068,6 @@ def check_files(session: Session, workflow: Dict[str, Any]) -> FileCheck:
 def file_exists(base: str, path: str) -> bool:
     """Whether a workflow's file is there."""
     return os.path.exists(os.path.join(base, path))
-
-
-def first_of(words: Sequence[Any]) -> str:
-    """The first of many things, for a message."""
-    more = f' and {len(words) - CANDIDATES_SHOWN} more' if len(words) > CANDIDATES_SHOWN else ''
-    return ', '.join(map(str, words[:CANDIDATES_SHOWN])) + more
 
 
 def refuse_missing_inputs(session: Session, check: FileCheck, is_forced: bool) -> None:
