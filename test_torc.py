@@ -46,6 +46,7 @@ import collections
 import contextlib
 import copy
 import ctypes
+import fcntl
 import fnmatch
 import functools
 import gc
@@ -79,6 +80,7 @@ import subprocess
 import symtable
 import sys
 import tempfile
+import termios
 import textwrap
 import threading
 import time
@@ -1893,15 +1895,18 @@ class StoreTest(unittest.TestCase):
             connection.executescript(old + '''
                 INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('old', 'u', 't', 1);
                 INSERT INTO job (workflow_id, name, command, kind_id, status) VALUES (1, 'a', 'false', 1, 6);
-                INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, status)
+                INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code,
+                                    exec_time_minutes, completion_time, status)
                     VALUES (1, 1, 1, 1, 3, 0, 't', 6);
                 PRAGMA user_version = 1;''')
         store = self.open()
         self.assertEqual('return code 3', torc.explain_job(store, 1)['reason'])
         with store.transaction():
             torc.update_row(store, 'result', 1, {'reason': 'no luck'})
-        self.assertEqual(('no luck', 'a'), tuple(torc.read_row(store, 'result', 1)[key] for key in ('reason', 'job_name')))
-        self.assertEqual([column.name for column in torc.Store(self.path + '.new').columns('result')], [column.name for column in store.columns('result')])
+        row = torc.read_row(store, 'result', 1)
+        self.assertEqual(('no luck', 'a'), (row['reason'], row['job_name']))
+        with contextlib.closing(torc.Store(self.path + '.new')) as new:
+            self.assertEqual(new.columns('result'), store.columns('result'))
 
     def test_a_transaction_happens_whole_or_not_at_all(self):
         store = self.open()
@@ -3390,32 +3395,40 @@ class ExplanationTest(ServiceTest):
         jobs = self.call('list_jobs', workflow_id=workflow_id)['items']
         return {job['name']: self.call('explain_job', id=job['id']).get('reason') for job in jobs}
 
-    def fail(self, workflow_id: int, name: str, node_id: int = 0, status: str = 'failed', **more: Any) -> None:
+    def let_fail(self, workflow_id: int, name: str, node_id: int = 0, status: str = 'failed',
+                 **more: Any) -> None:
         """Let a ready job end badly."""
         node_id = node_id or self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)[name]
-        self.assertEqual([], self.sync(workflow_id, node_id, completions=[self.end(job, status, 3, **more)])['errors'])
+        end = self.end(self.claim(workflow_id, node_id)[name], status, 3, **more)
+        self.assertEqual([], self.sync(workflow_id, node_id, completions=[end])['errors'])
 
     def test_what_never_ran_names_the_failure_that_was_the_cause(self):
         workflow_id = self.create('a:\nb: a\nc: b\nd: c\ne:')
-        self.fail(workflow_id, 'a', reason='no luck')
+        self.let_fail(workflow_id, 'a', reason='no luck')
         self.assertEqual({
-            'a': 'no luck', 'b': 'never ran: its prerequisite a failed: no luck',
+            'a': 'no luck',
+            'b': 'never ran: its prerequisite a failed: no luck',
             'c': 'never ran: its prerequisite b was canceled, because a failed: no luck',
-            'd': 'never ran: its prerequisite c was canceled, because a failed: no luck', 'e': None}, self.reasons(workflow_id))
+            'd': 'never ran: its prerequisite c was canceled, because a failed: no luck',
+            'e': None}, self.reasons(workflow_id))
 
     def test_a_failure_without_a_reason_has_its_return_code(self):
         workflow_id = self.create('a:\nb: a')
-        self.fail(workflow_id, 'a', status='terminated')
-        self.assertEqual({'a': 'return code 3', 'b': 'never ran: its prerequisite a was terminated: return code 3'}, self.reasons(workflow_id))
+        self.let_fail(workflow_id, 'a', status='terminated')
+        never = 'never ran: its prerequisite a was terminated: return code 3'
+        self.assertEqual({'a': 'return code 3', 'b': never}, self.reasons(workflow_id))
 
     def test_what_waits_says_for_what(self):
-        workflow_id = self.create('a:\nb:\nc: a b\nd: c', workflow={'use_pending_failed': True})
-        self.fail(workflow_id, 'a', status='pending_failed', reason='no luck')
-        self.assertEqual({'a': 'no luck', 'b': None, 'c': 'waits for a (pending_failed), b (pending)', 'd': 'waits for c (blocked)'}, self.reasons(workflow_id))
-        many = self.create('\n'.join([f'a{number}:' for number in range(9)] + ['z: ' + ' '.join(f'a{number}' for number in range(9))]))
-        self.assertEqual('waits for a0 (ready), a1 (ready), a2 (ready), a3 (ready), a4 (ready) and 4 more', self.reasons(many)['z'])
-        self.assertEqual('waits for a runner', self.reasons(many)['a0'])
+        workflow_id = self.create('a:\nb:\nc: a b\nd: c')
+        self.let_fail(workflow_id, 'a', status='pending_failed', reason='no luck')
+        self.assertEqual({'a': 'no luck', 'b': None, 'c': 'waits for a (pending_failed), b (pending)',
+                          'd': 'waits for c (blocked)'}, self.reasons(workflow_id))
+        names = [f'a{number}' for number in range(9)]
+        lines = [f'{name}:' for name in names] + ['z: ' + ' '.join(names)]
+        found = self.reasons(self.create('\n'.join(lines)))
+        first = ', '.join(f'{name} (ready)' for name in names[:5])
+        self.assertEqual(f'waits for {first} and 4 more', found['z'])
+        self.assertEqual('waits for a runner', found['a0'])
 
     def test_a_canceled_workflow_is_the_reason_of_its_jobs(self):
         workflow_id = self.create('a:\nb: a\nc:')
@@ -3424,7 +3437,8 @@ class ExplanationTest(ServiceTest):
         self.call('cancel_workflow', id=workflow_id)
         never = 'never ran: the workflow was canceled'
         self.assertEqual({'a': 'canceled while it ran', 'b': never, 'c': never}, self.reasons(workflow_id))
-        self.sync(workflow_id, node_id, completions=[self.end(job, 'canceled', 143, reason='the workflow was canceled')])
+        end = self.end(job, 'canceled', 143, reason='the workflow was canceled')
+        self.sync(workflow_id, node_id, completions=[end])
         self.assertEqual('the workflow was canceled', self.reasons(workflow_id)['a'])
 
     def test_an_uninitialized_job_and_an_unknown_one(self):
@@ -3440,64 +3454,95 @@ class ExplanationTest(ServiceTest):
         job = self.claim(workflow_id, node_id)['a']
         self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:00Z']])
         self.call('delete_compute_node', id=node_id)
-        self.assertEqual({'a': f'compute node {node_id} (h), which ran it, went away'}, self.reasons(workflow_id))
+        reason = f'compute node {node_id} (h), which ran it, went away'
+        self.assertEqual({'a': reason}, self.reasons(workflow_id))
+
+    def test_an_attempt_that_was_taken_from_its_runner_says_so(self):
+        workflow_id = self.create('a:')
+        job = self.claim(workflow_id, self.node(workflow_id))['a']
+        self.call('manage_status_change', id=job['id'], status='uninitialized', run_id=1)
+        result, = self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']
+        self.assertEqual(('canceled', 'the job was reset while a runner had it'),
+                         (result['status'], result['reason']))
 
     def test_every_failed_attempt_is_an_event_of_level_error(self):
         workflow_id = self.create('a:\nb:\nc:\nd:')
         node_id = self.node(workflow_id)
-        self.fail(workflow_id, 'a', node_id, reason='first', retry=True)
-        self.fail(workflow_id, 'a', node_id)
+        self.let_fail(workflow_id, 'a', node_id, reason='first', retry=True)
+        self.let_fail(workflow_id, 'a', node_id)
         jobs = {job['name']: job for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
-        with self.store.transaction():      # the official operation, too
-            result = {'job_id': jobs['b']['id'], 'workflow_id': workflow_id, 'run_id': 1, 'compute_node_id': node_id, 'return_code': 1,
-                      'exec_time_minutes': 1.0, 'completion_time': '2026-01-01T00:00:00Z', 'status': 'terminated'}
-            torc.complete_job(self.store, jobs['b']['id'], 'terminated', 1, result)
+        result = {'job_id': jobs['b']['id'], 'workflow_id': workflow_id, 'run_id': 1,
+                  'compute_node_id': node_id, 'return_code': 1, 'exec_time_minutes': 1.0,
+                  'completion_time': '2026-01-01T00:00:00Z', 'status': 'terminated'}
+        self.call('complete_job', result, id=jobs['b']['id'], status='terminated', run_id=1)
         self.sync(workflow_id, node_id, completions=[self.end(jobs['c'])])
-        events = [event['data'] for event in self.call('list_events', workflow_id=workflow_id)['items'] if event['data'].get('category') == 'job']
+        events = self.call('list_events', workflow_id=workflow_id, category='job')['items']
+        keys = ('event_type', 'level', 'job_name', 'attempt_id', 'return_code', 'message')
         self.assertEqual([
-            ('job_failed', 'error', 'a', 1, 3, 'first'), ('job_failed', 'error', 'a', 2, 3, 'return code 3'), ('job_terminated', 'warning', 'b', 1, 1, 'return code 1')],
-            [tuple(data[key] for key in ('event_type', 'level', 'job_name', 'attempt_id', 'return_code', 'message')) for data in events])
+            ('job_failed', 'error', 'a', 1, 3, 'a: first'),
+            ('job_failed', 'error', 'a', 2, 3, 'a: return code 3'),
+            ('job_terminated', 'warning', 'b', 1, 1, 'b: return code 1')],
+            [tuple(event['data'][key] for key in keys) for event in events])
 
     def test_a_reason_is_kept_with_each_attempt_and_bounded(self):
         workflow_id = self.create('a:')
         node_id = self.node(workflow_id)
-        self.fail(workflow_id, 'a', node_id, reason='x' * 100000, retry=True)
-        self.fail(workflow_id, 'a', node_id, reason='second')
+        self.let_fail(workflow_id, 'a', node_id, reason='x' * 100000, retry=True)
+        self.let_fail(workflow_id, 'a', node_id, reason='second')
         rows = self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']
         self.assertEqual(['x' * torc.MAX_REASON_CHARACTERS, 'second'], [row['reason'] for row in rows])
 
     def test_an_explanation_groups_failures_and_stays_short(self):
         names = [f'a{number}' for number in range(30)]
-        workflow_id = self.create('\n'.join([f'{name}:' for name in names] + [f'b{name}: {name}' for name in names] + ['run:', 'later: run', 'last: later']))
+        lines = [f'{name}:' for name in names] + [f'b{name}: {name}' for name in names]
+        workflow_id = self.create('\n'.join(lines + ['run:', 'later: run', 'last: later']))
         node_id = self.node(workflow_id)
         jobs = self.claim(workflow_id, node_id)
-        reasons = {name: 'no numpy' if number > 9 else f'cell {number}' for number, name in enumerate(names)}
-        self.sync(workflow_id, node_id, completions=[self.end(jobs[name], 'failed', 1, reason=reasons[name]) for name in names],
-                  started=[[jobs['run']['id'], 1, '2026-01-01T00:00:00Z']])
+        ends = [self.end(jobs[name], 'failed', 1, reason='no numpy' if number > 9 else f'cell {number}')
+                for number, name in enumerate(names)]
+        started = [[jobs['run']['id'], 1, '2026-01-01T00:00:00Z']]
+        self.sync(workflow_id, node_id, completions=ends, started=started)
         found = self.call('explain_workflow', id=workflow_id, limit=3)
+        keys = ('job_name', 'count', 'return_code', 'reason')
         self.assertEqual([('a10', 20, 1, 'no numpy'), ('a0', 1, 1, 'cell 0'), ('a1', 1, 1, 'cell 1')],
-                         [(group['job_name'], group['count'], group['return_code'], group['reason']) for group in found['failures']])
-        self.assertEqual([f'never ran: its prerequisite a{number} failed: cell {number}' for number in range(3)], [job['reason'] for job in found['canceled']])
-        self.assertEqual([('run', 'running')], [(job['job_name'], job['status']) for job in found['blockers']])
+                         [tuple(group[key] for key in keys) for group in found['failures']])
+        never = [f'never ran: its prerequisite a{number} failed: cell {number}' for number in range(3)]
+        self.assertEqual(never, [job['reason'] for job in found['canceled']])
+        blockers = [(job['job_name'], job['status']) for job in found['blockers']]
+        self.assertEqual([('run', 'running')], blockers)
         self.assertEqual(5, len(self.call('explain_workflow', id=workflow_id)['failures']))
 
     def test_a_workflow_has_a_state_in_one_word(self):
-        table = (('a:', {}, 'completed'), ('a:\nb:', {'a': 'failed'}, 'failed'), ('a:', {'a': 'terminated'}, 'failed'),
-                 ('a:\nb: a', {'a': 'pending_failed'}, 'pending_failed'), ('a:\nb: a', None, 'ready'))
-        ids = []
+        table = (('a:', {}, 'completed'), ('a:\nb:', {'a': 'failed'}, 'failed'),
+                 ('a:', {'a': 'terminated'}, 'failed'), ('a:\nb: a', None, 'ready'),
+                 ('a:\nb: a', {'a': 'pending_failed'}, 'pending_failed'))
+        wanted = {}
         for jobs, ends, word in table:
-            ids.append(self.create(jobs))
+            workflow_id = self.create(jobs)
+            wanted[workflow_id] = word
             if ends is not None:
-                self.drive(ids[-1], ends)
+                self.drive(workflow_id, ends)
         running, canceled, fresh = (self.create('a:') for _ in range(3))
         self.claim(running, self.node(running))
         self.call('cancel_workflow', id=canceled)
         self.call('reset_job_status', id=fresh)
         empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        wanted = dict(zip(ids, (word for _, _, word in table)))
-        wanted.update({running: 'running', canceled: 'canceled', fresh: 'uninitialized', empty: 'uninitialized'})
+        wanted.update({running: 'running', canceled: 'canceled'})
+        wanted.update(dict.fromkeys((fresh, empty), 'uninitialized'))
         found = self.call('list_workflow_statuses', ids=[*wanted, 999])['statuses']
         self.assertEqual({str(number): word for number, word in wanted.items()}, found)
+
+    def test_states_of_workflows_are_shown_to_those_who_may_see_them(self):
+        ids = [self.call('create_workflow', {'name': 'w', 'user': user})['id'] for user in ('ann', 'eve')]
+        self.store.enforces_access = True
+        query = '&'.join(f'ids={workflow_id}' for workflow_id in ids)
+        with self.store.transaction():
+            for caller, is_owner, seen in (('ann', False, ids[:1]), ('eve', False, ids[1:]),
+                                           ('ann', True, ids)):
+                path = torc.API_PREFIX + '/workflow_statuses'
+                found = torc.answer_request(self.store, 'GET', path, query, b'', caller, is_owner)
+                wanted = {str(number): 'uninitialized' for number in seen}
+                self.assertEqual((200, {'statuses': wanted}), found)
 
 
 class NewsTest(ServiceTest):
@@ -3525,7 +3570,8 @@ class NewsTest(ServiceTest):
         jobs = self.claim(workflow_id, node_id)
         started = [[jobs['a']['id'], 1, '2026-01-01T00:00:00Z']]
         self.sync(workflow_id, node_id, started=started, completions=[self.end(jobs['c'], 'terminated', 152, retry=True)])
-        self.sync(workflow_id, node_id, started=started, completions=[self.end(jobs['a'], 'failed', 1, reason='out of luck'), self.end(jobs['d'])])
+        ends = [self.end(jobs['a'], 'failed', 1, reason='out of luck'), self.end(jobs['d'])]
+        self.sync(workflow_id, node_id, started=started, completions=ends)
         self.call('reset_job_status', id=workflow_id)
         self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
         self.call('cancel_workflow', id=workflow_id)
@@ -4095,7 +4141,8 @@ class ApiTest(ServiceTest):
     def test_every_route_names_an_operation_of_the_official_interface_or_an_addition(self):
         official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
         additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times', 'stream_workflow_events', 'stream_api_events',
-                     'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow', 'list_workflow_statuses'}
+                     'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
+                     'list_workflow_statuses'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -4395,7 +4442,8 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
     'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'}, 'list_user_groups': {'user_name': 'mia'},
-    'check_workflow_access': {'user_name': 'mia'}, 'list_workflow_statuses': {'ids': ['$workflow', '$idle_workflow']}, 'explain_job': {'job_id': '$failed'},
+    'check_workflow_access': {'user_name': 'mia'}, 'explain_job': {'job_id': '$failed'},
+    'list_workflow_statuses': {'ids': ['$workflow', '$idle_workflow']},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
     'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5}, 'get_pending_actions': {'trigger_type': ['on_workflow_start']},
 }
@@ -4579,6 +4627,7 @@ STRICT_FIELDS = {   # further values hold for these models only; elsewhere the f
 WRONG_WORDS = {     # type of a parameter -> texts that it must refuse
     'int': ['x', '1.5', '', ' ', '1 ', '0x1', '1_0', '1e3', '\uff11', '9' * 19, '-' + '9' * 19, '9' * 5000, 'null', 'a\0'],
     'bool': ['maybe', '2', '', 'yes', 'a\0'], 'str': ['a\0b', '\udcff'], '[str]': ['a\0b', '\udcff'],
+    '[int]': ['x', '', '1,2', '9' * 19],
 }
 
 
@@ -4771,6 +4820,7 @@ class MatrixTest(ServiceTest):
         'get_access_group': OWNERS | {'group admin'}, 'list_group_members': OWNERS | {'group admin'}, 'add_user_to_group': OWNERS | {'group admin'},
         'remove_user_from_group': OWNERS | {'group admin'}, 'list_user_groups': OWNERS | {'member'}, 'check_workflow_access': OWNERS | {'member'},
         'add_workflow_to_group': OWNERS | {'owner', 'group admin'}, 'remove_workflow_from_group': OWNERS | {'owner', 'group admin'},
+        'list_workflow_statuses': ALL,      # each caller's own, as list_workflows
     }
     WITH_ACCESS = ALL - {'anonymous', 'stranger'}
 
@@ -7897,7 +7947,8 @@ class EndTest(unittest.TestCase):
 
     def test_a_core_dump_is_told_from_the_wait_status(self):
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        for status, text in ((signal.SIGSEGV | 0x80, 'killed by SIGSEGV (core dumped)'), (signal.SIGSEGV, 'killed by SIGSEGV'), (3 << 8, '')):
+        for status, text in ((signal.SIGSEGV | 0x80, 'killed by SIGSEGV (core dumped)'),
+                             (signal.SIGSEGV, 'killed by SIGSEGV'), (3 << 8, '')):
             process = torc.Process(1, b'mark', None)
             process.close(int(status), usage)
             self.assertEqual(text, torc.explain_end(process.end, None, None))
@@ -8071,40 +8122,46 @@ class RunnerTest(WorldTest):
 
     def test_the_reason_of_a_failure_is_kept_with_its_result(self):
         rows = rows_of('''
-            command                                                 reason
-            echo out; echo 'no luck' >&2; echo ' ' >&2; exit 3      no luck
-            echo 'Fatal: no licence'; exit 4                        Fatal: no licence
-            exit 5                                                  -
-            kill -9 $$                                              killed by SIGKILL
-            echo 'what(): bad_alloc' >&2; kill -ABRT $$             killed by SIGABRT: what(): bad_alloc
-            kill -40 $$                                             killed by signal 40
-            exit 139                                                killed by SIGSEGV, judging by its return code
+            command                                             reason
+            echo out; echo 'no luck' >&2; echo ' ' >&2; exit 3  no luck
+            echo 'Fatal: no licence'; exit 4                    Fatal: no licence
+            exit 5                                              -
+            kill -9 $$                                          killed by SIGKILL
+            echo 'what(): bad_alloc' >&2; kill -ABRT $$         killed by SIGABRT: what(): bad_alloc
+            kill -40 $$                                         killed by signal 40
+            exit 139                                            killed by SIGSEGV, judging by its return code
             ''')
         self.create(*('ulimit -c 0; ' + row['command'] for row in rows))
         self.run_it()
-        found = {row['job_id']: row.get('reason', '') for row in self.client.rows('list_results', workflow_id=1)}
-        self.assertEqual({number: row['reason'] for number, row in enumerate(rows, 1)}, found)
-        self.assertEqual({name: reason for name, _, reason in self.progress.failed}, {f'j{number}': row['reason'] for number, row in enumerate(rows, 1)})
+        wanted = {f'j{number}': row['reason'] for number, row in enumerate(rows, 1)}
+        results = self.client.rows('list_results', workflow_id=1)
+        self.assertEqual(wanted, {row['job_name']: row.get('reason', '') for row in results})
+        self.assertEqual(wanted, {name: reason for name, _, reason in self.progress.failed})
 
     def test_reasons_of_all_attempts_are_kept(self):
+        rule = {'match_all_exit_codes': True, 'max_retries': 2}
         self.create({'command': 'echo attempt $TORC_ATTEMPT_ID >&2; exit 1', 'failure_handler': 'fix'},
-                    failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True, 'max_retries': 2}]}])
+                    failure_handlers=[{'name': 'fix', 'rules': [rule]}])
         self.run_it()
-        self.assertEqual(['attempt 1', 'attempt 2'], [row['reason'] for row in self.client.rows('list_results', workflow_id=1, all_runs=True)])
-        events = [event['data'] for event in self.client.rows('list_events', workflow_id=1)]
-        self.assertEqual([('error', 'attempt 1'), ('error', 'attempt 2')], [(data['level'], data['message']) for data in events if data.get('category') == 'job'])
+        results = self.client.rows('list_results', workflow_id=1, all_runs=True)
+        self.assertEqual(['attempt 1', 'attempt 2'], [row['reason'] for row in results])
+        events = [event['data'] for event in self.client.rows('list_events', workflow_id=1, category='job')]
+        self.assertEqual([('error', 'j1: attempt 1'), ('error', 'j1: attempt 2')],
+                         [(data['level'], data['message']) for data in events])
 
     def test_a_reason_can_be_stored_whatever_a_job_writes(self):
         self.create("printf 'bad \\xff\\x1b[2J\\0\\u2028end' >&2; exit 1")
         self.run_it()
         reason, = (row['reason'] for row in self.client.rows('list_results', workflow_id=1))
-        self.assertEqual((True, reason), (reason.startswith('bad ') and reason.endswith('end'), torc.printable(reason)))
+        self.assertRegex(reason, r'\Abad .*end\Z')
+        self.assertEqual(torc.printable(reason), reason)
 
     def test_many_missing_files_are_named_in_short(self):
-        files = [f'f{number}' for number in range(30)]
-        self.create({'command': 'true', 'output_files': files}, files=[{'name': name, 'path': name + '.txt'} for name in files])
-        outcome = self.run_it()
-        self.assertRegex(outcome.failed_jobs[0][3], r'\Adeclared output files are missing: (\S+\.txt, ){9}\S+\.txt and 20 more\Z')
+        names = [f'f{number}' for number in range(30)]
+        self.create({'command': 'true', 'output_files': names},
+                    files=[{'name': name, 'path': name + '.txt'} for name in names])
+        self.assertRegex(self.run_it().failed_jobs[0][3],
+                         r'\Adeclared output files are missing: (\S+\.txt, ){9}\S+\.txt and 20 more\Z')
 
     def test_stdio_modes_make_these_files(self):
         rows = rows_of('''
@@ -8469,6 +8526,35 @@ class TableTest(unittest.TestCase):
         self.assertEqual([2, 25, 25], torc.column_widths([['ID', 'a' * 90, 'b' * 50]], 63))
         self.assertEqual([8, 8], torc.column_widths([['a' * 90, 'b' * 50]], 10))
 
+    def test_columns_that_do_not_fit_are_dropped_by_rank_the_empty_ones_first(self):
+        headers = ['ID', 'Name', 'Empty', 'Needed', 'Spare', 'Text']
+        row = [1, 'n' * 10, '', 'x' * 10, 'y' * 10, 'z' * 90]
+        for width, words in ((0, 'ID Name Empty Needed Spare Text'), (76, 'ID Name Empty Needed Spare Text'),
+                             (75, 'ID Name Needed Spare Text'), (68, 'ID Name Needed Spare Text'),
+                             (67, 'ID Name Needed Text'), (54, 'ID Name Text'), (20, 'ID Name Text')):
+            titles = words.split()
+            text = torc.format_table(headers, [row], UNICODE._replace(width=width), [0, 0, 0, 1, 2, 0])
+            lines = text.splitlines()
+            self.assertEqual(titles, [title.strip() for title in lines[1].strip('│').split('│')], width)
+            hidden = len(headers) - len(titles)
+            self.assertEqual(hidden > 0, lines[-1].startswith(f'{hidden} more column'))
+            if width > 40:
+                self.assertGreaterEqual(width, max(map(torc.text_width, lines)))
+
+    def test_times_are_not_cut_and_lose_their_zone_on_a_terminal(self):
+        rows = [['2026-11-21 10:28:54 +0100', 'x' * 90, 'y' * 90], ['', 'x', 'y']]
+        text = torc.format_table(['Time', 'A', 'B'], rows, UNICODE._replace(width=60))
+        self.assertIn('│ 2026-11-21 10:28:54 │ ', text)
+        self.assertGreaterEqual(60, max(map(torc.text_width, text.splitlines())))
+        self.assertIn('2026-11-21 10:28:54 +0100 | ' + 'x' * 90, torc.format_table(['Time', 'A', 'B'], rows))
+
+    def test_headings_are_read_from_text(self):
+        found = torc.headings_of('ID=id, Peak CPU %=peak_cpu_percent:8, Slurm=(slurm job):3, +Reason=reason')
+        wanted = [('ID', 'id', 0, False), ('Peak CPU %', 'peak_cpu_percent', 8, False),
+                  ('Slurm', '', 3, False), ('Reason', 'reason', 0, True)]
+        self.assertEqual(wanted, [(heading.title, heading.key, heading.rank, heading.is_ours)
+                                  for heading in found])
+
     def test_statuses_are_coloured_where_there_are_colours(self):
         self.assertIn('\x1b[31mfailed\x1b[0m', torc.format_table(['Status'], [['failed']], TERMINAL))
         self.assertNotIn('\x1b', torc.format_table(['Status'], [['failed']], UNICODE))
@@ -8518,6 +8604,39 @@ class StatusReportTest(unittest.TestCase):
                     '\n'
                     'x Workflow ended: 3 completed, 1 failed\n')
         self.assertEqual(expected, torc.format_status(status_of(completed=3, failed=1)))
+
+    EXPLANATION = {
+        'failures': [{'job_name': f'sim_{number}', 'status': 'failed', 'return_code': 1,
+                      'reason': 'no\tluck ' * 50, 'count': 1 if number else 99000} for number in range(5)],
+        'canceled': [{'job_name': f'post_{number}', 'status': 'canceled',
+                      'reason': 'never ran: its prerequisite sim_0 failed'} for number in range(5)],
+        'blockers': [{'job_name': f'b{number}', 'status': 'running'} for number in range(5)]}
+
+    def test_reasons_fit_a_screen_whatever_went_wrong(self):
+        status = status_of(failed=100000, canceled=5000, blocked=3, running=5, ready=2)
+        status['explanation'] = self.EXPLANATION
+        lines = torc.format_status(status, UNICODE._replace(width=80)).splitlines()
+        self.assertLess(len(lines), 24)
+        self.assertGreaterEqual(80, max(map(torc.text_width, lines[:-1])))
+        text = '\n'.join(lines)
+        for wanted in ('  x sim_0 and 98999 more (return code 1): no luck ', '  x sim_3 (return code 1)',
+                       '  x 997 more: torc.py results list 1 --failed\n',
+                       '  - post_1: never ran: its prerequisite sim_0 failed\n',
+                       '  - 4998 more: torc.py jobs list 1 --status canceled\n',
+                       '  | 3 blocked wait for b0 (running), b1 (running), b2 (running) and others\n'):
+            self.assertIn(wanted, text)
+        self.assertNotIn('wait for a runner', text)
+        self.assertIn('no luck ' * 50, torc.format_status(status))
+
+    def test_ready_jobs_without_a_runner_say_how_to_start_one(self):
+        status = dict(status_of(ready=2), active_compute_nodes=0)
+        self.assertIn('  o 2 ready wait for a runner: torc.py run 1\n', torc.format_status(status))
+
+    def test_a_canceled_workflow_explains_no_cancellations(self):
+        status = dict(status_of(canceled=5, failed=99005), explanation=self.EXPLANATION, is_canceled=True)
+        text = torc.format_status(status)
+        self.assertIn('sim_0', text)
+        self.assertNotIn('post_0', text)
 
     def test_the_verdict_follows_from_the_counts(self):
         table = ((status_of(completed=2), 'complete'), (status_of(completed=1, canceled=1), 'failed'), (status_of(ready=1), 'running'),
@@ -8780,6 +8899,157 @@ class RecordedJsonTest(CommandTest):
         self.assertEqual('{"workflow_id":1,"message":"Created workflow 1"}\n', outcome.out)
         outcome = self.assertExit(1, self.world.cli('exec', '-c', 'exit 2', '-f', 'json'))
         self.assertEqual('{"workflow_id":2,"status":"failed","had_failures":true,"had_terminations":false}\n', outcome.out)
+
+
+class TerminalText(io.StringIO):
+    """A stream that says it is a terminal."""
+    encoding = 'utf-8'
+
+    def isatty(self) -> bool:
+        """It is."""
+        return True
+
+
+class ReasonTest(CommandTest):
+    """Why jobs failed or do not run, wherever people look."""
+    MISSING = 'declared output files are missing: out.txt'
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', '''
+            name: w
+            files: [{name: out, path: out.txt}]
+            failure_handlers: [{name: fh, rules: [{exit_codes: [9], max_retries: 2}]}]
+            jobs:
+              - {name: good, command: "echo fine"}
+              - {name: missing, command: "true", output_files: [out]}
+              - {name: killed, command: "ulimit -c 0; echo last words; kill -9 $$"}
+              - {name: flaky, command: "echo attempt $TORC_ATTEMPT_ID >&2; exit 9", failure_handler: fh}
+              - {name: silent, command: "exit 5"}
+              - {name: after, command: "cat out.txt", input_files: [out]}
+              - {name: later, command: "true", depends_on: [after]}
+        ''')
+        self.assertExit(1, self.world.cli('run', 'w.yaml'),
+                        'killed ended with return code 137: killed by SIGKILL\n')
+
+    def on_terminal(self, line: str, width: int = 80) -> str:
+        """What a command shows on a terminal of so many columns."""
+        out = TerminalText()
+        with self.world.inside({'COLUMNS': str(width)}):
+            self.assertEqual(0, torc.main(shlex.split(line), out))
+        return out.getvalue()
+
+    def test_status_names_failures_and_what_they_canceled(self):
+        text = self.text('status 1')
+        for wanted in (f'  x missing (return code 1): {self.MISSING}\n',
+                       '  x killed (return code 137): killed by SIGKILL\n',
+                       '  x flaky (return code 9): attempt 2\n',
+                       '  x silent: return code 5\n',
+                       f'  - after: never ran: its prerequisite missing failed: {self.MISSING}\n',
+                       '  - later: never ran: its prerequisite after was canceled, because missing failed: '):
+            self.assertIn(wanted, text)
+        explanation = self.json('status 1')['explanation']
+        self.assertEqual((['missing', 'killed', 'flaky', 'silent'], ['after', 'later'], []), tuple(
+            [job['job_name'] for job in explanation[key]] for key in ('failures', 'canceled', 'blockers')))
+
+    def assertLines(self, text: str, *patterns: str) -> None:
+        """A text has lines that match these."""
+        for pattern in patterns:
+            self.assertRegex(text, f'(?m)^{pattern}$')
+
+    def test_jobs_get_names_everything_that_a_job_is_related_to(self):
+        self.assertLines(self.text('jobs get 6'),
+                         r'input_files: +out \(out.txt\)', r'depends_on: +missing \(failed\)',
+                         f'reason: +never ran: its prerequisite missing failed: {self.MISSING}')
+        self.json('jobs update 3 --label gpu,big')
+        self.assertLines(self.text('jobs get 3'),
+                         'labels: +big, gpu', 'return_code: +137', 'reason: +killed by SIGKILL',
+                         r'start_time: +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d .*')
+        job = self.json('jobs get 3')
+        self.assertEqual(('killed by SIGKILL', 137), (job['reason'], job['result']['return_code']))
+        self.assertNotIn('reason', self.json('jobs get 1'))
+
+    def test_a_job_with_many_relations_names_some(self):
+        names = [f'p{number}' for number in range(15)]
+        jobs = [{'name': name, 'command': 'true'} for name in names]
+        jobs.append({'name': 'z', 'command': 'true', 'depends_on': names})
+        self.make(json.dumps({'name': 'w', 'jobs': jobs}))
+        last = self.json('jobs list 2')['items'][-1]['id']
+        self.assertLines(self.text(f'jobs get {last}'),
+                         r'depends_on: +p0 \(uninitialized\), .*, p9 \(uninitialized\) and 5 more')
+
+    def test_results_have_reasons_of_all_attempts(self):
+        results = self.json('results list 1 -j 4 --all-runs')['items']
+        self.assertEqual(['attempt 1', 'attempt 2'], [row['reason'] for row in results])
+        self.assertIn(f'│ {self.MISSING} │', self.text('results list 1 --failed'))
+        self.assertLines(self.text(f"results get {results[0]['id']}"), 'reason: +attempt 1')
+
+    def test_failed_attempts_are_events_of_level_error(self):
+        lines = [line for line in self.text('-f csv events list 1').splitlines() if 'job_failed' in line]
+        self.assertEqual([['error', 'job job_failed']] * 5, [line.split(',')[1:3] for line in lines])
+        self.assertIn('flaky: attempt 1', self.on_terminal('events list 1'))
+
+    def test_lists_of_jobs_and_workflows_say_how_it_went(self):
+        jobs = {job['name']: job for job in self.json('jobs list 1')['items']}
+        codes = [jobs[name].get('return_code') for name in ('good', 'killed', 'after')]
+        self.assertEqual([0, 137, None], codes)
+        self.assertRegex(self.text('jobs list 1'), r'│ killed  +│ failed  +│  137 │ .* │  +0\.\ds │')
+        with unittest.mock.patch.object(torc, 'OUTCOMES_ASKED', 1):
+            self.assertEqual(list(jobs.values()), self.json('jobs list 1')['items'])
+        self.assertEqual('failed', self.json('workflows list')['items'][0]['status'])
+        self.assertIn('│ failed │', self.text('workflows list'))
+
+    def test_every_list_fits_a_terminal_and_a_pipe_has_all_columns(self):
+        words = 'a description that goes on and on and on until nobody reads it any more'
+        self.world.write('long.yaml', SAMPLE.replace('one of each', words))
+        self.assertExit(1, self.world.cli('run', 'long.yaml'))
+        for line in (
+                'workflows list', 'workflows list -a', 'jobs list 1', 'jobs list 2', 'files list 2',
+                'user-data list 2', 'resource-requirements list 2', 'failure-handlers list 2',
+                'results list 2', 'results list 1 --failed', 'events list 1', 'compute-nodes list 2',
+                'job-dependencies job-job 2', 'job-dependencies job-file 2',
+                'job-dependencies job-user-data 2', 'workflows list-actions 2',
+                'jobs list-resource-requirements 2', 'jobs list-failure-handlers 2', 'access-groups list',
+                'status 1', 'status 2'):
+            with self.subTest(line):
+                shown = self.on_terminal(line).splitlines()
+                self.assertEqual([], [text for text in shown if torc.text_width(text) > 80])
+        titles = self.text('-f csv results list 1').splitlines()[0].split(',') + ['Reason']
+        self.assertEqual(titles, self.titles(self.text('results list 1')))
+
+    @staticmethod
+    def titles(table: str) -> List[str]:
+        """Titles of a table."""
+        return [title.strip() for title in table.splitlines()[1].strip('│').split('│')]
+
+    def test_on_a_real_terminal_of_80_columns(self):
+        ours, theirs = os.openpty()
+        self.addCleanup(os.close, ours)
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))
+        process = subprocess.Popen(
+            [sys.executable, stub_path(), 'results', 'list', '1'], cwd=self.world.directory,
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env=dict(self.world.environment, TERM='xterm'))
+        os.close(theirs)
+        said = b''
+        with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+            while True:
+                said += os.read(ours, 4096)
+        self.assertEqual(0, process.wait(10))
+        text = said.decode()
+        self.assertEqual(['ID', 'Job Name', 'Return Code', 'Exec Time', 'Status', 'Reason'],
+                         self.titles(text))
+        self.assertEqual(80, max(map(len, text.splitlines())))
+
+    def test_a_server_without_explanations_will_do(self):
+        def call(session: Any, op: str, body: Any = None, **params: Any) -> Any:
+            if op in ('explain_job', 'explain_workflow', 'list_workflow_statuses'):
+                raise torc.NotFound('there is nothing at ' + op)
+            return session.client.call(op, body, **params)
+        with unittest.mock.patch.object(torc.Session, 'call', call):
+            self.assertIn('Workflow ended: 1 completed, 4 failed, 2 canceled', self.text('status 1'))
+            self.assertIn('depends_on: ', self.text('jobs get 6'))
+            self.assertIn('│ w    │', self.text('workflows list'))
 
 
 class TaskCommandTest(CommandTest):

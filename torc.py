@@ -5753,8 +5753,9 @@ def announce_start(store: Store, job: JobState, run_id: int) -> None:
         'job_id': job.id, 'job_name': job.name, 'compute_node_id': job.compute_node_id, 'run_id': run_id})
 
 
-END_SEVERITIES = {'failed': 'error', 'terminated': 'warning', 'canceled': 'warning'}    # on the stream, as Torc's
-FAILURE_LEVELS = {'failed': 'error', 'pending_failed': 'error', 'terminated': 'warning'}   # of the stored event
+# On the stream, as Torc's; and of the stored event of a failed attempt.
+END_SEVERITIES = {'failed': 'error', 'terminated': 'warning', 'canceled': 'warning'}
+FAILURE_LEVELS = {'failed': 'error', 'pending_failed': 'error', 'terminated': 'warning'}
 
 
 def announce_end(store: Store, workflow_id: int, job_id: int, job_name: str, status: str, **more: Any) -> None:
@@ -6969,10 +6970,12 @@ IN_HAND = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_nod
 
 def end_in_hand(store: Store, job_ids: Sequence[int]) -> None:
     """Jobs are about to go on without the runners that may have them: those attempts end as canceled, so that their names are used."""
-    run_by_ids(store, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, return_code, exec_time_minutes, '
-               'completion_time, status, is_current) SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), '
-               f"attempt_id, ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(store.now())}', {CANCELED}, 0 "
-               f'FROM job WHERE {IN_HAND} AND id IN', job_ids)
+    run_by_ids(
+        store, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, '
+        'return_code, exec_time_minutes, completion_time, status, is_current, reason) '
+        'SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), attempt_id, '
+        f"ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(store.now())}', {CANCELED}, 0, "
+        f"'the job was reset while a runner had it' FROM job WHERE {IN_HAND} AND id IN", job_ids)
 
 
 def uninitialize(store: Store, job_ids: Sequence[int]) -> None:
@@ -7473,9 +7476,10 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
         raise Refused(f'job {job.id} is {STATUS_NAMES[job.status]}: nothing was running that could end')
     reason = (end.get('reason') or '')[:MAX_REASON_CHARACTERS]
     store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
-    store.insert('result', dict(end, workflow_id=state.id, attempt_id=attempt_id, is_current=True, reason=reason or None,
-                                compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
-                                status='canceled' if was_canceled else end['status']))
+    store.insert('result', dict(
+        end, workflow_id=state.id, attempt_id=attempt_id, is_current=True, reason=reason or None,
+        compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
+        status='canceled' if was_canceled else end['status']))
     if was_canceled:
         return 'canceled'
     record_failure(store, state.id, job, end, reason)
@@ -7498,9 +7502,10 @@ def record_failure(store: Store, workflow_id: int, job: JobState, end: Dict[str,
     level = FAILURE_LEVELS.get(end['status'])
     if level:       # announce_end() tells those who listen
         store.add_event(workflow_id, {
-            'category': 'job', 'event_type': f"job_{end['status']}", 'level': level, 'job_id': job.id, 'job_name': job.name,
-            'run_id': end['run_id'], 'attempt_id': job.attempt_id, 'return_code': end['return_code'],
-            'message': reason or f"return code {end['return_code']}"})
+            'category': 'job', 'event_type': f"job_{end['status']}", 'level': level,
+            'job_id': job.id, 'job_name': job.name, 'run_id': end['run_id'], 'attempt_id': job.attempt_id,
+            'return_code': end['return_code'],
+            'message': f"{job.name}: {reason or 'return code %d' % end['return_code']}"})
 
 
 def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, Any]) -> bool:
@@ -7599,22 +7604,28 @@ FAILURES_EXPLAINED = 5      # groups of failures, and as many canceled jobs and 
 CAUSE_STEPS = 1000          # from a canceled job up to the failure that was the cause
 ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was canceled'}
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
-HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)      # what blocked jobs wait for in the end
+BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
+HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
+IDLE_REASONS = {READY: 'waits for a runner', UNINITIALIZED: 'the workflow is not initialized'}
+PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
+                 'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
 
 
 def explain_job(store: Store, job_id: int) -> Dict[str, Any]:
     """Why a job failed or was canceled, or what it waits for; without `reason` if nothing is wrong."""
     job = job_state(store, job_id)
     answer = {'job_id': job.id, 'job_name': job.name, 'status': STATUS_NAMES[job.status]}
-    if job.status in (*BROKEN, CANCELED):
-        reason = end_reason(store, job_id) or (cancellation_reason(store, job) if job.status == CANCELED else None)
+    if job.status in BROKEN:
+        reason = end_reason(store, job_id)
+    elif job.status == CANCELED:
+        reason = end_reason(store, job_id) or cancellation_reason(store, job)
     elif job.status == BLOCKED:
-        found = store.rows('SELECT need.name, need.status FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
-                           'CROSS JOIN job need ON need.id = dep_member.job_id '
-                           f'WHERE job.id = ? AND need.status IN {sql_list(UNFINISHED)}', (job_id,))
-        reason = 'waits for ' + first_of([f'{name} ({STATUS_NAMES[status]})' for name, status in found], FAILURES_EXPLAINED)
+        condition = f'need.status IN {sql_list(UNFINISHED)}'
+        found = store.rows(f'SELECT need.name, need.status {PREREQUISITES} AND {condition}', (job_id,))
+        names = [f'{name} ({STATUS_NAMES[status]})' for name, status in found]
+        reason = f'waits for {first_of(names, FAILURES_EXPLAINED)}'
     else:
-        reason = {READY: 'waits for a runner', UNINITIALIZED: 'the workflow is not initialized'}.get(job.status)
+        reason = IDLE_REASONS.get(job.status)
     return dict(answer, reason=reason) if reason else answer
 
 
@@ -7625,15 +7636,16 @@ def end_reason(store: Store, job_id: int) -> Optional[str]:
 
 
 def cancellation_reason(store: Store, job: JobState) -> str:
-    """Why a job was canceled that has left no result: the prerequisite that failed, directly or through others."""
+    """Why a job without a result was canceled: the prerequisite that failed, directly or through others."""
     if job.compute_node_id is not None:
         return 'canceled while it ran'
     path = []  # type: List[Tuple]
     job_id = job.id
     while len(path) < CAUSE_STEPS and (not path or path[-1][2] == CANCELED):
-        found = store.one('SELECT need.id, need.name, need.status FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
-                          'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ? AND job.cancel_on_blocking_job_failure = 1 '
-                          f'AND need.status IN {sql_list(BAD)} ORDER BY need.status = {CANCELED}, need.id LIMIT 1', (job_id,))
+        found = store.one(
+            f'SELECT need.id, need.name, need.status {PREREQUISITES} AND need.status IN {sql_list(BAD)} '
+            f'AND job.cancel_on_blocking_job_failure = 1 ORDER BY need.status = {CANCELED}, need.id LIMIT 1',
+            (job_id,))
         if found is None:       # no failure was the cause
             return 'never ran: the workflow was canceled'
         path.append(found)
@@ -7644,28 +7656,34 @@ def cancellation_reason(store: Store, job: JobState) -> str:
 
 
 def explain_workflow(store: Store, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Dict[str, Any]:
-    """Why jobs failed, those of one reason together and the most frequent first; why some were canceled; what blocked jobs wait for."""
+    """Why jobs failed, those with the same reason together and the most frequent first; why jobs were
+    canceled; and what blocked ones wait for. Each list ends at the limit.
+    """
     workflow_state(store, workflow_id)
     limit = page_size(0, limit)
     groups = store.rows(
-        'SELECT min(job.id), count(*), result.return_code, result.reason FROM job '
+        'SELECT min(job.id), count(*), result.return_code FROM job '
         'LEFT JOIN result ON result.job_id = job.id AND result.is_current = 1 '
         f'WHERE job.workflow_id = ? AND job.status IN {sql_list(BROKEN)} '
         'GROUP BY result.return_code, result.reason ORDER BY 2 DESC, 1 LIMIT ?', (workflow_id, limit))
-    canceled = store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {CANCELED} ORDER BY id LIMIT ?', (workflow_id, limit))
-    return {'failures': [dict(explain_job(store, job_id), return_code=code, count=count) for job_id, count, code, _ in groups],
-            'canceled': [explain_job(store, job_id) for job_id in canceled],
-            'blockers': [explain_job(store, job_id) for job_id in find_blockers(store, workflow_id, limit)]}
+    failures = [dict(explain_job(store, job_id), count=count, return_code=code)
+                for job_id, count, code in groups]
+    canceled = store.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ? ORDER BY id LIMIT ?',
+                         (workflow_id, CANCELED, limit))
+    blockers = find_blockers(store, workflow_id, limit)
+    return {'failures': failures, 'canceled': [explain_job(store, job_id) for job_id in canceled],
+            'blockers': [explain_job(store, job_id) for job_id in blockers]}
 
 
 def find_blockers(store: Store, workflow_id: int, limit: int) -> List[int]:
-    """The first jobs that are not blocked themselves and that blocked ones wait for, those that run before the others."""
+    """The first jobs that blocked ones wait for and that are not blocked themselves, running ones first."""
     found = []  # type: List[int]
     for status in HOLDING:
         found += store.ids(
-            f'SELECT id FROM job WHERE workflow_id = ? AND status = {status} AND EXISTS (SELECT 1 FROM dep_member '
+            'SELECT id FROM job WHERE workflow_id = ? AND status = ? AND EXISTS (SELECT 1 FROM dep_member '
             'CROSS JOIN job waiting ON waiting.dep_set_id = dep_member.dep_set_id '
-            f'WHERE dep_member.job_id = job.id AND waiting.status = {BLOCKED}) ORDER BY id LIMIT ?', (workflow_id, limit - len(found)))
+            f'WHERE dep_member.job_id = job.id AND waiting.status = {BLOCKED}) ORDER BY id LIMIT ?',
+            (workflow_id, status, limit - len(found)))
     return found
 
 
@@ -7675,12 +7693,14 @@ WORKFLOW_STATES = (     # the first of which there is a job; a workflow without 
 
 
 def list_workflow_statuses(store: Store, ids: Sequence[int]) -> Dict[str, Any]:
-    """State of workflows in one word, by id; those that do not exist, or that the caller has no access to, are left out."""
-    states = ' '.join(f"WHEN EXISTS (SELECT 1 FROM job WHERE workflow_id = workflow.id AND status IN {sql_list(codes)}) THEN '{word}'"
-                      for word, codes in WORKFLOW_STATES)
-    rows = rows_by_ids(store, f"SELECT id, CASE WHEN is_canceled THEN 'canceled' {states} ELSE 'uninitialized' END "
-                       'FROM workflow WHERE id IN', ids)
-    return {'statuses': {str(row[0]): row[1] for row in rows if not is_limited(store) or may_use(store, row[0], store.caller)}}
+    """State of workflows in one word, by id; without those that do not exist or the caller may not see."""
+    form = "WHEN EXISTS (SELECT 1 FROM job WHERE workflow_id = workflow.id AND status IN {}) THEN '{}'"
+    cases = ' '.join(form.format(sql_list(codes), word) for word, codes in WORKFLOW_STATES)
+    case = f"CASE WHEN is_canceled THEN 'canceled' {cases} ELSE 'uninitialized' END"
+    rows = rows_by_ids(store, f'SELECT id, {case} FROM workflow WHERE id IN', ids)
+    if is_limited(store):
+        rows = [row for row in rows if may_use(store, row[0], store.caller)]
+    return {'statuses': {str(workflow_id): word for workflow_id, word in rows}}
 
 
 # -------- jobs that make jobs --------
@@ -8038,7 +8058,7 @@ def delete_compute_nodes(store: Store, workflow_id: int) -> Dict[str, Any]:
 
 def release_node(store: Store, node_id: int) -> None:
     """A node went away: its claims come back, its running jobs have failed as orphans, its unreported actions are due again."""
-    workflow_id, hostname = store.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
+    workflow_id, host = store.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     store.run('UPDATE compute_node SET is_active = 0, lease_until = NULL WHERE id = ?', (node_id,))
     store.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
               'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
@@ -8048,9 +8068,10 @@ def release_node(store: Store, node_id: int) -> None:
         begin_next_attempt(store, state, job_state(store, job_id))
     for job_id, start_time in store.rows(f'SELECT id, start_time FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,)):
         spent_s = store.now() - parse_time(start_time) if start_time else 0.0
-        record_end(store, state, {'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-                                  'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(store.now()),
-                                  'reason': f'compute node {node_id} ({hostname}), which ran it, went away'})
+        record_end(store, state, {
+            'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
+            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(store.now()),
+            'reason': f'compute node {node_id} ({host}), which ran it, went away'})
         record_event(store, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
                                           'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
     note_if_complete(store, workflow_id)
@@ -8530,7 +8551,8 @@ MODELS = {
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str executed_by:int id:int '
                            'is_recovery:bool job_ids:[int] persistent:bool required_triggers:int trigger_count:int '
                            'trigger_type:str! workflow_id:int!',
-    'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! blockers:[@JobExplanation]!',
+    'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
+                           'blockers:[@JobExplanation]!',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int compute_node_ignore_workflow_completion:bool '
                      'compute_node_min_time_for_new_jobs_seconds:int compute_node_wait_for_healthy_database_minutes:int '
                      'compute_node_wait_for_new_jobs_seconds:int description:str dynamic_jobs:@DynamicJobsConfig '
@@ -9141,9 +9163,10 @@ ROUTES = (
     Route('archive_workflow',            'POST',   WF + '/archive',           archive_workflow, '', '', 'ArchiveWorkflowRequest', returns='@WorkflowModel'),
     Route('cancel_workflow',             'PUT',    WF + '/cancel',            cancel_workflow, returns='@WorkflowModel'),
     Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status, returns='@WorkflowStatusResponse'),
-    Route('explain_workflow',            'GET',    WF + '/explanation',       explain_workflow, '', 'limit:int', returns='@WorkflowExplanation'),
-    Route('list_workflow_statuses',      'GET',    '/workflow_statuses',      list_workflow_statuses, '', 'ids:[int]!',
-          returns='@WorkflowStatusesResponse'),
+    Route('explain_workflow',            'GET',    WF + '/explanation',       explain_workflow,
+          query='limit:int', returns='@WorkflowExplanation'),
+    Route('list_workflow_statuses',      'GET',    '/workflow_statuses',      list_workflow_statuses,
+          query='ids:[int]!', returns='@WorkflowStatusesResponse'),
     Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete, returns='@IsCompleteResponse'),
     Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized, returns='@IsUninitializedResponse'),
     Route('initialize_jobs',             'POST',   WF + '/initialize_jobs',   initialize_or_begin, '',
@@ -9178,7 +9201,8 @@ ROUTES = (
           'upstream_job_id:int include_relationships:bool active_compute_node_id:int origin_is_set:bool '
           'name:str command:str labels:str resource_requirements_id:int'),
     Route('get_job',              'GET',    '/jobs/{job_id}', get_job, returns='@JobModel'),
-    Route('explain_job',          'GET',    '/jobs/{job_id}/explanation', explain_job, returns='@JobExplanation'),
+    Route('explain_job',          'GET',    '/jobs/{job_id}/explanation', explain_job,
+          returns='@JobExplanation'),
     Route('update_job',           'PUT',    '/jobs/{job_id}', update_job, '', '', '?JobModel', returns='@JobModel'),
     Route('delete_job',           'DELETE', '/jobs/{job_id}', delete_job, returns='@JobModel'),
     Route('delete_jobs',          'DELETE', '/jobs',          delete_rows, 'job', OF),
@@ -9325,7 +9349,8 @@ BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to the workflow they are about.
 OPEN_OPERATIONS = frozenset((
-    'ping', 'get_version', 'get_openapi', 'list_workflows', 'list_workflow_statuses', 'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
+    'ping', 'get_version', 'get_openapi', 'list_workflows', 'list_workflow_statuses',
+    'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members', 'remove_user_from_group', 'list_user_groups',
     'check_workflow_access', 'reload_auth'))
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}   # first in a path; row_id: the route's resource
@@ -12594,18 +12619,19 @@ class Process:
         # other (fs/exec.c, setmax_mm_hiwater_rss), so that for a smaller program it tells nothing.
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = usage.ru_maxrss * 1024 if usage.ru_maxrss > own else 0
-        self.end = ProcessEnd(code, number, time.monotonic() - self.started, usage.ru_utime + usage.ru_stime, peak, time.time(),
-                              bool(number and os.WCOREDUMP(status)))
+        self.end = ProcessEnd(
+            code, number, time.monotonic() - self.started, usage.ru_utime + usage.ru_stime, peak, time.time(),
+            bool(number and os.WCOREDUMP(status)))
 
 
 def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -> str:
-    """Why a process failed: the signal that killed it, else the last line that it wrote; '' if nothing tells."""
+    """Why a process failed: the signal that killed it, else its last line of output; '' if there is none."""
     line = read_last_line(stderr)
     if end.signal_number:
         core = ' (core dumped)' if end.has_core else ''
         return f'killed by {format_signal(end.signal_number)}{core}' + (f': {line}' if line else '')
     line = line or read_last_line(stdout)
-    if not line and 128 < end.return_code <= 128 + 64:      # as shells report a child that a signal has killed
+    if not line and 128 < end.return_code <= 128 + 64:      # as a shell reports a child killed by a signal
         return f'killed by {format_signal(end.return_code - 128)}, judging by its return code'
     return line
 
@@ -13248,7 +13274,8 @@ class RunLog:
 
 class Task:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
-    __slots__ = ('id', 'name', 'attempt_id', 'job', 'kind', 'rules', 'grant', 'stdout', 'stderr', 'deletes_stdio', 'process', 'stopped_for', 'completion', 'reason')
+    __slots__ = ('id', 'name', 'attempt_id', 'job', 'kind', 'rules', 'grant', 'stdout', 'stderr',
+                 'deletes_stdio', 'process', 'stopped_for', 'completion', 'reason')
 
     def __init__(self, job: Dict[str, Any], kind: Dict[str, Any], rules: Sequence[Dict[str, Any]]) -> None:
         self.id = job['id']             # type: int
@@ -13558,7 +13585,8 @@ class Ends:
         runner, completion = self.runner, task.completion
         runner.link.completions.append(completion)
         runner.log.write('Job completed', **self.names(task), return_code=completion['return_code'], status=completion['status'],
-                         exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}", reason=completion.get('reason'))
+                         exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}",
+                         reason=completion.get('reason'))
         has_work = len(runner.appetite.backlog) >= runner.ledger.slots
         runner.report_soon(max(0.0, runner.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
 
@@ -14207,6 +14235,11 @@ PLAIN = Style(False, False, False, 0)
 ROUNDED = ('╭─┬╮', '├─┼┤', '╰─┴╯', '│')
 SQUARE = ('+-++', '+-++', '+-++', '|')
 MIN_COLUMN_WIDTH = 8        # a column is not made narrower than this to fit a terminal
+TEXT_COLUMN_WIDTH = 20      # a column of text that may be dropped is not made narrower than this
+TIME_CELL = Expression(r'([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})( [-+][0-9]{4})?\Z')
+FAILURES_SHOWN = 4          # groups of failed jobs in a status, which is to fit a terminal of 24 lines
+CANCELED_SHOWN = 2
+BLOCKERS_SHOWN = 3
 PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no terminal
 REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
 VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
@@ -14307,6 +14340,8 @@ class Heading(NamedTuple):
     title: str
     key: str            # of the object; '' gives `show` the whole object
     show: Callable[[Any], str] = format_cell
+    rank: int = 0       # 0: always shown; where a terminal is too narrow the highest are dropped first
+    is_ours: bool = False   # no column of Torc's CSV, whose readers may count columns
 
 
 def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) -> List[List[str]]:
@@ -14314,16 +14349,47 @@ def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) ->
     return [[heading.show(item.get(heading.key) if heading.key else item) for heading in headings] for item in items]
 
 
+def fitting_columns(rows: Sequence[Sequence[str]], ranks: Sequence[int], limit: int) -> List[int]:
+    """Indexes of the columns that fit `limit` (0 = any): those of rank 0, then by rank as many as have room.
+
+    Empty columns come last, whatever their rank.
+    """
+    kept = list(range(len(rows[0])))
+    if not limit:
+        return kept
+    needed, is_empty = [], []
+    for column in zip(*rows):
+        width = max(map(text_width, column))
+        needed.append(3 + (width if is_time(column) else min(width, TEXT_COLUMN_WIDTH)))
+        is_empty.append(len(column) > 1 and not any(column[1:]))
+    kept.sort(key=lambda index: (is_empty[index], ranks[index]))
+    while sum(needed[index] for index in kept) + 1 > limit and (ranks[kept[-1]] or is_empty[kept[-1]]):
+        kept.pop()
+    return sorted(kept)
+
+
 def column_widths(rows: Sequence[Sequence[str]], limit: int) -> List[int]:
-    """Width of each column; the wide ones are narrowed to one width with which the table fits `limit` columns (0 = any)."""
-    widths = [max(map(text_width, column)) for column in zip(*rows)]
-    left = limit - 3 * len(widths) - 1
-    for place, width in enumerate(sorted(widths)):
-        share = left // (len(widths) - place)
-        if limit and width > share:
-            return [min(width, max(share, MIN_COLUMN_WIDTH)) for width in widths]
+    """Width of each column; wide ones are narrowed to one width with which the table fits `limit` (0 = any).
+
+    Times are not narrowed: half of one tells nothing.
+    """
+    columns = list(zip(*rows))
+    widths = [max(map(text_width, column)) for column in columns]
+    fixed = [bool(limit) and is_time(column) for column in columns]
+    flexible = sorted(width for width, stays in zip(widths, fixed) if limit and not stays)
+    left = limit - 3 * len(widths) - 1 - (sum(widths) - sum(flexible))
+    for index, width in enumerate(flexible):
+        share = left // (len(flexible) - index)
+        if width > share:
+            most = max(share, MIN_COLUMN_WIDTH)
+            return [width if stays else min(width, most) for width, stays in zip(widths, fixed)]
         left -= width
     return widths
+
+
+def is_time(column: Sequence[str]) -> bool:
+    """Whether the cells below a column's title are times."""
+    return any(column[1:]) and all(TIME_CELL.match(cell) for cell in column[1:] if cell)
 
 
 def is_number(text: str) -> bool:
@@ -14331,9 +14397,19 @@ def is_number(text: str) -> bool:
     return bool(re.match(r'-?[0-9]+(\.[0-9]+)?([KMGT]?B|%|s)?\Z', text))
 
 
-def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: Style = PLAIN) -> str:
-    """A boxed table. Statuses are coloured where the style has colours; cells are cut only to fit a terminal."""
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: Style = PLAIN,
+                 ranks: Sequence[int] = ()) -> str:
+    """A boxed table. Statuses are coloured where the style has colours.
+
+    Only to fit a terminal, columns are dropped by rank, times lose their zone, and cells are cut.
+    """
     cells = [[printable(format_cell(cell)).replace('\n', '\\n').replace('\t', ' ') for cell in row] for row in rows]
+    if style.width:
+        cells = [[TIME_CELL.sub(r'\1', cell) for cell in row] for row in cells]
+    kept = fitting_columns([list(headers)] + cells, ranks or [0] * len(headers), style.width)
+    hidden = len(headers) - len(kept)
+    if hidden:
+        headers, cells = [headers[index] for index in kept], [[row[index] for index in kept] for row in cells]
     widths = column_widths([list(headers)] + cells, style.width)
     numeric = [any(column) and all(is_number(cell) for cell in column if cell) for column in zip(*cells)]
     numeric = numeric or [False] * len(headers)
@@ -14351,7 +14427,12 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: S
 
     colours = {status.name: status.colour for status in STATUSES}
     body = [line_of(row, colours) for row in cells]
-    return '\n'.join([rule(top), line_of(headers, {}), rule(middle)] + body + [rule(bottom)]) + '\n'
+    lines = [rule(top), line_of(headers, {}), rule(middle)] + body + [rule(bottom)]
+    if hidden:
+        noun = 'column' if hidden == 1 else 'columns'
+        hint = f'{hidden} more {noun} in a wider terminal, or through `| less -S`'
+        lines.append(cut(hint, style.width, ellipsis))
+    return '\n'.join(lines) + '\n'
 
 
 def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -14410,8 +14491,54 @@ def format_counts(counts: Dict[str, int]) -> str:
     return ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES if counts.get(row.name)) or 'no jobs'
 
 
+def explain_failures(groups: Sequence[Dict[str, Any]], counts: Dict[str, int],
+                     number: int) -> List[Tuple[str, str]]:
+    """(status, line) of groups of failed jobs of workflow `number`, and of how many others there are."""
+    lines = []
+    for group in groups:
+        more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
+        reason, code = group.get('reason', ''), f"return code {group.get('return_code')}"
+        code = '' if reason == code or group.get('return_code') is None else f' ({code})'
+        lines.append((group['status'], f"{group['job_name']}{more}{code}: {reason}"))
+    left = sum(counts[name] for name in BROKEN_WORDS) - sum(group['count'] for group in groups)
+    if groups and left > 0:
+        lines.append(('failed', f'{left} more: torc.py results list {number} --failed'))
+    return lines
+
+
+def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int) -> List[Tuple[str, str]]:
+    """(status, line) of jobs of workflow `number` that were canceled, and of what others wait for."""
+    canceled = why['canceled'][:CANCELED_SHOWN]
+    lines = [('canceled', f"{job['job_name']}: {job.get('reason', '')}") for job in canceled]
+    left = counts['canceled'] - len(canceled)
+    if canceled and left > 0:
+        lines.append(('canceled', f'{left} more: torc.py jobs list {number} --status canceled'))
+    names = [f"{job['job_name']} ({job['status']})" for job in why['blockers']]
+    if names:
+        shown = ', '.join(names[:BLOCKERS_SHOWN]) + (' and others' if len(names) > BLOCKERS_SHOWN else '')
+        lines.append(('blocked', f"{counts['blocked']} blocked wait for {shown}"))
+    return lines
+
+
+def format_explanation(status: Dict[str, Any], style: Style) -> List[str]:
+    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal."""
+    counts, number = status['jobs_by_status'], status['workflow_id']
+    why = status.get('explanation')
+    found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number) if why else []
+    if why and not status['is_canceled']:
+        found += explain_others(why, counts, number)
+    if counts['ready'] and not status['is_canceled'] and not status['active_compute_nodes']:
+        found.append(('ready', f"{counts['ready']} ready wait for a runner: torc.py run {number}"))
+    lines = []
+    for name, text in found:
+        row, text = STATUSES[STATUS_CODES[name]], printable(text).replace('\n', ' ').replace('\t', ' ')
+        text = cut(text, style.width - 4, '…' if style.is_unicode else '~') if style.width else text
+        lines.append(f'  {paint(row.symbol, row.colour, style)} {text}')
+    return lines
+
+
 def format_status(status: Dict[str, Any], style: Style = PLAIN) -> str:
-    """Answer of get_workflow_status -> the report of `status`."""
+    """Answer of get_workflow_status, with its explanation if there is one -> the report of `status`."""
     counts, total = status['jobs_by_status'], status['total_jobs']
     lines = [printable(f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"), '']
     for row in STATUSES:
@@ -14425,6 +14552,8 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN) -> str:
     lines.append('  ' + times[0].upper() + times[1:])
     nodes = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
     lines += ([f"  {', '.join(nodes)}"] if nodes else []) + ['']
+    explained = format_explanation(status, style)
+    lines += explained + [''] if explained else []
     kind, sentence = verdict_of(status)
     mark, ascii_mark, colour = VERDICTS[kind]
     lines.append(paint(f'{mark if style.is_unicode else ascii_mark} {sentence}', colour, style))
@@ -14625,13 +14754,16 @@ class Session:
 
     def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str) -> None:
         """The result of a list command in the format that was asked for. `what` names the things, such as 'jobs'."""
+        if self.format == 'csv':
+            headings = [heading for heading in headings if not heading.is_ours]
         titles = [heading.title for heading in headings]
         if self.format == 'json':
             self.show_json({'items': items})
         elif self.format == 'csv':
             self.show(format_csv(titles, table_cells(headings, items)))
         elif items:
-            table = format_table(titles, table_cells(headings, items), style_of(self.out, os.environ))
+            table = format_table(titles, table_cells(headings, items), style_of(self.out, os.environ),
+                                 [heading.rank for heading in headings])
             self.show(f'{table}\nTotal: {len(items)} {what}\n')
         else:
             self.show(f'No {what} found\n')
@@ -14655,6 +14787,14 @@ class Session:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+
+def call_addition(session: Session, op: str, **params: Any) -> Dict[str, Any]:
+    """An operation that a server of Torc, or an older one of ours, does not have: {} then."""
+    try:
+        return session.call(op, **params)
+    except NotFound:
+        return {}
 
 
 # -------- which workflow --------
@@ -14685,7 +14825,9 @@ def choose_workflow(session: Session, args: Arguments) -> int:
 # -------- objects: list, get, create, update, delete --------
 
 def format_running_time(job: Dict[str, Any]) -> str:
-    """How long a running job has been running."""
+    """How long a job has been running, or has run."""
+    if job.get('exec_time_minutes') is not None:
+        return format_seconds(job['exec_time_minutes'] * 60)
     if job.get('status', 'running') != 'running' or not job.get('start_time'):
         return ''
     return format_elapsed(max(0.0, time.time() - parse_time(job['start_time'])))
@@ -14702,6 +14844,13 @@ def format_event_type(event: Dict[str, Any]) -> str:
     return ' '.join([str(data[key]) for key in ('category', 'type', 'event_type', 'action') if data.get(key)][:2])
 
 
+def format_event_message(event: Dict[str, Any]) -> str:
+    """What an event says, or else all that it holds."""
+    data = event.get('data')
+    message = data.get('message') if isinstance(data, dict) else None
+    return format_cell(message or data)
+
+
 def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, Any]], str]:
     """A cell from free JSON inside an object."""
     return lambda item: format_cell(item[key].get(inner, default)) if isinstance(item.get(key), dict) else default
@@ -14715,7 +14864,7 @@ SHOWN_VALUES = {
     'exec_time_minutes': lambda value: '' if value is None else format_seconds(value * 60),
     'duration_seconds': lambda value: '' if value is None else format_elapsed(value),
     'peak_memory_bytes': format_memory_cell, 'peak_cpu_percent': format_percent,
-    'executed': lambda value: 'executed' if value else 'waiting',
+    'executed': lambda value: 'executed' if value else 'waiting', 'start_ms': format_local_time,
 }
 # ... and from the whole object, where no key has the name.
 SHOWN_OBJECTS = {
@@ -14725,6 +14874,7 @@ SHOWN_OBJECTS = {
     '(allocations)': inner_value('action_config', 'num_allocations'),
     '(level)': inner_value('data', 'level', 'info'),
     '(type)': format_event_type,
+    '(message)': format_event_message,
     '(slurm job)': inner_value('scheduler', 'slurm_job_id'),
     '(cpu)': peak_and_average('peak_cpu_percent', 'avg_cpu_percent', format_percent),
     '(memory)': peak_and_average('peak_memory_bytes', 'avg_memory_bytes', format_memory_cell),
@@ -14732,10 +14882,13 @@ SHOWN_OBJECTS = {
 
 
 def headings_of(text: str) -> Tuple[Heading, ...]:
-    """'ID=id, Name=name' -> headings."""
-    pairs = [part.split('=') for part in text.split(', ')]
-    return tuple(Heading(title, '', SHOWN_OBJECTS[key]) if key in SHOWN_OBJECTS else
-                 Heading(title, key, SHOWN_VALUES.get(key, format_cell)) for title, key in pairs)
+    """'ID=id, Path=path:2, +Reason=reason' -> headings: title, key, rank; + for a column of ours."""
+    headings = []
+    for title, key, rank in re.findall(r'([^=]+)=([^:,]+):?([0-9]*)(?:, )?', text):
+        show = SHOWN_OBJECTS.get(key) or SHOWN_VALUES.get(key, format_cell)
+        field = '' if key in SHOWN_OBJECTS else key
+        headings.append(Heading(title.lstrip('+'), field, show, int(rank or 0), title[0] == '+'))
+    return tuple(headings)
 
 
 class Thing(NamedTuple):
@@ -14754,40 +14907,50 @@ class Thing(NamedTuple):
 
 THINGS = {row[0]: Thing(*row) for row in (
     ('workflows', 'workflow', 'workflows', 'workflow_id',
-     'ID=id, User=user, Name=name, Run=run_id, Canceled=is_canceled, Archived=is_archived, Description=description, Project=project, '
-     'Metadata=metadata, Timestamp=timestamp'),
+     'ID=id, User=user:3, Name=name, +Status=status, Run=run_id:5, Canceled=is_canceled:8, '
+     'Archived=is_archived:7, Description=description:2, Project=project:4, Metadata=metadata:9, '
+     'Timestamp=timestamp:1'),
     ('jobs', 'job', 'jobs', 'job_id',
-     'ID=id, Name=name, Status=status, Priority=priority, Compute Node=compute_node_id, Elapsed=(elapsed), Command=command'),
-    ('files', 'file', 'files', 'row_id', 'ID=id, Name=name, Path=path, Modified Time=st_mtime'),
-    ('user-data', 'user_data', 'user_data', 'row_id', 'ID=id, Name=name, Ephemeral=is_ephemeral, Data Preview=(preview)'),
+     'ID=id, Name=name, Status=status, +Code=return_code, Priority=priority:4, '
+     'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2'),
+    ('files', 'file', 'files', 'row_id', 'ID=id, Name=name, Path=path, Modified Time=st_mtime:1'),
+    ('user-data', 'user_data', 'user_data', 'row_id',
+     'ID=id, Name=name, Ephemeral=is_ephemeral:1, Data Preview=(preview)'),
     ('resource-requirements', 'resource_requirements', 'resource_requirements', 'row_id',
-     'ID=id, Name=name, CPUs=num_cpus, GPUs=num_gpus, Nodes=num_nodes, Memory=memory, Runtime=runtime'),
+     'ID=id, Name=name, CPUs=num_cpus, GPUs=num_gpus:1, Nodes=num_nodes:2, Memory=memory, Runtime=runtime'),
     ('failure-handlers', 'failure_handler', 'failure_handlers', 'row_id', 'ID=id, Name=name, Rules=rules'),
     ('results', 'result', 'results', 'row_id',
-     'ID=id, Job ID=job_id, Job Name=job_name, WF ID=workflow_id, Run ID=run_id, Attempt=attempt_id, Return Code=return_code, '
-     'Exec Time=exec_time_minutes, Peak Mem=peak_memory_bytes, Peak CPU %=peak_cpu_percent, Completion Time=completion_time, '
-     'Status=status'),
-    ('events', 'event', 'events', 'row_id', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), Data=data'),
+     'ID=id:2, Job ID=job_id:4, Job Name=job_name, WF ID=workflow_id:9, Run ID=run_id:6, '
+     'Attempt=attempt_id:5, Return Code=return_code, Exec Time=exec_time_minutes:3, '
+     'Peak Mem=peak_memory_bytes:7, Peak CPU %=peak_cpu_percent:8, Completion Time=completion_time:6, '
+     'Status=status:1, +Reason=reason'),
+    ('events', 'event', 'events', 'row_id',
+     'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), Data=data:1'),
     ('compute-nodes', 'compute_node', 'compute_nodes', 'row_id',
-     'ID=id, Hostname=hostname, Scheduler=compute_node_type, Scheduler Job ID=(slurm job), Labels=labels, PID=pid, CPUs=num_cpus, '
-     'Memory (GB)=memory_gb, GPUs=num_gpus, Active=is_active, Start Time=start_time, Duration=duration_seconds, CPU peak/avg=(cpu), '
-     'Mem peak/avg=(memory)'),
+     'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, Scheduler Job ID=(slurm job):4, '
+     'Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, Memory (GB)=memory_gb:3, GPUs=num_gpus:3, '
+     'Active=is_active, Start Time=start_time:1, Duration=duration_seconds:1, CPU peak/avg=(cpu):8, '
+     'Mem peak/avg=(memory):9'),
     ('job-job', '', 'job_dependencies', '',
-     'Job ID=job_id, Job Name=job_name, Blocked By Job ID=depends_on_job_id, Blocked By Job Name=depends_on_job_name'),
+     'Job ID=job_id:1, Job Name=job_name, Blocked By Job ID=depends_on_job_id:2, '
+     'Blocked By Job Name=depends_on_job_name'),
     ('job-file', '', 'job_file_relationships', '',
-     'File ID=file_id, File Name=file_name, Producer Job ID=producer_job_id, Producer Job Name=producer_job_name, '
-     'Consumer Job ID=consumer_job_id, Consumer Job Name=consumer_job_name'),
+     'File ID=file_id:1, File Name=file_name, '
+     'Producer Job ID=producer_job_id:2, Producer Job Name=producer_job_name, '
+     'Consumer Job ID=consumer_job_id:2, Consumer Job Name=consumer_job_name'),
     ('job-user-data', '', 'job_user_data_relationships', '',
-     'User Data ID=user_data_id, User Data Name=user_data_name, Producer Job ID=producer_job_id, Producer Job Name=producer_job_name, '
-     'Consumer Job ID=consumer_job_id, Consumer Job Name=consumer_job_name'),
+     'User Data ID=user_data_id:1, User Data Name=user_data_name, '
+     'Producer Job ID=producer_job_id:2, Producer Job Name=producer_job_name, '
+     'Consumer Job ID=consumer_job_id:2, Consumer Job Name=consumer_job_name'),
 )}
-ACTION_COLUMNS = ('ID=id, Trigger=trigger_type, Action=action_type, Allocations=(allocations), Progress=(progress), Status=executed, '
-                  'Executed At=executed_at, Job IDs=job_ids')
-RUNNING_COLUMNS = ('Job ID=job_id, Job Name=job_name, Compute Node=compute_node_name, Elapsed=(elapsed), Scheduler=scheduler_type, '
-                   'Scheduler Job ID=scheduler_job_id')
-JOB_REQUIREMENT_COLUMNS = ('Job ID=job_id, Job Name=job_name, RR ID=rr_id, RR Name=rr_name, CPUs=num_cpus, GPUs=num_gpus, '
-                           'Nodes=num_nodes, Memory=memory, Runtime=runtime')
-JOB_HANDLER_COLUMNS = ('Job ID=job_id, Job Name=job_name, Failure Handler ID=failure_handler_id, '
+ACTION_COLUMNS = ('ID=id, Trigger=trigger_type, Action=action_type, Allocations=(allocations):3, '
+                  'Progress=(progress):1, Status=executed, Executed At=executed_at:2, Job IDs=job_ids:4')
+RUNNING_COLUMNS = ('Job ID=job_id, Job Name=job_name, Compute Node=compute_node_name, Elapsed=(elapsed), '
+                   'Scheduler=scheduler_type:2, Scheduler Job ID=scheduler_job_id:1')
+JOB_REQUIREMENT_COLUMNS = ('Job ID=job_id:3, Job Name=job_name, RR ID=rr_id:4, RR Name=rr_name, '
+                           'CPUs=num_cpus, GPUs=num_gpus:1, Nodes=num_nodes:2, Memory=memory, '
+                           'Runtime=runtime')
+JOB_HANDLER_COLUMNS = ('Job ID=job_id:1, Job Name=job_name, Failure Handler ID=failure_handler_id:2, '
                        'Failure Handler Name=failure_handler_name, Rules=rules')
 
 
@@ -14809,16 +14972,83 @@ def given(args: Arguments, *but: str) -> Arguments:
     return {key: value for key, value in args.items() if value is not None and key not in but}
 
 
-def cmd_list(session: Session, args: Arguments) -> int:
+def cmd_list(session: Session, args: Arguments,
+             complete: Callable[[Session, List[Dict[str, Any]]], None] = lambda *_: None) -> int:
     """Objects of a workflow; the other arguments are the list operation's own filters."""
     thing = thing_of(session)
     query = given(args, 'workflow_id', 'exclude')
     query['workflow_id'] = choose_workflow(session, args)
     items = [dated(item) for item in session.items(f'list_{thing.plural}', **query)]
+    complete(session, items)
     excluded = {word.strip().lower() for words in args.get('exclude') or [] for word in words.split(',')}
     headings = [heading for heading in headings_of(thing.columns) if heading.title.lower() not in excluded]
     session.show_list(headings, items, thing.plural.replace('_', ' '))
     return 0
+
+
+RELATIONS_SHOWN = 10    # names of each relation of a job
+RELATIONS = (           # field of a job, its name in the text, the operation that gets one, its form there
+    ('depends_on_job_ids',   'depends_on',       'get_job',       '{name} ({status})'),
+    ('input_file_ids',       'input_files',      'get_file',      '{name} ({path})'),
+    ('output_file_ids',      'output_files',     'get_file',      '{name} ({path})'),
+    ('input_user_data_ids',  'input_user_data',  'get_user_data', '{name}'),
+    ('output_user_data_ids', 'output_user_data', 'get_user_data', '{name}'),
+)
+
+
+def cmd_jobs_get(session: Session, args: Arguments) -> int:
+    """One job, with why it failed or does not run; for people with names instead of ids, and times."""
+    job = session.call('get_job', job_id=args['id'])
+    reason = call_addition(session, 'explain_job', job_id=job['id']).get('reason')
+    results = session.items('list_results', limit=1, workflow_id=job['workflow_id'], job_id=job['id'])
+    if session.format == 'json':
+        more = {'reason': reason, 'result': results[0] if results else None}
+        session.show_json(dict(job, **{key: value for key, value in more.items() if value is not None}))
+        return 0
+    record = {key: job[key] for key in ('id', 'workflow_id', 'name', 'command', 'status')}
+    record['reason'] = reason
+    record.update((key, value) for key, value in job.items() if key not in record and value != '')
+    for field, name, op, form in RELATIONS:
+        ids = record.pop(field, [])
+        shown = [form.format(**session.call(op, id=number)) for number in ids[:RELATIONS_SHOWN]]
+        record[name] = first_of(shown + ids[RELATIONS_SHOWN:], RELATIONS_SHOWN) or None
+    record['labels'] = ', '.join(job.get('labels') or ()) or None
+    record.update(times_of(job, results))
+    session.show(format_record(record))
+    return 0
+
+
+def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
+    """When a job began and ended, and with which code. The server keeps the start of running jobs only."""
+    if not results:
+        return {'start_time': format_local_time(job.get('start_time')) or None}
+    exec_s, end_time = results[0]['exec_time_minutes'] * 60, results[0]['completion_time']
+    start_time = job.get('start_time') or format_time(parse_time(end_time) - exec_s)
+    return {'start_time': format_local_time(start_time), 'completion_time': format_local_time(end_time),
+            'exec_time': format_seconds(exec_s), 'return_code': results[0]['return_code']}
+
+
+OUTCOMES_ASKED = 20     # results that are asked for one by one; for more of them the list of all is cheaper
+
+
+def cmd_jobs_list(session: Session, args: Arguments) -> int:
+    """Jobs of a workflow, with the return code and the run time of those that have ended."""
+    return cmd_list(session, args, add_outcomes)
+
+
+def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
+    """Fill in what the current results of jobs say."""
+    ended = [job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final]
+    if not ended:
+        return
+    queries = [{}]  # type: List[Dict[str, int]]
+    if len(ended) <= OUTCOMES_ASKED:
+        queries = [{'job_id': job['id']} for job in ended]
+    results = {result['job_id']: result for query in queries
+               for result in session.items('list_results', workflow_id=ended[0]['workflow_id'], **query)}
+    for job in ended:
+        if job['id'] in results:
+            job.update({key: results[job['id']][key] for key in ('return_code', 'exec_time_minutes')})
 
 
 def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[str, Any]:
@@ -14946,10 +15176,10 @@ def open_to_append(path: str) -> Any:
 
 # -------- for administrators --------
 
-AUDIT_COLUMNS = ('ID=id, Time=timestamp, User=user_name, Committed=committed, Success=success, Full Table=allow_full_table, '
-                 'Rows=rows_affected, SQL=sql_text, Error=error')
-STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in, Bytes Out=bytes_out, 2xx=status_2xx, 4xx=status_4xx, '
-                 '5xx=status_5xx, Other=status_other')
+AUDIT_COLUMNS = ('ID=id, Time=timestamp:1, User=user_name:2, Committed=committed:5, Success=success:3, '
+                 'Full Table=allow_full_table:6, Rows=rows_affected:4, SQL=sql_text, Error=error:2')
+STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in:1, Bytes Out=bytes_out:1, '
+                 '2xx=status_2xx, 4xx=status_4xx, 5xx=status_5xx, Other=status_other:2')
 
 
 def cmd_reload_auth(session: Session, args: Arguments) -> int:
@@ -15101,6 +15331,10 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
     if args['archived_only'] or not args['include_archived']:
         query['is_archived'] = bool(args['archived_only'])
     items = session.items('list_workflows', **query)
+    statuses = {}  # type: Dict[str, str]
+    for piece in chunks([item['id'] for item in items]):
+        statuses.update(call_addition(session, 'list_workflow_statuses', ids=piece).get('statuses', {}))
+    items = [dict(item, status=statuses.get(str(item['id']))) for item in items]
     hidden = '' if args['all_users'] or args['access_group'] else 'User'
     headings = [heading for heading in headings_of(THINGS['workflows'].columns) if heading.title != hidden]
     session.show_list(headings, items, 'workflows')
@@ -15323,6 +15557,7 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
 def cmd_status(session: Session, args: Arguments) -> int:
     """How far a workflow is."""
     status = session.call('get_workflow_status', workflow_id=choose_workflow(session, args))
+    status['explanation'] = call_addition(session, 'explain_workflow', workflow_id=status['workflow_id'])
     status.setdefault('unserved_ready_labels', {})
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
@@ -15702,7 +15937,8 @@ def cmd_results_list(session: Session, args: Arguments) -> int:
     return 0
 
 
-RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'completion_time', 'exec_time_minutes', 'compute_node_id')
+RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason', 'completion_time',
+               'exec_time_minutes', 'compute_node_id')
 
 
 def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, Any]], args: Arguments) -> Dict[str, Any]:
@@ -16289,8 +16525,8 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
     return 0
 
 
-GROUP_COLUMNS = 'ID=id, Name=name, Description=description, Created=created_at'
-MEMBER_COLUMNS = 'User=user_name, Role=role, Added=created_at'
+GROUP_COLUMNS = 'ID=id, Name=name, Description=description:1, Created=created_at:2'
+MEMBER_COLUMNS = 'User=user_name, Role=role, Added=created_at:1'
 
 
 def cmd_groups_get(session: Session, args: Arguments) -> int:
@@ -16769,12 +17005,12 @@ COMMANDS = (
         Argument('--runtime-per-job', 'DURATION', 'longest run time of each', normalize_duration,
                  default='PT1M')),
         'jobs create-from-file 1 commands.txt'),
-    Command('jobs list', cmd_list, 'list jobs', (
+    Command('jobs list', cmd_jobs_list, 'list jobs', (
         ASKED_WF, Argument('-s --status', 'STATUS', 'in this status only', one_of(*STATUS_CODES)),
         Argument('--upstream-job-id', 'JOB', 'that wait for this job', parse_id), *PAGE_OPTIONS,
         Argument('--include-relationships', '', 'JSON: with ids of files and prerequisites'),
         Argument('-x --exclude', 'COLUMN', 'without this column', count='*')), 'jobs list 1 --status failed', True),
-    Command('jobs get', cmd_get, 'show a job', (ID,), 'jobs get 1'),
+    Command('jobs get', cmd_jobs_get, 'show a job, and why it failed or does not run', (ID,), 'jobs get 1'),
     Command('jobs running', cmd_jobs_running, 'list jobs that run now', (ASKED_WF,), 'jobs running 1', True),
     Command('jobs update', cmd_jobs_update, 'change a job', (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
