@@ -9050,6 +9050,105 @@ class ReasonTest(CommandTest):
             self.assertIn('Workflow ended: 1 completed, 4 failed, 2 canceled', self.text('status 1'))
             self.assertIn('depends_on: ', self.text('jobs get 6'))
             self.assertIn('│ w    │', self.text('workflows list'))
+            self.assertExit(4, self.world.main('logs', 1, 'after'), 'has left no output')
+
+    # -------- logs --------
+
+    def test_logs_says_why_there_is_nothing(self):
+        outcome = self.assertExit(4, self.world.main('logs', 1, 'after'))
+        why = f'never ran: its prerequisite missing failed: {self.MISSING}'
+        self.assertEqual(f'torc: job after (canceled) has left no output: {why}\n', outcome.err)
+        outcome = self.assertExit(0, self.world.main('logs', 1, 'missing'))
+        self.assertEqual(f'torc: job missing has written nothing; failed: {self.MISSING}\n', outcome.err)
+        self.assertEqual((0, 'last words\n', 'torc: job killed failed: killed by SIGKILL\n'),
+                         self.world.main('logs', 1, 'killed'))
+        self.assertEqual((0, 'attempt 2\n', ''), self.world.main('logs', 1, 'flaky'))
+        self.assertExit(4, self.world.main('logs', 1, 'good', '-o', 'nowhere'), 'nowhere; name the directory')
+
+    FAILED = (f'==> missing (failed): {MISSING} <==\n==> killed (failed): killed by SIGKILL <==\nlast words\n'
+              '==> flaky (failed): attempt 2 <==\nattempt 2\n==> silent (failed): return code 5 <==\n')
+
+    def test_logs_of_all_jobs_and_of_those_that_failed(self):
+        outcome = self.assertExit(0, self.world.main('logs', 1))
+        self.assertEqual('==> good (completed) <==\nfine\n' + self.FAILED, outcome.out)
+        self.assertEqual('torc: 2 jobs have not run; `torc.py status 1` says why\n', outcome.err)
+        self.assertEqual((0, self.FAILED, ''), self.world.main('logs', 1, '--failed'))
+        self.assertIn('==> flaky (failed): attempt 1 <==\nattempt 1\n',
+                      self.text('logs 1 --attempt-id 1 --stderr'))
+        self.assertNotIn('last words', self.text('logs 1 --stderr'))
+        self.assertIn('job_wf1_j4_r1_a2.e', self.json('logs 1')['items'][3]['job_stderr'])
+        for words, text in ((('--run-id', 9), 'nothing in workflow 1 is what the options ask for'),
+                            (('-o', 'nowhere'), '5 of 5 jobs have left no output in ')):
+            self.assertExit(0, self.world.main('logs', 1, *words), text)
+
+    def test_logs_of_several_jobs_have_titles(self):
+        self.assertEqual('==> good (completed) <==\nfine\n==> flaky (failed): attempt 2 <==\nattempt 2\n',
+                         self.text('logs 1 good 4'))
+        self.assertEqual('fine\n', self.text('logs 1 good 1'))
+        self.assertExit(4, self.world.main('logs', 1, 'good', 'later'), 'never ran')
+
+    def test_logs_that_cannot_be_read_are_told(self):
+        path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')
+        os.unlink(path)
+        os.mkdir(path)
+        self.assertExit(0, self.world.main('logs', 1, 'good'), f'torc: cannot read {path}: Is a directory')
+
+    def test_logs_keeps_words_for_later(self):
+        for word in ('bundle', 'analyze'):
+            self.assertExit(2, self.world.main('logs', word, 1), f'`logs {word}` is not there yet: `')
+        self.assertExit(4, self.world.main('logs', 1, 'good', '-f', 'json'), 'write `torc.py -f json logs`')
+        self.assertExit(2, self.world.main('-f', 'json', 'logs', 1, '-f'), '--follow has no JSON form')
+
+    def test_what_a_job_writes_cannot_move_the_cursor(self):
+        self.assertExit(0, self.world.cli('exec', '-c', r"printf 'x\033[2Jy'"))
+        self.assertEqual('x\\x1b[2Jy', self.on_terminal('logs 2 job1'))
+        self.assertEqual('x\x1b[2Jy', self.text('logs 2 job1'))
+
+
+class FollowTest(CommandTest):
+    """logs --follow."""
+
+    def test_output_is_shown_as_it_is_written_until_the_jobs_have_ended(self):
+        self.world.write('slow', '''
+            echo one
+            until test -e go; do sleep 0.05; done
+            printf '\\303'; sleep 0.7; printf '\\244\\n'     # a character in two pieces
+        ''')
+        self.make('''
+            name: w
+            jobs:
+              - {name: first, command: . ./slow}
+              - {name: second, command: "echo two; exit 3", depends_on: [first]}
+              - {name: third, command: echo three, depends_on: [second]}
+        ''')
+        every, one, failed = (self.world.start('logs', 1, *words) for words in (
+            ('-f',), ('first', '--follow'), ('--failed', '-f')))
+        self.world.wait(lambda: 'waiting for jobs to start' in every.err, 20, 'the follower', [every])
+        waiting = 'waiting for job first (uninitialized): the workflow is not initialized'
+        self.world.wait(lambda: waiting in one.err, 20, 'the follower of one', [one])
+        run = self.world.start('run', 1)
+        self.world.wait(lambda: 'one\n' in every.out and 'one\n' in one.out, 20, 'the first line',
+                        [every, one, run])
+        self.world.write('go', '')
+        stem = self.world.path('torc_output', 'job_stdio', 'job_wf1_j')
+        second = f'==> second: {stem}2_r1_a1.o <==\ntwo\n'
+        first = f'==> first: {stem}1_r1_a1.o <==\none\nä\n'
+        self.assertEqual(first + second, self.assertExit(0, every.finish(20)).out)
+        self.assertEqual('one\nä\n', self.assertExit(0, one.finish(20)).out)
+        self.assertEqual(second, self.assertExit(0, failed.finish(20)).out)
+        self.assertExit(1, run.finish(20))
+
+    def test_what_has_ended_is_shown_and_that_is_all(self):
+        self.assertExit(0, self.world.cli('exec', '-c', 'echo a; echo b >&2'))
+        path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.e')
+        self.assertEqual((0, f'a\n==> job1: {path} <==\nb\n', ''), self.world.main('logs', 1, 'job1', '-f'))
+
+    def test_an_interrupt_ends_it(self):
+        self.make('name: w\njobs: [{name: a, command: "true"}]\n')
+        follower = self.world.start('logs', 1, '-f')
+        self.world.wait(lambda: 'Ctrl-C ends this' in follower.err, 20, 'the follower', [follower])
+        follower.send(signal.SIGINT)
+        self.assertExit(130, follower.finish(20))
 
 
 class TaskCommandTest(CommandTest):
@@ -9516,7 +9615,8 @@ class RunTest(CommandTest):
         self.assertEqual('', outcome.out)
         self.assertRegex(outcome.err, r'Workflow 1 \(sample\) has ended after [0-9.]+s: 3 completed, 1 failed, 1 canceled\n'
                                       r'  bad ended with return code 3: oops\n'
-                                      r'See more: torc\.py logs 1 bad; torc\.py results list 1 --failed\n\Z')
+                                      r'See more: torc\.py logs 1 bad; torc\.py results list 1 --failed\n'
+                                      r'Output: torc_output/job_stdio \(torc\.py logs 1\)\n\Z')
 
     def test_a_quiet_run_that_went_well_says_nothing(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
@@ -9888,7 +9988,7 @@ class ParserTest(unittest.TestCase):
             ('status 0', "'0' is not an id: ids are whole numbers from 1; usage: torc.py status [WF]"),
             ('status 1 2', "'2' is one word too many; usage: torc.py status [WF]"),
             ('status 1 -- 2', "'2' is one word too many; usage: torc.py status [WF]"),
-            ('logs 1', 'JOB is missing; usage: torc.py logs WF JOB [options]'),
+            ('access-groups get', 'GROUP is missing; usage: torc.py access-groups get GROUP'),
             ('delete', 'WF is missing; usage: torc.py delete WF... [options]'),
             ('jobs create 1 -n x', '--command CMD is missing; usage: torc.py jobs create [WF] [options]'),
             ('run 1 --num-cpus', '--num-cpus wants a value: --num-cpus N'),
@@ -9941,7 +10041,7 @@ class BorderTest(WorldTest):
     def test_help_and_version_are_results(self):
         for words, text in ((('--help',), 'Commands:'), (('-h',), 'Groups:'), (('help',), 'Manual:'), (('--version',), f'torc {torc.__version__}'),
                             (('jobs', 'list', '--help'), 'Usage: torc.py jobs list [WF] [options]'), (('jobs', '-h'), 'Commands of jobs:'),
-                            (('logs', '-h'), 'id or name of the job')):
+                            (('logs', '-h'), 'ids or names of jobs')):
             code, out, err = self.main(*words)
             self.assertEqual((0, ''), (code, err), words)
             self.assertIn(text, out)

@@ -42,6 +42,7 @@ Licence: BSD 3-Clause, see LICENSE.
 # ======== 0. Head: imports and version ========
 
 import base64
+import codecs
 import collections
 import contextlib
 import csv
@@ -14656,7 +14657,8 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
 
 CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures
 PROBLEMS_SHOWN = 20
-PIECE_CHARACTERS = 1 << 20  # of a log that is being printed
+LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
+ANSWER_FORMATS = ('table', 'json', 'csv')
 TASK_PAUSE_S = 1.0          # longest between looks at a task
 MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
 
@@ -15968,34 +15970,242 @@ def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[in
     return found[0], found[1]
 
 
+FOLLOW_PAUSE_S = 0.5    # between looks at the files that `logs --follow` shows
+
+
 def cmd_logs(session: Session, args: Arguments) -> int:
-    """Print what a job wrote in its newest attempt."""
-    workflow = session.call('get_workflow', workflow_id=args['workflow_id'])
-    job = find_job(session, workflow['id'], args['job'])
-    output_dir = os.path.join(base_directory(workflow), args['output_dir'])
-    for run_id, attempt_id in attempts_of(session, workflow, job, args):
-        out_path, err_path = find_stdio(output_dir, workflow['id'], job['id'], (run_id, attempt_id))
-        if out_path or err_path:
-            break
-    else:
-        raise Refused(printable(f"job {job['name']} ({job['status']}) has left no output in {output_dir}; "
-                                'name the directory that `run` wrote to with -o, or look at the stdio mode of the workflow'))
+    """Print what jobs wrote, each in its newest attempt: those that are named, or all that have run."""
+    reader = LogReader(session, args)
+    if args['follow'] and session.format == 'json':
+        raise BadInput('--follow has no JSON form: leave one of the two out')
+    if args['follow']:
+        return follow_logs(reader)
+    found = reader.newest_of_named() if reader.jobs else reader.newest_of_all()
     if session.format == 'json':
-        session.show_json({'workflow_id': workflow['id'], 'job_id': job['id'], 'job_name': job['name'], 'run_id': run_id,
-                           'attempt_id': attempt_id, 'job_stdout': out_path, 'job_stderr': err_path})
+        values = [reader.files_of(attempt) for attempt in found]
+        session.show_json(values[0] if len(reader.jobs) == len(values) == 1 else {'items': values})
         return 0
-    wanted = [None if args['stderr'] else out_path, None if args['stdout'] or err_path == out_path else err_path]
-    paths = [path for path in wanted if path and os.path.getsize(path)]
-    for path in paths:
-        if len(paths) > 1:
-            session.show(f'==> {path} <==\n')
-        copy_file(path, session)
-    if not paths:
-        session.tell(f"torc: job {job['name']} has written nothing")
+    tail, is_one = Tail(session), len(reader.jobs) == 1
+    for attempt in found:
+        paths = reader.paths_of(attempt)
+        if not is_one:
+            tail.show_title(attempt, paths)
+        for path in paths:
+            tail.show(path, path if len(paths) > 1 else '')
+        if is_one:
+            tell_end(session, attempt, paths)
+    if not reader.jobs:
+        tell_what_is_not_shown(reader, found)
     return 0
 
 
-def find_job(session: Session, workflow_id: int, word: str) -> Dict[str, Any]:
+class LogReader:
+    """What `logs` was asked for. An attempt is a result, or looks like one while it runs."""
+
+    def __init__(self, session: Session, args: Arguments) -> None:
+        self.session = session
+        self.args = args
+        self.workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
+        self.id = self.workflow['id']
+        self.output_dir = os.path.join(base_directory(self.workflow), args['output_dir'])
+        named = [find_job(session, self.id, word, args['follow']) for word in args['jobs']]
+        self.jobs = list({job['id']: job for job in named}.values())     # those that were named
+
+    def is_wanted(self, attempt: Dict[str, Any]) -> bool:
+        """Whether an attempt is one of those that the options ask for."""
+        run_id, attempt_id = self.args['run_id'], self.args['attempt_id']
+        return (run_id in (None, attempt['run_id']) and attempt_id in (None, attempt['attempt_id'])
+                and (not self.args['failed'] or attempt['status'] in BROKEN_WORDS)
+                and (not self.jobs or attempt['job_id'] in {job['id'] for job in self.jobs}))
+
+    def ended(self, **query: Any) -> List[Dict[str, Any]]:
+        """Attempts that have ended, in the order of their ends."""
+        return self.session.items('list_results', workflow_id=self.id, sort_by='id', **query)
+
+    def active(self, job: Dict[str, Any]) -> Dict[str, Any]:
+        """The attempt of a job that runs."""
+        return {'workflow_id': self.id, 'job_id': job['id'], 'job_name': job['name'], 'status': job['status'],
+                'run_id': self.workflow.get('run_id', 0), 'attempt_id': job.get('attempt_id', 1)}
+
+    def running(self) -> List[Dict[str, Any]]:
+        """Attempts that run now."""
+        jobs = self.session.items('list_jobs', workflow_id=self.id, status='running')
+        return [self.active(job) for job in jobs]
+
+    def newest_of_all(self) -> List[Dict[str, Any]]:
+        """Each job's newest attempt that is wanted, by job."""
+        is_any = self.args['run_id'] is not None or self.args['attempt_id'] is not None
+        attempts = filter(self.is_wanted, self.ended(all_runs=is_any) + self.running())
+        found = {attempt['job_id']: attempt for attempt in attempts}
+        return [found[job_id] for job_id in sorted(found)]
+
+    def newest_of_named(self) -> List[Dict[str, Any]]:
+        """The newest attempt with files of each named job, if it is wanted. Refused if a job has no files."""
+        return [attempt for attempt in map(self.newest_with_files, self.jobs) if self.is_wanted(attempt)]
+
+    def newest_with_files(self, job: Dict[str, Any]) -> Dict[str, Any]:
+        """A job's newest attempt that left files, or that was asked for."""
+        attempts = self.ended(job_id=job['id'], all_runs=True)
+        if STATUSES[STATUS_CODES[job['status']]].is_active:
+            attempts.append(self.active(job))
+        for attempt in sorted(attempts, key=operator.itemgetter('run_id', 'attempt_id'), reverse=True):
+            is_asked_for = (self.args['run_id'] in (None, attempt['run_id'])
+                            and self.args['attempt_id'] in (None, attempt['attempt_id']))
+            if is_asked_for and any(self.stdio_of(attempt)):
+                return attempt
+        reason = call_addition(self.session, 'explain_job', job_id=job['id']).get('reason')
+        start = f"job {job['name']} ({job['status']}) has left no output"
+        if not attempts and reason:
+            raise Refused(printable(f'{start}: {reason}'))
+        why = f' ({reason})' if reason else ''
+        raise Refused(printable(f'{start} in {self.output_dir}{why}; {WHERE_OUTPUT_IS}'))
+
+    def stdio_of(self, attempt: Dict[str, Any]) -> Tuple[Optional[str], Optional[str]]:
+        """Paths of an attempt's stdout and stderr that exist."""
+        key = attempt['run_id'], attempt['attempt_id']
+        return find_stdio(self.output_dir, self.id, attempt['job_id'], key)
+
+    def files_of(self, attempt: Dict[str, Any]) -> Dict[str, Any]:
+        """An attempt with its files, as JSON has it."""
+        value = {key: attempt[key] for key in ('workflow_id', 'job_id', 'job_name', 'run_id', 'attempt_id')}
+        value['job_stdout'], value['job_stderr'] = self.stdio_of(attempt)
+        return value
+
+    def paths_of(self, attempt: Dict[str, Any]) -> List[str]:
+        """Files of an attempt that hold something, of the streams that were asked for."""
+        out_path, err_path = self.stdio_of(attempt)
+        wanted = [None if self.args['stderr'] else out_path,
+                  None if self.args['stdout'] or err_path == out_path else err_path]
+        return [path for path in wanted if path and size_of(path)]
+
+
+WHERE_OUTPUT_IS = 'name the directory that `run` wrote to with -o, or look at the stdio mode of the workflow'
+
+
+def size_of(path: str) -> int:
+    """Size of a file in bytes; 0 if it is gone: a job with delete_on_success has ended."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+class Tail:
+    """Prints files, and later what they have grown by; titles say whose output it is."""
+
+    def __init__(self, session: Session, is_of_one: bool = False) -> None:
+        self.session = session
+        self.is_of_one = is_of_one  # the file that comes first needs no title
+        self.is_safe = not session.out.isatty()     # a terminal must not obey what a job has written
+        self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
+        self.last_path = ''         # shown last
+        self.ends_line = True       # what was shown last ends in a newline
+
+    def show(self, path: str, title: str) -> None:
+        """Print what is new in a file, below its title if another file was shown before."""
+        offset, decoder = self.known.get(path) or (0, codecs.getincrementaldecoder('utf-8')('replace'))
+        try:
+            file = open(path, 'rb')
+        except OSError as error:
+            self.session.tell(printable(f'torc: cannot read {path}: {error.strerror}'))
+            return
+        with file:
+            file.seek(offset)
+            for piece in iter(lambda: file.read(LOG_PIECE_BYTES), b''):
+                offset += len(piece)
+                if title and path != self.last_path and (self.last_path or not self.is_of_one):
+                    self.show_line(title)
+                self.last_path = path
+                text = decoder.decode(piece)
+                self.session.show(text if self.is_safe else printable(text))
+                self.ends_line = text.endswith('\n')
+        self.known[path] = offset, decoder
+
+    def show_title(self, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
+        """Whose output follows, and the reason of a failure; nothing for a good job without output."""
+        is_bad = attempt['status'] in BROKEN_WORDS
+        if is_bad or paths:
+            reason = f': {reason_of(attempt)}' if is_bad else ''
+            self.show_line(f"{attempt['job_name']} ({attempt['status']}){reason}")
+
+    def show_line(self, title: str) -> None:
+        """A title on a line of its own, as tail(1) writes it."""
+        self.session.show(('' if self.ends_line else '\n') + f'==> {printable(title)} <==\n')
+        self.ends_line = True
+
+
+def reason_of(result: Dict[str, Any]) -> str:
+    """Why an attempt failed."""
+    return result.get('reason') or f"return code {result['return_code']}"
+
+
+def tell_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
+    """After the output of one job: if there was none, and why it failed, unless that was the last line."""
+    words = [] if paths else ['has written nothing']
+    if attempt['status'] in BROKEN_WORDS and reason_of(attempt) not in map(read_last_line, paths):
+        words.append(f"{attempt['status']}: {reason_of(attempt)}")
+    if words:
+        session.tell(printable(f"torc: job {attempt['job_name']} {'; '.join(words)}"))
+
+
+def tell_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> None:
+    """After the output of all jobs: how many have left no files, and how many have not run."""
+    session, args = reader.session, reader.args
+    lost = sum(not any(reader.stdio_of(attempt)) for attempt in found)
+    if lost:
+        where = f'{lost} of {len(found)} jobs have left no output in {reader.output_dir}'
+        session.tell(printable(f'torc: {where}; {WHERE_OUTPUT_IS}'))
+    if args['failed'] or args['run_id'] is not None or args['attempt_id'] is not None:
+        if not found:
+            session.tell(f'torc: nothing in workflow {reader.id} is what the options ask for')
+        return
+    left = session.call('list_jobs', workflow_id=reader.id, limit=1)['total_count'] - len(found)
+    if left > 0:
+        session.tell(f'torc: {left} jobs have not run; `torc.py status {reader.id}` says why')
+
+
+def follow_logs(reader: LogReader) -> int:
+    """Print what jobs have written and what they write, until they have ended."""
+    session, tail = reader.session, Tail(reader.session, len(reader.jobs) == 1)
+    count = session.call('list_results', workflow_id=reader.id, all_runs=True, limit=1)['total_count']
+    attempts, is_first = reader.newest_of_all(), True
+    while True:
+        is_over = are_over(session, reader.id, reader.jobs)     # asked first: what ends later is seen later
+        ended = reader.ended(all_runs=True, offset=count)
+        count += len(ended)
+        reader.workflow = session.call('get_workflow', workflow_id=reader.id)   # there may be another run
+        attempts = list(filter(reader.is_wanted, attempts + ended + reader.running()))
+        for attempt in attempts:
+            for path in reader.paths_of(attempt):
+                tail.show(path, f"{attempt['job_name']}: {path}")
+        session.out.flush()
+        if is_over:
+            return 0
+        if is_first and not any(attempt['status'] == 'running' for attempt in attempts):
+            session.tell(printable(f'torc: {describe_wait(reader)}; Ctrl-C ends this'))
+        attempts, is_first = [], False
+        session.client.need_server()    # a database that this process has for itself would keep runners out
+        time.sleep(FOLLOW_PAUSE_S)
+
+
+def describe_wait(reader: LogReader) -> str:
+    """Why there is no output to follow yet."""
+    if len(reader.jobs) != 1:
+        return 'waiting for jobs to fail' if reader.args['failed'] else 'waiting for jobs to start'
+    job = reader.jobs[0]
+    reason = call_addition(reader.session, 'explain_job', job_id=job['id']).get('reason')
+    return f"waiting for job {job['name']} ({job['status']})" + (f': {reason}' if reason else '')
+
+
+def are_over(session: Session, workflow_id: int, jobs: Sequence[Dict[str, Any]]) -> bool:
+    """Whether nothing more is to come of jobs; of all if none is named."""
+    if not jobs:
+        return session.call('is_workflow_complete', workflow_id=workflow_id)['is_complete']
+    statuses = (session.call('get_job', job_id=job['id'])['status'] for job in jobs)
+    return all(STATUSES[STATUS_CODES[status]].is_done for status in statuses)
+
+
+def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Dict[str, Any]:
     """A job by its id or, if there is none of that id in the workflow, its name."""
     if is_id(word):
         try:
@@ -16009,24 +16219,9 @@ def find_job(session: Session, workflow_id: int, word: str) -> Dict[str, Any]:
     if named:
         return named[0]
     names = [job['name'] for job in session.items('list_jobs', limit=1000, workflow_id=workflow_id)]
-    raise NotFound(printable(f'workflow {workflow_id} has no job {word!r}{did_you_mean(word, names)}'))
-
-
-def attempts_of(session: Session, workflow: Dict[str, Any], job: Dict[str, Any], args: Arguments) -> List[Tuple[int, int]]:
-    """(run, attempt) of a job, newest first, or the one that was asked for."""
-    results = session.items('list_results', workflow_id=workflow['id'], job_id=job['id'], all_runs=True)
-    found = {(result['run_id'], result.get('attempt_id', 1)) for result in results}
-    found.add((workflow.get('run_id', 0), job.get('attempt_id', 1)))
-    wanted = [pair for pair in found if args['run_id'] in (None, pair[0]) and args['attempt_id'] in (None, pair[1])]
-    return sorted(wanted, reverse=True)
-
-
-def copy_file(path: str, session: Session) -> None:
-    """A job's output to stdout: as it is, but made safe for a terminal."""
-    is_safe = not session.out.isatty()
-    with open(path, encoding='utf-8', errors='replace', newline='') as file:
-        for piece in iter(lambda: file.read(PIECE_CHARACTERS), ''):
-            session.show(piece if is_safe else printable(piece))
+    is_format = follows and word in ANSWER_FORMATS
+    hint = f'; here -f follows the output: write `torc.py -f {word} logs`' if is_format else ''
+    raise NotFound(printable(f'workflow {workflow_id} has no job {word!r}{did_you_mean(word, names)}{hint}'))
 
 
 # -------- reading specs --------
@@ -16219,6 +16414,9 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     finally:
         progress.finish()
     tell_outcome(session, workflow, outcome)
+    if not session.options['quiet'] or outcome_exit(outcome):
+        directory = os.path.join(options.output_dir, 'job_stdio')
+        session.tell(printable(f"Output: {directory} (torc.py logs {workflow['id']})"))
     return outcome_exit(outcome)
 
 
@@ -16715,6 +16913,15 @@ def parse_id(text: str) -> int:
     return int(text)
 
 
+def parse_logs_workflow(text: str) -> int:
+    """The first word of `logs`: an id, or one of Torc's verbs."""
+    cures = {'bundle': f'`tar czf logs.tar.gz {DEFAULT_OUTPUT_DIR}` packs all that jobs and runners wrote',
+             'analyze': '`torc.py status WF` and `torc.py logs WF --failed` show what failed, and why'}
+    if text in cures:
+        raise ValueError(f'`logs {text}` is not there yet: {cures[text]}')
+    return parse_id(text)
+
+
 def parse_ids(text: str) -> List[int]:
     """Ids separated by commas."""
     return [parse_id(word) for word in text.split(',')]
@@ -16846,7 +17053,7 @@ INIT_OPTIONS = (
     Argument('--wait-timeout', 'SECONDS', 'wait no longer; the server goes on', at_least(0, parse_seconds)),
 )
 GLOBAL_ARGUMENTS = (
-    Argument('-f --format', 'FORMAT', 'table, json or csv', one_of('table', 'json', 'csv'), default='table'),
+    Argument('-f --format', 'FORMAT', 'table, json or csv', one_of(*ANSWER_FORMATS), default='table'),
     Argument('--url', 'URL', 'server to use (default: TORC_API_URL, else the one that runs, else the embedded database)'),
     Argument('-s --standalone', '', f'use the embedded database {DEFAULT_OUTPUT_DIR}/torc.db, whatever server runs'),
     Argument('--db', 'FILE', 'use this embedded database'),
@@ -16906,8 +17113,11 @@ COMMANDS = (
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
         Argument('--force', '', 'as --no-prompts', key='no_prompts')), 'delete 1 --no-prompts'),
-    Command('logs', cmd_logs, 'print what a job wrote in its newest attempt', (
-        NEEDED_WF, Argument('JOB', '', 'id or name of the job'),
+    Command('logs', cmd_logs, 'print what jobs wrote, each in its newest attempt', (
+        ASKED_WF._replace(parse=parse_logs_workflow),
+        Argument('JOB', '', 'ids or names of jobs; without them all that ran', count='*', key='jobs'),
+        Argument('--failed', '', 'of failed jobs only'),
+        Argument('-f --follow', '', 'go on while they write, until they have ended'),
         Argument('-o --output-dir', 'DIR', "the runner's", default=DEFAULT_OUTPUT_DIR),
         Argument('--run-id', 'N', 'of this run', at_least(0)), Argument('--attempt-id', 'N', 'of this attempt', at_least(1)),
         Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only')), 'logs 1 greet'),
