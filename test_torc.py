@@ -1888,7 +1888,8 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(torc.Store(copy)) as store:
             self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
 
-    ADDED_SINCE_1 = (r'\n    reason            TEXT,.*',)      # what MIGRATIONS add, as SCHEMA has it
+    ADDED_SINCE_1 = (r'\n    reason            TEXT,.*',        # what MIGRATIONS add, as SCHEMA has it
+                     r'\n    is_interrupted    BOOL INTEGER.*')
 
     def test_a_database_of_the_first_version_goes_on_and_keeps_reasons(self):
         old = torc.SCHEMA
@@ -2250,6 +2251,55 @@ class CompletionTest(ServiceTest):
         self.assertEqual([(1, 'failed', 9), (2, 'completed', 0)], [(row['attempt_id'], row['status'], row['return_code']) for row in rows])
         self.assertEqual([2], [row['attempt_id'] for row in self.call('list_results', workflow_id=self.workflow_id)['items']])
         self.assertEqual('ready', self.statuses(self.workflow_id)['b'])
+
+    def test_an_attempt_that_was_interrupted_leaves_its_result_and_makes_the_next_ready(self):
+        stopped = dict(status='terminated', return_code=143, interrupted=True, reason='stopped: why')
+        for _ in range(2):      # its answer was lost
+            answer = self.finish(**stopped)
+            self.assertEqual(([[self.job['id'], 1, 'ready']], []), (answer['accepted'], answer['errors']))
+        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(self.workflow_id))
+        row, = self.call('list_results', workflow_id=self.workflow_id)['items']
+        self.assertEqual((1, 'terminated', 143), (row['attempt_id'], row['status'], row['return_code']))
+        self.assertNotIn('is_interrupted', row)
+        events = [event['data'] for event in self.call('list_events', workflow_id=self.workflow_id)['items']]
+        self.assertIn(('job_terminated', 'a: stopped: why'),
+                      [(data['event_type'], data['message']) for data in events])
+        again = self.claim(self.workflow_id, self.node(self.workflow_id))['a']      # another runner
+        self.assertEqual((2, 1), (again['attempt_id'], again['interruptions']))
+        self.assertIn('attempt 1 of job', self.finish(status='completed')['errors'][0]['message'])
+        self.assertWhole()
+
+    def test_an_interruption_spends_no_retry(self):
+        def finish(**more: Any) -> str:
+            self.job = self.claim(self.workflow_id, self.node_id).get('a') or self.job
+            return self.finish(**dict({'attempt_id': self.job['attempt_id']}, **more))['accepted'][0][2]
+        stopped = dict(status='terminated', return_code=1, interrupted=True)
+        failed = dict(status='failed', return_code=1, retry=True, max_retries=2)
+        self.assertEqual(['ready', 'ready', 'ready', 'ready', 'failed'],
+                         [finish(**more) for more in (stopped, stopped, failed, stopped, failed)])
+        self.assertEqual({'a': 'failed', 'b': 'canceled'}, self.statuses(self.workflow_id))
+        again = {'job_id': self.job['id'], 'run_id': 1}
+        self.assertRefused('has used its 2 attempts', 'retry_job', max_retries=2, **again)
+        self.assertEqual(6, self.call('retry_job', max_retries=3, **again)['attempt_id'])
+
+    def test_a_new_run_counts_attempts_from_one_for_what_waits_too(self):
+        self.finish(status='terminated', return_code=1, interrupted=True)
+        self.call('reset_workflow_status', id=self.workflow_id)
+        claimed = self.claim(self.workflow_id, self.node_id)['a']
+        self.assertEqual((1, 0), (claimed['attempt_id'], claimed['interruptions']))
+        self.job = claimed
+        self.assertEqual([[self.job['id'], 1, 'completed']], self.finish()['accepted'])
+
+    def test_what_was_interrupted_but_ended_by_itself_is_judged_as_always(self):
+        answer = self.finish(status='failed', return_code=3, interrupted=True)
+        self.assertEqual([[self.job['id'], 1, 'failed']], answer['accepted'])
+        self.assertEqual({'a': 'failed', 'b': 'canceled'}, self.statuses(self.workflow_id))
+
+    def test_an_interrupted_job_of_a_canceled_workflow_stays_canceled(self):
+        self.call('cancel_workflow', id=self.workflow_id)
+        answer = self.finish(status='terminated', return_code=143, interrupted=True)
+        self.assertEqual([[self.job['id'], 1, 'canceled']], answer['accepted'])
+        self.assertEqual({'a': 'canceled', 'b': 'canceled'}, self.statuses(self.workflow_id))
 
     def test_a_canceled_job_that_ran_gets_its_result(self):
         self.call('cancel_workflow', id=self.workflow_id)
@@ -8372,7 +8422,44 @@ class RunnerTest(WorldTest):
         outcome = self.run_it(num_cpus=1, poll_interval_s=0.05)
         self.assertEqual((signal.SIGTERM, 1), (outcome.interrupted_by, outcome.terminated))
         self.assertEqual([(1, 1, 143, 'terminated')], self.results())
-        self.assertEqual({'j1': 'terminated', 'j2': 'ready', 'j3': 'ready', 'j4': 'ready'}, self.statuses())
+        self.assertEqual({'j1': 'ready', 'j2': 'ready', 'j3': 'ready', 'j4': 'ready'}, self.statuses())
+        events = [event['data'] for event in self.client.rows('list_events', workflow_id=1)]
+        self.assertEqual(['j1: stopped: the runner was interrupted by SIGTERM'],
+                         [data['message'] for data in events if data.get('event_type') == 'job_terminated'])
+
+    def interrupt_when(self, path: str) -> None:
+        """SIGINT, as soon as a file is there and the server has answered."""
+        def interrupt(number: int) -> None:
+            if os.path.exists(self.world.path(path)) and not self.progress.messages:
+                os.kill(os.getpid(), signal.SIGINT)
+        self.client.after = interrupt
+
+    def test_what_was_interrupted_runs_again_with_all_of_its_retries(self):
+        command = 'echo $TORC_ATTEMPT_ID >> ran; test -e again && exit 10; echo > ready; sleep 1000'
+        self.create({'command': command, 'failure_handler': 'fix'}, {'command': 'true', 'depends_on': ['j1']},
+                    failure_handlers=[{'name': 'fix', 'rules': [{'exit_codes': [10], 'max_retries': 2}]}])
+        self.interrupt_when('ready')
+        outcome = self.run_it(poll_interval_s=0.05)
+        self.assertEqual((signal.SIGINT, 1), (outcome.interrupted_by, outcome.terminated))
+        self.assertEqual([], outcome.failed_jobs)
+        self.assertEqual({'j1': 'ready', 'j2': 'blocked'}, self.statuses())
+        self.world.write('again', '')
+        self.client.after = lambda number: None
+        self.assertEqual(1, self.run_it().failed)
+        self.assertEqual('1\n2\n3\n', self.world.read('ran'))
+        self.assertEqual({'j1': 'failed', 'j2': 'canceled'}, self.statuses())
+
+    def test_what_ended_by_itself_before_the_interruption_has_failed(self):
+        wait = 'do sleep 0.01; done'
+        left_behind = (f'trap "" TERM; : > trapped; while kill -0 $1 2>/dev/null; {wait}; '
+                       f': > ready; while :; {wait}')
+        self.create(f"bash -c '{left_behind}' - $$ & while test ! -e trapped; {wait}; exit 3",
+                    {'command': 'true', 'depends_on': ['j1']})
+        self.interrupt_when('ready')    # the job is over; of it only what it has left behind lives
+        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
+        self.assertEqual((signal.SIGINT, 1), (outcome.interrupted_by, outcome.failed))
+        self.assertEqual([(1, 1, 3, 'failed')], self.results())
+        self.assertEqual({'j1': 'failed', 'j2': 'canceled'}, self.statuses())
 
     def test_a_second_signal_kills_at_once(self):
         self.create("trap '' TERM INT; echo > ready; while :; do sleep 0.02; done")

@@ -4698,7 +4698,7 @@ def format_field_help() -> str:
 # barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
 # claim looks at kinds (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -4978,6 +4978,7 @@ CREATE TABLE result (
     avg_cpu_percent   REAL,
     is_current        BOOL INTEGER NOT NULL DEFAULT 1,  -- the job's latest, and not undone by a reset
     reason            TEXT,                             -- of a failure, for people
+    is_interrupted    BOOL INTEGER NOT NULL DEFAULT 0,  -- stopped because its runner was: spends no retry
     UNIQUE (job_id, run_id, attempt_id)
 );
 CREATE INDEX result_of ON result (workflow_id);
@@ -5098,6 +5099,7 @@ CREATE VIEW result_view AS
 # Version -> the SQL that leads to it from the version before.
 MIGRATIONS = {
     2: 'ALTER TABLE result ADD COLUMN reason TEXT;',
+    3: 'ALTER TABLE result ADD COLUMN is_interrupted BOOL INTEGER NOT NULL DEFAULT 0;',
 }
 
 
@@ -5137,7 +5139,8 @@ CELL_KINDS = {'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer
 CELL_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dict}     # of JSON that verbs look into
 MOST_FOREIGN_ID = 2 ** 53           # SQLite gives ids above the highest: after its last one, nothing could be added
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
-                             'is_reported', 'identifier', 'request', 'requested_by', 'is_system'])
+                             'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
+                             'is_system'])
 
 
 class TableColumn(NamedTuple):
@@ -5612,6 +5615,7 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 # the jobs that this makes ready or cancels, and so on until nothing changes, and the actions that all of this triggers.
 # So no state needs a second look, and a restart of the server changes no outcome. An attempt that ended as
 # pending_failed holds its dependants until it is run again, or a second completion says how it ends after all.
+# One that was stopped only because its runner was interrupted makes its job ready again, and spends no retry.
 #
 # Prerequisites. A waiting job is released when its set has no pending member. If a member ended badly, a job with
 # cancel_on_blocking_job_failure is canceled, and counts as a bad member in turn.
@@ -7019,6 +7023,8 @@ def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -
             raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or reset it with --force')
     store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
     store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}', (workflow_id,))    # in no hand of the new run
+    waiting = f'workflow_id = ? AND status IN ({BLOCKED}, {READY})'
+    store.run(f'UPDATE job SET attempt_id = 1 WHERE {waiting} AND attempt_id > 1', (workflow_id,))
     store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1 WHERE id = ?', (workflow_id,))
     add_user_event(store, workflow_id, 'reset_workflow_status', force=force)
     return get_workflow(store, workflow_id)
@@ -7459,7 +7465,8 @@ def batch_complete_jobs(store: Store, workflow_id: int, body: Dict[str, Any]) ->
 def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     """Take in the end of one attempt, with all that follows from it. The job's status afterwards.
 
-    `end` is a ResultModel, with `retry` if the next attempt is to be made ready. Raises TorcErrors before it writes.
+    `end` is a ResultModel, with `retry` if the next attempt is to be made ready, or `interrupted` if it must
+    be, since the job was stopped only because its runner was. Raises TorcErrors before it writes.
     """
     job = job_state(store, end['job_id'])
     if job.workflow_id != state.id:
@@ -7477,9 +7484,10 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
         raise Refused(f'job {job.id} is {STATUS_NAMES[job.status]}: nothing was running that could end')
     reason = (end.get('reason') or '')[:MAX_REASON_CHARACTERS]
     store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
+    is_interrupted = bool(end.get('interrupted')) and end['status'] == 'terminated' and not was_canceled
     store.insert('result', dict(
         end, workflow_id=state.id, attempt_id=attempt_id, is_current=True, reason=reason or None,
-        compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
+        is_interrupted=is_interrupted, compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
         status='canceled' if was_canceled else end['status']))
     if was_canceled:
         return 'canceled'
@@ -7489,7 +7497,9 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
             announce_start(store, job, state.run_id)
         more = {'message': reason} if reason else {}
         announce_end(store, state.id, job.id, job.name, end['status'], return_code=end['return_code'], **more)
-    if end.get('retry') and end['status'] in ('failed', 'terminated') and attempt_id < (end.get('max_retries') or DEFAULT_MAX_RETRIES):
+    may_retry = end.get('retry') and end['status'] in ('failed', 'terminated')
+    most = end.get('max_retries') or DEFAULT_MAX_RETRIES
+    if is_interrupted or may_retry and has_retries(store, state, job, most):
         return begin_next_attempt(store, state, job)
     status = STATUS_CODES[end['status']]
     store.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
@@ -7543,6 +7553,17 @@ def begin_next_attempt(store: Store, state: WorkflowState, job: JobState) -> str
     return 'ready'
 
 
+def has_retries(store: Store, state: WorkflowState, job: JobState, max_retries: int) -> bool:
+    """Whether a job may have another attempt after this one. Interrupted ones do not count."""
+    return job.attempt_id - count_interruptions(store, state.run_id, [job.id])[job.id] < max_retries
+
+
+def count_interruptions(store: Store, run_id: int, job_ids: Sequence[int]) -> Dict[int, int]:
+    """How many attempts of each of these jobs ended in this run because their runners were interrupted."""
+    sql = f'SELECT job_id FROM result WHERE is_interrupted = 1 AND run_id = {int(run_id)} AND job_id IN'
+    return collections.Counter(row[0] for row in rows_by_ids(store, sql, job_ids))
+
+
 def retry_job(store: Store, job_id: int, run_id: int, max_retries: int) -> Dict[str, Any]:
     """Make a running, failed or terminated job ready for its next attempt, if it has one left."""
     job = job_state(store, job_id)
@@ -7552,7 +7573,7 @@ def retry_job(store: Store, job_id: int, run_id: int, max_retries: int) -> Dict[
         raise Refused(f'workflow {state.id} is canceled')
     if job.status not in (RUNNING, FAILED, TERMINATED):
         raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a running, failed or terminated one can be retried')
-    if job.attempt_id >= max_retries:
+    if not has_retries(store, state, job, max_retries):
         raise Refused(f'job {job_id} has used its {max_retries} attempts')
     begin_next_attempt(store, state, job)
     if job.status != RUNNING:
@@ -8123,7 +8144,7 @@ def runner_sync(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[st
         take_back_unheard(store, node_id, {job_id for job_id, _ in body['held']}, set(body.get('held_actions') or ()))
     want = body.get('want')
     chosen = claim(store, state, want, node_id) if want else []
-    answer.update(describe_claims(store, chosen))
+    answer.update(describe_claims(store, state.run_id, chosen))
     answer['reason'] = explain_no_jobs(store, state, want) if want and not chosen and body.get('explain') else None
     complete = note_if_complete(store, workflow_id)
     answer['actions'] = take_due_actions(store, workflow_id, node_id, body.get('actions') or ())
@@ -8196,7 +8217,7 @@ def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[st
                                       'message': result.get('message') or ''}, severity)
 
 
-def describe_claims(store: Store, job_ids: Sequence[int]) -> Dict[str, Any]:
+def describe_claims(store: Store, run_id: int, job_ids: Sequence[int]) -> Dict[str, Any]:
     """Claimed jobs with all that is needed to run them; what many share is told once."""
     rows = {row[0]: row for row in rows_by_ids(
         store, 'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job WHERE id IN', job_ids)}
@@ -8208,9 +8229,11 @@ def describe_claims(store: Store, job_ids: Sequence[int]) -> Dict[str, Any]:
     kinds = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
     handlers = list(dict.fromkeys(row[7] for row in rows.values() if row[7]))
     rules = dict(rows_by_ids(store, 'SELECT id, rules FROM failure_handler WHERE id IN', handlers))
+    interruptions = count_interruptions(store, run_id, [row[0] for row in rows.values() if row[5] > 1])
     jobs = [{'id': row[0], 'name': row[1], 'command': row[2], 'invocation_script': row[3], 'env': json.loads(row[4]) if row[4] else None,
              'attempt_id': row[5], 'kind': kinds.index(row[6]), 'outputs': outputs.get(row[0], []),
-             'failure_handler': handlers.index(row[7]) if row[7] else None} for row in (rows[job_id] for job_id in job_ids)]
+             'failure_handler': handlers.index(row[7]) if row[7] else None,
+             'interruptions': interruptions[row[0]]} for row in (rows[job_id] for job_id in job_ids)]
     return {'jobs': jobs, 'kinds': [describe_kind(store, kind) for kind in kinds], 'handlers': [json.loads(rules[h]) for h in handlers]}
 
 
@@ -8515,10 +8538,10 @@ MODELS = {
     'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! completion_time:time! '
                  'peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float avg_cpu_percent:float retry:bool '
-                 'max_retries:int file_times:{float} reason:str',
+                 'max_retries:int interrupted:bool file_times:{float} reason:str',
     'RunnerError': 'job_id:int! attempt_id:int! message:str!',
     'RunnerJob': 'id:int! name:str! command:str! invocation_script:str env:{str} attempt_id:int! kind:int! outputs:[output]! '
-                 'failure_handler:int',
+                 'failure_handler:int interruptions:int!',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int! '
                   'is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] started:[start] returned:[attempt] '
@@ -13334,7 +13357,8 @@ class Verdict(NamedTuple):
     message: str = ''
 
 
-def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int) -> Verdict:
+def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int,
+              interrupted_by: Optional[int] = None) -> Verdict:
     """Status and return code of an attempt, before its output files are looked at."""
     if stopped_for == 'cancel':
         return Verdict('canceled', end.return_code, 'the workflow was canceled')
@@ -13345,7 +13369,8 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
         is_own = not end.signal_number and end.return_code != 128 + sent_signal
         return Verdict('terminated', end.return_code if is_own else timeout_exit_code, "stopped: the runner's time is over")
     if stopped_for:
-        return Verdict('terminated', end.return_code, 'stopped: the runner was interrupted')
+        cause = f' by {signal.Signals(interrupted_by).name}' if interrupted_by else ''
+        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
     return Verdict('failed', end.return_code)
 
 
@@ -13540,6 +13565,8 @@ class Ends:
         if verdict.status != 'completed':
             task.reason = printable(verdict.message) or explain_end(end, task.stdout, task.stderr)
             completion['reason'] = task.reason
+        if verdict.status == 'terminated' and task.stopped_for == 'interrupt':
+            completion['interrupted'] = True
         if verdict.status in ('failed', 'terminated'):
             if task.stopped_for in ('', 'deadline') and self.tries_again(task):
                 return
@@ -13554,7 +13581,7 @@ class Ends:
                 completion['status'] = 'pending_failed'
             return False
         max_retries = DEFAULT_MAX_RETRIES if rule.get('max_retries') is None else rule['max_retries']
-        if task.attempt_id >= max_retries:
+        if task.attempt_id - task.job['interruptions'] >= max_retries:
             return False
         completion.update(retry=True, max_retries=max_retries)
         return bool(rule.get('recovery_script')) and self.start_recovery(task, rule['recovery_script'])
@@ -13608,6 +13635,7 @@ class Ends:
     def on_accepted(self, task: Task, status: str) -> None:
         """Now it counts."""
         if status == 'ready':
+            self.counts['terminated'] += bool(task.completion.get('interrupted'))
             self.runner.log.write('Job retried', **self.names(task), new_attempt_id=task.attempt_id + 1)
             return
         self.counts['failed' if status == 'pending_failed' else status] += 1
@@ -14063,7 +14091,8 @@ class Runner:
         self.appetite.note_end(end.wall_s)
         self.ended_at = self.worked_at = time.monotonic()
         self.has_progressed = True
-        verdict = judge_end(end, task.stopped_for, self.stop_signal, self.config['timeout_exit_code'])
+        verdict = judge_end(end, task.stopped_for, self.stop_signal, self.config['timeout_exit_code'],
+                            self.interrupted_by)
         file_times = {}     # type: Dict[str, float]
         if verdict.status == 'completed' and task.job['outputs']:
             file_times, missing = stat_outputs(task.job['outputs'])
@@ -14083,6 +14112,7 @@ class Runner:
             self.kill_everything()
             return
         self.interrupted_by = number
+        self.reap()     # what has ended by itself was not stopped
         name = signal.Signals(number).name
         self.log.write(f'Termination requested ({name} received).', 'warning')
         self.say(f"{name}: stopping {len(self.tasks)} {'job' if len(self.tasks) == 1 else 'jobs'}; again to kill at once", 'warning')
@@ -14113,7 +14143,7 @@ class Runner:
         name = signal.Signals(self.stop_signal).name
         for process in self.owners:
             task = self.tasks.get(process)
-            if task is not None:
+            if task is not None and process.end is None:    # otherwise only its leftovers live
                 task.stopped_for = task.stopped_for or reason
                 self.log.write(f'Job {name}', workflow_id=self.workflow_id, job_id=task.id)
             self.launcher.stop(process, self.stop_signal, lead_s)
