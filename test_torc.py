@@ -3077,6 +3077,28 @@ class ResetTest(ServiceTest):
         self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
         self.assertEqual({'one': 'ready', 'two': 'blocked', 'three': 'ready'}, self.statuses(workflow_id))
 
+    def test_what_follows_from_a_change_is_named_and_is_what_initialize_makes_run_again(self):
+        def found(**more: Any) -> Dict[str, Dict[str, str]]:
+            answer = self.call('check_changes', dict({'files': {}}, **more), id=workflow_id)
+            return {key: {row['job_name']: row['reason'] for row in rows} for key, rows in answer.items()}
+        workflow_id = self.create('a:\nb: a\nc: b\nd: b\ne: c d\nother:\nbad:\nafter: bad')
+        self.drive(workflow_id, {'bad': 'failed'})
+        self.assertEqual({'changed': {}, 'downstream_jobs': {}}, found(dry_run=True))
+        self.call('update_job', {'command': 'another'}, id=self.store.value("SELECT min(id) FROM job"))
+        downstream = {name: f'it depends on {cause}' for name, cause in ('ba', 'cb', 'db', 'ec')}
+        wanted = {'changed': {'a': 'its command, environment, files or input data changed'},
+                  'downstream_jobs': downstream}
+        before = self.statuses(workflow_id)
+        self.assertEqual(wanted, found(dry_run=True))
+        self.assertEqual(before, self.statuses(workflow_id))
+        self.assertEqual(wanted, found())
+        downstream['a'] = 'it was added or set back, and not initialized since'
+        self.assertEqual({'changed': {}, 'downstream_jobs': downstream}, found(dry_run=True))
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        after = self.statuses(workflow_id)
+        self.assertEqual(set('abcde'), {name for name, status in after.items() if status != before[name]})
+
     def test_ephemeral_user_data_is_cleared_when_its_maker_runs_again(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         made, given = (self.call('create_user_data', {'workflow_id': workflow_id, 'name': n, 'is_ephemeral': True, 'data': 1})['id'] for n in ('made', 'given'))
@@ -9631,9 +9653,16 @@ class WorkflowTest(CommandTest):
         before = self.json('status 1')
         answer = self.json('workflows reinit 1 --dry-run')
         self.assertEqual(['a'], [change['job_name'] for change in answer['changed']])
-        self.assertIn('would run again: a (', self.text('workflows reinit 1 --dry-run'))
+        self.assertEqual('existing output: g.txt\nwould run again: a (its input f.txt changed)\n'
+                         'would run again: b (it depends on a)\n2 jobs would run again\n',
+                         self.text('workflows reinit 1 --dry-run'))
+        self.assertEqual(['b'], [change['job_name'] for change in answer['downstream_jobs']])
+        os.unlink(self.world.path('g.txt'))
+        self.assertNotRegex(self.text('workflows reinit 1 --dry-run'), '(?s)missing.*Safe')
+        self.world.write('g.txt', 'one')
         self.assertEqual(before, self.json('status 1'))
-        self.assertExit(0, self.world.main('workflows', 'reinit', 1), 'a will run again: ')
+        outcome = self.world.main('workflows', 'reinit', 1)
+        self.assertExit(0, outcome, 'a will run again: ', 'b will run again: ')
         self.assertEqual({'completed': 1, 'ready': 1, 'blocked': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
 
     def test_chosen_jobs_are_reset_and_what_waits_for_them_is_told(self):

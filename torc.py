@@ -7088,12 +7088,41 @@ def check_changes(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[
     note_changed_files(store, workflow_id, times, reasons)
     for job_id in changed_job_inputs(store, workflow_id):
         reasons.setdefault(job_id, 'its command, environment, files or input data changed')
-    names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
     if not body.get('dry_run'):
         uninitialize(store, list(reasons))
         store_file_times(store, workflow_id, times)
         recount_sets(store, workflow_id)
-    return {'changed': [{'job_id': job_id, 'job_name': names[job_id], 'reason': reasons[job_id]} for job_id in sorted(reasons)]}
+    downstream = find_downstream(store, workflow_id, reasons)
+    names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', [*reasons, *downstream]))
+    return {key: [{'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
+                  for job_id, reason in sorted(found.items())]
+            for key, found in (('changed', reasons), ('downstream_jobs', downstream))}
+
+
+def find_downstream(store: Store, workflow_id: int, changed: Dict[int, str]) -> Dict[int, str]:
+    """What else the next initialize of uninitialized jobs runs again, and why: jobs that were reset before,
+    and finished ones that depend, however far, on any of these or of the changed ones."""
+    downstream = {}     # type: Dict[int, str]
+    for status, reason in ((UNINITIALIZED, 'it was added or set back, and not initialized since'),
+                           (PENDING_FAILED, 'it failed, and nobody has decided about it')):
+        ids = store.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ?', (workflow_id, status))
+        downstream.update((job_id, reason) for job_id in ids if job_id not in changed)
+    found = [*changed, *downstream]
+    passed, seen = set(found), set()    # type: Set[int], Set[int]
+    while found:
+        members = rows_by_ids(store, 'SELECT job_id, dep_set_id FROM dep_member WHERE job_id IN', found)
+        causes = {set_id: job_id for job_id, set_id in sorted(members, reverse=True) if set_id not in seen}
+        seen.update(causes)
+        names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', sorted(set(causes.values()))))
+        rows = rows_by_ids(store, 'SELECT id, dep_set_id, status FROM job WHERE dep_set_id IN', list(causes))
+        found = []
+        for job_id, set_id, status in rows:
+            if job_id not in passed:
+                found.append(job_id)
+                if STATUSES[status].is_finished and status != DISABLED:
+                    downstream[job_id] = f'it depends on {names[causes[set_id]]}'
+        passed.update(found)
+    return downstream
 
 
 def note_changed_files(store: Store, workflow_id: int, times: Dict[int, Optional[float]], reasons: Dict[int, str]) -> None:
@@ -8466,7 +8495,7 @@ MODELS = {
     'BatchCompleteJobsResponse': 'completed:[int]! errors:[@JobCompletionError]!',
     'ChangedJob': 'job_id:int! job_name:str! reason:str!',
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
-    'CheckChangesResponse': 'changed:[@ChangedJob]!',
+    'CheckChangesResponse': 'changed:[@ChangedJob]! downstream_jobs:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
     'ClaimActionResponse': 'action_id:int! claimed:bool success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
@@ -15448,7 +15477,7 @@ def cmd_init(session: Session, args: Arguments) -> int:
     workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
     check = check_files(session, workflow)
     if args['dry_run']:
-        return answer_file_check(session, workflow['id'], check, [])
+        return answer_file_check(session, workflow['id'], check, {})
     active = active_task(session, workflow)
     if active:
         return answer_task(session, args, active)
@@ -15475,22 +15504,23 @@ def cmd_reinit(session: Session, args: Arguments) -> int:
         return answer_task(session, args, active)
     refuse_missing_inputs(session, check, args['force'])
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
-    for change in find_changes(session, workflow, is_dry_run=False):
+    found = find_changes(session, workflow, is_dry_run=False)
+    for change in found['changed'] + found['downstream_jobs']:
         session.tell(printable(f"{change['job_name']} will run again: {change['reason']}"))
     return answer_task(session, args, begin_initialize(session, workflow, True))
 
 
-def find_changes(session: Session, workflow: Dict[str, Any], is_dry_run: bool) -> List[Dict[str, Any]]:
-    """Jobs that have to run again because of a change; marked as uninitialized unless it is a dry run."""
+def find_changes(session: Session, workflow: Dict[str, Any], is_dry_run: bool) -> Dict[str, Any]:
+    """Jobs to run again: `changed`, marked as uninitialized unless it is a dry run, and `downstream_jobs`."""
     body = {'files': file_times(session, workflow), 'dry_run': is_dry_run}
-    return session.call('check_changes', body, workflow_id=workflow['id'])['changed']
+    return session.call('check_changes', body, workflow_id=workflow['id'])
 
 
-def reinitialize(session: Session, workflow: Dict[str, Any]) -> List[Dict[str, Any]]:
-    """Mark what changed, then initialize what is uninitialized. Returns what changed."""
-    changed = find_changes(session, workflow, is_dry_run=False)
+def reinitialize(session: Session, workflow: Dict[str, Any]) -> int:
+    """Mark what changed, then initialize what is uninitialized. How many jobs run again."""
+    found = find_changes(session, workflow, is_dry_run=False)
     session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=True)
-    return changed
+    return sum(map(len, found.values()))
 
 
 def active_task(session: Session, workflow: Dict[str, Any]) -> Optional[Dict[str, Any]]:
@@ -15550,18 +15580,19 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
     return 1 if error else 0
 
 
-def answer_file_check(session: Session, workflow_id: int, check: FileCheck, changed: List[Dict[str, Any]]) -> int:
-    """What a dry run of init and reinit says."""
+def answer_file_check(session: Session, workflow_id: int, check: FileCheck, found: Dict[str, Any]) -> int:
+    """What a dry run of init and reinit says; `found` is what would run again."""
     value = {'existing_output_file_count': len(check.existing_outputs), 'existing_output_files': check.existing_outputs,
              'missing_input_file_count': len(check.missing_inputs), 'missing_input_files': check.missing_inputs,
              'safe': not check.missing_inputs and not check.missing_user_data, 'workflow_id': workflow_id}
-    if session.command.name.endswith('reinit'):
-        value['changed'] = changed
+    value.update(found)
+    changed = [change for changes in found.values() for change in changes]
     lines = [f'missing input: {path}' for path in check.missing_inputs]
     lines += [f'missing user data: id {number}' for number in check.missing_user_data]
     lines += [f'existing output: {path}' for path in check.existing_outputs]
     lines += [f"would run again: {change['job_name']} ({change['reason']})" for change in changed]
-    lines.append('Safe: nothing is missing' if value['safe'] else 'Not safe: make what is missing, or give --force')
+    lines.append('Not safe: make what is missing, or give --force' if not value['safe'] else
+                 f'{len(changed)} jobs would run again' if changed else 'Safe: nothing is missing')
     session.answer(value, ''.join(printable(line) + '\n' for line in lines))
     return 0 if value['safe'] else Refused.exit
 
