@@ -2450,11 +2450,135 @@ class ClaimTest(ServiceTest):
         self.assertEqual(50, len(seen))
         self.assertEqual(50, len(set(seen)))
 
+    HEAD = 'name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler'
+
+    def wants(self, workflow_id: int, node_id: int = 0, **more: Any) -> Any:
+        """A runner's turn, on a node of 4 CPUs, 8 GiB and no GPU."""
+        size = {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}
+        want = dict({'strategy': 'resources', 'limit': 9, 'num_nodes': 1, 'total': size}, **size)
+        want.update(more)
+        return self.sync(workflow_id, node_id or self.node(workflow_id), explain=True, survey=True, want=want)
+
+    def test_what_a_job_needs_and_a_runner_will_never_have_is_told_with_the_option(self):
+        rows = rows_of('''
+            cpus  memory  gpus  nodes  runtime  labels  what
+            5     1g      -     1      PT1M     -       5 CPUs, and this runner has 4 (--num-cpus)
+            1     9g      -     1      PT1M     -       9.0GB of memory, and this runner has 8.0GB (MEMORY)
+            1     1g      2     1      PT1M     -       2 GPUs, and this runner has 0 (--num-gpus)
+            1     1g      -     2      PT1M     -       2 nodes, and this runner has 1
+            1     1g      -     1      PT13M    -       a runtime of PT13M, and this runner has PT10M left T
+            1     1g      -     1      PT1M     b,a     a runner with --label a,b
+            5     1g      1     1      PT1M     -       5 CPUs, and this runner has 4 (--num-cpus); 1 GPUs, 0
+            ''')
+        long = {'left T': 'left (--time-limit, --end-time)', 'MEMORY': '--memory-gb',
+                'GPUs, 0': 'GPUs, and this runner has 0 (--num-gpus)'}
+        for row in rows:
+            with self.subTest(row['what']):
+                needs = [row[key] or '-' for key in ('cpus', 'memory', 'gpus', 'nodes', 'runtime')]
+                lines = [self.HEAD, f"odd  {'  '.join(needs)}  -  {row['labels'] or '-'}  -",
+                         'fine  1  1g  -  1  PT1M  -  -  -']
+                answer = self.wants(self.make('\n'.join(lines)), time_limit='PT12M')
+                what = re.sub('|'.join(long), lambda match: long[match.group()], row['what'])
+                self.assertEqual((['fine'], [f'jobs such as odd cannot run here: they need {what}']),
+                                 ([job['name'] for job in answer['jobs']], answer['notices']))
+                alone = self.wants(self.make('\n'.join(lines[:2])), time_limit='PT12M')
+                self.assertEqual((alone['notices'][0], False), (alone['reason'], alone['claimable']))
+
+    def test_what_will_not_fit_is_told_before_it_is_ready_and_what_is_done_is_not(self):
+        workflow_id = self.create('a:\nb: a')
+        for key, value in (('num_gpus', 1), ('name', 'gpu')):
+            self.store.run(f'UPDATE resource_requirements SET {key} = ?', (value,))
+        self.store.run("UPDATE job SET status = 3 WHERE name = 'a'")
+        notice = 'jobs such as b cannot run here: they need 1 GPUs, and this runner has 0 (--num-gpus)'
+        self.assertEqual([notice], self.wants(workflow_id)['notices'])
+        self.store.run('UPDATE job SET status = 5')
+        self.assertEqual([], self.wants(workflow_id)['notices'])
+
+    def test_a_labelled_runner_is_told_of_its_own_jobs_only_and_the_queue_knows_no_sizes(self):
+        rows = '''
+            name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+            plain   9     1g      -     1      PT1M     -         -       -
+            tagged  9     1g      -     1      PT1M     -         a       -
+            other   9     1g      -     1      PT1M     -         b       -
+            '''
+        needs = 'cannot run here: they need 9 CPUs, and this runner has 4 (--num-cpus)'
+        answer = self.wants(self.make(rows), labels=['a'])
+        self.assertEqual([f'jobs such as tagged {needs}'], answer['notices'])
+        queue = {'strategy': 'queue', 'limit': 9}
+        workflow_id = self.make(rows)
+        answer = self.sync(workflow_id, self.node(workflow_id), survey=True, want=queue)
+        notices = [f'jobs such as {name} cannot run here: they need a runner with --label {label}'
+                   for name, label in (('tagged', 'a'), ('other', 'b'))]
+        self.assertEqual((['plain'], notices), ([job['name'] for job in answer['jobs']], answer['notices']))
+
+    def test_there_is_nothing_to_wait_for_when_nobody_can_take_what_is_ready(self):
+        workflow_id = self.make(f'{self.HEAD}\nbig  9  1g  -  1  PT1M  -  -  -')
+        node_id = self.node(workflow_id)
+        self.assertFalse(self.wants(workflow_id, node_id)['claimable'])
+        self.assertTrue(self.sync(workflow_id, node_id)['claimable'])       # it has not asked
+        other = self.node(workflow_id)
+        self.assertTrue(self.wants(workflow_id, node_id)['claimable'])      # which may be larger
+        self.call('update_compute_node', {'is_active': False}, id=other)
+        self.assertFalse(self.wants(workflow_id, node_id)['claimable'])
+        self.call('create_scheduled_compute_node', {
+            'workflow_id': workflow_id, 'scheduler_id': 7, 'scheduler_config_id': 0, 'status': 'pending',
+            'scheduler_type': 'slurm'})
+        self.assertTrue(self.wants(workflow_id, node_id)['claimable'])      # which will come
+
+    def test_every_turn_tells_how_many_jobs_are_in_which_status_whoever_changed_them(self):
+        def told() -> Dict[str, int]:
+            answer = self.sync(workflow_id, node_id)
+            counts = self.call('get_workflow_status', id=workflow_id)['jobs_by_status']
+            unfinished = sum(counts[row.name] for row in torc.STATUSES if not row.is_done)
+            self.assertEqual(({key: count for key, count in counts.items() if count}, unfinished),
+                             (answer['jobs_by_status'], answer['unfinished']))
+            return answer['jobs_by_status']
+        workflow_id = self.create('a:\nb: a\n' + '\n'.join(f'j{i}:' for i in range(1500)))
+        self.create('elsewhere:')
+        node_id, other = self.node(workflow_id), self.node(workflow_id)
+        self.assertEqual({'ready': 1501, 'blocked': 1}, told())
+        jobs = self.claim(workflow_id, other, 3)
+        self.sync(workflow_id, other, completions=[self.end(jobs['a'], 'failed', 1), self.end(jobs['j0'])],
+                  started=[[jobs['j1']['id'], 1, '2026-01-01T00:00:00Z']])
+        self.assertEqual({'ready': 1498, 'running': 1, 'completed': 1, 'failed': 1, 'canceled': 1}, told())
+        self.call('spawn_jobs', {'jobs': [{'name': 'more', 'command': 'x'}]}, job_id=jobs['j1']['id'])
+        self.assertEqual(1, told()['blocked'])
+        with contextlib.suppress(ZeroDivisionError), self.store.transaction():
+            torc.cancel_workflow(self.store, workflow_id)
+            raise ZeroDivisionError
+        self.assertEqual(1498, told()['ready'])
+        with self.store.transaction(), self.store.savepoint(keeps=False):
+            torc.cancel_workflow(self.store, workflow_id)
+        self.assertEqual(1498, told()['ready'])
+        names = 'id, workflow_id, name, command, kind_id'
+        sql = f"REPLACE INTO job ({names}, status) SELECT {names}, 9 FROM job WHERE name = 'j7'"
+        self.call('admin_sql', {'sql': sql, 'write': True})
+        self.assertEqual((1497, 1), (told()['ready'], told()['disabled']))
+        self.call('delete_job', id=self.store.value("SELECT id FROM job WHERE name = 'j9'"))
+        self.assertEqual(1496, told()['ready'])
+        self.call('reset_job_status', id=workflow_id, failed_only=True)
+        self.assertEqual(2, told()['uninitialized'])
+        self.call('cancel_workflow', id=workflow_id)
+        self.assertEqual({'canceled': 1498, 'uninitialized': 2, 'completed': 1, 'disabled': 1}, told())
+
+    def test_a_turns_cost_does_not_grow_with_the_jobs_of_the_workflow(self):
+        def steps(count: int) -> int:
+            workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
+            node_id, calls = self.node(workflow_id), []
+            job = self.claim(workflow_id, node_id, 1)['j0']
+            self.store._db.set_progress_handler(lambda: calls.append(1) and None, 1)
+            want = {'strategy': 'queue', 'limit': 1}
+            self.sync(workflow_id, node_id, completions=[self.end(job)], want=want, explain=True)
+            self.store._db.set_progress_handler(None, 0)
+            return len(calls)
+        few, many = steps(100), steps(6000)
+        self.assertLess(many, few * 1.1)
+
     def test_a_claims_cost_does_not_grow_with_what_is_ready(self):
         def steps(count: int) -> int:
             workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
             node_id, calls = self.node(workflow_id), []
-            self.store._db.set_progress_handler(lambda: calls.append(1) and None, 50)
+            self.store._db.set_progress_handler(lambda: calls.append(1) and None, 1)
             self.claim(workflow_id, node_id, 5)
             self.store._db.set_progress_handler(None, 0)
             return len(calls)
@@ -8104,9 +8228,11 @@ class Watcher:
 
     def __init__(self) -> None:
         self.failed, self.messages, self.counts = [], [], {}    # type: List[Tuple[str, int, str]], List[str], Dict[str, int]
+        self.first = {}     # type: Dict[str, int]
 
     def on_turn(self, counts: Dict[str, int]) -> None:
-        """Remember the last."""
+        """Remember the first and the last."""
+        self.first = self.first or counts
         self.counts = counts
 
     def on_failed_job(self, name: str, return_code: int, last_line: str = '') -> None:
@@ -8411,13 +8537,61 @@ class RunnerTest(WorldTest):
 
     # -------- leaving --------
 
+    BIG = {'resource_requirements': [{'name': 'big', 'num_cpus': 64, 'memory': '1m', 'runtime': 'PT1M'}]}
+    BIG_JOB = {'command': 'true', 'resource_requirements': 'big'}
+
+    def add_node(self) -> None:
+        """Another runner, as far as the server knows."""
+        self.client.call('create_compute_node', {
+            'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 99,
+            'memory_gb': 9.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})
+
     def test_an_idle_runner_leaves_after_its_limit(self):
-        job = {'command': 'true', 'resource_requirements': 'big'}
-        self.create(job, resource_requirements=[{'name': 'big', 'num_cpus': 64, 'memory': '1m', 'runtime': 'PT1M'}],
-                    compute_node_wait_for_new_jobs_seconds=1)
+        self.create(self.BIG_JOB, compute_node_wait_for_new_jobs_seconds=1, **self.BIG)
+        self.add_node()     # which may take the job, so that others get ready
         outcome = self.run_it()
         self.assertEqual(('idle', False), (outcome.reason, outcome.is_complete))
         self.assertGreaterEqual(outcome.wall_s, 1)
+
+    def test_a_runner_for_which_nothing_is_left_says_what_is_lacking_and_leaves_at_once(self):
+        self.create('true', dict(self.BIG_JOB, depends_on=['j1']), **self.BIG)
+        outcome = self.run_it(poll_interval_s=60)
+        self.assertEqual((1, 'stuck', False, {'completed': 1, 'ready': 1}),
+                         (outcome.completed, outcome.reason, outcome.is_complete, outcome.jobs_by_status))
+        lacks = 'they need 64 CPUs, and this runner has 2 (--num-cpus)'
+        self.assertEqual([f'jobs such as j2 cannot run here: {lacks}',
+                          'leaving: of the jobs that are left (1) none can run here'], self.progress.messages)
+        self.assertLess(outcome.wall_s, 10)
+
+    def test_why_nothing_is_claimed_is_said_once_though_the_time_left_changes(self):
+        needs = [{'name': 'long', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1H'}]
+        self.create({'command': 'true', 'resource_requirements': 'long'}, resource_requirements=needs,
+                    compute_node_wait_for_new_jobs_seconds=2)
+        self.add_node()
+        outcome = self.run_it(end_time=time.time() + 600, poll_interval_s=0.1)
+        self.assertEqual('idle', outcome.reason)
+        self.assertGreater(len(self.client.requests), 10)
+        message, = [text for text in self.progress.messages if 'claimed: ' in text or 'cannot run' in text]
+        self.assertRegex(message, 'such as j1 cannot .* runtime of PT1H, and this runner has PT9M.*S left')
+
+    def test_with_the_queue_strategy_the_last_minutes_are_not_waited_for(self):
+        self.create('sleep 1', 'true', compute_node_min_time_for_new_jobs_seconds=3600)
+        outcome = self.run_it(max_parallel_jobs=1, end_time=time.time() + 3600.5)
+        self.assertEqual(('deadline', {'completed': 1, 'ready': 1}), (outcome.reason, outcome.jobs_by_status))
+        self.assertIn('leaving: no job is started when less than 3600 s are left', self.progress.messages)
+
+    def test_progress_is_that_of_the_whole_workflow_after_a_resume_too(self):
+        self.create('true', 'exit 1', *['true'] * 3)
+        self.client.before = lambda number: os.kill(os.getpid(), signal.SIGTERM) if number == 2 else None
+        first = self.run_it(num_cpus=2, poll_interval_s=0.05)
+        self.client.before = lambda number: None
+        done = first.completed + first.failed
+        self.assertTrue(0 < done < 5, first)
+        self.progress = Watcher()
+        self.run_it()
+        self.assertEqual((5, done), (self.progress.first['total'], self.progress.first['done']))
+        self.assertEqual({'total': 5, 'done': 5, 'running': 0, 'failed': 1, 'canceled': 0, 'unfinished': 0,
+                          'completed': 4}, self.progress.counts)
 
     def test_a_canceled_workflow_stops_its_jobs(self):
         self.create('sleep 1000')
@@ -8788,7 +8962,9 @@ class ProgressTest(unittest.TestCase):
         progress = self.progress()
         for now, done in ((0, 0), (1, 1), (9.9, 3), (10, 4), (15, 5), (20.5, 8)):
             self.turn(progress, now, done)
-        self.assertEqual(['0/10 done, 2 running, 0s', '4/10 done, 2 running, 0.4 jobs/s, 10s', '8/10 done, 2 running, 0.4 jobs/s, 20s'],
+        self.assertEqual(['0/10 done (0%), 2 running, 0s',
+                          '4/10 done (40%), 2 running, 0.4 jobs/s, 10s, 15s left',
+                          '8/10 done (80%), 2 running, 0.4 jobs/s, 20s, 5s left'],
                          self.stream.getvalue().splitlines())
 
     def test_a_failed_job_is_told_at_once_with_its_last_words_made_safe(self):
@@ -8801,16 +8977,35 @@ class ProgressTest(unittest.TestCase):
         progress = self.progress(TERMINAL)
         self.turn(progress, 0, 0)
         self.turn(progress, 0.05, 1)    # too soon
-        self.turn(progress, 0.2, 5, failed=1)
+        self.turn(progress, 0.2, 5)
         progress.finish()
-        self.assertEqual('\r[....................] 0/10 done, 2 running, 0s\x1b[K'
-                         '\r[##########..........] 5/10 done, 2 running, 1 failed, 0s\x1b[K\r\x1b[K', self.stream.getvalue())
+        self.assertEqual('\r[....................] 0/10 done (0%), 2 running, 0s\x1b[K'
+                         '\r[##########..........] 5/10 done (50%), 2 running, 0s\x1b[K\r\x1b[K',
+                         self.stream.getvalue())
+
+    def test_where_the_terminal_is_too_narrow_the_bar_is_left_out_first(self):
+        progress = self.progress(TERMINAL)
+        self.turn(progress, 0.2, 5, failed=1)
+        self.assertEqual('\r5/10 done (50%), 2 running, 1 failed, 0s\x1b[K', self.stream.getvalue())
+
+    def test_the_rate_has_the_unit_in_which_it_can_be_read(self):
+        self.assertEqual(['96.4 jobs/s', '0.1 jobs/s', '3.0 jobs/min', '0.5 jobs/h'],
+                         [torc.format_rate(*pair) for pair in ((964, 10), (1, 10), (1, 20), (1, 7200))])
+
+    def test_the_time_left_follows_from_the_rate_and_ends_with_the_work(self):
+        counts = {'total': 100000, 'done': 48210, 'running': 8, 'failed': 12, 'canceled': 3}
+        self.assertEqual('48210/100000 done (48%), 8 running, 12 failed, 3 canceled, 80.3 jobs/s, 10m 00s, '
+                         '10m 44s left', torc.format_progress(counts, 48210, 600, torc.PLAIN))
+        for done, finished in ((10, 10), (3, 0), (3, -2)):  # all done; none since the start; jobs were reset
+            line = torc.format_progress({'total': 10, 'done': done}, finished, 60, torc.PLAIN)
+            self.assertNotIn('left', line)
+        self.assertEqual('0/0 done (0%), 0 running, 0s', torc.format_progress({}, 0, 0, torc.PLAIN))
 
     def test_what_was_done_before_is_no_part_of_the_rate(self):
         progress = self.progress()
         self.turn(progress, 0, 6)
         self.turn(progress, 10, 8)
-        self.assertIn('8/10 done, 2 running, 0.2 jobs/s', self.stream.getvalue())
+        self.assertIn('8/10 done (80%), 2 running, 0.2 jobs/s, 10s, 10s left', self.stream.getvalue())
 
     def test_a_quiet_one_says_nothing(self):
         progress = self.progress(is_quiet=True)

@@ -5127,6 +5127,20 @@ PRAGMAS = (
     ('cache_size', '-65536'),       # KiB
     ('wal_autocheckpoint', '4000'), # pages: a fourth of the checkpoints, a tenth of a completion's time; 16 MB beside the database
 )
+# How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
+# by temporary triggers, in memory: databases without runners pay nothing, and a rollback undoes it too.
+JOB_COUNTERS = (
+    'CREATE TEMP TABLE job_count (workflow_id INTEGER, status INTEGER, count INTEGER NOT NULL, '
+    'PRIMARY KEY (workflow_id, status)) WITHOUT ROWID',
+    'CREATE TEMP TRIGGER job_count_added AFTER INSERT ON main.job BEGIN '
+    'UPDATE job_count SET count = count + 1 WHERE workflow_id = new.workflow_id AND status = new.status; END',
+    'CREATE TEMP TRIGGER job_count_removed AFTER DELETE ON main.job BEGIN '
+    'UPDATE job_count SET count = count - 1 WHERE workflow_id = old.workflow_id AND status = old.status; END',
+    'CREATE TEMP TRIGGER job_count_moved AFTER UPDATE OF status ON main.job WHEN new.status <> old.status '
+    'BEGIN '
+    'UPDATE job_count SET count = count - 1 WHERE workflow_id = old.workflow_id AND status = old.status; '
+    'UPDATE job_count SET count = count + 1 WHERE workflow_id = new.workflow_id AND status = new.status; END',
+)
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 FOREIGN_SQL_S = 5.0                 # an administrator's statement may hold up everybody so long; one call of a function of SQLite, longer
 FOREIGN_SQL_STEPS = 10000           # of SQLite's machine between looks at the clock
@@ -5326,6 +5340,27 @@ class Store:
         """First column of a query."""
         return [row[0] for row in self._db.execute(sql, parameters)]
 
+    # ---- counters of jobs ----
+
+    def job_counts(self, workflow_id: int) -> Dict[int, int]:
+        """Status code -> number of jobs of a workflow. Only the first call counts them."""
+        if not self.one("SELECT 1 FROM sqlite_temp_master WHERE name = 'job_count'"):   # a rollback undoes it
+            for statement in JOB_COUNTERS:
+                self._db.execute(statement)
+        counts = dict(self.rows('SELECT status, count FROM job_count WHERE workflow_id = ?', (workflow_id,)))
+        if not counts:
+            sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
+            counts = {**dict.fromkeys(STATUS_NAMES, 0), **dict(self.rows(sql, (workflow_id,)))}
+            cells = ((workflow_id, status, count) for status, count in counts.items())
+            self.run_many('INSERT INTO job_count VALUES (?, ?, ?)', cells)
+        return counts
+
+    def forget_job_counts(self) -> None:
+        """Let the next call count anew."""
+        for kind, name in self.rows("SELECT type, name FROM sqlite_temp_master WHERE name LIKE 'job_count%' "
+                                    "ORDER BY type = 'table'"):
+            self._db.execute(f'DROP {kind} temp.{name}')
+
     # ---- an administrator's SQL ----
 
     def execute_foreign(self, sql: str, writes: bool, limit: int) -> ForeignAnswer:
@@ -5337,6 +5372,8 @@ class Store:
         if self._guard is None:
             self._guard = ForeignGuard()
             self._db.set_authorizer(self._guard.judge)  # for good: before Python 3.11 it cannot be taken off
+        if writes:      # REPLACE deletes rows without firing triggers, and the guard refuses what ours write
+            self.forget_job_counts()
         depth, before = self._depth, self._db.total_changes
         with contextlib.closing(self._db.cursor()) as cursor:
             try:
@@ -5630,7 +5667,6 @@ BAD = tuple(row.code for row in STATUSES if row.is_bad)
 UNFINISHED = tuple(row.code for row in STATUSES if not row.is_finished)
 NOT_DONE = tuple(row.code for row in STATUSES if not row.is_done)
 ACTIVE = tuple(row.code for row in STATUSES if row.is_active)
-UNDONE_COUNT_LIMIT = 1000       # a runner wants to know whether there is work, not how much
 
 
 def sql_list(codes: Iterable[int]) -> str:
@@ -7200,11 +7236,13 @@ class Kind(NamedTuple):
         return (-self.priority, -self.num_gpus, -self.runtime_s, -self.memory_bytes, -self.num_cpus)
 
 
-KIND_QUERY = (
+ALL_KINDS_QUERY = (
     'SELECT kind.id, kind.priority, needs.num_gpus, needs.runtime_s, needs.memory_bytes, needs.num_cpus, needs.num_nodes, '
     'kind.scheduler_id, kind.labels FROM job_kind kind '
     'CROSS JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
-    f'WHERE kind.workflow_id = ? AND EXISTS (SELECT 1 FROM job WHERE job.kind_id = kind.id AND job.status = {READY})')
+    'WHERE kind.workflow_id = ?')
+KIND_QUERY = (f'{ALL_KINDS_QUERY} AND EXISTS '
+              f'(SELECT 1 FROM job WHERE job.kind_id = kind.id AND job.status = {READY})')
 
 
 def ready_kinds(store: Store, workflow_id: int, labels: Optional[Sequence[str]]) -> List[Kind]:
@@ -7380,6 +7418,9 @@ def explain_no_jobs(store: Store, state: WorkflowState, want: Dict[str, Any]) ->
         waiting = count_by_status(store, state.id)
         return 'no job is ready: ' + (', '.join(f'{count} {name}' for name, count in waiting.items() if count) or 'there are none')
     kinds = ready_kinds(store, state.id, want.get('labels'))
+    misfits = find_misfits(store, state.id, want, KIND_QUERY, f'status = {READY}')
+    if misfits and all(lacks_of(kind, want) for kind in kinds):
+        return '; '.join(misfits)
     if not kinds:
         return "the ready jobs have labels that this node lacks" if not want.get('labels') else \
             "no ready job has labels that are all among this node's"
@@ -7392,6 +7433,52 @@ def explain_no_jobs(store: Store, state: WorkflowState, want: Dict[str, Any]) ->
     smallest = min(kinds, key=lambda kind: (kind.num_nodes, kind.num_cpus, kind.memory_bytes, kind.num_gpus))
     return (f'no ready job fits what is free: the smallest needs {smallest.num_cpus} CPUs, {format_memory(smallest.memory_bytes)} and '
             f'{smallest.num_gpus} GPUs on {smallest.num_nodes} nodes')
+
+
+MISFITS_SHOWN = 5
+
+
+def lacks_of(kind: Kind, want: Dict[str, Any]) -> List[str]:
+    """What jobs of a kind need and a runner of the size `total` will never have, with the option for it.
+
+    A labelled runner passes over jobs of other labels: that is no lack.
+    """
+    labels = set(json.loads(kind.labels)) if kind.labels else set()
+    if want.get('labels') and not (labels and labels.issubset(want['labels'])):
+        return []
+    lacks = [f"a runner with --label {','.join(sorted(labels))}"] if labels and not want.get('labels') else []
+    size = want.get('total') if want['strategy'] == 'resources' else None
+    if not size:
+        return lacks
+    limit_s = parse_time_limit(want.get('time_limit'))
+    memory_bytes, num_nodes = int(size['memory_gb'] * 1024 ** 3), want.get('num_nodes') or 1
+    left = format_duration(max(0, (limit_s or 0) - CLAIM_GRACE_S))
+    return lacks + [f'{needs}, and this runner has {has}' for is_lacking, needs, has in (
+        (kind.num_cpus > size['num_cpus'], f'{kind.num_cpus} CPUs', f"{size['num_cpus']} (--num-cpus)"),
+        (kind.memory_bytes > memory_bytes, f'{format_memory(kind.memory_bytes)} of memory',
+         f'{format_memory(memory_bytes)} (--memory-gb)'),
+        (kind.num_gpus > size['num_gpus'], f'{kind.num_gpus} GPUs', f"{size['num_gpus']} (--num-gpus)"),
+        (kind.num_nodes > num_nodes, f'{kind.num_nodes} nodes', str(num_nodes)),
+        (limit_s is not None and kind.runtime_s > limit_s, f'a runtime of {format_duration(kind.runtime_s)}',
+         f'{left} left (--time-limit, --end-time)')) if is_lacking]
+
+
+def find_misfits(store: Store, workflow_id: int, want: Dict[str, Any], kinds: str,
+                 condition: str) -> List[str]:
+    """For each reason why jobs will never fit a runner: one of those jobs and the reason, for users.
+
+    `kinds` is the query of the kinds to look at, `condition` an SQL condition for their jobs.
+    """
+    lacking = collections.defaultdict(list)  # type: Dict[str, List[int]]
+    for kind in (Kind(*row) for row in store.rows(kinds, (workflow_id,))):
+        lacking['; '.join(lacks_of(kind, want))].append(kind.id)
+    lacking.pop('', None)
+    found = []
+    for reason, kind_ids in list(lacking.items())[:MISFITS_SHOWN]:
+        some = sql_list(kind_ids[:500])
+        name = store.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
+        found += [f'jobs such as {name} cannot run here: they need {reason}'] if name is not None else []
+    return found
 
 
 def claim_jobs_based_on_resources(store: Store, workflow_id: int, limit: int, body: Dict[str, Any],
@@ -8053,6 +8140,7 @@ def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     workflow_state(store, body['workflow_id'])
     check_labels(body.get('labels'))
     check_references(store, body['workflow_id'], body)
+    store.job_counts(body['workflow_id'])       # so that no turn of a runner has to count them
     labels = sorted(set(body['labels'])) if body.get('labels') else None
     values = dict(body, is_active=body.get('is_active') is not False, labels=labels)
     if body.get('lease_s') is not None:
@@ -8175,9 +8263,12 @@ def runner_sync(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[st
     chosen = claim(store, state, want, node_id) if want else []
     answer.update(describe_claims(store, state.run_id, chosen))
     answer['reason'] = explain_no_jobs(store, state, want) if want and not chosen and body.get('explain') else None
-    complete = note_if_complete(store, workflow_id)
+    undone = f'workflow_id = {state.id} AND status IN {sql_list(NOT_DONE)}'
+    is_survey = want and body.get('survey')
+    answer['notices'] = find_misfits(store, state.id, want, ALL_KINDS_QUERY, undone) if is_survey else []
+    note_if_complete(store, workflow_id)
     answer['actions'] = take_due_actions(store, workflow_id, node_id, body.get('actions') or ())
-    answer.update(describe_progress(store, state, complete))
+    answer.update(describe_progress(store, state, node_id, is_denied=bool(want) and not chosen))
     if body.get('explain'):
         answer['has_jobs_for_node'] = has_jobs_for_node(store, workflow_id, node_id)
     return answer
@@ -8187,8 +8278,9 @@ def has_jobs_for_node(store: Store, workflow_id: int, node_id: int) -> bool:
     """Whether a job is left that a node may take by its labels, now or later."""
     mine = set(json.loads(store.value('SELECT labels FROM compute_node WHERE id = ?', (node_id,)) or '[]'))
     kinds = store.rows('SELECT id, labels FROM job_kind WHERE workflow_id = ?', (workflow_id,))
-    query = f'SELECT 1 FROM job WHERE kind_id = ? AND status IN {sql_list(NOT_DONE)} LIMIT 1'
-    return any(store.one(query, (kind_id,)) for kind_id, labels in kinds if matches_labels(mine, labels))
+    wanted = [kind_id for kind_id, labels in kinds if matches_labels(mine, labels)]
+    undone = f'SELECT 1 FROM job WHERE workflow_id = {int(workflow_id)} AND status IN {sql_list(NOT_DONE)}'
+    return any(store.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
 
 def renew_lease(store: Store, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
@@ -8275,18 +8367,26 @@ def describe_kind(store: Store, kind_id: int) -> Dict[str, Any]:
     return dict(zip(names, row), is_implicit=bool(row[-1]))
 
 
-def describe_progress(store: Store, state: WorkflowState, complete: bool) -> Dict[str, Any]:
-    """What a runner needs to decide whether to stay."""
-    unfinished = 0 if complete else store.value(
-        f'SELECT count(*) FROM (SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} LIMIT {UNDONE_COUNT_LIMIT})',
-        (state.id,))
-    may_run = sql_list((READY, *ACTIVE))      # a blocked job waits for one of these, or for a person
-    claimable = not complete and store.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {may_run} LIMIT 1', (state.id,)) is not None
+def describe_progress(store: Store, state: WorkflowState, node_id: int, is_denied: bool) -> Dict[str, Any]:
+    """What a runner shows, and what it needs to decide whether to stay. `is_denied`: it got no jobs."""
+    counts = store.job_counts(state.id)
+    unfinished = sum(counts[code] for code in NOT_DONE)
+    # A blocked job waits for one of those that are ready or active, or for a person.
+    is_active = any(counts[code] for code in ACTIVE)
+    claimable = is_active or counts[READY] and not (is_denied and is_last_node(store, state.id, node_id))
     actions = store.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 "
                           "AND action_type = 'run_commands' "
                           "AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')", (state.id,))
-    return {'is_complete': complete or state.is_canceled, 'is_canceled': state.is_canceled, 'unfinished': unfinished,
-            'claimable': claimable, 'pending_actions': actions}
+    return {'is_complete': not unfinished or state.is_canceled, 'is_canceled': state.is_canceled,
+            'unfinished': unfinished, 'claimable': bool(claimable), 'pending_actions': actions,
+            'jobs_by_status': {STATUS_NAMES[code]: count for code, count in counts.items() if count}}
+
+
+def is_last_node(store: Store, workflow_id: int, node_id: int) -> bool:
+    """Whether no other node works on a workflow or is expected: what this one cannot run, nobody will."""
+    active = 'SELECT 1 FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND id <> ? LIMIT 1'
+    queued = "SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status = 'pending' LIMIT 1"
+    return not store.one(active, (workflow_id, node_id)) and not store.one(queued, (workflow_id,))
 
 
 # -------- for administrators --------
@@ -8575,10 +8675,11 @@ MODELS = {
                   'is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] started:[start] returned:[attempt] '
                          'want:@RunnerWant actions:[str] action_results:[@RunnerAction] explain:bool '
-                         'held:[attempt] held_actions:[int]',
+                         'survey:bool held:[attempt] held_actions:[int]',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! kinds:[@RunnerKind]! '
-                          'handlers:[[object]]! reason:str actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! '
-                          'unfinished:int! claimable:bool! pending_actions:int! has_jobs_for_node:bool',
+                          'handlers:[[object]]! reason:str notices:[str]! actions:[@WorkflowActionModel]! '
+                          'is_complete:bool! is_canceled:bool! unfinished:int! claimable:bool! '
+                          'pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int num_nodes:nodes depth:int total:@RunnerCapacity '
                   'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str scheduler_type:str! start_time:str',
@@ -13137,6 +13238,7 @@ class RunOutcome(NamedTuple):
     interrupted_by: Optional[int]   # signal number
     reason: str             # why the runner left
     wall_s: float
+    jobs_by_status: Dict[str, int] = {}     # of the whole workflow, as last seen
 
 
 class NodeSize(NamedTuple):
@@ -13742,10 +13844,15 @@ class Appetite:
         """CPUs, memory and GPUs as a request states them."""
         return {'num_cpus': values[0], 'memory_gb': values[1] / 1024 ** 3, 'num_gpus': values[2]}
 
+    def is_too_late(self, remaining_s: float) -> bool:
+        """Whether nothing more will be claimed, because too little time is left."""
+        return self.ledger.max_jobs is not None and remaining_s < self.min_time_s
+
     def want_by_queue(self, remaining_s: float) -> Optional[Dict[str, Any]]:
         """The same for the queue strategy."""
         limit = self.rounds() * self.ledger.max_jobs - self.ledger.num_jobs - len(self.backlog)
-        if remaining_s < self.min_time_s or limit <= 0 or limit < self.ledger.max_jobs * (self.rounds() - 1) // 2:
+        least = max(1, self.ledger.max_jobs * (self.rounds() - 1) // 2)
+        if self.is_too_late(remaining_s) or limit < least:
             return None
         return {'strategy': 'queue', 'limit': limit, 'labels': list(self.options.labels) or None}
 
@@ -13799,8 +13906,7 @@ class Runner:
         self.output_dir = os.path.abspath(options.output_dir)
         self.workflow = client.call('get_workflow', workflow_id=workflow_id)    # type: Dict[str, Any]
         self.run_id = self.workflow.get('run_id') or 0      # type: int
-        self.config = dict(EXECUTION_DEFAULTS, **{key: value for key, value in (self.workflow.get('execution_config') or {}).items()
-                                                  if value is not None})
+        self.config = execution_settings(self.workflow)
         check_execution_mode(self.config['mode'])
         self.stop_signal = parse_signal(self.config['termination_signal'])
         self.ledger = Ledger(measure_node(options), options.max_parallel_jobs)
@@ -13809,10 +13915,11 @@ class Runner:
         self.owners = {}            # type: Dict[Process, Callable[[Process], None]]
         self.ends = Ends(self)
         self.variables = {}         # type: Dict[str, str]
-        self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0}     # type: Dict[str, Any]
+        self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
+                       'jobs_by_status': {}}    # type: Dict[str, Any]
         self.answers = 0
-        self.reason = ''            # why nothing was claimed, as last told
-        self.total = -1             # jobs that were to be done when we came
+        self.told = set()           # type: Set[str]  # why jobs cannot run here, as said, without its numbers
+        self.has_survey = False     # the server has said which jobs will never run here
         self.leaving = ''           # why, once it is decided
         self.triggers = ()          # type: Sequence[str]
         self.interrupted_by = None  # type: Optional[int]
@@ -13823,6 +13930,7 @@ class Runner:
         self.report_at = math.inf   # monotonic; the next request because of news
         self.sent_at = 0.0
         self.is_poll = False        # the request that is out is one by the rules of waiting
+        self.asks_survey = False    # ... asks which jobs will never run here
         self.backoff_s = options.poll_interval_s
         self.has_progressed = True  # since the last poll
         self.worked_at = time.monotonic()   # last claim or local end: idleness counts from here
@@ -13957,7 +14065,9 @@ class Runner:
         want = self.appetite.want(self.end - now) if claims and not self.leaving else None
         self.sent_at, self.report_at = now, math.inf
         is_first_silence = self.link.silent_since is None
-        self.link.begin({'lease_s': self.lease_s(), 'want': want, 'actions': list(self.triggers), 'explain': self.is_poll}, self.held)
+        self.asks_survey = want is not None and not self.has_survey
+        self.link.begin({'lease_s': self.lease_s(), 'want': want, 'actions': list(self.triggers),
+                         'survey': self.asks_survey, 'explain': self.is_poll or not self.owners}, self.held)
         self.spare_server()
         if self.link.pending is None:
             self.on_silence(is_first_silence)
@@ -14005,8 +14115,9 @@ class Runner:
         """Take in what the server says."""
         self.answer = answer
         self.answers += 1
-        if self.total < 0:
-            self.total = answer['unfinished'] + len(answer['accepted'])
+        self.has_survey = self.has_survey or self.asks_survey
+        for notice in answer['notices']:
+            self.say_once(notice)
         self.ends.on_answer(answer)
         if answer['actions']:
             self.actions.add(answer['actions'])
@@ -14018,9 +14129,8 @@ class Runner:
             self.worked_at = time.monotonic()
             if self.leaving:
                 self.give_back(self.appetite.drop())
-        elif answer.get('reason') and not self.owners and answer['reason'] != self.reason and not answer['is_complete']:
-            self.reason = answer['reason']
-            self.say(f'No jobs claimed: {self.reason}')
+        elif answer.get('reason') and not self.owners and not answer['is_complete']:
+            self.say_once(answer['reason'], 'No jobs claimed: ')
 
     def plan_poll(self, is_poll: bool) -> None:
         """When to ask again if nothing happens: the three regimes of the page "Job Runners"."""
@@ -14207,9 +14317,12 @@ class Runner:
             return
         pending = self.answer.get('pending_actions') and now - self.ended_at < LATE_ACTION_S
         ignores = self.setting('compute_node_ignore_workflow_completion')
-        if not self.answer.get('claimable', True) and not pending and not ignores and not self.options.is_persistent:
+        if self.appetite.is_too_late(self.end - now):
+            self.leave('deadline')
+            self.say(f'leaving: no job is started when less than {self.appetite.min_time_s} s are left')
+        elif not (self.answer.get('claimable', True) or pending or ignores or self.options.is_persistent):
             self.leave('stuck')
-            self.say(f"{self.answer['unfinished']} jobs are left, but none of them can run")
+            self.say(f"leaving: of the jobs that are left ({self.answer['unfinished']}) none can run here")
         elif limit_s and now - self.worked_at >= limit_s and not pending:
             self.leave('idle')
             self.say(f'No jobs claimed for {now - self.worked_at:.0f} seconds (limit: {limit_s} seconds). Exiting job runner.')
@@ -14233,7 +14346,7 @@ class Runner:
         counts = self.ends.counts
         return RunOutcome(counts['completed'], counts['failed'], counts['terminated'], counts['canceled'], self.ends.failed_jobs,
                           self.answer['is_complete'], self.answer['is_canceled'], self.interrupted_by, self.leaving,
-                          time.monotonic() - self.began)
+                          time.monotonic() - self.began, self.answer['jobs_by_status'])
 
     # ---- telling the user ----
 
@@ -14242,14 +14355,45 @@ class Runner:
         self.log.write(message, level)
         self.progress.on_message(printable(message))
 
+    def say_once(self, message: str, introduction: str = '') -> None:
+        """Say it unless it was said before, perhaps with other numbers: the time that is left shrinks."""
+        form = re.sub('[0-9]+', '0', message)
+        if form not in self.told:
+            self.told.add(form)
+            self.say(introduction + message)
+
     def show(self) -> None:
-        """Counts for the progress line, as soon as the server has told them."""
-        total = self.total
-        if total < 0:
+        """How far the whole workflow is, for the progress line, as soon as the server has told it."""
+        if not self.answers:
             return
-        self.progress.on_turn({'total': total, 'done': max(0, total - self.answer['unfinished']), 'running': len(self.tasks),
-                               'failed': self.ends.counts['failed'] + self.ends.counts['terminated'], 'unfinished': self.answer['unfinished'],
-                               'completed': self.ends.counts['completed']})
+        counts = collections.Counter(self.answer['jobs_by_status'])     # those of other runners too
+        self.progress.on_turn({
+            'total': sum(counts.values()), 'done': sum(counts[row.name] for row in STATUSES if row.is_done),
+            'running': max(counts['running'], len(self.tasks)), 'completed': counts['completed'],
+            'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
+            'canceled': counts['canceled'], 'unfinished': self.answer['unfinished']})
+
+
+def execution_settings(workflow: Dict[str, Any]) -> Dict[str, Any]:
+    """A workflow's execution_config, with all defaults."""
+    given = workflow.get('execution_config') or {}
+    return dict(EXECUTION_DEFAULTS, **{key: value for key, value in given.items() if value is not None})
+
+
+def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
+    """BadInput if the runner's time would be over before any job of a workflow could start."""
+    left_s = math.inf if options.end_time is None else options.end_time - time.time()
+    config, left = execution_settings(workflow), f'the time limit leaves {max(0.0, left_s):.0f} s'
+    lead_s, headroom_s = config['sigterm_lead_seconds'], config['sigkill_headroom_seconds']
+    if left_s <= lead_s + headroom_s:
+        raise BadInput(f'{left}, but jobs are stopped {lead_s + headroom_s} s before its end, so that none '
+                       f'could start: allow more time, or lower sigterm_lead_seconds ({lead_s}) and '
+                       f'sigkill_headroom_seconds ({headroom_s}) in execution_config')
+    name = 'compute_node_min_time_for_new_jobs_seconds'
+    least_s = WORKFLOW_DEFAULTS[name] if workflow.get(name) is None else workflow[name]
+    if options.max_parallel_jobs is not None and left_s < least_s:
+        raise BadInput(f'{left}, but with --max-parallel-jobs no job is started when less than {least_s} s '
+                       f"are left: allow more time, or lower the workflow's {name}")
 
 
 def check_execution_mode(mode: str) -> None:
@@ -14645,9 +14789,9 @@ class Progress:
         self.has_line = False           # an unfinished line stands on the terminal
 
     def on_turn(self, counts: Dict[str, int]) -> None:
-        """Called once per turn with 'total', 'done', 'running' and 'failed'."""
+        """Called once per turn with the workflow's 'total', 'done', 'running', 'failed', 'canceled' jobs."""
         if self.first_done is None:
-            self.first_done = counts.get('done', 0)
+            self.first_done, self.started_at = counts.get('done', 0), self.clock()
         self.counts = counts
         now = self.clock()
         every_s = REFRESH_EVERY_S if self.style.is_terminal else PROGRESS_EVERY_S
@@ -14688,20 +14832,27 @@ class Progress:
             self.is_quiet = True
 
 
+def format_rate(jobs: int, elapsed_s: float) -> str:
+    """'96.4 jobs/s', '3.0 jobs/min' or '0.5 jobs/h'."""
+    for unit_s, unit in ((1, 's'), (60, 'min')):
+        if jobs / elapsed_s * unit_s >= 0.1:
+            return f'{jobs / elapsed_s * unit_s:.1f} jobs/{unit}'
+    return f'{jobs / elapsed_s * 3600:.1f} jobs/h'
+
+
 def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, style: Style) -> str:
-    """One line: done/total, running, failed, rate, elapsed. `finished` are the jobs done since the start, for the rate."""
+    """One line: done/total, running, failed, rate, elapsed, left. `finished`: jobs done since the start."""
     done, total = counts.get('done', 0), counts.get('total', 0)
-    parts = [f'{done}/{total} done', f"{counts.get('running', 0)} running"]
-    if counts.get('failed'):
-        parts.append(f"{counts['failed']} failed")
-    if finished and elapsed_s >= 1:
-        parts.append(f'{finished / elapsed_s:.1f} jobs/s')
-    parts.append(format_elapsed(elapsed_s))
-    bar = ''
-    if style.is_terminal:
-        filled = 20 * done // total if total else 0
-        bar = f"[{'#' * filled}{'.' * (20 - filled)}] "
-    return bar + ', '.join(parts)
+    parts = [f'{done}/{total} done ({100 * done // max(total, 1)}%)', f"{counts.get('running', 0)} running"]
+    parts += [f'{counts[name]} {name}' for name in ('failed', 'canceled') if counts.get(name)]
+    has_rate = finished > 0 and elapsed_s >= 1
+    parts += ([format_rate(finished, elapsed_s)] if has_rate else []) + [format_elapsed(elapsed_s)]
+    if has_rate and done < total:
+        parts.append(f'{format_elapsed((total - done) * elapsed_s / finished)} left')
+    line = ', '.join(parts)
+    filled = 20 * done // total if total else 0
+    bar = f"[{'#' * filled}{'.' * (20 - filled)}] "
+    return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
 # ======== 20. Commands: one function per command ========
