@@ -9930,8 +9930,10 @@ class RunTest(CommandTest):
         self.assertEqual('', outcome.out)
         self.assertRegex(outcome.err, r'Workflow 1 \(sample\) has ended after [0-9.]+s: 3 completed, 1 failed, 1 canceled\n'
                                       r'  bad ended with return code 3: oops\n'
+                                      r'  canceled: tail\n'
                                       r'See more: torc\.py logs 1 bad; torc\.py results list 1 --failed\n'
-                                      r'Output: torc_output/job_stdio \(torc\.py logs 1\)\n\Z')
+                                      r'Output: torc_output/job_stdio \(torc\.py logs 1\)\n'
+                                      r'To go on from here: torc\.py run 1 --retry-failed\n\Z')
 
     def test_a_quiet_run_that_went_well_says_nothing(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
@@ -10057,6 +10059,59 @@ class RunTest(CommandTest):
         good = torc.RunOutcome(1, 0, 0, 0, [], True, False, None, '', 1.0)
         for changes, code in (({}, 0), ({'failed': 1}, 1), ({'terminated': 1}, 1), ({'canceled': 1}, 1), ({'is_canceled': True}, 1), ({'interrupted_by': 2}, 130)):
             self.assertEqual(code, torc.outcome_exit(good._replace(**changes)), changes)
+
+    def test_the_exit_code_follows_from_all_jobs_of_the_workflow_whoever_ran_them(self):
+        rows = rows_of('''
+            status          exit  go on
+            completed       0     no
+            disabled        0     no
+            failed          1     --retry-failed
+            canceled        1     --retry-failed
+            terminated      1     --retry-failed
+            pending_failed  1     --retry-failed
+            uninitialized   1     -
+            ready           1     -
+            pending         1     -
+            running         1     -
+            ''')
+        for row in rows:
+            counts = {'completed': 2, row['status']: 1}
+            outcome = torc.RunOutcome(1, 0, 0, 0, [], True, False, None, '', 1.0, counts)
+            with self.subTest(row['status']):
+                self.assertEqual(int(row['exit']), torc.outcome_exit(outcome))
+                words = torc.words_to_go_on(outcome)
+                self.assertEqual(row['go on'], 'no' if words is None else ' '.join(words))
+                self.assertEqual(130, torc.outcome_exit(outcome._replace(interrupted_by=2)))
+        never_alone = {'blocked'}
+        self.assertEqual(set(torc.STATUS_CODES) - never_alone, {row['status'] for row in rows})
+
+    def test_what_failed_is_run_again_with_the_rest_unless_that_was_interrupted_or_is_at_work(self):
+        counts = {'failed': 1, 'ready': 1}
+        ended = torc.RunOutcome(1, 1, 0, 0, [], False, False, None, 'deadline', 1.0, counts)
+        self.assertEqual(['--retry-failed'], torc.words_to_go_on(ended))
+        self.assertEqual([], torc.words_to_go_on(ended._replace(interrupted_by=2)))
+        self.assertEqual([], torc.words_to_go_on(ended._replace(jobs_by_status={'failed': 1, 'running': 1})))
+        canceled = ended._replace(interrupted_by=2, is_canceled=True)
+        self.assertEqual(['--retry-failed'], torc.words_to_go_on(canceled))
+
+    def test_a_time_limit_in_which_nothing_could_start_is_refused_with_both_numbers(self):
+        self.world.write('w.yaml', """
+            name: w
+            execution_config: {sigterm_lead_seconds: 5}
+            jobs: [{name: a, command: "true"}]
+            """)
+        text = 'the time limit leaves 65 s, but jobs are stopped 65 s before its end'
+        for line, *texts in (
+                ('run w.yaml --time-limit PT65S', text, 'lead_seconds (5)', 'headroom_seconds (60)'),
+                ('exec -c true --time-limit PT1M', 'the time limit leaves 60 s', '90 s before'),
+                ('exec -c true --end-time 2020-01-01T00:00:00Z', 'the time limit leaves 0 s'),
+                ('run w.yaml -j 2 --time-limit PT2M', 'leaves 120 s', 'less than 300 s are left')):
+            self.assertExit(2, self.world.main(*line.split()), *texts)
+        self.assertFalse(os.path.exists(self.world.path('torc_output', 'torc.db')))
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        self.assertExit(2, self.world.main('run', 1, '--time-limit', 'PT65S'), text)
+        self.assertEqual(1, self.json('status 1')['jobs_by_status']['uninitialized'])
+        self.assertExit(0, self.world.cli('run', 1, '--time-limit', 'PT5M'))
 
 
 class PasswordCommandTest(CommandTest):
@@ -10762,6 +10817,98 @@ class AgainTest(FlowTest):
         self.assertNotIn('Traceback', outcome.err)
 
 
+class GoOnTest(FlowTest):
+    """The summary of a run tells the command that goes on from there, and it does."""
+    JOBS = '''
+        name: w
+        jobs:
+          - {name: first, command: echo first >> ran}
+          - name: slow
+            command: "echo slow >> ran; test -e go || { : > started; sleep 1000; }"
+            depends_on: [first]
+          - {name: last, command: echo last >> ran, depends_on: [slow]}
+        '''
+
+    def start(self, *flags: Any) -> Background:
+        """A run whose second job would run for ever."""
+        runner = self.world.start('run', '-p', 0.5, *flags, self.world.write('w.yaml', self.JOBS))
+        self.world.wait(lambda: os.path.exists(self.world.path('started')), 20, 'the job', [runner])
+        return runner
+
+    def go_on(self, outcome: Outcome, code: int = 0) -> Outcome:
+        """Do what a run said at its end."""
+        line, = re.findall(r'^To go on.*: torc.py (.*)$', outcome.err, re.MULTILINE)
+        self.world.write('go', '')
+        return self.assertExit(code, self.world.cli(*shlex.split(line)))
+
+    def test_after_ctrl_c_it_goes_on_with_what_was_stopped_and_what_waits_for_it(self):
+        runner = self.start()
+        runner.send(signal.SIGINT)
+        outcome = runner.finish(30)
+        self.assertExit(130, outcome, 'was interrupted', '1 blocked, 1 ready, 1 completed',
+                        '  blocked: last\n  ready: slow\n')
+        self.assertIn('1/3 done (33%)', self.go_on(outcome).err)
+        self.assertEqual('first\nslow\nslow\nlast\n', self.world.read('ran'))
+        self.assertEqual([('first', 1, 1, 0, 'completed'), ('last', 1, 1, 0, 'completed'),
+                          ('slow', 1, 1, 143, 'terminated'), ('slow', 1, 2, 0, 'completed')], self.results())
+
+    def test_after_cancel_it_runs_again_what_was_canceled_and_nothing_else(self):
+        runner = self.start()
+        canceled = self.world.cli('--no-prompts', 'cancel', 1)
+        self.assertExit(0, canceled, 'torc.py run 1 --retry-failed',
+                        'workflows reset-status 1 --failed-only -r')
+        outcome = self.assertExit(1, runner.finish(30), 'was canceled', '  canceled: slow, last\n')
+        again = self.assertExit(1, self.world.cli('run', 1), 'reset-status 1 --failed-only -r')
+        self.assertNotIn('init 1', canceled.out + outcome.err + again.err)
+        for said in (outcome, again):
+            self.assertIn('To go on from here: torc.py run 1 --retry-failed\n', said.err)
+        self.go_on(outcome)
+        self.assertEqual('first\nslow\nslow\nlast\n', self.world.read('ran'))
+
+    def test_after_a_failure_it_runs_again_what_failed_in_one_command_on_the_same_database(self):
+        self.world.write('w.yaml', '''
+            name: w
+            jobs:
+              - {name: a, command: echo a >> ran}
+              - {name: b, command: test -e go}
+              - {name: c, command: "true", depends_on: [b]}
+            ''')
+        outcome = self.assertExit(1, self.world.cli('--db', "it's.db", 'run', '-o', 'my out', 'w.yaml'))
+        self.assertIn("here: torc.py --db 'it'\"'\"'s.db' run 1 --retry-failed -o 'my out'\n", outcome.err)
+        self.assertNotIn('-128', outcome.err)
+        self.assertIn('2 jobs run again', self.go_on(outcome).err)
+        self.assertEqual('a\n', self.world.read('ran'))
+        again = self.world.cli('--db', "it's.db", 'run', 1, '--retry-failed')
+        self.assertExit(0, again, 'has no jobs that failed', 'has nothing left to do')
+
+    def test_what_failed_is_not_run_again_while_runners_are_at_work_and_needs_an_id(self):
+        self.run_text('name: w\njobs: [{name: a, command: "false"}]\n', code=1)
+        with contextlib.closing(self.world.connect()) as client:
+            client.create_compute_node({
+                'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z',
+                'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})
+        self.assertExit(4, self.world.cli('run', 1, '--retry-failed'), 'is at work (1 compute nodes at work)')
+        self.assertEqual({'a': 'failed'}, self.statuses())
+        self.assertExit(2, self.world.cli('run', 'spec.yaml', '--retry-failed'), 'give its id in place')
+
+    def test_a_failure_of_an_earlier_run_is_told_and_makes_the_exit_code(self):
+        self.run_text('name: w\njobs: [{name: a, command: exit 3}, {name: b, command: "true"}]\n', code=1)
+        self.assertExit(0, self.world.main('jobs', 'reset-status', 2, '--reinit', '--no-prompts'))
+        outcome = self.assertExit(1, self.world.cli('run', 1), 'has ended after',
+                                  '1 completed, 1 failed\n  failed: a\nOutput: ', 'To go on from here')
+        self.assertNotIn('-128', outcome.err)
+
+    def test_a_job_that_was_lost_with_another_runner_is_told(self):
+        self.world.serve()
+        runner = self.start()
+        self.world.wait(lambda: self.statuses()['slow'] == 'running', 20, 'the report of its start', [runner])
+        runner.kill()
+        outcome = self.world.cli('run', '-p', 0.2, 1)
+        self.assertExit(1, outcome, '  failed: slow\n', '  canceled: last\n',
+                        'Jobs of other runners were lost with them (return code -128): 1\n')
+        self.go_on(outcome)
+
+
 class InterruptTest(FlowTest):
     """A run that somebody stops."""
 
@@ -11341,8 +11488,11 @@ class SurroundingsTest(FlowTest):
             compute_node_wait_for_new_jobs_seconds: 1
             resource_requirements: [{name: big, num_cpus: 64, memory: 1m}]
             jobs: [{name: a, command: "true", resource_requirements: big}]
-            ''', '-p', 1, '--num-cpus', 1)
-        self.assertIn('No jobs claimed: no ready job fits what is free: the smallest needs 64 CPUs', outcome.err)
+            ''', '-p', 1, '--num-cpus', 1, code=1)
+        self.assertIn('jobs such as a cannot run here: they need 64 CPUs, and this runner has 1 (--num-cpus)',
+                      outcome.err)
+        self.assertIn('  ready: a\nOutput: ', outcome.err)
+        self.assertIn('To go on, where the rest can run: torc.py run 1\n', outcome.err)
 
     def test_a_job_set_back_in_its_run_runs_again_and_ends(self):
         self.run_text('name: w\njobs: [{name: a, command: "true"}, {name: b, command: exit 1}]\n', code=1)

@@ -180,7 +180,7 @@ class Exit(NamedTuple):
 
 EXITS = (
     Exit(0,   'done',        'done'),
-    Exit(1,   'failed',      'ran, but jobs did not complete'),
+    Exit(1,   'failed',      'ran, but jobs of the workflow failed or are left undone, whoever ran them'),
     Exit(2,   'usage',       'wrong usage or workflow file'),
     Exit(3,   'unreachable', 'server unreachable'),
     Exit(4,   'refused',     'refused, conflict or unknown id'),
@@ -15791,7 +15791,10 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
         return 0
     session.call('cancel_workflow', workflow_id=workflow_id)
     value = {'canceled_slurm_jobs': [], 'errors': None, 'status': 'success', 'workflow_id': workflow_id}
-    session.answer(value, f'Canceled workflow {workflow_id}. To run it again: torc.py workflows init {workflow_id}\n')
+    now = command_line(session, 'run', workflow_id, '--retry-failed')
+    later = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
+    session.answer(value, f'Canceled workflow {workflow_id}. To go on with what it left undone: {now}\n'
+                          f'(or {later}, and run it later)\n')
     return 0
 
 
@@ -16541,14 +16544,19 @@ class Target(NamedTuple):
     """What `run` is to run."""
     workflow_id: int
     is_new: bool        # created by this very command
+    retries_failed: bool = False    # what did not complete is to run again
 
 
 def cmd_run(session: Session, args: Arguments) -> int:
     """Create a workflow from a file, or take one that exists; run its jobs here until nothing is left; report."""
     options = runner_options(args)      # what is wrong with them shows before anything is created
     if is_id(args['target']):
-        return run_to_end(session, Target(int(args['target']), False), options, args['force'])
+        target = Target(int(args['target']), False, bool(args['retry_failed']))
+        return run_to_end(session, target, options, args['force'])
+    if args['retry_failed']:
+        raise BadInput('--retry-failed goes on with a workflow that exists: give its id in place of the file')
     plan = read_spec(session, args['target'], args)
+    refuse_short_time(plan.body['workflow'], options)
     refuse_missing_inputs(session, check_plan_files(plan.body), args['force'])
     prepare_output_dir(options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
@@ -16606,6 +16614,9 @@ def check_plan_files(body: Dict[str, Any]) -> FileCheck:
 def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool) -> int:
     """Initialize if need be, run, report. Returns the exit code."""
     workflow = session.call('get_workflow', workflow_id=target.workflow_id)
+    refuse_short_time(workflow, options)
+    if target.retries_failed:
+        reset_failed(session, workflow, is_forced)
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     if status['jobs_by_status']['uninitialized']:
         if not target.is_new:
@@ -16625,10 +16636,11 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         outcome = run_workflow(session.client, workflow['id'], options, progress)
     finally:
         progress.finish()
-    tell_outcome(session, workflow, outcome)
-    if not session.options['quiet'] or outcome_exit(outcome):
-        directory = os.path.join(options.output_dir, 'job_stdio')
-        session.tell(printable(f"Output: {directory} (torc.py logs {workflow['id']})"))
+    with contextlib.suppress(TorcError):    # no server any more: what it said last must do
+        status = session.call('get_workflow_status', workflow_id=workflow['id'])
+        known = {key: status[key] for key in ('jobs_by_status', 'is_complete', 'is_canceled')}
+        outcome = outcome._replace(**known)
+    tell_outcome(session, workflow, outcome, options)
     return outcome_exit(outcome)
 
 
@@ -16646,6 +16658,26 @@ def tell_pending(session: Session, workflow: Dict[str, Any]) -> None:
         session.tell(f'warning: {problem}')
 
 
+def reset_failed(session: Session, workflow: Dict[str, Any], is_forced: bool) -> None:
+    """Make ready again what failed or was canceled, and what depends on it, in a new run. All else stays."""
+    number = workflow['id']
+    session.client.need_server()    # it ends the jobs of runners that were killed
+    counts = session.call('get_workflow_status', workflow_id=number)['jobs_by_status']
+    if not has_failed(counts):
+        return session.tell(f'Workflow {number} has no jobs that failed or were canceled')
+    refuse_at_work(session, {'force': is_forced}, number)
+    refuse_missing_inputs(session, check_files(session, workflow), is_forced)
+    session.call('reset_workflow_status', workflow_id=number, force=is_forced)
+    session.call('reset_job_status', workflow_id=number, failed_only=True)
+    count = reinitialize(session, workflow)
+    session.tell(f'{count} jobs run again: what did not complete or has changed, and what depends on it')
+
+
+def has_failed(counts: Dict[str, int]) -> bool:
+    """Whether any job ended badly, for good or until somebody decides."""
+    return any(counts.get(row.name) for row in STATUSES if row.is_bad or row.code == PENDING_FAILED)
+
+
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
     """Make ready what was never looked at, or what was reset since.
 
@@ -16658,75 +16690,123 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
 
 def tell_nothing_left(session: Session, status: Dict[str, Any]) -> int:
     """A finished workflow is not run again unasked."""
-    number = status['workflow_id']
-    state = 'was canceled' if status['is_canceled'] else f"has nothing left to do: {format_counts(status['jobs_by_status'])}"
-    session.tell(f'Workflow {number} {state}')
-    tell_how_to_repeat(session, number)
-    return 0 if verdict_of(status)[0] == 'complete' else 1
+    number, code = status['workflow_id'], 0 if verdict_of(status)[0] == 'complete' else 1
+    state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
+    session.tell(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
+    if code:
+        session.tell(f"To go on from here: {command_line(session, 'run', number, '--retry-failed')}")
+    rows = [('what failed:', 'reset-status', ('--failed-only', '-r'))] if code else []
+    if not status['is_canceled']:   # init would forget what is done
+        rows += [('what changed:', 'reinit', ()), ('everything:', 'init', ())]
+    lines = format_rows((words, command_line(session, 'workflows', verb, number, *more))
+                        for words, verb, more in rows).rstrip('\n')
+    session.tell(f"To run again, before `{command_line(session, 'run', number)}`:\n{lines}")
+    return code
 
 
-def tell_how_to_repeat(session: Session, workflow_id: int) -> None:
-    """The commands that make a finished workflow ready again."""
-    session.tell('To run again, before `torc.py run`:\n' + format_rows((
-        ('what failed:', f'torc.py workflows reset-status {workflow_id} --failed-only -r'),
-        ('what changed:', f'torc.py workflows reinit {workflow_id}'),
-        ('everything:', f'torc.py workflows init {workflow_id}'))).rstrip('\n'))
+def command_line(session: Session, *words: Any) -> str:
+    """A command for the user to type, that finds the same server or database as this one."""
+    options = ['--standalone'] if session.options['standalone'] else []
+    for key in ('url', 'db'):
+        options += [f'--{key}', session.options[key]] if session.options[key] else []
+    return printable(' '.join(shlex.quote(str(word)) for word in ['torc.py', *options, *words]))
 
 
-def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome) -> None:
-    """The summary: counts, failed jobs with their last words, how to see more."""
+def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
+                 options: RunnerOptions) -> None:
+    """The summary: counts, failed jobs with their last words, what else is not done, the way to go on."""
     if session.options['quiet'] and outcome_exit(outcome) == 0:
         return
     number = workflow['id']
-    session.tell(printable(f"Workflow {number} ({workflow['name']}) {describe_end(session, number, outcome)}"))
+    session.tell(printable(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}"))
     for _, name, return_code, last_line in outcome.failed_jobs[:CANDIDATES_SHOWN]:
         session.tell(printable(f'  {name} ended with return code {return_code}' + (f': {last_line}' if last_line else '')))
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
         session.tell(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
+    if outcome_exit(outcome):
+        tell_undone(session, number, outcome)
     if outcome.failed_jobs:
-        name = shlex.quote(printable(outcome.failed_jobs[0][1]))
-        session.tell(f'See more: torc.py logs {number} {name}; torc.py results list {number} --failed')
-    elif not outcome.is_complete:
-        session.tell(f'See what is left: torc.py status {number}')
-    if outcome.is_complete and outcome_exit(outcome) == 0 and is_spoiled(session, number):
-        session.tell('Jobs of other runners ended badly, or were lost with them (return code -128)')
-        tell_how_to_repeat(session, number)
+        logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1])
+        session.tell(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
+    directory = os.path.join(options.output_dir, 'job_stdio')
+    session.tell(printable(f"Output: {directory} ({command_line(session, 'logs', number)})"))
+    words = words_to_go_on(outcome)
+    if words is not None:
+        words += [] if options.output_dir == DEFAULT_OUTPUT_DIR else ['-o', options.output_dir]
+        is_elsewhere = outcome.reason in ('stuck', 'idle') and outcome_counts(outcome).get('ready')
+        where = ', where the rest can run' if is_elsewhere else ' from here'
+        session.tell(f"To go on{where}: {command_line(session, 'run', number, *words)}")
     if session.client.database and not os.path.exists(session.client.database):
         session.tell(printable(f'The database {session.client.database} was deleted during the run: its results are lost'))
 
 
-def is_spoiled(session: Session, workflow_id: int) -> bool:
-    """Whether any job of a workflow ended badly."""
+NAMES_SHOWN = 5     # of the jobs that are not done, for each status
+
+
+def tell_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
+    """Name the jobs that are not done, but for failures that were told; count those lost with runners."""
+    told = {job_id for job_id, _, _, _ in outcome.failed_jobs}
+    counts, failures = outcome.jobs_by_status, ('failed', 'terminated', 'pending_failed')
+    all_told = sum(counts.get(name, 0) for name in failures) <= len(told)
     try:
-        counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
+        for row in STATUSES:
+            count = counts.get(row.name, 0) if row.is_bad or not row.is_done else 0
+            if count and not (all_told and row.name in failures):
+                most = NAMES_SHOWN + len(told)
+                jobs = session.items('list_jobs', most, workflow_id=workflow_id, status=row.name)
+                names = [job['name'] for job in jobs if job['id'] not in told]
+                more = count - len(jobs) + len(names[NAMES_SHOWN:])
+                text = ', '.join(names[:NAMES_SHOWN]) + (f' and {more} more' if more else '')
+                session.tell(printable(f'  {row.name}: {text}'))
+        query = {'workflow_id': workflow_id, 'return_code': ORPHAN_RETURN_CODE, 'limit': 1}
+        lost = session.call('list_results', **query)['total_count']
     except TorcError:       # no server any more: nothing more can be said
-        return False
-    return any(counts[row.name] for row in STATUSES if row.is_bad)
+        return
+    if lost:
+        session.tell(f'Jobs of other runners were lost with them (return code {ORPHAN_RETURN_CODE}): {lost}')
 
 
-def describe_end(session: Session, workflow_id: int, outcome: RunOutcome) -> str:
-    """How a run ended, with the counts of the whole workflow, or those of our own jobs if the server is gone."""
-    try:
-        counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
-    except TorcError:
-        counts = {key: getattr(outcome, key) for key in ('completed', 'failed', 'terminated', 'canceled')}
+def words_to_go_on(outcome: RunOutcome) -> Optional[List[str]]:
+    """What `run ID` needs beside the id to go on with a workflow; None if there is nothing to go on with."""
+    counts = outcome_counts(outcome)
+    is_spoiled = outcome.is_canceled or has_failed(counts)
+    is_active = any(counts.get(STATUS_NAMES[code]) for code in ACTIVE)  # a reset has to wait for their end
+    is_ready = counts.get('ready') or counts.get('uninitialized')
+    if not outcome.is_canceled and (is_active or is_ready and (outcome.interrupted_by or not is_spoiled)):
+        return []
+    return ['--retry-failed'] if is_spoiled else None
+
+
+REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no job could be claimed',
+                    'deadline': "the runner's time is over"}
+
+
+def describe_end(outcome: RunOutcome) -> str:
+    """How a run ended, with the counts of the whole workflow."""
     if outcome.interrupted_by:
         ended = 'was interrupted'
     elif outcome.is_canceled:
         ended = 'was canceled'
     elif outcome.is_complete:
-        ended = 'has ended' if any(counts.get(row.name) for row in STATUSES if row.is_bad) else 'is complete'
+        ended = 'has ended' if outcome_exit(outcome) else 'is complete'
     else:
-        ended = f'is not complete ({outcome.reason})'
-    return f'{ended} after {format_seconds(outcome.wall_s)}: {format_counts(counts)}'
+        ended = f'is not complete ({REASONS_TO_LEAVE.get(outcome.reason, outcome.reason)})'
+    return f'{ended} after {format_seconds(outcome.wall_s)}: {format_counts(outcome_counts(outcome))}'
+
+
+def outcome_counts(outcome: RunOutcome) -> Dict[str, int]:
+    """Jobs of the workflow by status; those of our own, if nothing is known of the others."""
+    own = {key: getattr(outcome, key) for key in ('completed', 'failed', 'terminated', 'canceled')}
+    return outcome.jobs_by_status or own
 
 
 def outcome_exit(outcome: RunOutcome) -> int:
-    """Exit code of `run`: 1 when a job that it ran did not complete."""
+    """Exit code of `run`: 1 when any job of the workflow ended badly or is left undone, whoever ran it."""
     if outcome.interrupted_by:
         return 130
-    is_stuck = outcome.reason == 'stuck'     # jobs are left that nobody can run
-    return 1 if outcome.failed or outcome.terminated or outcome.canceled or outcome.failed_jobs or outcome.is_canceled or is_stuck else 0
+    counts = outcome_counts(outcome)
+    is_undone = any(counts.get(row.name) for row in STATUSES if row.is_bad or not row.is_done)
+    return 1 if outcome.is_canceled or is_undone else 0
 
 
 def cmd_exec(session: Session, args: Arguments) -> int:
@@ -16742,6 +16822,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     except BadInput as error:   # there is no file that it could have a place in
         problems = [problem._replace(line=0, column=0) for problem in error.problems]
         raise BadInput(problems[0].message, problems) from None
+    refuse_short_time(plan.body['workflow'], options)
     prepare_output_dir(options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     if session.format != 'json':
@@ -17300,7 +17381,10 @@ def cmd_help(session: Session, args: Arguments) -> int:
 COMMANDS = (
     Command('run', cmd_run, 'create a workflow from a file, or take one by its id; run its jobs here; report', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), *RUN_OPTIONS,
-        Argument('--persistent', '', 'stay when nothing is left to do'), FORCE, *SPEC_OPTIONS), 'run examples/hello.yaml'),
+        Argument('--persistent', '', 'stay when nothing is left to do'),
+        Argument('--retry-failed', '',
+                 'with an id: run again what failed or was canceled, and what depends on it'),
+        FORCE, *SPEC_OPTIONS), 'run examples/hello.yaml'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, for runners to be started later', (
         Argument('SPEC', '', 'workflow file, or - for stdin'), Argument('--dry-run', '', 'only tell everything that is wrong'),
         *SPEC_OPTIONS), 'create --dry-run examples/hello.yaml'),
