@@ -424,6 +424,9 @@ class WorldTest(unittest.TestCase):
     def setUp(self) -> None:
         self.world = World()
         self.addCleanup(self.world.close)
+        state = unittest.mock.patch.dict(os.environ, XDG_STATE_HOME=self.world.environment['XDG_STATE_HOME'])   # servers register there
+        state.start()
+        self.addCleanup(state.stop)
 
     def assertExit(self, code: int, outcome: Outcome, *texts: str) -> Outcome:
         """The command ended with this code, and said all this on stdout or stderr."""
@@ -714,6 +717,28 @@ class ExpressionTest(unittest.TestCase):
         self.assertEqual(('aA', 'x'), (expression.match('aAb').group(), expression.sub('x', 'aA')))
         self.assertIs(expression.match, vars(expression)['match'])
         self.assertRaises(AttributeError, getattr, expression, 'mach')
+
+
+class NewFileTest(WorldTest):
+    """Files that only one of several may make."""
+
+    def test_of_many_that_make_a_file_one_succeeds_with_hard_links_and_without(self) -> None:
+        refused = unittest.mock.patch('os.link', side_effect=PermissionError(1, 'Operation not permitted'))     # as FAT does
+        for number, how in enumerate((contextlib.ExitStack(), refused)):
+            with self.subTest(number), how:
+                path, done = self.world.path(str(number)), []
+
+                def make(name: str) -> None:
+                    with contextlib.suppress(FileExistsError):
+                        torc.write_atomically(path, name.encode(), is_new=True)
+                        done.append(name)
+                threads = [threading.Thread(target=make, args=(f'maker {index}',)) for index in range(20)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                self.assertEqual([self.world.read(str(number))], done)
+        self.assertEqual(['0', '1'], sorted(os.listdir(self.world.directory)))
 
 
 class AtomicWriteTest(WorldTest):
@@ -1889,7 +1914,8 @@ class StoreTest(unittest.TestCase):
             self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
 
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*',        # what MIGRATIONS add, as SCHEMA has it
-                     r'\n    is_interrupted    BOOL INTEGER.*')
+                     r'\n    is_interrupted    BOOL INTEGER.*',
+                     r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n')
 
     def test_a_database_of_the_first_version_goes_on_and_keeps_reasons(self):
         old = torc.SCHEMA
@@ -1912,6 +1938,29 @@ class StoreTest(unittest.TestCase):
         self.assertEqual(('no luck', 'a'), (row['reason'], row['job_name']))
         with contextlib.closing(torc.Store(self.path + '.new')) as new:
             self.assertEqual(new.columns('result'), store.columns('result'))
+
+    def test_a_database_and_its_copies_have_one_identity_and_no_other_has_it(self):
+        first = self.identity(self.path)
+        self.assertRegex(first, r'\A[0-9a-f]{32}\Z')
+        with contextlib.closing(torc.Store(self.path)) as store:
+            store.copy_to(self.path + '.copy')
+            torc.keep_copy(store._db, self.path + '.kept')
+        self.assertEqual([first] * 3, [self.identity(path) for path in (self.path, self.path + '.copy', self.path + '.kept')])
+        self.assertNotEqual(first, self.identity(self.path + '.new'))
+
+    def test_a_database_without_an_identity_gets_one_and_keeps_it(self):
+        store = self.open()
+        store.run('DROP TABLE identity')
+        store.run('PRAGMA user_version = 3')
+        store.close()
+        self.assertEqual(1, len({self.identity(self.path) for _ in range(2)}))
+        self.assertTrue(os.path.exists(self.path + '.v3'))
+
+    @staticmethod
+    def identity(path: str) -> str:
+        """What tells a database from others."""
+        with contextlib.closing(torc.Store(path)) as store:
+            return torc.get_database(store)['id']
 
     def test_a_transaction_happens_whole_or_not_at_all(self):
         store = self.open()
@@ -1985,7 +2034,7 @@ class StoreTest(unittest.TestCase):
     def test_every_table_dies_with_its_workflow(self):
         store = self.open()
         tables = store.ids("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
-        own = {'workflow', 'access_group', 'admin_audit_log'}      # of the server, not of a workflow
+        own = {'workflow', 'access_group', 'admin_audit_log', 'identity'}      # of the server, not of a workflow
         for table in set(tables) - own:
             parents = {row[2] for row in store.rows(f'PRAGMA foreign_key_list({table})') if row[6] == 'CASCADE'}
             self.assertTrue(parents, table)
@@ -3933,6 +3982,7 @@ class AdminSqlTest(ServiceTest):
                 ("UPDATE sqlite_sequence SET seq = 0 WHERE name = 'job'", 'must not write to sqlite_sequence'),
                 ('DELETE FROM sqlite_master WHERE 1', 'SQLite refuses'),
                 ("DELETE FROM admin_audit_log WHERE id = 1", 'must not write to admin_audit_log'),
+                ("UPDATE identity SET id = 'x' WHERE 1", 'must not write to identity'),
                 ('UPDATE job SET name = 1', 'has no WHERE'), ('DELETE FROM job', 'has no WHERE'), ('DELETE FROM job -- WHERE', 'has no WHERE'),
                 ("UPDATE job SET name = ' WHERE '", 'has no WHERE'), ('UPDATE job SET name = (SELECT 1 WHERE 1)', 'has no WHERE'),
                 ('WITH replace AS (SELECT 1 WHERE 1) DELETE FROM job', 'has no WHERE'), ('WITH a(x) AS (VALUES (1)) UPDATE job SET name = 2', 'has no WHERE'),
@@ -4342,7 +4392,7 @@ class ApiTest(ServiceTest):
         official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
         additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
-                     'list_workflow_statuses'}
+                     'list_workflow_statuses', 'get_database'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -5015,7 +5065,7 @@ class MatrixTest(ServiceTest):
     ALL, OWNERS = set(NAMES), {'administrator', 'server owner'}
     # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
     WHO = {
-        'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'},
+        'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'},
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
         'get_access_group': OWNERS | {'group admin'}, 'list_group_members': OWNERS | {'group admin'}, 'add_user_to_group': OWNERS | {'group admin'},
         'remove_user_from_group': OWNERS | {'group admin'}, 'list_user_groups': OWNERS | {'member'}, 'check_workflow_access': OWNERS | {'member'},
@@ -12155,6 +12205,148 @@ def renew_prey(client: Any, plan: Any, fuzzer: Fuzzer) -> None:
 def resident_kb_of(pid: int) -> int:
     """Memory that a process holds (proc(5), status)."""
     return int(re.search(r'VmRSS:\s*(\d+) kB', read_text(f'/proc/{pid}/status')).group(1))
+
+
+class OutputOwnerTest(WorldTest):
+    """An output directory belongs to one database."""
+    SPEC = 'name: {0}\njobs: [{{name: greet, command: "echo from {0}"}}]\n'
+
+    def setUp(self) -> None:
+        super().setUp()
+        for name in 'ab':
+            self.world.write(f'{name}.yaml', self.SPEC.format(name))
+
+    def text(self) -> str:
+        """What the job of the first workflow wrote."""
+        return self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o')
+
+    def test_a_runner_of_another_database_is_refused_before_anything_is_created(self) -> None:
+        self.assertExit(0, self.world.cli('run', 'a.yaml'))
+        for words in (('run', 'b.yaml'), ('exec', '-c', 'echo from b')):
+            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words), f"belongs to another database, {self.world.path('torc_output', 'torc.db')}; ",
+                                      f"this one is {self.world.path('b.db')}: give another directory with -o DIR")
+            self.assertNotIn('Created', outcome.err)
+        self.assertExit(0, self.world.cli('--db', 'b.db', 'create', 'b.yaml'))
+        self.assertExit(4, self.world.cli('--db', 'b.db', 'run', 1), 'belongs to another database')
+        self.assertEqual({'uninitialized'}, {job['status'] for job in self.world.cli('--db', 'b.db', '-f', 'json', 'jobs', 'list', 1).json()['items']})
+        self.assertEqual('from a\n', self.text())
+        self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 1, '-o', 'of_b'))
+        self.assertExit(0, self.world.cli('run', 'a.yaml'))
+        self.assertEqual('from b\n', self.assertExit(0, self.world.cli('--db', 'b.db', 'logs', 1, 'greet', '-o', 'of_b')).out)
+
+    def test_another_databases_text_is_not_shown(self) -> None:
+        self.assertExit(0, self.world.cli('run', 'a.yaml'))
+        self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 'b.yaml', '-o', 'of_b'))
+        for words in (('logs', 1, 'greet'), ('results', 'list', 1, '--include-logs')):
+            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words), 'belongs to another database', '-o DIR')
+            self.assertEqual('', outcome.out)
+            self.assertExit(0, self.world.cli(*words))
+            self.assertExit(0, self.world.cli('--db', 'b.db', *words, '-o', 'of_b'))
+
+    def test_who_deletes_the_database_starts_over_in_its_directory(self) -> None:
+        self.assertExit(0, self.world.cli('run', 'a.yaml'))
+        database = self.world.path('torc_output', 'torc.db')
+        self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
+        os.unlink(database)
+        outcome = self.assertExit(0, self.world.cli('run', 'b.yaml'))
+        self.assertEqual(1, outcome.err.count(f'belonged to the database {database}, which no longer exists; it now belongs to {database}\n'))
+        self.assertEqual('from b\n', self.text())
+        self.assertNotIn('belonged', self.assertExit(0, self.world.cli('run', 'b.yaml')).err)
+        self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
+        os.unlink(database)
+        self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 'a.yaml'), 'it now belongs to ' + self.world.path('b.db'))
+        self.assertNotIn('belonged', self.assertExit(0, self.world.cli('-q', '--db', 'b.db', 'run', 'b.yaml')).err)
+
+    def test_a_directory_of_before_is_that_of_whoever_comes_first(self) -> None:
+        self.assertExit(0, self.world.cli('run', 'a.yaml'))
+        os.unlink(self.world.path('torc_output', '.torc_database.1'))
+        self.assertExit(0, self.world.cli('logs', 1, 'greet'))
+        self.assertExit(0, self.world.cli('run', 'a.yaml'))
+        self.assertExit(4, self.world.cli('--db', 'b.db', 'run', 'b.yaml'), 'belongs to another database')
+
+    def test_runners_of_one_database_share_a_directory_and_move_it_together(self) -> None:
+        self.world.serve('-d', 'a.db')
+        runs = [self.world.start('run', 'a.yaml') for _ in range(4)]
+        for run in runs:
+            self.assertExit(0, run.finish())
+        self.assertEqual(['.torc_database.1'], [name for name in os.listdir(self.world.path('torc_output')) if name[0] == '.'])
+
+    def database(self, name: str, **more: Any) -> Dict[str, Any]:
+        """A database as its server describes it."""
+        return dict({'id': name, 'path': self.world.write(name, ''), 'host': socket.gethostname()}, **more)
+
+    def take(self, database: Dict[str, Any], name: str = 'out') -> Optional[str]:
+        """Take a directory; None if it is refused."""
+        os.makedirs(self.world.path(name), exist_ok=True)
+        try:
+            return torc.take_output_dir(self.world.path(name), database)
+        except torc.Refused:
+            return None
+
+    def test_whether_the_database_of_a_directory_still_exists(self) -> None:
+        ours, there = self.database('ours.db'), {'host': 'node7'}
+        gone = self.world.path('gone.db')
+        local = unittest.mock.patch.object(torc, 'is_network_path', lambda path: False)
+        network = unittest.mock.patch.object(torc, 'is_network_path', lambda path: True)
+        for number, (where, theirs, expected) in enumerate((
+                (local, self.database('theirs.db'), None),
+                (local, dict(ours, id='x', path=gone), gone),
+                (local, dict(ours, id='x', path=self.world.path('unmounted', 'x.db')), None),
+                (local, dict(ours, id='x'), ours['path']),                      # ours has taken its place
+                (local, dict(ours, id='x', path=gone, **there), None),          # that host may have it
+                (network, dict(ours, id='x', path=gone, **there), gone),        # all hosts would see it
+                (network, self.database('theirs.db', **there), None),
+                (local, dict(ours, id='x', **there), None),                     # the same path on another host is another file
+                (network, dict(ours, id='x', **there), ours['path']),           # the same file
+                (local, dict(ours, id='x', path=self.world.path('out8', 'torc.db')), self.world.path('out8', 'torc.db')))):
+            with self.subTest(number), where:
+                self.assertEqual('', self.take(theirs, f'out{number - 1}'))
+                self.assertEqual(expected, self.take(ours, f'out{number - 1}'))
+                self.assertEqual('' if expected else None, self.take(ours, f'out{number - 1}'))
+
+    def test_a_directory_that_was_moved_with_its_database_is_still_its_own(self) -> None:
+        os.mkdir(self.world.path('old'))
+        theirs = self.database('old/torc.db')
+        self.assertEqual('', self.take(theirs, 'old'))
+        os.rename(self.world.path('old'), self.world.path('kept'))
+        os.mkdir(self.world.path('old'))
+        ours = dict(self.database('old/torc.db'), id='another')
+        self.assertEqual([None, ''], [self.take(ours, 'kept'), self.take(ours, 'old')])
+        self.assertEqual('', self.take(dict(theirs, path=self.world.path('kept', 'torc.db')), 'kept'))
+
+    def test_a_database_that_was_moved_is_found_at_its_new_place(self) -> None:
+        first = self.database('a.db')
+        self.take(first)
+        os.rename(first['path'], self.world.path('b.db'))
+        self.assertEqual('', self.take(dict(first, path=self.world.path('b.db'))))
+        self.assertIsNone(self.take(self.database('c.db')))
+
+    def test_of_several_that_come_at_once_exactly_one_gets_a_directory(self) -> None:
+        candidates = [self.database(f'{number}.db') for number in range(12)]
+        for round in range(5):      # the first time it is nobody's, then that of the last winner, which was deleted
+            answers = {}            # type: Dict[str, Optional[str]]
+            threads = [threading.Thread(target=lambda one: answers.update({one['id']: self.take(one)}), args=(one,)) for one in candidates]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            winners = [name for name, answer in answers.items() if answer is not None]
+            self.assertEqual((1, 12 - round), (len(winners), len(answers)))
+            self.assertEqual((round + 1, winners[0]), (lambda number, record: (number, record['id']))(*torc.read_output_record(self.world.path('out'))))
+            os.unlink(self.world.path(winners[0]))
+            candidates = [one for one in candidates if one['id'] != winners[0]]
+
+    def test_a_record_is_read_by_whoever_may_read_the_directory_and_a_damaged_one_names_the_cure(self) -> None:
+        for mode, expected in ((0o755, 0o644), (0o750, 0o640), (0o700, 0o600)):
+            os.mkdir(self.world.path(oct(mode)), mode)
+            self.take(self.database('a.db'), oct(mode))
+            self.assertEqual(expected, os.stat(self.world.path(oct(mode), '.torc_database.1')).st_mode & 0o777)
+        for text in ('', '{', '[]', '{"id": 1}'):
+            path = self.world.write('out/.torc_database.1', text)
+            self.assertRaisesRegex(torc.Denied, 'remove it, or give another directory with -o DIR', torc.read_output_record, self.world.path('out'))
+        os.unlink(path)
+        os.symlink(self.world.write('target', '{}'), path)
+        self.assertRaises(torc.Denied, torc.read_output_record, self.world.path('out'))
 
 
 class FaultTest(WorldTest):

@@ -662,8 +662,11 @@ def open_new_private(path: str, flags: int) -> int:
     return descriptor
 
 
-def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Put a file in place as a whole: readers see the old content or the new, never a part."""
+def write_atomically(path: str, data: bytes, mode: int = 0o600, is_new: bool = False) -> None:
+    """Put a file in place as a whole: readers see the old content or the new, never a part.
+
+    With `is_new` FileExistsError if there is one: exactly one of several callers succeeds, over NFS too.
+    """
     descriptor, temporary = tempfile.mkstemp(prefix='.' + os.path.basename(path), dir=os.path.dirname(os.path.abspath(path)))
     try:
         with os.fdopen(descriptor, 'wb') as file:
@@ -671,10 +674,24 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
             file.write(data)
             file.flush()
             os.fsync(descriptor)
-        os.replace(temporary, path)
+        if not is_new or not link_new(temporary, path):
+            os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def link_new(temporary: str, path: str) -> bool:
+    """Move a file to a name that is free, else FileExistsError. False if the name was only reserved."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:     # no hard links (FAT, some FUSE mounts): readers may see an empty file for a moment
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        return False
+    os.unlink(temporary)
+    return True
 
 
 def load_ssl() -> Any:
@@ -739,6 +756,16 @@ def filesystem_type(path: str) -> str:
         if inside and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
     return kind
+
+
+def is_network_path(path: str) -> bool:
+    """Whether a path lies on a network file system, where other hosts see the same file."""
+    return filesystem_type(path) not in LOCAL_FILESYSTEMS | {''}
+
+
+def is_deleted(path: str) -> bool:
+    """Whether a file was removed. Its directory must be there: the file system may not be mounted now."""
+    return os.path.isdir(os.path.dirname(path)) and not os.path.exists(path)
 
 
 def stdio_paths(output_dir: str, workflow_id: int, job_id: int, run_id: int, attempt_id: int, mode: str) -> Tuple[Optional[str], Optional[str]]:
@@ -4698,7 +4725,7 @@ def format_field_help() -> str:
 # barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
 # claim looks at kinds (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5081,6 +5108,11 @@ CREATE TABLE admin_audit_log (                          -- outlives the workflow
     error            TEXT
 );
 
+CREATE TABLE identity (                                 -- one row, made with the database and never changed
+    id TEXT NOT NULL                                    -- tells this database and its copies from all others
+);
+INSERT INTO identity (id) VALUES (lower(hex(randomblob(16))));
+
 CREATE VIEW job_view AS
     SELECT job.id AS id, job.workflow_id AS workflow_id, job.name AS name, job.command AS command,
            ifnull(job.invocation_script, '') AS invocation_script, job.env AS env, job.status AS status,
@@ -5100,6 +5132,8 @@ CREATE VIEW result_view AS
 MIGRATIONS = {
     2: 'ALTER TABLE result ADD COLUMN reason TEXT;',
     3: 'ALTER TABLE result ADD COLUMN is_interrupted BOOL INTEGER NOT NULL DEFAULT 0;',
+    4: """CREATE TABLE identity (id TEXT NOT NULL);
+          INSERT INTO identity (id) VALUES (lower(hex(randomblob(16))));""",
 }
 
 
@@ -5521,7 +5555,7 @@ class ForeignGuard:
 
 def is_open_table(table: str) -> bool:
     """Whether an administrator may write to a table with SQL."""
-    return not table.lower().startswith('sqlite_') and table.lower() != 'admin_audit_log'
+    return not table.lower().startswith('sqlite_') and table.lower() not in ('admin_audit_log', 'identity')
 
 
 def decode_leniently(data: bytes) -> str:
@@ -8611,6 +8645,7 @@ MODELS = {
     'CreateJobsResponse': 'jobs:[@JobModel]',
     'CreateUserDataListResponse': 'user_data:[@UserDataModel]',
     'CreatedWorkflow': 'workflow_id:int! workflow_name:str! job_count:int!',
+    'DatabaseResponse': 'id:str! path:str! host:str!',
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DynamicJobsConfig': 'max_iterations:int',
@@ -9277,6 +9312,12 @@ def get_version(store: Store) -> Dict[str, Any]:
     return {'version': __version__, 'api_version': API_VERSION}
 
 
+def get_database(store: Store) -> Dict[str, Any]:
+    """Which database answers: its identity, and where it is stored."""
+    identity = store.value('SELECT id FROM identity')
+    return {'id': identity, 'path': os.path.abspath(store.path), 'host': socket.gethostname()}
+
+
 def get_openapi(store: Store) -> Dict[str, Any]:
     """What this server offers, as an OpenAPI 3.1 document: for programs that make clients."""
     return describe_interface()
@@ -9306,6 +9347,7 @@ ROUTES = (
     Route('ping',        'GET', '/ping',    ping, returns='@PingResponse'),
     Route('get_version', 'GET', '/version', get_version, returns='@VersionResponse'),
     Route('get_openapi', 'GET', OPENAPI_PATH, get_openapi, returns='object'),
+    Route('get_database', 'GET', '/database', get_database, returns='@DatabaseResponse'),
 
     Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel', returns='@WorkflowModel'),
     Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel', returns='@CreatedWorkflow'),
@@ -9503,10 +9545,10 @@ BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to the workflow they are about.
 OPEN_OPERATIONS = frozenset((
-    'ping', 'get_version', 'get_openapi', 'list_workflows', 'list_workflow_statuses',
+    'ping', 'get_version', 'get_openapi', 'get_database', 'list_workflows', 'list_workflow_statuses',
     'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
-    'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members', 'remove_user_from_group', 'list_user_groups',
-    'check_workflow_access', 'reload_auth'))
+    'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
+    'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}   # first in a path; row_id: the route's resource
 
 
@@ -13248,6 +13290,87 @@ class NodeSize(NamedTuple):
     devices: Tuple[str, ...]    # GPUs, as CUDA_VISIBLE_DEVICES names them
 
 
+# -------- the owner of an output directory --------
+#
+# Output files are named by ids, which begin at 1 in every database: two databases would overwrite each
+# other's files. So an output directory belongs to one database. Records .torc_database.1, .2, ... name it,
+# and the last one counts: number N+1 is made when the database of number N no longer exists, with link(2), so
+# that exactly one of several runners succeeds, also over NFS. They hold no secret and are readable for
+# whoever may read the directory, since runners of several users of a server share it. A directory without a
+# record belongs to the first runner that comes.
+
+def output_record_path(directory: str, number: int) -> str:
+    """Path of a record of an output directory's database."""
+    return os.path.join(directory, f'.torc_database.{number}')
+
+
+def read_output_record(directory: str) -> Tuple[int, Dict[str, Any]]:
+    """Number and content of the record that counts in an output directory; (0, {}) if there is none."""
+    number, found = 0, {}   # type: int, Dict[str, Any]
+    while True:
+        path = output_record_path(directory, number + 1)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, encoding='utf-8') as file:
+                found = parse_json(file.read(65536))
+            if [type(found[key]) for key in ('id', 'path', 'host')] != [str] * 3:
+                raise ValueError
+        except (FileNotFoundError, NotADirectoryError):
+            return number, found
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = getattr(error, 'strerror', None) or 'damaged'
+            raise Denied(f'{path}, which names the database of this output directory, cannot be read '
+                         f'({reason}): remove it, or give another directory with -o DIR') from None
+        number += 1
+
+
+def locate_database(directory: str, database: Dict[str, Any]) -> Dict[str, Any]:
+    """What a record says of a database. A path below the directory is relative: both may be moved."""
+    base, path = os.path.realpath(directory) + os.sep, os.path.realpath(database['path'])
+    is_inside = path.startswith(base) and (database['host'] == socket.gethostname() or is_network_path(path))
+    return dict(database, path=path[len(base):] if is_inside else path)
+
+
+def is_database_gone(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> bool:
+    """Whether this host can tell that the database of a record was removed, or replaced by ours."""
+    path = os.path.join(directory, record['path'])
+    is_shared = not os.path.isabs(record['path']) or is_network_path(path)      # the same file for all hosts
+    if record['path'] == ours['path'] and (is_shared or record['host'] == ours['host']):
+        return True
+    return (is_shared or record['host'] == socket.gethostname()) and is_deleted(path)
+
+
+def refuse_foreign_output(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> None:
+    """Refused if the files of an output directory are another database's."""
+    if record.get('id', ours['id']) == ours['id']:
+        return
+    theirs, own = os.path.abspath(os.path.join(directory, record['path'])), ours['path']
+    if record['host'] != ours['host']:
+        theirs, own = f"{theirs} on host {record['host']}", f"{own} on host {ours['host']}"
+    raise Refused(f'the output directory {directory} belongs to another database, {theirs}; '
+                  f'this one is {own}: give another directory with -o DIR')
+
+
+def take_output_dir(directory: str, database: Dict[str, Any]) -> str:
+    """Make a database the owner of an output directory. Path of the former owner if that is gone, else ''."""
+    mode = 0o600 | os.stat(directory).st_mode & 0o044
+    while True:
+        number, record = read_output_record(directory)
+        ours = locate_database(directory, database)
+        if record == ours:
+            return ''
+        is_ours = record.get('id') == ours['id']    # it was moved, or is served from another host
+        if record and not is_ours and not is_database_gone(directory, record, ours):
+            refuse_foreign_output(directory, record, database)
+        path = output_record_path(directory, number if is_ours else number + 1)
+        with contextlib.suppress(FileExistsError):      # another runner was faster: look again
+            write_atomically(path, format_json(ours).encode(), mode, not is_ours)
+            if record and not is_ours:
+                return os.path.abspath(os.path.join(directory, record['path']))
+
+
+# -------- a node's size --------
+
 def measure_node(options: RunnerOptions) -> NodeSize:
     """This node's size, where the options do not say otherwise."""
     if options.num_cpus is not None:
@@ -16161,7 +16284,7 @@ RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason'
 def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, Any]], args: Arguments) -> Dict[str, Any]:
     """Results with the paths of the files that their jobs wrote."""
     workflow = session.call('get_workflow', workflow_id=workflow_id)
-    base = os.path.join(base_directory(workflow), args['output_dir'])
+    base = output_directory(session, workflow, args)
     nodes = {node['id']: node for node in session.items('list_compute_nodes', workflow_id=workflow_id)}
     rows = []
     for item in items:
@@ -16173,6 +16296,13 @@ def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, 
         rows.append(row)
     return {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
             'all_runs': bool(args['all_runs']), 'total_results': len(rows), 'items': rows}
+
+
+def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments) -> str:
+    """The directory that runners of a workflow wrote to. Refused if it belongs to another database."""
+    directory = os.path.join(base_directory(workflow), args['output_dir'])
+    refuse_foreign_output(directory, read_output_record(directory)[1], session.call('get_database'))
+    return directory
 
 
 def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int]) -> Tuple[Optional[str], Optional[str]]:
@@ -16222,7 +16352,7 @@ class LogReader:
         self.args = args
         self.workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
         self.id = self.workflow['id']
-        self.output_dir = os.path.join(base_directory(self.workflow), args['output_dir'])
+        self.output_dir = output_directory(session, self.workflow, args)
         named = [find_job(session, self.id, word, args['follow']) for word in args['jobs']]
         self.jobs = list({job['id']: job for job in named}.values())     # those that were named
 
@@ -16558,7 +16688,7 @@ def cmd_run(session: Session, args: Arguments) -> int:
     plan = read_spec(session, args['target'], args)
     refuse_short_time(plan.body['workflow'], options)
     refuse_missing_inputs(session, check_plan_files(plan.body), args['force'])
-    prepare_output_dir(options)
+    prepare_output_dir(session, options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     tell_created(session, workflow_id)
     return run_to_end(session, Target(workflow_id, True), options, args['force'])
@@ -16586,12 +16716,17 @@ def runner_options(args: Arguments) -> RunnerOptions:
         claim_backoff_max_s=args['claim_backoff_max_secs'])
 
 
-def prepare_output_dir(options: RunnerOptions) -> None:
-    """Make the output directory, before anything else is made that would be left half done without it."""
+def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
+    """Make the output directory and see that it is this database's, before anything is created or claimed."""
     try:
         os.makedirs(os.path.join(options.output_dir, 'job_stdio'), exist_ok=True)
         with tempfile.TemporaryFile(dir=options.output_dir):
             pass    # a look at the mode bits would not tell of full, read-only or strange file systems
+        database = session.call('get_database')
+        gone = take_output_dir(options.output_dir, database)
+        if gone and not session.options['quiet']:
+            session.tell(printable(f'The output directory {options.output_dir} belonged to the database '
+                                   f"{gone}, which no longer exists; it now belongs to {database['path']}"))
     except (OSError, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
         raise BadInput(printable(f'cannot write to the output directory {options.output_dir}: {reason}; '
@@ -16616,17 +16751,19 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     workflow = session.call('get_workflow', workflow_id=target.workflow_id)
     refuse_short_time(workflow, options)
     if target.retries_failed:
+        prepare_output_dir(session, options)
         reset_failed(session, workflow, is_forced)
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
-    if status['jobs_by_status']['uninitialized']:
+    is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
+    is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
+    if is_over and not options.is_persistent:
+        return tell_nothing_left(session, status)
+    prepare_output_dir(session, options)
+    if is_uninitialized:
         if not target.is_new:
             refuse_missing_inputs(session, check_files(session, workflow), is_forced)
             session.call('set_file_times', {'files': file_times(session, workflow)}, workflow_id=workflow['id'])
         initialize_for_run(session, workflow, status)
-    elif status['is_complete'] or status['is_canceled']:
-        if not options.is_persistent:
-            return tell_nothing_left(session, status)
-    prepare_output_dir(options)
     if not target.is_new:       # of a new one the file's warnings say it
         tell_pending(session, workflow)
     session.client.need_server()    # the runner, and others that join it, speak to one
@@ -16823,7 +16960,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
         problems = [problem._replace(line=0, column=0) for problem in error.problems]
         raise BadInput(problems[0].message, problems) from None
     refuse_short_time(plan.body['workflow'], options)
-    prepare_output_dir(options)
+    prepare_output_dir(session, options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     if session.format != 'json':
         tell_created(session, workflow_id)
