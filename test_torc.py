@@ -7222,6 +7222,50 @@ class ServeTest(WorldTest):
                 self.assertEqual([status], statuses(read_all(client)), host)
 
 
+class RegistrationTest(WorldTest):
+    """The files by which commands find lasting servers."""
+
+    def register(self, name: str, **more: Any) -> str:
+        """Register a server as a server would; the path of its file."""
+        database = self.world.write(name, '')
+        server = dict(torc.describe_process(), url='http://127.0.0.1:1', server_id=name, database=database, **more)
+        return torc.register_server(server)
+
+    def test_each_server_has_a_private_file_that_a_new_start_replaces(self) -> None:
+        path = self.register('a.db', start=1)
+        self.assertEqual((0o600, 0o700), (os.stat(path).st_mode & 0o777, os.stat(os.path.dirname(path)).st_mode & 0o777))
+        self.assertEqual(path, self.register('a.db', start=2))
+        other = self.register('b.db')
+        self.assertEqual({path: 2, other: None}, {path: server.get('start') for path, server in torc.list_registrations().items()})
+        torc.unregister_server(path, {'server_id': 'another'})
+        torc.unregister_server(other, {'server_id': 'b.db'})
+        self.assertEqual([path], list(torc.list_registrations()))
+
+    def test_a_database_on_a_network_file_system_is_registered_once_whichever_host_serves_it(self) -> None:
+        for is_network, count in ((False, 2), (True, 1)):
+            with self.subTest(is_network), unittest.mock.patch.object(torc, 'is_network_path', lambda path: is_network):
+                with unittest.mock.patch('socket.gethostname', lambda: 'login2'):
+                    self.register('a.db')
+                self.register('a.db')
+                self.assertEqual(count, len(torc.list_registrations()))
+
+    def test_files_of_another_user_are_passed_over_and_damaged_ones_are_not(self) -> None:
+        path = self.register('a.db')
+        with unittest.mock.patch('os.geteuid', lambda: 12345):
+            self.assertEqual({}, torc.list_registrations())
+        torc.write_atomically(path, b'{')
+        self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.list_registrations)
+
+    def test_a_server_that_cannot_be_registered_serves_all_the_same(self) -> None:
+        os.makedirs(torc.state_directory())
+        with open(os.path.join(torc.state_directory(), 'servers'), 'w'):
+            pass
+        self.world.serve('-d', 'my.db')
+        self.assertIn('commands find it only with --url or --db', self.world.server.err)
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'ping'))
+        self.assertExit(4, self.world.cli('ping'), 'there is no server')
+
+
 class EmbeddedTest(WorldTest):
     """Servers that are forked by the first who needs one."""
 
@@ -7410,6 +7454,171 @@ class WireTest(unittest.TestCase):
                 torc.parse_answer(status, body)
             self.assertIs(kind, type(caught.exception))
         self.assertIsNone(torc.parse_answer(200, b''))
+
+
+class AddressTest(WorldTest):
+    """Whether an address is that of a server, in whatever words."""
+
+    def test_a_server_is_known_by_every_name_of_its_host_and_no_other_port(self) -> None:
+        own = socket.gethostname()
+        here = dict(torc.describe_process(), candidates=['http://127.0.0.1:8080/torc-service/v1'])
+        there = dict(here, host='login2', candidates=['http://login2:8080/torc-service/v1', 'http://10.0.0.7:8080/torc-service/v1'])
+        for server, url, expected in (
+                (here, 'http://127.0.0.1:8080/torc-service/v1', True), (here, 'http://127.0.0.1:8080/torc-service/v1/', True),
+                (here, 'http://127.0.0.1:8080', True), (here, 'http://localhost:8080/torc-service/v1', True), (here, 'http://LOCALHOST:8080/', True),
+                (here, 'http://[::1]:8080', True), (here, f'http://{own}:8080/torc-service/v1', True), (here, 'http://127.0.0.1:8081', False),
+                (here, 'https://127.0.0.1:8080', False), (here, 'http://192.0.2.1:8080', False), (here, 'http://no-such-host.invalid:8080', False),
+                (there, 'http://login2:8080', True), (there, 'http://10.0.0.7:8080/', True), (there, 'http://localhost:8080', False)):
+            with self.subTest(url, host=server['host']):
+                self.assertEqual(expected, torc.serves_address(server, torc.parse_url(url)))
+
+    def test_an_exported_address_needs_no_token_file_whichever_name_it_has(self) -> None:
+        url = self.world.serve('-d', 'my.db')
+        port = torc.parse_url(url).port
+        for address in (f'http://localhost:{port}/torc-service/v1', f'http://localhost:{port}/torc-service/v1/', f'http://127.0.0.1:{port}'):
+            self.assertExit(0, self.world.cli('workflows', 'list', env={'TORC_API_URL': address}))
+        self.assertExit(0, self.world.cli('exec', '-c', f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} workflows list',
+                                          env={'TORC_API_URL': f'http://localhost:{port}/'}))
+
+    def test_whoever_answers_under_another_name_gets_no_token(self) -> None:
+        database = self.world.path('my.db')
+        token = torc.keep_token(database + '.token')
+        answer = torc.format_answer(200, b'{"proof":"%s"}' % (b'0' * 64))
+        impostor = Impostor(answer)
+        port = torc.parse_url(impostor.url).port
+        with torc.connection_file(torc.ServerOptions(database), [f'http://127.0.0.1:{port}{torc.API_PREFIX}']):
+            found = torc.find_server_file(f'http://localhost:{port}')
+            self.assertEqual(database + '.token', found['token_file'])
+            self.assertRaises(torc.Unreachable, torc.Client(url=f'http://localhost:{port}', token_file=found['token_file']).reconnect, wait_s=0)
+        impostor.stop()
+        self.assertIn(b'GET /healthz?challenge=', impostor.heard)
+        self.assertNotIn(token.encode(), impostor.heard)
+
+
+class FindServerTest(WorldTest):
+    """Which database a command uses when none is named."""
+    HELLO = 'name: hello\njobs: [{name: a, command: "echo of $TORC_WORKFLOW_ID"}]\n'
+
+    def setUp(self) -> None:
+        super().setUp()
+        os.mkdir(self.world.path('elsewhere'))
+        self.world.write('w.yaml', self.HELLO)
+
+    def cli(self, *words: Any, **how: Any) -> Outcome:
+        """A command in another directory than that of the server's database."""
+        return self.world.cli(*words, cwd=self.world.path('elsewhere'), **how)
+
+    def names(self, *words: str) -> List[str]:
+        """Workflows that a command sees."""
+        return [item['name'] for item in self.assertExit(0, self.cli('-f', 'json', *words, 'workflows', 'list')).json()['items']]
+
+    def test_a_server_is_found_from_anywhere_until_it_ends(self) -> None:
+        url = self.world.serve('-d', 'my.db')
+        outcome = self.assertExit(0, self.cli('run', '../w.yaml'))
+        self.assertIn(f"Workflow 1 (hello) is stored in the database {self.world.path('my.db')} (served at {url})\n", outcome.err)
+        self.assertFalse(os.path.exists(self.world.path('elsewhere', 'torc_output', 'torc.db')))
+        self.assertEqual(['hello'], self.names())
+        self.world.server.send(signal.SIGTERM)
+        self.world.server.finish(10)
+        self.assertExit(4, self.cli('workflows', 'list'), 'there is no server and no database')
+        outcome = self.assertExit(0, self.cli('run', '../w.yaml', '-o', 'more'))
+        self.assertNotIn('is stored in', outcome.err)
+
+    def test_where_a_workflow_is_stored_is_told_unless_that_is_usual(self) -> None:
+        for words, text in ((('--db', 'my.db', '-o', 'a'), f"the database {self.world.path('elsewhere', 'my.db')}\n"), (('--db', 'my.db', '-q', '-o', 'a'), ''), (('-s',), '')):
+            self.assertEqual(f'Workflow 1 (hello) is stored in {text}' if text else '',
+                             ''.join(re.findall('.*is stored in.*\n', self.assertExit(0, self.cli('run', '../w.yaml', *words)).err)))
+
+    def test_of_several_servers_one_is_to_be_chosen(self) -> None:
+        first, url = self.world.serve('-d', 'a.db'), self.world.serve('-d', 'b.db')
+        self.assertExit(0, self.cli('--db', '../a.db', 'workflows', 'new', '-n', 'of a'))
+        outcome = self.assertExit(2, self.cli('delete', 1, '--no-prompts'), 'several servers are registered', '--url URL', 'TORC_API_URL', '--db FILE', '-s:')
+        self.assertEqual({f"  {first}  {self.world.path('a.db')}", f"  {url}  {self.world.path('b.db')}"}, set(outcome.err.splitlines()[1:]))
+        self.assertEqual([['of a'], ['of a'], [], []], [self.names(*words) for words in (
+            ('--db', '../a.db'), ('--url', first), ('--url', url), ('--db', '../b.db'))])
+        self.assertExit(0, self.cli('workflows', 'list', env={'TORC_API_URL': url}))
+        self.assertExit(0, self.cli('-s', 'workflows', 'new', '-n', 'of none'))
+        self.assertEqual(['of none'], self.names('-s'))
+
+    def kill(self) -> None:
+        """A database with a workflow here and one elsewhere; then the server of the first is killed."""
+        self.assertExit(0, self.cli('-s', 'workflows', 'new', '-n', 'local'))
+        self.world.serve('-d', 'my.db')
+        self.assertExit(0, self.cli('workflows', 'new', '-n', 'served'))
+        self.world.server.kill()
+
+    def test_a_killed_server_is_an_error_that_names_the_ways_and_changes_nothing(self) -> None:
+        self.kill()
+        database = shlex.quote(self.world.path('my.db'))
+        for words in (('delete', 1, '--no-prompts'), ('cancel', 1, '--no-prompts'), ('workflows', 'list'), ('run', '../w.yaml'), ('ping',)):
+            outcome = self.assertExit(3, self.cli(*words), f' torc.py serve -d {database}\n', f' --db {database}\n', ' -s\n', ' rm ')
+        self.assertEqual(['local'], self.names('-s'))
+        os.unlink(shlex.split(outcome.err.rpartition(' rm ')[2])[0])
+        self.assertEqual(['local'], self.names())
+
+    def test_a_killed_server_is_in_nobodys_way_who_names_another_place(self) -> None:
+        self.kill()
+        url = self.world.serve('-d', 'other.db')
+        self.assertEqual([[], [], ['local']], [self.names(*words) for words in (('--url', url), ('--db', '../other.db'), ('-s',))])
+        self.assertExit(0, self.cli('workflows', 'list', env={'TORC_API_URL': url}))
+        self.assertExit(2, self.cli('workflows', 'list'), 'my.db (killed; to remove it: rm ', f'{url}  ')
+
+    def test_a_killed_server_that_is_started_again_is_found_again(self) -> None:
+        self.kill()
+        self.world.serve('-d', 'my.db')
+        self.assertEqual(['served'], self.names())
+
+    def test_who_uses_the_database_of_a_killed_server_is_told_that_it_is_forgotten(self) -> None:
+        for words in (('workflows', 'list'), ('exec', '-c', 'true', '-o', 'x')):
+            self.kill()
+            self.assertExit(0, self.cli('--db', '../my.db', *words), 'was killed earlier and is no longer registered')
+            self.assertEqual('', self.assertExit(0, self.cli('--db', '../my.db', 'workflows', 'list')).err)
+            self.assertIn('local', self.names())
+
+    def test_a_killed_server_whose_database_was_deleted_is_forgotten(self) -> None:
+        self.kill()
+        os.unlink(self.world.path('my.db'))
+        self.assertEqual(['local'], [item['name'] for item in self.assertExit(
+            0, self.cli('-f', 'json', 'workflows', 'list'), 'was killed and the database deleted: it is no longer registered').json()['items']])
+        self.assertEqual('', self.assertExit(0, self.cli('workflows', 'list')).err)
+
+    def test_a_killed_server_whose_directory_is_not_there_is_not_forgotten(self) -> None:
+        self.kill()
+        (path, server), = torc.list_registrations().items()
+        torc.write_atomically(path, json.dumps(dict(server, database=self.world.path('unmounted', 'my.db'))).encode())
+        self.assertExit(3, self.cli('workflows', 'list'), 'was killed, or the machine was restarted')
+
+    def test_a_server_of_another_host_is_not_judged_by_our_processes_and_not_replaced(self) -> None:
+        self.kill()
+        (path, server), = torc.list_registrations().items()
+        for url, text in ((server['url'], 'runs on host login2 and answers there only'), ('http://192.0.2.1:1/x', 'cannot be reached (http://192.0.2.1')):
+            torc.write_atomically(path, json.dumps(dict(server, host='login2', url=url, candidates=[url])).encode())
+            script = 'import sys, torc; torc.FIND_DEADLINE_S = torc.CONNECT_DEADLINE_S = 0.1; sys.exit(torc.main(sys.argv[1:]))'
+            done = subprocess.run([sys.executable, '-c', script, 'delete', '1', '--no-prompts'], cwd=self.world.path('elsewhere'), stderr=subprocess.PIPE,
+                                  env=dict(self.world.environment, PYTHONPATH=HERE), encoding='utf-8')
+            self.assertEqual(3, done.returncode, done.stderr)
+            for words in (text, 'to forget the server:  ', ' --db '):
+                self.assertIn(words, done.stderr)
+        self.assertEqual(['local'], self.names('-s'))
+
+    def test_a_server_that_an_older_torc_started_is_found_where_it_always_was(self) -> None:
+        self.world.serve()
+        for path in torc.registration_files():
+            os.unlink(path)
+        self.assertExit(0, self.cli('ping'))
+
+    def test_what_changes_or_was_changed_is_named_with_its_place(self) -> None:
+        url = self.world.serve('-d', 'my.db')
+        self.assertExit(0, self.cli('run', '../w.yaml'))
+        place = f"workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url})"
+        for words, text in ((('cancel', 1), f'Cancel {place}?'), (('workflows', 'init', 1), f'Forget all results of {place}, and start it again?'),
+                            (('delete', 1), f"Delete workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url}) with all jobs and results?"),
+                            (('workflows', 'reset-status', 1), f'Reset the status of all jobs of {place}?'), (('jobs', 'delete-all', 1), f'Delete all jobs of {place}?'),
+                            (('jobs', 'reset-status', 1), f'Reset the status of 1 jobs of {place}?'), (('user-data', 'delete-all', 1), f'Delete all user data of {place}?')):
+            self.assertExit(2, self.cli(*words), f'this asks "{text}"')
+        self.assertIn(f'workflow 1 (hello) of the server {url}?"', self.cli('--url', url, 'cancel', 1).err)
+        self.assertExit(0, self.cli('cancel', 1, '--no-prompts'), f'Canceled {place}. ')
+        self.assertExit(4, self.cli('delete', 1, 2, '--no-prompts'), f'Deleted {place}\n', 'there is no workflow 2')
 
 
 class TlsClientTest(WorldTest):
@@ -7621,6 +7830,7 @@ class ClientTest(WorldTest):
 
     def test_a_server_may_be_named_with_the_path_of_its_token(self) -> None:
         found = self.start_lasting(self.world.path('other.db'))
+        os.environ['XDG_STATE_HOME'] = self.world.path('elsewhere')     # where no server is registered
         self.assertRaises(torc.Denied, self.connect(url=found['url']).list_workflows)
         with self.connect(url=found['url'], token_file=found['token_file']) as client:
             with self.assertRaises(torc.NotFound) as caught:
@@ -7651,11 +7861,12 @@ class ClientTest(WorldTest):
 
     def test_the_order_in_which_servers_are_found(self) -> None:
         lasting = self.start_lasting(torc.default_database())
-        other = self.start_lasting(self.world.path('other.db'))
         embedded = self.connect(database=torc.EMBEDDED_DATABASE, needs_server=True)
         self.assertTrue(torc.read_connection_file(embedded.database)['is_embedded'])
         self.assertEqual(lasting['url'], self.connect().url)
         self.assertEqual(lasting['token_file'], self.connect().token_file)
+        other = self.start_lasting(self.world.path('other.db'))
+        self.assertRaisesRegex(torc.BadInput, 'several servers are registered', self.connect)
         self.assertEqual(embedded.url, self.connect(database=torc.EMBEDDED_DATABASE).url)
         self.assertEqual(other['url'], self.connect(database='other.db').url)
         os.environ['TORC_API_URL'], os.environ['TORC_TOKEN_FILE'] = other['url'], other['token_file']
@@ -7663,8 +7874,8 @@ class ClientTest(WorldTest):
         self.assertEqual('ok', self.connect().ping()['status'])
         self.assertEqual(embedded.url, self.connect(database=torc.EMBEDDED_DATABASE).url)
         del os.environ['TORC_TOKEN_FILE']
-        self.assertEqual('ok', self.connect(url=lasting['url']).ping()['status'])      # its token file is found by its address
-        self.assertRaises(torc.Denied, self.connect(url=other['url']).ping)
+        for found in (lasting, other):
+            self.assertEqual('ok', self.connect(url=found['url']).ping()['status'])    # its token file is found by its address
 
     def start_lasting(self, database: str) -> Dict[str, Any]:
         """A server that stays; what its connection file says."""
@@ -7681,7 +7892,7 @@ class ClientTest(WorldTest):
         client = self.connect(database=database, needs_server=True)
         number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
         self.world.started[-1].kill()
-        self.assertRaisesRegex(torc.Unreachable, 'start it again with `torc.py serve --db', client.reconnect, wait_s=0.1)
+        self.assertRaisesRegex(torc.Unreachable, 'start it again with `torc.py serve -d', client.reconnect, wait_s=0.1)
         self.start_lasting(database)
         self.assertEqual('w', client.get_workflow(id=number)['name'])
 
@@ -9579,7 +9790,7 @@ class ActionCommandTest(CommandTest):
 
     def test_deleting_asks(self):
         self.make()
-        self.assertExit(2, self.world.main('workflows', 'delete-action', 1, 2), 'Delete action 2 of workflow 1?')
+        self.assertExit(2, self.world.main('workflows', 'delete-action', 1, 2), 'Delete action 2 of workflow 1 (sample) of the database ')
         self.assertEqual('Deleted action 2\n', self.text('workflows delete-action 1 2 --no-prompts'))
         self.assertExit(4, self.world.main('workflows', 'delete-action', 1, 2, '--no-prompts'), 'has no action 2')
 
@@ -9874,7 +10085,7 @@ class WorkflowTest(CommandTest):
         self.make()
         self.text('workflows init 1')
         first = self.json('workflows get 1')['run_id']
-        self.assertExit(2, self.world.main('workflows', 'init', 1), 'Forget its results')
+        self.assertExit(2, self.world.main('workflows', 'init', 1), 'Forget all results of workflow 1 (sample) of the database ')
         self.text('workflows init 1 --no-prompts')
         self.assertEqual(first + 1, self.json('workflows get 1')['run_id'])
 
@@ -11160,8 +11371,9 @@ class SecretsTest(FlowTest):
             self.assertEqual([os.path.join(state, 'torc.db.token')], [place for place, content in found.items() if token in content])
         self.assertGreater(len([place for place in during if place.startswith('/proc/')]), 5)
         self.assertEqual({'0o700'}, {oct(os.stat(path).st_mode & 0o777) for path in (state,)})
-        modes = {name: oct(os.stat(os.path.join(state, name)).st_mode & 0o777) for name in os.listdir(state)}
-        self.assertEqual({'0o600'}, set(modes.values()), modes)
+        modes = {os.path.basename(path): oct(os.stat(path).st_mode & 0o777) for path in glob.glob(state + '/*') + glob.glob(state + '/servers/*')}
+        self.assertEqual('0o700', modes.pop('servers'))
+        self.assertEqual(({'0o600'}, 5), (set(modes.values()), len(modes)), modes)
         self.assertLessEqual({'torc.db', 'torc.db-wal', 'torc.db.token', 'torc.db.connection'}, set(modes))
 
     def test_a_password_reaches_neither_files_nor_jobs(self):

@@ -214,7 +214,7 @@ ENVIRONMENT = (
     Variable('TORC_AUTH_FILE',              'you',  'password file of `serve`; as --auth-file'),
     Variable('TORC_CREDENTIAL_CACHE_TTL_SECS', 'you', 'as --credential-cache-ttl-secs of `serve`'),
     Variable('TORC_ADMIN_USERS',            'you',  'administrators of `serve`, separated by commas; beside --admin-user'),
-    Variable('XDG_STATE_HOME',              'you',  "where `serve` keeps torc/torc.db; else ~/.local/state"),
+    Variable('XDG_STATE_HOME',              'you',  "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
     Variable('NO_COLOR',                    'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',            'torc', 'the workflow'),
     Variable('TORC_RUN_ID',                 'torc', 'its run generation'),
@@ -10090,18 +10090,93 @@ def list_of(value: Any) -> List[Any]:
     return value if isinstance(value, list) else [] if value is None else [None]
 
 
-def read_connection_file(database: str) -> Optional[Dict[str, Any]]:
-    """Where a database is served, by its connection file. None if there is none, or its server is dead."""
+def read_server_file(path: str) -> Optional[Dict[str, Any]]:
+    """What a connection file says of a server, living or dead. None if there is no such file."""
     try:
-        found = parse_json(read_private(database + '.connection'))
+        found = parse_json(read_private(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
         found = None
-    words = [found.get('url'), found.get('token_file') or '', found.get('fingerprint') or '', *list_of(found.get('candidates'))] if isinstance(found, dict) else [None]
+    words = [None]      # type: List[Any]
+    if isinstance(found, dict):
+        words = [found.get(key) or '' for key in ('token_file', 'fingerprint', 'database')]
+        words += [found.get('url'), *list_of(found.get('candidates'))]
     if not all(isinstance(word, str) for word in words):
-        raise Denied(f'{database}.connection is damaged: remove it')
-    return None if process_lives(found) is False else found
+        raise Denied(f'{path} is damaged: remove it')
+    return found
+
+
+def read_living_server(path: str) -> Optional[Dict[str, Any]]:
+    """The same. None also if the server is known to be dead."""
+    found = read_server_file(path)
+    return None if found is None or process_lives(found) is False else found
+
+
+def read_connection_file(database: str) -> Optional[Dict[str, Any]]:
+    """Where a database is served, by its connection file. None if there is none, or its server is dead."""
+    return read_living_server(database + '.connection')
+
+
+# -------- registered servers --------
+#
+# A lasting server has a second connection file in a directory of the user's state directory, so that commands
+# find it wherever its database is stored. A clean end removes it. One that is left means that commands would
+# have used a server that was killed: to use another database instead would change what nobody meant, so that
+# it is an error until the server is started again, its database is used by name, or the file is removed.
+
+def registration_path(database: str) -> str:
+    """File that registers this host's server of a database."""
+    key = f'{socket.gethostname()}:{os.path.realpath(database)}'.encode('utf-8', 'surrogateescape')
+    return os.path.join(state_directory(), 'servers', hashlib.sha256(key).hexdigest()[:16])
+
+
+def registration_files() -> List[str]:
+    """Paths of all registrations. Another user's are ignored: HOME may be theirs (su, sudo)."""
+    try:
+        with os.scandir(os.path.join(state_directory(), 'servers')) as entries:
+            found = [entry for entry in entries if entry.name[0] != '.']
+            own = os.geteuid()
+            return sorted(entry.path for entry in found if entry.stat(follow_symlinks=False).st_uid == own)
+    except (FileNotFoundError, NotADirectoryError):     # there are none, or a server ends just now
+        return []
+
+
+def list_registrations() -> Dict[str, Dict[str, Any]]:
+    """The registered servers, living or dead, by the paths of their files."""
+    found = {path: read_server_file(path) for path in registration_files()}
+    return {path: server for path, server in found.items() if server is not None and server.get('database')}
+
+
+def register_server(server: Dict[str, Any]) -> str:
+    """Let commands find a lasting server. Path of its file; '' if it could not be written."""
+    path = registration_path(server['database'])
+    try:
+        make_private_directory(os.path.dirname(path))
+        write_atomically(path, format_json(server).encode())
+        if is_network_path(server['database']):     # another host may have served it before
+            for other, old in list_registrations().items():
+                if other != path and old['database'] == server['database']:
+                    os.unlink(other)
+    except (OSError, Denied) as error:
+        log.warning('this server cannot be registered: commands find it only with --url or --db (%s)', error)
+        return ''
+    return path
+
+
+def unregister_server(path: str, server: Dict[str, Any]) -> None:
+    """Remove a connection file, if it is still this server's."""
+    with contextlib.suppress(OSError, Denied):      # it was removed already
+        if (read_server_file(path) or {}).get('server_id') == server['server_id']:
+            os.unlink(path)
+
+
+def forget_server(database: str) -> None:
+    """Remove the registration of a killed server. Callers have the database, so that no server has."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.unlink(registration_path(database))
+        log.warning('the server of %s was killed earlier and is no longer registered: '
+                    'commands find this database only with --db', database)
 
 
 class Lease:
@@ -11640,19 +11715,20 @@ def own_addresses() -> List[str]:
 
 @contextlib.contextmanager
 def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
-    """While the block runs, the file that tells clients where the database is served."""
+    """While the block runs, the files that tell clients where the database is served."""
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
         describe_process(), url=urls[0], candidates=urls, server_id=secrets.token_hex(16), database=database,
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
-    write_atomically(path, format_json(content).encode())
+    paths = [path, '' if options.is_embedded else register_server(content)]
     try:
+        write_atomically(path, format_json(content).encode())
         yield
     finally:
-        if (read_connection_file(database) or {}).get('server_id') == content['server_id']:
-            os.unlink(path)
+        for path in filter(None, paths):
+            unregister_server(path, content)
 
 
 @contextlib.contextmanager
@@ -11844,7 +11920,7 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
 # One class, two transports, the same values. Through HTTP, on one kept-alive connection, when a server is there; and
 # directly, on a Store of its own, when there is only a database and nobody else has it: then a command costs no socket
 # and no process. Where to look, first found first taken: a URL or database that was named; TORC_API_URL; the lasting
-# server of this account; the embedded database of this directory.
+# server that this account has registered, wherever its database is; the embedded database of this directory.
 #
 # A connection file is believed only after its server has proved that it knows the token, for a port may have changed
 # hands. That exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it
@@ -12235,6 +12311,7 @@ class Client(Operations):
         self.token_file = token_file            # path of the token's file, or ''
         self.trust = trust                      # for https
         self.needs_server = needs_server        # fork an embedded server rather than open the database
+        self.server_file = ''                   # registration of the lasting server; '': none
         self.servers_started = 0                # embedded ones, by this client
         self.is_lasting = False                 # the database was served by a lasting server: wait for it, fork none
         self._wire = None                       # type: Optional[Wire]
@@ -12255,7 +12332,8 @@ class Client(Operations):
                       use it at the same time
         is_reading    make no new database
         credentials   password and cookie for the server that url names (else TORC_PASSWORD, TORC_COOKIE_HEADER)
-        Without url and database: TORC_API_URL, the lasting server of this account, torc_output/torc.db.
+        Without url and database: TORC_API_URL, the lasting server of this account (BadInput if there are
+        several, Unreachable if it was killed), torc_output/torc.db.
         """
         trust = Trust(ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
                       is_insecure or os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true'))
@@ -12268,11 +12346,12 @@ class Client(Operations):
             client = cls(url=parse_url(url).url, token_file=token_file, trust=trust._replace(fingerprint=known.get('fingerprint') or ''),
                          credentials=credentials)
         else:
-            database = os.path.abspath(database) if database else find_database()
-            if is_reading and not os.path.exists(database):
+            database, server_file = (os.path.abspath(database), '') if database else find_database()
+            if not server_file and is_reading and not os.path.exists(database):
                 raise NotFound(f'there is no server and no database {database}: '
                                '`torc.py run FILE` or `torc.py create FILE` makes one')
             client = cls(database=database, needs_server=needs_server, trust=trust)
+            client.server_file, client.is_lasting = server_file, bool(server_file)
         client.reconnect(NAMED_DEADLINE_S if url else FIND_DEADLINE_S)
         return client
 
@@ -12280,6 +12359,13 @@ class Client(Operations):
     def is_direct(self) -> bool:
         """Whether the verbs run in this process, on the database itself."""
         return self._store is not None
+
+    @property
+    def location(self) -> str:
+        """Where its workflows are stored, for messages."""
+        if self.named_url:
+            return f'the server {self.named_url}'
+        return f'the database {self.database}' + (f' (served at {self.url})' if self.is_lasting else '')
 
     @property
     def url(self) -> str:
@@ -12419,20 +12505,28 @@ class Client(Operations):
             wire.show(self.credentials)
             self._wire = self.ask_proof(wire) if self.token_file else wire
             return
-        found = read_connection_file(self.database)
+        found = read_living_server(self.server_file or self.database + '.connection')
         if found is not None:
             self.is_lasting = not found.get('is_embedded')
             self.token_file = found.get('token_file') or ''
             self.trust = self.trust._replace(fingerprint=found.get('fingerprint') or '')
-            self._wire = self.open_proven(found)
+            try:
+                self._wire = self.open_proven(found)
+            except Unreachable as error:
+                if not self.server_file or process_lives(found):
+                    raise
+                reason = f'cannot be reached ({error.message})'
+                raise Unreachable(explain_dead_server(self.server_file, found, reason)) from None
         elif self.is_lasting:
             raise Unreachable(f'the server of {self.database} is gone; start it again with '
-                              f'`torc.py serve --db {shlex.quote(self.database)}`')
+                              f'`torc.py serve -d {shlex.quote(self.database)}`')
         elif not self.needs_server:
             self._store, self._lease = hold_database(self.database)
             self._store.caller = user_name()
+            forget_server(self.database)
         elif start_embedded_server(self.database):
             self.servers_started += 1
+            forget_server(self.database)
             self.open()
         else:
             raise Conflict(f'the database {self.database} is in use by another torc.py; stop it, '
@@ -12501,29 +12595,85 @@ def format_body(body: Any) -> bytes:
         raise BadInput(f'the body cannot be sent as JSON: {error}') from None
 
 
-def find_database() -> str:
-    """The lasting server's database if that server lives, else the embedded one of this directory."""
-    lasting = default_database()
-    try:
-        is_served = read_connection_file(lasting) is not None
-    except Denied as error:
-        log.warning('%s', error)
-        is_served = False
-    return lasting if is_served else os.path.abspath(EMBEDDED_DATABASE)
+def find_database() -> Tuple[str, str]:
+    """The database that commands use, and the registration of its lasting server; '' if it has none.
+
+    BadInput if several servers are registered, Unreachable if the one that is was killed.
+    """
+    servers = list_registrations()
+    legacy = default_database() + '.connection'     # of a server that an older torc.py started
+    found = read_living_server(legacy) if os.path.exists(legacy) else None
+    if found is not None and found.get('server_id') not in [old.get('server_id') for old in servers.values()]:
+        servers[legacy] = found
+    for path, server in list(servers.items()):
+        if process_lives(server) is False and is_deleted(server['database']):
+            log.warning('the server of %s was killed and the database deleted: it is no longer registered',
+                        server['database'])
+            os.unlink(path)
+            del servers[path]
+    if len(servers) > 1:
+        described = ''.join(map(describe_server, servers, servers.values()))
+        raise BadInput('several servers are registered: choose one with --url URL, TORC_API_URL or --db FILE'
+                       f', or the database of this directory with -s:{described}')
+    for path, server in servers.items():
+        if process_lives(server) is False:
+            raise Unreachable(explain_dead_server(path, server, 'was killed, or the machine was restarted'))
+        return server['database'], path
+    return os.path.abspath(EMBEDDED_DATABASE), ''
+
+
+def describe_server(path: str, server: Dict[str, Any]) -> str:
+    """A line on a registered server."""
+    lives = process_lives(server)
+    state = f' (killed; to remove it: rm {shlex.quote(path)})' if lives is False else ''
+    state = f" (on host {server.get('host')})" if lives is None else state
+    return f"\n  {server['url']}  {server['database']}{state}"
+
+
+def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
+    """Why a registered server cannot be used, and the ways out."""
+    database = shlex.quote(server['database'])
+    memory = ' --in-memory' if server.get('in_memory') else ''
+    return (f"the server of {server['database']} at {server['url']} {reason}\n"
+            f'  to start it again:                  torc.py serve -d {database}{memory}\n'
+            f'  to use its database without it:     --db {database}\n'
+            f'  to use that of this directory:      -s\n'
+            f'  to forget the server:               rm {shlex.quote(path)}')
 
 
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
     """What the connection file says of the server that answers at a URL: the one beside the token's file, that of the
-    lasting or the embedded server. {} if none names it."""
+    embedded server, or a registered one. {} if none names it."""
     beside = [token_file[:-len('.token')]] if token_file.endswith('.token') else []
-    for database in beside + [default_database(), os.path.abspath(EMBEDDED_DATABASE)]:
+    databases = beside + [default_database(), os.path.abspath(EMBEDDED_DATABASE)]
+    address = parse_url(url)
+    for path in [database + '.connection' for database in databases] + registration_files():
         try:
-            found = read_connection_file(database)
+            server = read_living_server(path)
         except (Denied, OSError):
             continue    # not ours to trust
-        if found is not None and url.rstrip('/') in [str(candidate) for candidate in found.get('candidates') or ()]:
-            return found
+        if server is not None and serves_address(server, address):
+            return server
     return {}
+
+
+def serves_address(server: Dict[str, Any], address: Address) -> bool:
+    """Whether an address is a server's: as listed, or, for a server of this host, any name of the host.
+
+    Whoever answers there must still prove that it knows the token before it gets ours.
+    """
+    known = [parse_url(url) for url in server.get('candidates') or [server['url']]]
+    hosts = [other.host for other in known if (other.is_tls, other.port) == (address.is_tls, address.port)]
+    return address.host in hosts or bool(hosts and process_lives(server) and is_own_name(address.host))
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a name or address is this host's."""
+    try:
+        found = {row[4][0] for row in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    return any(map(is_loopback, found)) or not found.isdisjoint(own_addresses())
 
 
 # ======== 13. Launcher: one job's process, from its command to its last descendant ========
@@ -15134,6 +15284,12 @@ def call_addition(session: Session, op: str, **params: Any) -> Dict[str, Any]:
 
 # -------- which workflow --------
 
+def name_workflow(session: Session, workflow_id: int) -> str:
+    """'workflow 1 (hello) of the database /home/ann/torc.db', for questions and answers."""
+    workflow = session.call('get_workflow', workflow_id=workflow_id)
+    return printable(f"workflow {workflow['id']} ({workflow['name']}) of {session.client.location}")
+
+
 def choose_workflow(session: Session, args: Arguments) -> int:
     """The workflow that is meant. If no id was given: on a terminal a choice, elsewhere an error that lists the candidates."""
     if args['workflow_id'] is not None:
@@ -15451,7 +15607,7 @@ def cmd_list_ids(session: Session, args: Arguments) -> int:
 def cmd_delete_all_user_data(session: Session, args: Arguments) -> int:
     """Delete all user data of a workflow."""
     workflow_id = args['workflow_id']
-    if not session.confirm(f'Delete all user data of workflow {workflow_id}?'):
+    if not session.confirm(f'Delete all user data of {name_workflow(session, workflow_id)}?'):
         return 0
     count = session.call('delete_all_user_data', workflow_id=workflow_id)['count']
     message = f'Deleted {count} user data records for workflow {workflow_id}'
@@ -15721,7 +15877,7 @@ def cmd_update_action(session: Session, args: Arguments) -> int:
 def cmd_delete_action(session: Session, args: Arguments) -> int:
     """Delete one action."""
     workflow_id, action_id = args['workflow_id'], args['action_id']
-    if not session.confirm(f'Delete action {action_id} of workflow {workflow_id}?'):
+    if not session.confirm(f'Delete action {action_id} of {name_workflow(session, workflow_id)}?'):
         return 0
     session.call('delete_workflow_action', workflow_id=workflow_id, action_id=action_id)
     session.answer({'action_id': action_id, 'deleted': True, 'workflow_id': workflow_id}, f'Deleted action {action_id}\n')
@@ -15756,7 +15912,7 @@ def cmd_init(session: Session, args: Arguments) -> int:
     if active:
         return answer_task(session, args, active)
     refuse_missing_inputs(session, check, args['force'])
-    question = f"Workflow {workflow['id']} was initialized before. Forget its results and start again?"
+    question = f"Forget all results of {name_workflow(session, workflow['id'])}, and start it again?"
     if workflow.get('run_id') and not session.confirm(question):
         return 0
     if check.existing_outputs:
@@ -15875,7 +16031,7 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
     """Set jobs back to uninitialized: all, or those that did not complete."""
     workflow_id = choose_workflow(session, args)
     which = 'jobs that failed' if args['failed_only'] else 'all jobs'
-    if not session.confirm(f'Reset the status of {which} of workflow {workflow_id}?'):
+    if not session.confirm(f'Reset the status of {which} of {name_workflow(session, workflow_id)}?'):
         return 0
     session.call('reset_workflow_status', workflow_id=workflow_id, force=args['force'])
     count = session.call('reset_job_status', workflow_id=workflow_id, failed_only=args['failed_only'])['updated_count']
@@ -15910,13 +16066,14 @@ def cmd_status(session: Session, args: Arguments) -> int:
 def cmd_cancel(session: Session, args: Arguments) -> int:
     """Stop a workflow: what runs is stopped, what waits never starts."""
     workflow_id = choose_workflow(session, args)
-    if not session.confirm(f'Cancel workflow {workflow_id}?'):
+    named = name_workflow(session, workflow_id)
+    if not session.confirm(f'Cancel {named}?'):
         return 0
     session.call('cancel_workflow', workflow_id=workflow_id)
     value = {'canceled_slurm_jobs': [], 'errors': None, 'status': 'success', 'workflow_id': workflow_id}
     now = command_line(session, 'run', workflow_id, '--retry-failed')
     later = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
-    session.answer(value, f'Canceled workflow {workflow_id}. To go on with what it left undone: {now}\n'
+    session.answer(value, f'Canceled {named}. To go on with what it left undone: {now}\n'
                           f'(or {later}, and run it later)\n')
     return 0
 
@@ -15924,24 +16081,38 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
 def cmd_delete_workflows(session: Session, args: Arguments) -> int:
     """Delete workflows and everything that belongs to them, but no file on disk."""
     ids = args['workflow_ids']
-    if not session.confirm(f"Delete workflow {', '.join(map(str, ids))} with all jobs and results?"):
-        return 0
-    deleted, code = [], 0
-    for workflow_id in ids:
+    found, code = try_each(session, ids, functools.partial(own_workflow, session))
+    names = printable(', '.join(f"{workflow['id']} ({workflow['name']})" for workflow in found))
+    question = f'Delete workflow {names} of {session.client.location} with all jobs and results?'
+    if found and not session.confirm(question):
+        return code
+    deleted, later = try_each(session, [workflow['id'] for workflow in found],
+                              lambda number: session.call('delete_workflow', workflow_id=number))
+    named = [f"workflow {workflow['id']} ({workflow['name']})" for workflow in deleted]
+    lines = [printable(f'Deleted {name} of {session.client.location}\n') for name in named]
+    session.answer(deleted, ''.join(lines))
+    return later or code
+
+
+def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any]) -> Tuple[List[Any], int]:
+    """What an action returned for each id, and the exit code; the refusal of one does not stop the others."""
+    done, code = [], 0
+    for number in ids:
         try:
-            refuse_foreign(session.call('get_workflow', workflow_id=workflow_id))
-            deleted.append(session.call('delete_workflow', workflow_id=workflow_id))
+            done.append(act(number))
         except (NotFound, Denied) as error:
             session.tell(f'torc: {error.message}')
             code = error.exit
-    session.answer(deleted, ''.join(f"Deleted workflow {workflow['id']}\n" for workflow in deleted))
-    return code
+    return done, code
 
 
-def refuse_foreign(workflow: Dict[str, Any]) -> None:
-    """Another user's workflow is not deleted by mistake."""
+def own_workflow(session: Session, workflow_id: int) -> Dict[str, Any]:
+    """A workflow of the user: another's is not deleted by mistake."""
+    workflow = session.call('get_workflow', workflow_id=workflow_id)
     if workflow['user'] != user_name():
-        raise Denied(printable(f"workflow {workflow['id']} belongs to {workflow['user']}, you are {user_name()}: it stays"))
+        user = workflow['user']
+        raise Denied(printable(f'workflow {workflow_id} belongs to {user}, you are {user_name()}: it stays'))
+    return workflow
 
 
 def cmd_ping(session: Session, args: Arguments) -> int:
@@ -16104,7 +16275,7 @@ def refuse_active_jobs(jobs: List[Dict[str, Any]], cure: str = 'cancel the workf
 def cmd_jobs_delete_all(session: Session, args: Arguments) -> int:
     """Delete every job of a workflow."""
     workflow_id = args['workflow_id']
-    if not session.confirm(f'Delete all jobs of workflow {workflow_id}?'):
+    if not session.confirm(f'Delete all jobs of {name_workflow(session, workflow_id)}?'):
         return 0
     answer = session.call('delete_jobs', workflow_id=workflow_id)
     session.answer({'count': answer['count']}, f"Deleted {answer['count']} jobs\n")
@@ -16171,7 +16342,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
     if not args['force']:
         refuse_active_jobs(jobs, 'give --force')
     refuse_at_work(session, args, workflow_id)
-    if not session.confirm(f'Reset the status of {len(jobs)} jobs of workflow {workflow_id}?'):
+    if not session.confirm(f'Reset the status of {len(jobs)} jobs of {name_workflow(session, workflow_id)}?'):
         return 0
     done, failures = reset_jobs(session, jobs)
     if args['reinit']:
@@ -16767,6 +16938,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     if not target.is_new:       # of a new one the file's warnings say it
         tell_pending(session, workflow)
     session.client.need_server()    # the runner, and others that join it, speak to one
+    tell_location(session, workflow)
     style = style_of(session.err, os.environ)
     progress = Progress(session.err, style, session.options['quiet'])
     try:
@@ -16815,6 +16987,14 @@ def has_failed(counts: Dict[str, int]) -> bool:
     return any(counts.get(row.name) for row in STATUSES if row.is_bad or row.code == PENDING_FAILED)
 
 
+def tell_location(session: Session, workflow: Dict[str, Any]) -> None:
+    """Say where a workflow is stored, unless that is the embedded database of this directory."""
+    client = session.client
+    is_embedded = not client.named_url and not client.is_lasting
+    is_usual = is_embedded and client.database == os.path.abspath(EMBEDDED_DATABASE)
+    if not is_usual and not session.options['quiet']:
+        named = f"Workflow {workflow['id']} ({workflow['name']})"
+        session.tell(printable(f'{named} is stored in {client.location}'))
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
     """Make ready what was never looked at, or what was reset since.
 
