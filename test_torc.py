@@ -1962,6 +1962,29 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(torc.Store(path)) as store:
             return torc.get_database(store)['id']
 
+    def test_while_it_is_frozen_the_main_file_is_whole_and_stays_as_it_is(self):
+        store = self.open()
+
+        def add(count: int) -> None:
+            with store.transaction():
+                for _ in range(count):
+                    store.insert('workflow', {'name': 'x' * 4000, 'user': 'u', 'timestamp': 't'})
+        add(3)
+        self.assertTrue(store.freeze())
+        copy = self.path + '.copy'
+        torc.copy_descriptor(store.main_file(), copy)
+        before = os.pread(store.main_file(), 10 ** 8, 0)
+        for _ in range(6):
+            add(1000)           # 6,000 pages of 4 KiB: more than would be checkpointed otherwise
+        self.assertEqual(before, os.pread(store.main_file(), 10 ** 8, 0))
+        self.assertEqual([('ok', 3)], ask_sqlite(copy, 'SELECT (SELECT * FROM pragma_integrity_check), count(*) FROM workflow'))
+        store.thaw()
+        add(1)
+        self.assertNotEqual(before, os.pread(store.main_file(), 10 ** 8, 0))
+        code = 'import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute("BEGIN IMMEDIATE")'
+        other = subprocess.run([sys.executable, '-c', code, self.path], stderr=subprocess.PIPE)
+        self.assertIn(b'database is locked', other.stderr)      # reading it did not drop our locks
+
     def test_a_transaction_happens_whole_or_not_at_all(self):
         store = self.open()
         with self.assertRaises(ZeroDivisionError), store.transaction():
@@ -4392,7 +4415,7 @@ class ApiTest(ServiceTest):
         official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
         additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
-                     'list_workflow_statuses', 'get_database'}
+                     'list_workflow_statuses', 'get_database', 'snapshot_database'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -5065,7 +5088,7 @@ class MatrixTest(ServiceTest):
     ALL, OWNERS = set(NAMES), {'administrator', 'server owner'}
     # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
     WHO = {
-        'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'},
+        'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'snapshot_database': ALL, 'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'},
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
         'get_access_group': OWNERS | {'group admin'}, 'list_group_members': OWNERS | {'group admin'}, 'add_user_to_group': OWNERS | {'group admin'},
         'remove_user_from_group': OWNERS | {'group admin'}, 'list_user_groups': OWNERS | {'member'}, 'check_workflow_access': OWNERS | {'member'},
@@ -7264,6 +7287,192 @@ class RegistrationTest(WorldTest):
         self.assertIn('commands find it only with --url or --db', self.world.server.err)
         self.assertExit(0, self.world.cli('--db', 'my.db', 'ping'))
         self.assertExit(4, self.world.cli('ping'), 'there is no server')
+
+
+class MemoryDatabaseTest(WorldTest):
+    """--in-memory: the live database in memory, a copy in its file."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.database = self.world.path('my.db')
+
+    def count(self) -> int:
+        """Events in the copy, which is whole whenever one looks."""
+        copy = self.world.path('looked at')
+        shutil.copy(self.database, copy)
+        self.assertEqual([('ok',)], ask_sqlite(copy, 'PRAGMA integrity_check'))
+        return ask_sqlite(copy, 'SELECT count(*) FROM event')[0][0]
+
+    def live(self) -> str:
+        """Path of the database in memory."""
+        return json.loads(self.world.read('my.db.memory'))['path']
+
+    def add_events(self, count: int) -> None:
+        """Change something, through the server."""
+        client = self.world.connect(database=self.database)
+        with contextlib.closing(client):
+            self.assertFalse(client.is_direct)
+            number = (client.list_workflows()['items'] or [client.create_workflow({'name': 'w', 'user': 'u'})])[0]['id']
+            for _ in range(count):
+                client.create_event({'workflow_id': number, 'data': {'x': 'y' * 100}})
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """End the server."""
+        self.world.server.send(number)
+        self.world.server.process.wait(20)
+
+    def test_its_file_is_a_whole_copy_at_every_end_and_nothing_is_left(self) -> None:
+        for number, total in ((signal.SIGTERM, 5), (signal.SIGINT, 10), (signal.SIGHUP, 15)):
+            self.world.serve('-d', 'my.db', '--in-memory')
+            directory = os.path.dirname(self.live())
+            self.assertEqual((0o700, 0o600), (os.stat(directory).st_mode & 0o777, os.stat(self.live()).st_mode & 0o777))
+            self.add_events(5)
+            self.assertEqual(total - 5, self.count())
+            self.end(number)
+            self.assertEqual(total, self.count())
+            self.assertFalse(os.path.exists(directory))
+            self.assertEqual({'my.db', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
+        self.assertEqual(0o600, os.stat(self.database).st_mode & 0o777)
+
+    def test_it_is_copied_at_intervals_and_when_asked_while_requests_go_on(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory', '--snapshot-interval-seconds', 1)
+        client = self.world.connect(database=self.database)
+        self.addCleanup(client.close)
+        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        counts = []
+        while len(set(counts)) < 3:
+            client.create_event({'workflow_id': number, 'data': {'x': 'y' * 1000}})
+            counts.append(self.count())
+        self.assertEqual(sorted(counts), counts)
+        self.end()
+        self.world.serve('-d', 'my.db', '--in-memory')
+        before = self.count()
+        self.add_events(1)
+        self.world.server.send(signal.SIGUSR1)
+        self.world.wait(lambda: f'TORC_SNAPSHOT_DONE={self.database}\n' in self.world.server.out, 20, 'the copy', [self.world.server])
+        self.assertEqual(before + 1, self.count())
+
+    def test_after_a_kill_the_next_start_goes_on_with_what_is_in_memory(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        for total in (3, 6, 9):
+            self.add_events(3)
+            live = self.live()
+            self.world.server.kill()
+            self.assertEqual(0, self.count())
+            self.world.serve('-d', 'my.db', '--in-memory')
+            self.assertEqual(live, self.live())
+        self.world.server.kill()
+        outcome = self.assertExit(0, self.world.cli('--db', 'my.db', '-f', 'json', 'events', 'list', 1), 'its changes were written back')
+        self.assertEqual((9, 9), (len(outcome.json()['items']), self.count()))
+        self.assertFalse(os.path.exists(os.path.dirname(live)) or os.path.exists(self.database + '.memory'))
+
+    def test_while_its_server_lives_nobody_uses_the_copy(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        os.unlink(self.database + '.connection')
+        self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '-p', 0), 'in use by another torc.py (process ')
+        with self.assertRaisesRegex(torc.Conflict, 'in use by another torc.py'):
+            torc.Client(database=self.database).reconnect(0)
+
+    def leave_behind(self, **change: Any) -> str:
+        """A server with a change in memory, killed; and what its file says, changed."""
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.world.server.kill()
+        found = dict(json.loads(self.world.read('my.db.memory')), **change)
+        torc.write_atomically(self.database + '.memory', json.dumps(found).encode())
+        return found['path']
+
+    def test_what_was_lost_with_the_memory_is_told(self) -> None:
+        shutil.rmtree(os.path.dirname(self.leave_behind(boot_id='another')))
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'was in memory, which was lost with its server: changes after', 'No workflows found')
+        self.assertEqual('', self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list')).err)
+
+    def test_what_is_in_another_hosts_memory_is_not_given_up_unasked(self) -> None:
+        directory = os.path.dirname(self.leave_behind(host='node7'))
+        self.addCleanup(shutil.rmtree, directory)
+        outcome = self.assertExit(4, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'is in the memory of host node7')
+        self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory'), 'is in the memory of host node7')
+        os.unlink(shlex.split(outcome.err.rpartition(': rm ')[2])[0])
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
+
+    def test_a_copy_that_cannot_be_written_leaves_everything_in_memory(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        os.mkdir(self.database + '.new')       # in the way
+        self.add_events(2)
+        self.world.server.send(signal.SIGUSR1)
+        self.world.wait(lambda: 'could not be written: ' in self.world.server.err, 20, 'the failure', [self.world.server])
+        self.add_events(2)
+        self.end()
+        self.assertIn('stays in /', self.world.server.err)
+        self.assertEqual(0, self.count())
+        os.rmdir(self.database + '.new')
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
+        self.assertEqual(4, self.count())
+
+    def test_a_file_that_is_removed_from_memory_is_copied_all_the_same(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(2)
+        with contextlib.closing(self.world.connect(database=self.database)) as client:
+            shutil.rmtree(os.path.dirname(self.live()))     # as systemd does when a user logs out (logind.conf(5), RemoveIPC)
+            self.assertRaises(torc.Unreachable, client.call, 'ping', deadline_s=0.2)
+        self.assertExit(4, self.world.server.finish(20), 'was removed or replaced')
+        self.assertEqual(2, self.count())
+
+    def test_the_file_of_a_run_is_whole_when_its_command_returns(self) -> None:
+        database = self.world.path('torc_output', 'torc.db')
+        for number in (1, 2):
+            self.assertExit(0, self.world.cli('-s', '--in-memory', '--torc-server-bin', 'none', 'exec', '-c', 'true'))
+            self.assertFalse(os.path.exists(database + '.memory'))
+            self.assertEqual([(number,)], ask_sqlite(database, 'SELECT count(*) FROM result'))
+        second = self.world.start('-s', '--in-memory', 'exec', '-c', 'while [ ! -e go ]; do sleep 0.05; done')
+        self.world.wait(lambda: self.statuses(database).count(torc.RUNNING), 20, 'the other run', [second])
+        self.assertExit(0, self.world.cli('-s', 'exec', '-c', 'true'))      # joins it, and does not wait for its end
+        copy = self.world.path('copy')
+        shutil.copy(database, copy)
+        self.assertEqual([(3,)], ask_sqlite(copy, 'SELECT count(*) FROM result'))
+        self.world.write('go', '')
+        self.assertExit(0, second.finish())
+        self.assertEqual([(4,)], ask_sqlite(database, 'SELECT count(*) FROM result'))
+
+    def statuses(self, database: str) -> List[int]:
+        """Statuses of jobs in a database in memory."""
+        try:
+            with open(database + '.memory') as file:
+                path = json.load(file)['path']
+            with self.world.connect(database=database) as client:
+                return [torc.STATUS_CODES[job['status']] for workflow in client.list_workflows()['items']
+                        for job in client.list_jobs(workflow_id=workflow['id'])['items']] if os.path.exists(path) else []
+        except (FileNotFoundError, torc.TorcError):
+            return []
+
+    def test_a_killed_server_of_a_run_is_replaced_without_a_loss(self) -> None:
+        database = self.world.path('torc_output', 'torc.db')
+        run = self.world.start('-s', '--in-memory', 'exec', '-c', 'touch started; while [ ! -e go ]; do sleep 0.05; done; echo done')
+        self.world.wait(lambda: os.path.exists(self.world.path('started')), 20, 'the job', [run])
+        for _ in range(2):
+            found = self.world.wait(lambda: torc.read_connection_file(database), 20, 'the server', [run])
+            os.kill(found['pid'], signal.SIGKILL)
+            self.world.wait(lambda: torc.process_lives(found) is False, 10, 'its end')
+        self.world.write('go', '')
+        self.assertExit(0, run.finish())
+        self.assertEqual([(0, 'completed')], [(item['return_code'], item['status']) for item in
+                                              self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1)).json()['items']])
+
+    def test_its_options_are_refused_where_they_do_nothing(self) -> None:
+        for words, text in ((('-s', '--in-memory', 'jobs', 'list', 1), '--in-memory is for run, exec, serve'), (('--in-memory', 'exec', '-c', 'true'), 'goes with -s'),
+                            (('-s', '--snapshot-interval-seconds', 5, 'exec', '-c', 'true'), 'goes with --in-memory'),
+                            (('serve', '-d', ':memory:', '--in-memory'), 'give one with -d FILE'), (('-s', '--snapshot-interval-seconds', 0, 'run', 'x'), 'less than 1')):
+            self.assertExit(2, self.world.cli(*words), text)
+        self.world.serve('-d', 'my.db')
+        self.assertExit(0, self.world.cli('--db', 'my.db', '--in-memory', 'exec', '-c', 'true'), 'is served already, and not from memory')
+
+    def test_there_must_be_room_for_it(self) -> None:
+        with self.assertRaisesRegex(torc.BadInput, 'has room for a database of 1024.0TB'):
+            torc.make_memory_directory(2 ** 50)
+        with unittest.mock.patch('os.statvfs', side_effect=[OSError(2, 'no /dev/shm'), os.statvfs('/')]):
+            path = torc.make_memory_directory(0)
+        self.addCleanup(os.rmdir, path)
+        self.assertEqual(tempfile.gettempdir(), os.path.dirname(path))
 
 
 class EmbeddedTest(WorldTest):
@@ -12629,6 +12838,7 @@ BORDERS = {
     'run_task': 'a bug fails one task, whose waiter is told; the server goes on',
     'Server.attempt': 'a bug costs one connection, not the server',
     'Server.on_tick': 'a bug costs one look at the clock',
+    'SnapshotWriter.work': 'a bug costs one snapshot; finish() reports it',
     'Users.work': 'a bug costs one look at a password, not all later ones',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',

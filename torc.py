@@ -206,7 +206,7 @@ ENVIRONMENT = (
     Variable('TORC_TLS_KEY',                'you',  '`serve`: the key of its certificate'),
     Variable('TORC_LOG_DIR',                'you',  '`serve`: directory for torc-server.log'),
     Variable('DATABASE_URL',                'you',  '`serve`: its database, as sqlite:PATH'),
-    Variable('TORC_SERVER_SNAPSHOT_PATH',   'you',  '`serve`: where SIGUSR1 puts a copy of the database (default ./torc-server-snapshot.db)'),
+    Variable('TORC_SERVER_SNAPSHOT_PATH',   'you',  '`serve`: where SIGUSR1 puts a copy of the database (default ./torc-server-snapshot.db; with --in-memory: its file)'),
     Variable('TORC_SERVER_SNAPSHOT_KEEP',   'you',  '`serve`: how many such copies are kept (default 5)'),
     Variable('TORC_USERNAME',               'you',  'owner of new workflows, and user of TORC_PASSWORD; else USER'),
     Variable('TORC_PASSWORD',               'you',  'password for the server that --url or TORC_API_URL names (kept from jobs)'),
@@ -5246,6 +5246,8 @@ class Store:
     def __init__(self, path: str, now: Callable[[], float] = time.time) -> None:
         """Open the database file, or make it. BadInput if it is something else, Conflict if another process has it."""
         self.path = path
+        self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
+        self.snapshots = None               # type: Any  # the SnapshotWriter of a database in memory
         self.now = now                      # the clock; seconds since the epoch
         self.caller = ''                    # who asks, for events and new workflows; set for each request
         self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
@@ -5259,8 +5261,10 @@ class Store:
         self._guard = None                  # type: Optional[ForeignGuard]
         self._depth = 0                     # of savepoints
         self._columns = {}                  # type: Dict[str, List[TableColumn]]
+        self._descriptor = -1               # of the main file, for copies
+        prepare_database_file(path)
+        self._file = file_identity(path)    # before it is opened: it may be replaced until it is locked
         self._db = open_database(path)
-        self._file = file_identity(path)
         try:
             self._db.execute('BEGIN IMMEDIATE')     # takes the lock that holds until close()
             self._db.execute('COMMIT')
@@ -5275,6 +5279,9 @@ class Store:
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
         self._db.close()
+        if self._descriptor >= 0:   # last: closing any descriptor of a file drops its locks (fcntl(2))
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def copy_to(self, path: str) -> None:
         """Write the whole database, as it is now, to another file. Between transactions only."""
@@ -5283,6 +5290,33 @@ class Store:
             self._db.execute('VACUUM INTO ?', (path,))
         else:
             keep_copy(self._db, path)
+
+    @property
+    def changes(self) -> int:
+        """A number that grows with each change."""
+        return self._db.total_changes + self.value('PRAGMA schema_version')
+
+    def main_file(self) -> int:
+        """Descriptor of the main file, to be read only; it stays good when the file is removed."""
+        if self._descriptor < 0:
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._descriptor
+
+    def freeze(self) -> bool:
+        """Checkpoint, and keep the main file as it is until thaw(): changes go to the write-ahead log.
+
+        Between transactions only. False where there is no such log: the next transaction changes the file.
+        """
+        self._db.execute('PRAGMA wal_autocheckpoint = 0')
+        is_busy, pages, _ = self._db.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
+        if is_busy:
+            self.thaw()
+            raise sqlite3.OperationalError('the write-ahead log is in use')
+        return pages >= 0
+
+    def thaw(self) -> None:
+        """End freeze()."""
+        self._db.execute('PRAGMA wal_autocheckpoint = %s' % dict(PRAGMAS)['wal_autocheckpoint'])
 
     def check_in_place(self) -> None:
         """Conflict if the file was removed or replaced under us: what is written to it would be lost without a word."""
@@ -5583,8 +5617,8 @@ def file_identity(path: str) -> Tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def open_database(path: str) -> sqlite3.Connection:
-    """Connect, the file made private if it is new, with all pragmas set."""
+def prepare_database_file(path: str) -> None:
+    """Make the file if there is none, and see that it is private."""
     try:
         # Only a new file is made here: closing any descriptor of a database drops the locks that this process has on it.
         if not os.path.exists(path):
@@ -5592,6 +5626,10 @@ def open_database(path: str) -> sqlite3.Connection:
         check_database_file(path)
     except OSError as error:
         raise BadInput(f'cannot open the database {path}: {error.strerror}; give another place with --db') from None
+
+
+def open_database(path: str) -> sqlite3.Connection:
+    """Connect, with all pragmas set."""
     try:
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     except sqlite3.Error as error:
@@ -8646,6 +8684,7 @@ MODELS = {
     'CreateUserDataListResponse': 'user_data:[@UserDataModel]',
     'CreatedWorkflow': 'workflow_id:int! workflow_name:str! job_count:int!',
     'DatabaseResponse': 'id:str! path:str! host:str!',
+    'DatabaseSnapshotResponse': 'changes:int! saved:int! error:str',
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DynamicJobsConfig': 'max_iterations:int',
@@ -9315,7 +9354,17 @@ def get_version(store: Store) -> Dict[str, Any]:
 def get_database(store: Store) -> Dict[str, Any]:
     """Which database answers: its identity, and where it is stored."""
     identity = store.value('SELECT id FROM identity')
-    return {'id': identity, 'path': os.path.abspath(store.path), 'host': socket.gethostname()}
+    return {'id': identity, 'path': store.file_path, 'host': socket.gethostname()}
+
+
+def snapshot_database(store: Store) -> Dict[str, Any]:
+    """Write a database in memory to its file, done when `saved` has reached the `changes` of this answer."""
+    changes, snapshots = store.changes, store.snapshots
+    if snapshots is None:
+        return {'changes': changes, 'saved': changes}
+    if snapshots.saved < changes:
+        snapshots.ask()
+    return dict({'error': snapshots.error} if snapshots.error else {}, changes=changes, saved=snapshots.saved)
 
 
 def get_openapi(store: Store) -> Dict[str, Any]:
@@ -9348,6 +9397,8 @@ ROUTES = (
     Route('get_version', 'GET', '/version', get_version, returns='@VersionResponse'),
     Route('get_openapi', 'GET', OPENAPI_PATH, get_openapi, returns='object'),
     Route('get_database', 'GET', '/database', get_database, returns='@DatabaseResponse'),
+    Route('snapshot_database', 'POST', '/database/snapshot', snapshot_database,
+          returns='@DatabaseSnapshotResponse'),
 
     Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel', returns='@WorkflowModel'),
     Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel', returns='@CreatedWorkflow'),
@@ -9545,7 +9596,8 @@ BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to the workflow they are about.
 OPEN_OPERATIONS = frozenset((
-    'ping', 'get_version', 'get_openapi', 'get_database', 'list_workflows', 'list_workflow_statuses',
+    'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'list_workflows',
+    'list_workflow_statuses',
     'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
@@ -9935,10 +9987,11 @@ def describe_interface() -> Dict[str, Any]:
 #     at all is given up like any other client. Nothing is sent before the commit, and nothing is kept where nobody listens.
 #   * An administrator's SQL has a transaction of its own: whatever it does, it does not touch what others asked for.
 #
-# Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts), torc.db.connection
-# (where the living server is; removed at its end), torc.db.lease (on file systems whose locks cannot be trusted), and
-# torc.db.log (of a server in the background). An embedded server is forked by the first client that needs one and leaves
-# when its last connection has closed. Which process serves is decided by the database's lock and nothing else.
+# Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts),
+# torc.db.connection (where the living server is; removed at its end), torc.db.lease (on file systems whose
+# locks cannot be trusted), torc.db.memory (where a server has it in memory), and torc.db.log (of a server in
+# the background). An embedded server is forked by the first client that needs one and leaves when its last
+# connection has closed. Which process serves is decided by the database's lock and nothing else.
 
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
 SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate
@@ -9967,6 +10020,9 @@ LOGS_KEPT = 5
 MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
 SNAPSHOTS_KEPT = 5
 IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
+DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
+MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
+COPY_BYTES = 2 ** 20                # read and written at once
 REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
 FIELD_LINES = Expression(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
 HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
@@ -9981,7 +10037,7 @@ WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401, whatever
 REFUSALS_TOLD_S = 60.0              # between log lines about wrong tokens and passwords
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
 MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
-WAKE_VERDICT = b'\xff'              # on the wakeup descriptor: a password has been checked
+WAKE = b'\xff'                      # on the wakeup descriptor: a thread has done its work
 ANSWER_FIELDS = 'x-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
 
 
@@ -10277,8 +10333,9 @@ class Lease:
             os.unlink(self.path)
 
 
-def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0) -> Tuple[Store, Optional[Lease]]:
-    """Open a database as its only process. Conflict if another one has it."""
+def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
+                  in_memory: bool = False) -> Tuple[Store, Optional[Lease]]:
+    """Open a database as its only process, or put it in memory. Conflict if another process has it."""
     prepare_database_directory(database)
     lease = None
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
@@ -10287,12 +10344,218 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0) 
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
-        store = Store(database)
+        store = open_in_memory(database, takes_over) if in_memory else open_on_disk(database, takes_over)
         stack.callback(store.close)
         with store.transaction():
             fail_open_tasks(store)
         stack.pop_all()
         return store, lease
+
+
+# -------- databases in memory --------
+#
+# For slow file systems: the live database is a private file in memory (in a new directory of /dev/shm, else
+# of $TMPDIR) and `--db` a snapshot of it, replaced now and then and at every end. `torc.db.memory` beside the
+# snapshot says which process has the live file, and where. It is written before the first change and removed
+# after the last snapshot: while it is there, the snapshot may be behind. The live file outlives a killed
+# server; the next process that opens the database on that host continues with it or writes it back. Exclusive
+# is who has the lock of the snapshot and then finds no such file, or that of a dead process.
+#
+# Snapshots do not hold up the loop: a checkpoint makes the main file whole, and while a thread copies it no
+# other checkpoint runs, so that all changes go to the write-ahead log (sqlite.org/wal.html). SQLite's backup
+# interface would need Python 3.7, and VACUUM INTO SQLite 3.27 and the loop.
+
+def read_memory_file(database: str, takes_over: bool) -> str:
+    """Path of the live file that a killed server of a database has left, or ''. Callers have its lock.
+
+    Conflict if that server lives, Refused if the live file is in another host's memory.
+    """
+    path = database + '.memory'
+    try:
+        found = parse_json(read_private(path))
+        live, own = str(found['path']), str(found['database'])
+    except FileNotFoundError:
+        return ''
+    except (ValueError, KeyError, TypeError):
+        raise Denied(f'{path} is damaged: remove it') from None
+    if own != os.path.realpath(database) and os.path.exists(own + '.memory'):
+        os.unlink(path)     # it came with a copy of the directory
+        return ''
+    lives, saved_at = process_lives(found), format_time(os.stat(database).st_mtime)
+    if lives:
+        raise Conflict(f'the database {database} is in use by another torc.py (process {found["pid"]}, '
+                       'in memory); stop it, or give another place with --db')
+    if lives is None and not takes_over:
+        raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
+                      f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
+                      f': rm {shlex.quote(path)}')
+    if lives is None or not os.path.exists(live):
+        log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
+                    database, saved_at)
+        os.unlink(path)
+        return ''
+    return live
+
+
+def open_on_disk(database: str, takes_over: bool = False) -> Store:
+    """Open a database in its file. What a killed server has left in memory is written back before."""
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(contextlib.closing(Store(database)))
+        live = read_memory_file(database, takes_over)
+        if not live:
+            stack.pop_all()
+            return store
+        found = stack.enter_context(contextlib.closing(Store(live)))
+        found.freeze()
+        replace_database(found.main_file(), database)
+        os.unlink(database + '.memory')
+    log.warning('%s was in memory when its server was killed: its changes were written back', database)
+    shutil.rmtree(os.path.dirname(live), ignore_errors=True)
+    return Store(database)      # the file that was opened first was replaced
+
+
+def open_in_memory(database: str, takes_over: bool = False) -> Store:
+    """Put a database in memory and open it there, or continue with the live file of a killed server."""
+    with contextlib.ExitStack() as stack:
+        saved = stack.enter_context(contextlib.closing(Store(database)))
+        live = read_memory_file(database, takes_over)
+        if not live:
+            live = os.path.join(make_memory_directory(os.fstat(saved.main_file()).st_size), 'torc.db')
+            saved.freeze()
+            copy_descriptor(saved.main_file(), live)
+        with contextlib.ExitStack() as failures:
+            store = failures.enter_context(contextlib.closing(Store(live)))
+            store.file_path = os.path.abspath(database)
+            content = dict(describe_process(), path=live, database=os.path.realpath(database))
+            write_atomically(database + '.memory', format_json(content).encode())
+            failures.pop_all()
+    return store
+
+
+def make_memory_directory(size_bytes: int) -> str:
+    """A private directory where a database of this size has room to double: in memory, else in $TMPDIR."""
+    for parent in ('/dev/shm', tempfile.gettempdir()):
+        with contextlib.suppress(OSError):      # it is not there, or not writable
+            free = os.statvfs(parent)
+            if free.f_bavail * free.f_frsize >= 2 * size_bytes + MEMORY_RESERVE_BYTES:
+                return tempfile.mkdtemp(prefix='torc-', dir=parent)
+    raise BadInput(f'neither /dev/shm nor {tempfile.gettempdir()} has room for a database of '
+                   f'{format_memory(size_bytes)}')
+
+
+def copy_descriptor(descriptor: int, path: str) -> None:
+    """Copy a whole file to a private one, on disk at the end."""
+    with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as target:
+        offset = 0
+        for piece in iter(lambda: os.pread(descriptor, COPY_BYTES, offset), b''):
+            target.write(piece)
+            offset += len(piece)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def replace_database(descriptor: int, database: str) -> None:
+    """Replace a database file with a copy of a frozen main file."""
+    copy_descriptor(descriptor, database + '.new')
+    os.replace(database + '.new', database)
+
+
+class SnapshotWriter:
+    """Writes snapshots of a database in memory to its file: at an interval, and when asked to.
+
+    Everything but work() runs in the server's thread, between transactions.
+    """
+
+    def __init__(self, store: Store, interval_s: float, announce: Callable[[str], Any]) -> None:
+        self.store = store
+        self.interval_s = interval_s
+        self.announce = announce    # gets a line for each snapshot
+        self.due_at = time.monotonic() + interval_s
+        self.saved = -1             # Store.changes that the file holds
+        self.saving = -1            # ... and the snapshot that is being written
+        self.error = ''             # why the last one failed
+        self.thread = None          # type: Optional[threading.Thread]
+        self.failure = None         # type: Optional[Exception]  # of the thread
+        self.is_over = False        # the thread has done its work
+        self.wake = lambda: None    # type: Callable[[], Any]  # called in the thread then
+        store.main_file()           # open from now on: the file may be removed (logind.conf(5), RemoveIPC)
+
+    def ask(self) -> None:
+        """Write a snapshot as soon as possible."""
+        self.due_at = -math.inf
+
+    def next_at(self) -> float:
+        """When to act; inf while nothing has changed, or the thread is going to wake us."""
+        is_idle = self.due_at > -math.inf and self.saved == self.store.changes
+        return math.inf if self.thread is not None or is_idle else self.due_at
+
+    def act(self, now: float) -> None:
+        """Do what is due."""
+        if self.is_over:
+            self.finish()
+        if self.next_at() <= now:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin a snapshot."""
+        self.due_at = time.monotonic() + self.interval_s
+        try:
+            is_frozen = self.store.freeze()
+        except sqlite3.Error as error:
+            return self.report(error)
+        self.saving = self.store.changes
+        self.thread = threading.Thread(target=self.work, name='snapshot', daemon=True)
+        self.thread.start()
+        if not is_frozen:
+            self.finish()
+
+    def work(self) -> None:
+        """The thread."""
+        try:
+            replace_database(self.store.main_file(), self.store.file_path)
+        except Exception as error:      # border: reported by finish(), and tried again later
+            self.failure = error
+        self.is_over = True
+        self.wake()
+
+    def finish(self) -> None:
+        """Wait for the snapshot that is being written, if there is one."""
+        if self.thread is None:
+            return
+        self.thread.join()
+        self.store.thaw()
+        failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
+        self.report(failure)
+        if failure is None:
+            self.saved = self.saving
+
+    def report(self, failure: Optional[Exception]) -> None:
+        """Say how a snapshot ended."""
+        self.error = '' if failure is None else str(failure)
+        if failure is not None:
+            log.error('the snapshot %s could not be written: %s', self.store.file_path, failure)
+        else:
+            log.info('the snapshot %s was written', self.store.file_path)
+            self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
+
+    def close(self) -> None:
+        """Write the last snapshot. If that fails the live file stays, for the next process."""
+        try:
+            self.finish()
+            if self.saved < self.store.changes:
+                self.store.freeze()
+                replace_database(self.store.main_file(), self.store.file_path)
+            os.unlink(self.store.file_path + '.memory')
+        except (OSError, sqlite3.Error) as error:
+            self.report(error)
+            log.error('the newest state of %s stays in %s: the next command that uses it writes it back',
+                      self.store.file_path, self.store.path)
+
+
+def remove_memory_directory(store: Store) -> None:
+    """Remove the live file, unless it is still needed."""
+    if not os.path.exists(store.file_path + '.memory'):
+        shutil.rmtree(os.path.dirname(store.path), ignore_errors=True)
 
 
 # -------- HTTP framing --------
@@ -10960,7 +11223,7 @@ class Server:
         store.knows_users = self.users is not None
         if self.users is not None:
             store.reload_users = self.users.reload
-            self.users.wake = self.wake_for_verdict
+            self.users.wake = self.wake
         self.selector.register(self.wake_reader, selectors.EVENT_READ, self.on_wake)
         self.selector.register(listener, selectors.EVENT_READ, self.on_accept)
 
@@ -11027,6 +11290,8 @@ class Server:
             return 0.0
         now = time.monotonic()
         times = [self.leave_at, self.tick_at, self.accept_at, self.sweep_at, self.keep_alive_at]
+        if self.store.snapshots is not None:
+            times.append(self.store.snapshots.next_at())
         if self.lease is not None:
             times.append(now + Lease.PERIOD_S / 2)
         first = min(times)
@@ -11043,10 +11308,10 @@ class Server:
         while self.users is not None and self.users.verdicts:
             self.on_verdict(self.users.verdicts.popleft())
 
-    def wake_for_verdict(self) -> None:
-        """Called in the thread that checks passwords."""
+    def wake(self) -> None:
+        """Called in the threads that check passwords and write snapshots, when they have done so."""
         with contextlib.suppress(OSError):      # full: the loop is about to wake anyway; closed: nobody waits any more
-            self.wake_writer.send(WAKE_VERDICT)
+            self.wake_writer.send(WAKE)
 
     def end_with_input(self, descriptor: int) -> None:
         """Stop when a descriptor comes to its end: who started us holds the other side, and has gone."""
@@ -11545,6 +11810,8 @@ class Server:
             self.keep_alive(now)
         if self.lease is not None:
             self.lease.renew()
+        if self.store.snapshots is not None:
+            self.store.snapshots.act(now)
         if self.leave_at <= now:
             self.on_accept(0)       # the last look: who knocked meanwhile is let in
             self.is_leaving = self.leave_at <= now
@@ -11597,6 +11864,7 @@ class ServerOptions(NamedTuple):
     pid_file: str = ''              # '': none
     snapshot: str = ''              # where SIGUSR1 puts a copy of the database
     snapshots_kept: int = SNAPSHOTS_KEPT
+    snapshot_interval_s: Optional[float] = None     # of the database, which is in memory then
     auth_file: str = ''             # of passwords; beside it needs_token says whether the anonymous stay out
     known_s: float = DEFAULT_KNOWN_S    # a right password needs no other check for so long after its last use
     enforces_access: bool = False
@@ -11616,11 +11884,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
     with contextlib.ExitStack() as stack:
         if options.database == IN_MEMORY:
             options = options._replace(database=stack.enter_context(memory_database()))
-        wait_s = 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
-        store, lease = hold_database(options.database, options.takes_over, wait_s)
-        if lease is not None:
-            stack.callback(lease.release)
-        stack.callback(store.close)
+        store, lease = hold_served_database(stack, options, announce)
         store.allows_sql, store.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
@@ -11634,7 +11898,10 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         admission = Admission(token, names, users, lets_anonymous=not options.needs_token)
         server = Server(store, listener, admission, lease, options.is_embedded, tls=tls)
         stack.callback(server.close)
-        if options.snapshot:
+        if store.snapshots is not None:
+            store.snapshots.wake = server.wake
+            server.signal_calls[signal.SIGUSR1] = store.snapshots.ask
+        elif options.snapshot:
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
         stack.enter_context(server.signals())
         scheme = 'http' if tls is None else 'https'
@@ -11649,6 +11916,23 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
             server.end_with_input(0)
         server.serve_forever()
         log.info('no longer serving %s', options.database)
+
+
+def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
+                         announce: Callable[[str], Any]) -> Tuple[Store, Optional[Lease]]:
+    """The database to serve, until the stack ends."""
+    wait_s = 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
+    in_memory = options.snapshot_interval_s is not None
+    store, lease = hold_database(options.database, options.takes_over, wait_s, in_memory)
+    if lease is not None:
+        stack.callback(lease.release)
+    if in_memory:
+        stack.callback(remove_memory_directory, store)
+    stack.callback(store.close)
+    if in_memory:
+        store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
+        stack.callback(store.snapshots.close)
+    return store, lease
 
 
 def raise_descriptor_limit() -> None:
@@ -11721,6 +12005,7 @@ def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
     content = dict(
         describe_process(), url=urls[0], candidates=urls, server_id=secrets.token_hex(16), database=database,
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
+        in_memory=options.snapshot_interval_s is not None,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
     paths = [path, '' if options.is_embedded else register_server(content)]
     try:
@@ -11748,7 +12033,7 @@ def pid_file(path: str) -> Iterator[None]:
 @contextlib.contextmanager
 def memory_database() -> Iterator[str]:
     """A database that lasts as long as the block: a file in memory, where there is such a place."""
-    directory = tempfile.mkdtemp(prefix='torc-', dir='/dev/shm' if os.access('/dev/shm', os.W_OK) else None)
+    directory = make_memory_directory(0)
     try:
         yield os.path.join(directory, 'torc.db')
     finally:
@@ -11824,11 +12109,12 @@ class JsonLines(logging.Formatter):
 
 # -------- detached servers --------
 
-def start_embedded_server(database: str) -> bool:
+def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> bool:
     """Fork a server for a database. True when it answers; False if another process has the database."""
     database = os.path.abspath(database)
+    options = ServerOptions(database, port=0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
     try:
-        start_detached_server(ServerOptions(database, port=0, is_embedded=True), LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
+        start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
     except Conflict:
         return False
     return True
@@ -11937,6 +12223,8 @@ NAMED_DEADLINE_S = 1.0              # at first, for an address that was named: i
 CALL_DEADLINE_S = 600.0             # for one answer, if the caller names no other; large workflows take their time
 SILENCE_S = 45.0                    # a stream gives a sign of life every KEEP_ALIVE_S; after so much silence it is dead
 STREAM_PATIENCE_S = 60.0            # for the server of a stream to come back
+LEAVE_DEADLINE_S = 2.0              # for an embedded server in memory to end, if we were its last client
+LEAVE_PAUSE_S = 0.02
 STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
 MAX_EVENT_BYTES = 16 * 1024 ** 2
 CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
@@ -12311,6 +12599,8 @@ class Client(Operations):
         self.token_file = token_file            # path of the token's file, or ''
         self.trust = trust                      # for https
         self.needs_server = needs_server        # fork an embedded server rather than open the database
+        self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
+        self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
         self.servers_started = 0                # embedded ones, by this client
         self.is_lasting = False                 # the database was served by a lasting server: wait for it, fork none
@@ -12475,6 +12765,32 @@ class Client(Operations):
         if lease is not None:
             lease.release()
 
+    def leave(self) -> None:
+        """Close. An embedded server in memory has written everything to its file before.
+
+        It may be killed as soon as we have left: batch systems do so at the end of a script. If nobody else
+        uses it, its end is waited for too.
+        """
+        if self.in_memory and self._wire is not None:
+            try:
+                self.await_snapshot()
+            except TorcError as error:
+                log.warning('the snapshot %s could not be written: %s', self.database, error)
+            self.close()
+            deadline = time.monotonic() + LEAVE_DEADLINE_S
+            while os.path.exists(self.database + '.memory') and time.monotonic() < deadline:
+                time.sleep(LEAVE_PAUSE_S)
+        self.close()
+
+    def await_snapshot(self) -> None:
+        """Wait until the database file holds everything that was done."""
+        wanted = answer = self.call('snapshot_database')
+        while answer['saved'] < wanted['changes']:
+            if answer.get('error'):
+                raise Refused(answer['error'])
+            time.sleep(LEAVE_PAUSE_S)
+            answer = self.call('snapshot_database')
+
     def need_server(self) -> None:
         """From now on through a server: a direct client gives its database to an embedded one and joins it."""
         if self.database and not self.needs_server:
@@ -12508,6 +12824,7 @@ class Client(Operations):
         found = read_living_server(self.server_file or self.database + '.connection')
         if found is not None:
             self.is_lasting = not found.get('is_embedded')
+            self.in_memory = bool(found.get('in_memory')) and not self.is_lasting
             self.token_file = found.get('token_file') or ''
             self.trust = self.trust._replace(fingerprint=found.get('fingerprint') or '')
             try:
@@ -12524,7 +12841,7 @@ class Client(Operations):
             self._store, self._lease = hold_database(self.database)
             self._store.caller = user_name()
             forget_server(self.database)
-        elif start_embedded_server(self.database):
+        elif start_embedded_server(self.database, self.snapshot_interval_s):
             self.servers_started += 1
             forget_server(self.database)
             self.open()
@@ -15143,6 +15460,7 @@ PROBLEMS_SHOWN = 20
 LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
 ANSWER_FORMATS = ('table', 'json', 'csv')
 TASK_PAUSE_S = 1.0          # longest between looks at a task
+MEMORY_COMMANDS = ('run', 'exec', 'serve')      # that may have the database in memory
 MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
 
 Arguments = Dict[str, Any]
@@ -15168,11 +15486,25 @@ class Session:
     def client(self) -> Client:
         """Connection to the server, or to the embedded database; made at its first use."""
         if self._client is None:
-            is_reading = self.command.name not in MAKERS
+            interval_s, is_reading = self.snapshot_interval_s, self.command.name not in MAKERS
             self._client = Client.connect(url=self.options['url'], database=self.database, is_reading=is_reading,
                                           ca_file=self.options['tls_ca_cert'] or '', is_insecure=bool(self.options['tls_insecure']),
                                           credentials=self.credentials)
+            self._client.snapshot_interval_s = interval_s
         return self._client
+
+    @property
+    def snapshot_interval_s(self) -> Optional[float]:
+        """Time between snapshots of a database in memory; None without --in-memory."""
+        if not self.options['in_memory']:
+            if self.options['snapshot_interval_seconds'] is not None:
+                raise BadInput('--snapshot-interval-seconds goes with --in-memory')
+            return None
+        if self.command.name not in MEMORY_COMMANDS:
+            raise BadInput(f"--in-memory is for {', '.join(MEMORY_COMMANDS)}")
+        if self.command.name != 'serve' and not self.database:
+            raise BadInput('--in-memory goes with -s or --db FILE, or with `serve`')
+        return self.options['snapshot_interval_seconds'] or DEFAULT_SNAPSHOT_INTERVAL_S
 
     @property
     def credentials(self) -> Credentials:
@@ -15266,6 +15598,11 @@ class Session:
             return True
         self.tell('Cancelled')
         return False
+
+    def leave(self) -> None:
+        """Give the connection back, and see that what was done stays."""
+        if self._client is not None:
+            self._client.leave()
 
     def close(self) -> None:
         """Give the connection back."""
@@ -16990,11 +17327,15 @@ def has_failed(counts: Dict[str, int]) -> bool:
 def tell_location(session: Session, workflow: Dict[str, Any]) -> None:
     """Say where a workflow is stored, unless that is the embedded database of this directory."""
     client = session.client
+    if session.options['in_memory'] and not client.in_memory:
+        session.tell(printable(f'warning: {client.location} is served already, and not from memory'))
     is_embedded = not client.named_url and not client.is_lasting
     is_usual = is_embedded and client.database == os.path.abspath(EMBEDDED_DATABASE)
     if not is_usual and not session.options['quiet']:
         named = f"Workflow {workflow['id']} ({workflow['name']})"
         session.tell(printable(f'{named} is stored in {client.location}'))
+
+
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
     """Make ready what was never looked at, or what was reset since.
 
@@ -17387,6 +17728,8 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     if args['require_auth'] and args['no_auth']:
         raise BadInput('--require-auth and --no-auth contradict each other')
     options = server_options(session, args)
+    if options.database == IN_MEMORY and options.snapshot_interval_s is not None:
+        raise BadInput('--in-memory writes the database to a file: give one with -d FILE')
     log_dir = args['log_dir'] or os.environ.get('TORC_LOG_DIR', '')
     log_path = prepare_log(log_dir) if log_dir else ''
     if args['json_logs']:
@@ -17420,7 +17763,8 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
         snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH') or 'torc-server-snapshot.db'), snapshots_kept=int(kept),
         allows_sql=not args['disable_admin_sql'], allows_sql_writes=not args['disable_admin_sql_writes'],
         auth_file=args['auth_file'] or os.environ.get('TORC_AUTH_FILE', ''), known_s=read_known_s(args),
-        enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args))
+        enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args),
+        snapshot_interval_s=session.snapshot_interval_s)
 
 
 def absolute(path: Optional[str]) -> str:
@@ -17667,6 +18011,11 @@ GLOBAL_ARGUMENTS = (
     Argument('--url', 'URL', 'server to use (default: TORC_API_URL, else the one that runs, else the embedded database)'),
     Argument('-s --standalone', '', f'use the embedded database {DEFAULT_OUTPUT_DIR}/torc.db, whatever server runs'),
     Argument('--db', 'FILE', 'use this embedded database'),
+    Argument('--in-memory', '', '`run` and `exec` with -s or --db, and `serve`: keep the database in memory, '
+             'with snapshots in its file'),
+    Argument('--snapshot-interval-seconds', 'N', 'between these snapshots '
+             f'(default {DEFAULT_SNAPSHOT_INTERVAL_S:g}); one is written at every end', at_least(1)),
+    Argument('--torc-server-bin', 'FILE', 'accepted: this file is the server, too'),
     Argument('--password', 'PW', 'your password at the server that --url names (better: TORC_PASSWORD)'),
     Argument('--prompt-password', '', 'ask for that password'),
     Argument('--cookie-header', 'TEXT', 'Cookie field for that server'),
@@ -18312,6 +18661,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
         session.options = parsed.options
         with logging_to(err, log_level(parsed)):
             code = run_command(parsed, session)
+            session.leave()
         out.flush()
         return code
     except TorcError as error:
