@@ -2931,7 +2931,7 @@ class ActionTest(ServiceTest):
     def test_a_taken_action_is_a_conflict_for_the_next(self):
         workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
         action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
-        self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['claimed'])
+        self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['success'])
         with self.assertRaises(torc.Conflict):
             self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
 
@@ -4869,6 +4869,36 @@ class AnswerTest(LiveTest):
                     self.assertTrue(value['items'], 'nothing was checked: the live data lacks such a thing')
 
 
+    def extra_keys(self, place: str, kind: str, value: Any) -> List[str]:
+        """Keys of an answer that no model of the official interface has at their place."""
+        if kind[:1] in '[{' and isinstance(value, (list, dict)):
+            items = enumerate(value) if isinstance(value, list) else value.items()
+            return [text for key, item in items for text in self.extra_keys(f'{place}.{key}', kind[1:-1], item)]
+        if not isinstance(value, dict) or not isinstance(self.models.get(kind, [''])[0], dict):
+            return []       # a plain value, an enum, or free JSON
+        fields = {row['name']: official_type(row['type']) for row in self.models[kind]}
+        return [f'{place}.{key}' for key in value if key not in fields] + [
+            text for key, item in value.items() for text in self.extra_keys(f'{place}.{key}', fields.get(key, 'any'), item)]
+
+    def test_no_answer_of_the_official_interface_has_a_key_that_its_model_lacks(self):
+        self.models = read_shared('torc/api_models.json')
+        checked = 0
+        for row in read_shared('torc/api_operations.json'):
+            route = torc.OPERATIONS[row['op']]
+            for given in ({}, {'async': True}) if row['op'] == 'initialize_jobs' else ({},):
+                with self.subTest(row['op']), self.undone():
+                    status, value = self.request(route, dict(self.parameters(route), **given), self.body(route))
+                    kind = 'TaskModel' if given else official_type(row['returns'] or 'Any')
+                    if not isinstance(value, torc.Subscription):
+                        self.assertEqual([], self.extra_keys(row['op'], kind, json.loads(torc.format_json(value))))
+                        checked += kind not in ('any', 'object')
+        self.assertGreater(checked, 120)
+
+    def test_what_is_kept_for_us_is_never_told(self):
+        told = {row['name'] for model in read_shared('torc/api_models.json').values() for row in model if isinstance(row, dict)}
+        self.assertEqual(set(), told & torc.PRIVATE_COLUMNS)
+
+
 # -------- what arrives is checked --------
 
 DEEP = functools.reduce(lambda inner, _: [inner], range(torc.MAX_DEPTH + 2), [])    # type: Any
@@ -5206,7 +5236,6 @@ OTHER_ANSWERS = {   # operation -> our answer; the official interface says only 
     'delete_all_user_data': 'DeleteCountResponse', 'delete_resource_requirements': 'DeleteCountResponse',
 }
 OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, None where it is not there), because of what
-    'ClaimActionResponse.claimed': (None, 'boolean'),           # what Torc 1.0's server says
     'ComputeNodeModel.identity': (None, 'string'),              # tells runners on one host apart
     'ComputeNodeModel.lease_s': (None, 'number'),               # how long a silent runner is believed alive
     'EventModel.timestamp': ('integer!', 'integer'),            # the server sets it

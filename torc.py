@@ -6467,7 +6467,7 @@ def claim_action(store: Store, workflow_id: int, action_id: int, body: Optional[
     if not take_action(store, action_id, node_id, action['persistent']):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
     note_action_reported(store, action_id, node_id or 0)     # who claims so never tells how it ended
-    return {'claimed': True, 'success': True, 'action_id': action_id}
+    return {'success': True, 'action_id': action_id}
 
 
 def take_action(store: Store, action_id: int, node_id: Optional[int], persistent: bool) -> bool:
@@ -8634,9 +8634,11 @@ def stream_api_events(store: Store, include_bodies: bool = False) -> Subscriptio
 
 # ======== 9. API: tables that map HTTP to verbs ========
 #
-# MODELS says what a request's body may hold, RESOURCES what a list may be asked for, ROUTES which verb answers. An
-# endpoint is a row. Whatever arrives is checked here, before a verb sees it: types, required fields, ranges, text that
-# SQLite or a terminal could not hold. Two doors lead in: answer_request for HTTP (bytes in, status and value out), and
+# MODELS says what a request's body may hold, RESOURCES what a list may be asked for, ROUTES which verb
+# answers. An endpoint is a row. An answer of an official operation has the keys of its model and no others: a
+# client may know a key of ours as another name of one of its own. What we add has operations of its own.
+# Whatever arrives is checked here, before a verb sees it: types, required fields, ranges, text that SQLite or
+# a terminal could not hold. Two doors lead in: answer_request for HTTP (bytes in, status and value out), and
 # call_operation for callers in the same process. Both give the same values.
 #
 # Where access is enforced, call_route() asks before every verb whether the caller has access to the workflow that the
@@ -8669,7 +8671,7 @@ MODELS = {
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
     'CheckChangesResponse': 'changed:[@ChangedJob]! downstream_jobs:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
-    'ClaimActionResponse': 'action_id:int! claimed:bool success:bool',
+    'ClaimActionResponse': 'action_id:int! success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
     'ClaimNextJobsResponse': 'jobs:[@JobModel]',
     'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! duration_seconds:float end_time:time '
