@@ -2124,8 +2124,8 @@ class ServiceTest(unittest.TestCase):
 
     def node(self, workflow_id: int, **more: Any) -> int:
         body = dict(workflow_id=workflow_id, hostname='h', pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
-                    num_gpus=0, num_nodes=1, compute_node_type='local', lease_s=60.0, **more)
-        return self.call('create_compute_node', body)['id']
+                    num_gpus=0, num_nodes=1, compute_node_type='local', is_active=True, lease_s=60.0)
+        return self.call('create_compute_node', dict(body, **more))['id']
 
     def sync(self, workflow_id: int, node_id: int, **more: Any) -> Any:
         run_id = self.call('get_workflow', id=workflow_id)['run_id']
@@ -2780,6 +2780,46 @@ class NodeTest(ServiceTest):
     def release(self, alive: bool = True) -> List[int]:
         with self.store.transaction():
             return torc.release_lost_nodes(self.store, lambda hostname, pid, identity: alive)
+
+    def test_only_a_node_that_says_so_is_at_work(self):
+        workflow_id = self.create('a:')
+        nodes = [self.node(workflow_id, hostname=f'n{place}.cluster', is_active=said) for place, said in enumerate((True, False, None))]
+        silent = {key: value for key, value in self.call('get_compute_node', id=nodes[0]).items() if key not in ('id', 'is_active')}
+        nodes.append(self.call('create_compute_node', dict(silent, hostname='n3.cluster'))['id'])
+        self.assertEqual([True, False, False, False], [self.call('get_compute_node', id=node_id)['is_active'] for node_id in nodes])
+        self.assertEqual(1, self.call('get_workflow_status', id=workflow_id)['active_compute_nodes'])
+        self.store.run('UPDATE compute_node SET is_active = NULL WHERE id = ?', (nodes[3],))     # as an earlier version left it
+        for query, found in (({'is_active': True}, nodes[:1]), ({'is_active': False}, nodes[1:]), ({'hostname': 'CLUST'}, nodes), ({'hostname': 'n2'}, nodes[2:3]),
+                             ({'hostname': 'cluster', 'is_active': True}, nodes[:1]), ({'hostname': '%'}, [])):
+            with self.subTest(query):
+                answer = self.call('list_compute_nodes', workflow_id=workflow_id, **query)
+                self.assertEqual((found, len(found)), ([item['id'] for item in answer['items']], answer['total_count']))
+
+    def test_it_is_told_which_ready_jobs_no_allocation_has_time_for(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        for runtime, labels in (('PT72H', []), ('PT1H', []), ('PT90H', ['gpu'])):
+            needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': runtime, 'runtime': runtime})['id']
+            self.call('create_job', {'workflow_id': workflow_id, 'name': runtime, 'command': 'x', 'resource_requirements_id': needs, 'labels': labels})
+        self.call('initialize_jobs', id=workflow_id)
+
+        def told() -> Tuple[int, Optional[int], Optional[int]]:
+            status = self.call('get_workflow_status', id=workflow_id)
+            keys = ('runtime_blocked_ready_jobs', 'longest_ready_runtime_seconds', 'max_allocation_remaining_seconds')
+            return tuple(status.get(key) for key in keys)
+        day_s = 86400
+        self.node(workflow_id, is_active=False)     # only described: it takes nothing
+        self.assertEqual((0, None, None), told())
+        self.node(workflow_id, end_time=torc.format_time(self.clock + 2 * day_s))
+        self.assertEqual((1, 3 * day_s, 2 * day_s), told())
+        self.node(workflow_id, end_time=torc.format_time(self.clock + 4 * day_s), labels=['gpu'])       # takes no jobs without labels
+        self.assertEqual((1, 3 * day_s, 4 * day_s), told())
+        self.clock += 2 * day_s + 5     # the end is over: what the runners' grace covers is all that fits
+        self.assertEqual((2, 3 * day_s, 2 * day_s - 5), told())
+        last = self.node(workflow_id, end_time=torc.format_time(self.clock + 3 * day_s - torc.CLAIM_GRACE_S))
+        self.assertEqual((0, 3 * day_s, 3 * day_s - torc.CLAIM_GRACE_S), told())
+        self.call('update_compute_node', {'is_active': False}, id=last)
+        self.node(workflow_id)      # without an end
+        self.assertEqual((0, None, 2 * day_s - 5), told())
 
     def test_a_claim_that_a_dead_runner_may_have_started_is_another_attempt(self):
         workflow_id = self.create('a:')
@@ -5375,6 +5415,7 @@ def label_sets_fit(item: Dict[str, Any], value: str, world: Any) -> bool:
 
 
 FILTERS = {     # (route, parameter) -> whether an item passes; others compare with the field of their name. `world`: job id -> job
+    ('list_compute_nodes', 'hostname'): contains('hostname'),
     ('list_workflows', 'description'): contains('description'), ('list_jobs', 'name'): contains('name'), ('list_jobs', 'command'): contains('command'),
     ('list_files', 'path'): contains('path'), ('list_user_data', 'name'): contains('name'), ('list_events', 'category'): category_is,
     ('list_events', 'after_timestamp'): lambda item, value, world: item['timestamp'] > value, ('list_jobs', 'labels'): label_sets_fit,
@@ -10395,7 +10436,7 @@ class WorkflowTest(CommandTest):
         client = self.world.connect()
         self.addCleanup(client.close)
         node = {'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1,
-                'compute_node_type': 'local'}
+                'compute_node_type': 'local', 'is_active': True}
         client.create_compute_node(node)
         client.close()
         self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute nodes at work)')
@@ -12284,7 +12325,7 @@ class Clerk(threading.Thread):
         """Become a compute node."""
         return self.insist('create_compute_node', {
             'workflow_id': self.workflow_id, 'hostname': 'clerk', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z', 'num_cpus': 64, 'memory_gb': 64.0,
-            'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
+            'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True})['id']
 
     def claim(self) -> List[Dict[str, Any]]:
         """Some jobs. When none is left, those that an unheard answer gave us come back by giving the node up."""
@@ -12642,7 +12683,7 @@ def renew_prey(client: Any, plan: Any, fuzzer: Fuzzer) -> None:
     workflow_id = client.create_workflow_from_spec(plan)['workflow_id']
     client.initialize_jobs(id=workflow_id)
     node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-11-21T12:00:00.000Z', 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}
-    node_id = client.create_compute_node(dict(node, compute_node_type='local'))['id']
+    node_id = client.create_compute_node(dict(node, compute_node_type='local', is_active=True))['id']
     first, second, *_ = (job['id'] for job in client.claim_next_jobs(id=workflow_id, limit=3)['jobs'])
     client.start_job(job_id=second, run_id=1, compute_node_id=node_id)
     client.complete_job(completion_of(first, workflow_id, node_id), job_id=first, status='completed', run_id=1)

@@ -6906,19 +6906,25 @@ def measure_times(store: Store, workflow_id: int) -> Dict[str, Any]:
 
 
 def measure_blocked_by_time(store: Store, workflow_id: int) -> Dict[str, Any]:
-    """Ready jobs whose runtime is longer than any active node's remaining time."""
-    ready = store.rows(f'SELECT requirements.runtime_s, (SELECT count(*) FROM job WHERE job.kind_id = kind.id AND status = {READY}) '
-                       'FROM job_kind kind JOIN resource_requirements requirements ON requirements.id = kind.resource_requirements_id '
-                       'WHERE kind.workflow_id = ? AND kind.labels IS NULL', (workflow_id,))
-    ends = store.ids('SELECT end_time FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND labels IS NULL', (workflow_id,))
-    waiting = [(runtime_s, count) for runtime_s, count in ready if count]
-    answer = {'runtime_blocked_ready_jobs': 0}  # type: Dict[str, Any]
-    if waiting:
-        answer['longest_ready_runtime_seconds'] = max(runtime_s for runtime_s, _ in waiting)
-    if ends and None not in ends:
-        remaining_s = max(0, int(max(parse_time(end) for end in ends) - store.now()))
-        answer['max_allocation_remaining_seconds'] = remaining_s
-        answer['runtime_blocked_ready_jobs'] = sum(count for runtime_s, count in waiting if runtime_s > remaining_s + CLAIM_GRACE_S)
+    """Ready jobs whose runtime no active node has left; nodes and jobs with labels are left out."""
+    nodes = store.rows('SELECT end_time, labels FROM compute_node WHERE workflow_id = ? AND is_active = 1',
+                       (workflow_id,))
+    left_s = {end: max(0, int(parse_time(end) - store.now())) for end, _ in nodes if end is not None}
+    answer = {'runtime_blocked_ready_jobs': 0}
+    if left_s:
+        answer['max_allocation_remaining_seconds'] = max(left_s.values())
+    ends = [end for end, labels in nodes if labels is None]
+    if not ends or None in ends:    # nobody is at work, or somebody without an end
+        return answer
+    kinds = store.rows(
+        f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) '
+        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+        'WHERE kind.workflow_id = ? AND labels IS NULL', (workflow_id,))
+    limit_s = max(left_s[end] for end in ends) + CLAIM_GRACE_S
+    ready = [(runtime_s, count) for runtime_s, count in kinds if count]
+    answer['runtime_blocked_ready_jobs'] = sum(count for runtime_s, count in ready if runtime_s > limit_s)
+    if ready:
+        answer['longest_ready_runtime_seconds'] = max(runtime_s for runtime_s, _ in ready)
     return answer
 
 
@@ -8214,7 +8220,7 @@ def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     check_references(store, body['workflow_id'], body)
     store.job_counts(body['workflow_id'])       # so that no turn of a runner has to count them
     labels = sorted(set(body['labels'])) if body.get('labels') else None
-    values = dict(body, is_active=body.get('is_active') is not False, labels=labels)
+    values = dict(body, is_active=bool(body.get('is_active')), labels=labels)     # who works says so
     if body.get('lease_s') is not None:
         values['lease_until'] = store.now() + body['lease_s']
     node = get_row(store, 'compute_node', store.insert('compute_node', values))
@@ -9085,6 +9091,7 @@ RESOURCES = {
     'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel', 'LocalSchedulers', {}),
     'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', 'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
     'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
+        'hostname': CONTAINS.format('hostname'), 'is_active': 'ifnull(is_active, 0) = ?',
         'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
     'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
     'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
