@@ -1915,21 +1915,24 @@ class StoreTest(unittest.TestCase):
 
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*',        # what MIGRATIONS add, as SCHEMA has it
                      r'\n    is_interrupted    BOOL INTEGER.*',
-                     r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n')
+                     r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n', r',\n    is_run_zero .*')
 
-    def test_a_database_of_the_first_version_goes_on_and_keeps_reasons(self):
+    def make_first_version(self, rows: str) -> None:
+        """A database as the first version made it."""
         old = torc.SCHEMA
         for pattern in self.ADDED_SINCE_1:
             old, count = re.subn(pattern, '', old)
             self.assertEqual(1, count, pattern)
         with contextlib.closing(sqlite3.connect(self.path)) as connection:
-            connection.executescript(old + '''
+            connection.executescript(f'{old} {rows} PRAGMA user_version = 1;')
+
+    def test_a_database_of_the_first_version_goes_on_and_keeps_reasons(self):
+        self.make_first_version('''
                 INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('old', 'u', 't', 1);
                 INSERT INTO job (workflow_id, name, command, kind_id, status) VALUES (1, 'a', 'false', 1, 6);
                 INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code,
                                     exec_time_minutes, completion_time, status)
-                    VALUES (1, 1, 1, 1, 3, 0, 't', 6);
-                PRAGMA user_version = 1;''')
+                    VALUES (1, 1, 1, 1, 3, 0, 't', 6);''')
         store = self.open()
         self.assertEqual('return code 3', torc.explain_job(store, 1)['reason'])
         with store.transaction():
@@ -1938,6 +1941,17 @@ class StoreTest(unittest.TestCase):
         self.assertEqual(('no luck', 'a'), (row['reason'], row['job_name']))
         with contextlib.closing(torc.Store(self.path + '.new')) as new:
             self.assertEqual(new.columns('result'), store.columns('result'))
+
+    def test_a_database_of_the_first_version_knows_its_runs_by_one_number(self):
+        self.make_first_version("INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('begun', 'u', 't', 1), ('new', 'u', 't', 0);")
+        store = self.open()
+        columns = [column.name for column in store.columns('workflow')]
+        with contextlib.closing(torc.Store(os.path.join(self.directory, 'fresh.db'))) as fresh:
+            self.assertEqual(columns, [column.name for column in fresh.columns('workflow')])
+        with store.transaction():
+            torc.initialize_jobs(store, 2)
+            states = [torc.workflow_state(store, number) for number in (1, 2)]
+            self.assertEqual([(1, False), (1, True)], [(state.run_id, state.is_run_zero) for state in states])
 
     def test_a_database_and_its_copies_have_one_identity_and_no_other_has_it(self):
         first = self.identity(self.path)
@@ -1949,12 +1963,9 @@ class StoreTest(unittest.TestCase):
         self.assertNotEqual(first, self.identity(self.path + '.new'))
 
     def test_a_database_without_an_identity_gets_one_and_keeps_it(self):
-        store = self.open()
-        store.run('DROP TABLE identity')
-        store.run('PRAGMA user_version = 3')
-        store.close()
+        self.make_first_version('')
         self.assertEqual(1, len({self.identity(self.path) for _ in range(2)}))
-        self.assertTrue(os.path.exists(self.path + '.v3'))
+        self.assertTrue(os.path.exists(self.path + '.v1'))
 
     @staticmethod
     def identity(path: str) -> str:
@@ -2284,14 +2295,125 @@ class CompletionTest(ServiceTest):
         self.finish()
         answer = self.finish(status='failed', return_code=3)
         self.assertEqual([], answer['accepted'])
-        self.assertIn('has ended already, as completed with return code 0', answer['errors'][0]['message'])
+        self.assertIn('is already complete, as completed with return code 0', answer['errors'][0]['message'])
         self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
 
-    def test_what_was_not_running_cannot_end(self):
-        blocked = self.call('list_jobs', workflow_id=self.workflow_id, status='blocked')['items'][0]
-        answer = self.sync(self.workflow_id, self.node_id, completions=[self.end(blocked)])
-        self.assertIn('is blocked', answer['errors'][0]['message'])
-        self.assertEqual('blocked', self.statuses(self.workflow_id)['b'])
+    def entry(self, job: Dict[str, Any], **more: Any) -> Dict[str, Any]:
+        """A line of batch_complete_jobs, as a journal has it."""
+        result = dict(dict(self.end(job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id), **more)
+        return {'job_id': job['id'], 'status': result['status'], 'run_id': result['run_id'], 'result': result}
+
+    def post(self, way: str, entry: Dict[str, Any]) -> str:
+        """Report an end in one of three ways; '' or why it was refused."""
+        if way == 'runner_sync':
+            completion = {key: value for key, value in entry['result'].items() if key not in ('workflow_id', 'run_id', 'compute_node_id')}
+            body = {'compute_node_id': entry['result']['compute_node_id'], 'run_id': entry['run_id'], 'completions': [completion]}
+            errors = self.call('runner_sync', body, id=self.workflow_id)['errors']
+        elif way == 'batch_complete_jobs':
+            errors = self.call(way, {'completions': [entry]}, id=self.workflow_id)['errors']
+        else:
+            try:
+                self.call(way, entry['result'], job_id=entry['job_id'], status=entry['status'], run_id=entry['run_id'])
+                return ''
+            except torc.TorcError as error:
+                errors = [{'message': error.message}]
+        return errors[0]['message'] if errors else ''
+
+    WAYS = ('complete_job', 'batch_complete_jobs', 'runner_sync')
+
+    def test_the_end_of_what_nobody_has_claimed_is_taken_in_once_with_all_that_follows(self):
+        self.workflow_id = self.create('a:\nb: a\nc: b\nd: b')
+        self.node_id = self.node(self.workflow_id)
+        jobs = {job['name']: job for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        action = {'workflow_id': self.workflow_id, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
+        for trigger in ('on_jobs_ready', 'on_jobs_complete'):
+            self.call('create_workflow_action', dict(action, trigger_type=trigger, job_ids=[jobs['b']['id']]), id=self.workflow_id)
+        for way in self.WAYS:
+            for status, first, then in (
+                    ('ready', 'a', {'a': 'completed', 'b': 'ready', 'c': 'blocked', 'd': 'blocked'}),
+                    ('blocked', 'b', {'a': 'ready', 'b': 'completed', 'c': 'ready', 'd': 'ready'}),
+                    ('uninitialized', 'b', {'a': 'uninitialized', 'b': 'completed', 'c': 'uninitialized', 'd': 'uninitialized'})):
+                with self.subTest(way, status=status), self.undone():
+                    if status == 'uninitialized':
+                        self.call('reset_job_status', id=self.workflow_id)
+                    self.assertEqual(status, self.statuses(self.workflow_id)[first])
+                    for _ in range(2):
+                        self.assertEqual('', self.post(way, self.entry(jobs[first])))
+                        self.assertEqual(then, self.statuses(self.workflow_id))
+                        self.assertWhole()
+                    self.assertIn('is already complete', self.post(way, self.entry(jobs[first], return_code=7)))
+                    self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+                    due = [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
+                    self.assertEqual(['on_jobs_ready', 'on_jobs_complete'] if first == 'b' else ['on_jobs_ready'], due)
+                    self.assertNotIn(first, self.claim(self.workflow_id, self.node_id))
+        with self.undone():
+            self.post('complete_job', self.entry(jobs['b'], status='failed', return_code=1))
+            self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'canceled', 'd': 'canceled'}, self.statuses(self.workflow_id))
+            self.call('retry_job', job_id=jobs['b']['id'], run_id=1, max_retries=2)
+            self.assertEqual('blocked', self.statuses(self.workflow_id)['b'], 'what it waits for has yet to run')
+            self.drive(self.workflow_id, {})
+            self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'canceled', 'd': 'canceled'}, self.statuses(self.workflow_id))
+
+    def test_a_change_after_the_end_of_what_nobody_has_claimed_is_seen(self):
+        self.workflow_id = self.create('a:')
+        self.node_id = self.node(self.workflow_id)
+        job = self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]
+        self.assertEqual('', self.post('complete_job', self.entry(job)))
+        self.assertEqual([], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
+        self.call('update_job', {'command': 'false'}, id=job['id'])
+        self.assertEqual(['a'], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
+
+    def test_what_another_node_holds_cannot_end(self):
+        other = self.node(self.workflow_id)
+        for status in ('pending', 'running', 'canceled'):
+            if status == 'running':
+                self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
+            elif status == 'canceled':
+                self.call('cancel_workflow', id=self.workflow_id)
+            for way in self.WAYS:
+                with self.subTest(way, status=status):
+                    self.assertEqual(status, self.statuses(self.workflow_id)['a'])
+                    self.assertIn(f'in the hands of compute node {self.node_id}', self.post(way, self.entry(self.job, compute_node_id=other)))
+                    self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+                    self.assertEqual(status, self.statuses(self.workflow_id)['a'])
+
+    def test_a_node_that_is_not_at_work_holds_nothing(self):
+        described = self.node(self.workflow_id, is_active=False)
+        self.store.run('UPDATE job SET compute_node_id = ? WHERE id = ?', (described, self.job['id']))
+        self.assertEqual('', self.post('complete_job', self.entry(self.job, status='failed', return_code=-128)))
+
+    def test_what_has_no_attempt_left_cannot_end(self):
+        job = self.call('list_jobs', workflow_id=self.workflow_id, status='blocked')['items'][0]
+        for status in ('canceled', 'disabled'):
+            self.store.run('UPDATE job SET status = ? WHERE id = ?', (torc.STATUS_CODES[status], job['id']))
+            for way in self.WAYS:
+                with self.subTest(way, status=status):
+                    self.assertIn(f'is already complete, as {status}', self.post(way, self.entry(job)))
+        self.store.run('UPDATE job SET status = 1, attempt_id = 2 WHERE id = ?', (job['id'],))
+        self.assertIn('attempt 1', self.post('runner_sync', self.entry(job)))
+
+    def test_run_zero_is_the_first_run_until_it_is_reset(self):
+        with self.undone():
+            self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job, run_id=0)))
+            self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job)), 'one attempt, by two names of its run')
+            self.assertEqual([1], [row['run_id'] for row in self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']])
+        with self.undone():
+            self.call('start_job', job_id=self.job['id'], run_id=0, compute_node_id=self.node_id)
+            self.call('retry_job', job_id=self.job['id'], run_id=0, max_retries=2)
+            self.call('manage_status_change', id=self.job['id'], status='disabled', run_id=0)
+        self.assertNotIn('is_run_zero', self.call('get_workflow', id=self.workflow_id))
+        self.call('reset_workflow_status', id=self.workflow_id, force=True)
+        self.call('initialize_jobs', id=self.workflow_id)
+        for run_id in (0, 1):
+            self.assertIn(f'run {run_id} of workflow', self.post('batch_complete_jobs', self.entry(self.job, run_id=run_id)))
+        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        job = self.call('create_job', {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'})
+        self.node_id = self.node(self.workflow_id)
+        with self.undone():
+            self.assertEqual('', self.post('complete_job', self.entry(job, run_id=0)), 'before any initialize')
+        self.call('reset_workflow_status', id=self.workflow_id)
+        self.call('initialize_jobs', id=self.workflow_id)
+        self.assertIn('run 0 of workflow', self.post('complete_job', self.entry(job, run_id=0)), 'a reset began run 1')
 
     def test_a_superseded_run_changes_nothing(self):
         self.call('reset_workflow_status', id=self.workflow_id, force=True)
@@ -2984,11 +3106,11 @@ class StateTest(ServiceTest):
     OPERATIONS = """
         operation            uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
         start                -       -       -       runnin  runnin  -       -       -       -       -       -
-        complete completed   -       -       -       comple  comple  comple  -       -       -       -       comple
-        complete failed      -       -       -       failed  failed  -       failed  -       -       -       failed
-        complete terminated  -       -       -       termin  termin  -       -       -       termin  -       termin
-        complete pending_failed  -   -       -       undeci  undeci  -       -       -       -       -       undeci
-        complete canceled    -       -       -       cancel  cancel  -       -       -       -       -       cancel
+        complete completed   comple  comple  comple  comple  comple  comple  -       -       -       -       comple
+        complete failed      failed  failed  failed  failed  failed  -       failed  -       -       -       failed
+        complete terminated  termin  termin  termin  termin  termin  -       -       -       termin  -       termin
+        complete pending_failed  undeci  undeci  undeci  undeci  undeci  -   -       -       -       -       undeci
+        complete canceled    cancel  cancel  cancel  cancel  cancel  -       -       -       -       -       cancel
         complete ready       -       -       -       -       -       -       -       -       -       -       -
         complete disabled    -       -       -       -       -       -       -       -       -       -       -
         retry                -       -       -       -       ready   -       ready   -       ready   -       -
@@ -3015,9 +3137,11 @@ class StateTest(ServiceTest):
         """
     ENDS = {'completed': 0, 'failed': 1, 'terminated': 2, 'pending_failed': 3}      # return codes
 
-    def job_in(self, status: str) -> Tuple[int, int, int]:
-        """A job with this status and two that wait for it in turn: ids of workflow, node and job."""
+    def job_in(self, status: str, begins: str = 'initialize_jobs') -> Tuple[int, int, int]:
+        """A job with this status and two that wait for it in turn: ids of workflow, node and job. `begins`: what begins run 1."""
         workflow_id = self.call('create_workflow', {'name': status, 'user': 'u'})['id']
+        if begins == 'reset_workflow_status':
+            self.call(begins, id=workflow_id)
         waits = []
         if status in ('blocked', 'canceled'):
             waits = [self.call('create_job', {'workflow_id': workflow_id, 'name': 'before', 'command': 'x'})['id']]
@@ -3098,12 +3222,12 @@ class StateTest(ServiceTest):
 
     def test_what_carries_a_stale_run_changes_nothing(self):
         for status in self.COLUMNS:
-            ids = self.job_in(status)
+            ids = self.job_in(status, begins='reset_workflow_status')
             for run_id in (0, 2, -1, torc.MAX_INTEGER):
                 for words in ('start', 'complete completed', 'complete failed', 'complete pending_failed', 'batch completed', 'retry', 'manage uninitialized',
                               'manage ready', 'manage disabled'):
-                    if words.split()[-1] == status and words.startswith('manage') or status == 'uninitialized' and run_id == 0:
-                        continue    # it says what is so already; 0 is the run before the first
+                    if words.split()[-1] == status and words.startswith('manage'):
+                        continue    # it says what is so already
                     with self.subTest(words, status=status, run_id=run_id):
                         self.assertEqual('', self.outcome(words, ids, run_id=run_id))
 
@@ -3677,15 +3801,15 @@ class ProvenanceTest(ServiceTest):
 class PropertyTest(ServiceTest):
     """Random workflows, driven in random order, against a plain model of the rules."""
 
-    def expected(self, needs: List[List[int]], tolerant: List[bool], bad: Set[int]) -> List[str]:
+    def expected(self, needs: List[List[int]], tolerant: List[bool], bad: Set[int], by_hand: Iterable[int] = ()) -> List[str]:
         found = []
         for place, row in enumerate(needs):
-            blocked = any(found[need] != 'completed' for need in row) and not tolerant[place]
+            blocked = any(found[need] != 'completed' for need in row) and not tolerant[place] and place not in by_hand
             found.append('canceled' if blocked else 'failed' if place in bad else 'completed')
         return found
 
     def test_any_graph_ends_as_the_rules_say(self):
-        for seed in range(25):
+        for seed in range(40):
             with self.subTest(seed=seed):
                 chance = random.Random(seed)
                 count = chance.randrange(2, 25)
@@ -3694,9 +3818,25 @@ class PropertyTest(ServiceTest):
                 bad = {place for place in range(count) if chance.random() < 0.2}
                 lines = [f"j{place}{'!' if tolerant[place] else ''}: {' '.join(f'j{need}' for need in row)}" for place, row in enumerate(needs)]
                 workflow_id = self.create('\n'.join(lines))
+                by_hand = self.end_by_hand(workflow_id, chance.sample(range(count), min(count, 3)) if seed % 2 else [], bad)
                 found = self.drive(workflow_id, {f'j{place}': 'failed' for place in bad})
-                self.assertEqual(self.expected(needs, tolerant, bad), list(found.values()), lines)
-        self.assertWhole()
+                self.assertEqual(self.expected(needs, tolerant, bad, by_hand), list(found.values()), lines)
+                ran = [row['job_id'] for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']]
+                self.assertEqual((len(ran), len([status for status in found.values() if status != 'canceled'])), (len(set(ran)), len(ran)))
+                self.assertWhole()
+
+    def end_by_hand(self, workflow_id: int, places: List[int], bad: Set[int]) -> List[int]:
+        """Report ends of jobs that nobody has claimed; those that were taken in: what was canceled before is refused."""
+        jobs, accepted = self.call('list_jobs', workflow_id=workflow_id)['items'], []
+        for place in places:
+            job, status = jobs[place], 'failed' if place in bad else 'completed'
+            result = dict(self.end(job, status, int(place in bad)), workflow_id=workflow_id, run_id=1, compute_node_id=0)
+            entry = {'job_id': job['id'], 'status': status, 'run_id': 1, 'result': result}
+            answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=workflow_id)
+            self.assertTrue(answer['completed'] or 'as canceled' in answer['errors'][0]['message'], answer)
+            accepted += [place] * len(answer['completed'])
+            self.assertWhole()
+        return accepted
 
 
 class ExplanationTest(ServiceTest):

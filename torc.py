@@ -4725,7 +4725,7 @@ def format_field_help() -> str:
 # barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
 # claim looks at kinds (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -4751,7 +4751,8 @@ CREATE TABLE workflow (
     compute_node_min_time_for_new_jobs_seconds     INTEGER NOT NULL DEFAULT 300,
     run_id                  INTEGER NOT NULL DEFAULT 0, -- run generation: 0 until the first initialize
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
-    is_archived             BOOL INTEGER NOT NULL DEFAULT 0
+    is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
+    is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0  -- its run was begun by no reset: 0 means it too
 );
 CREATE INDEX workflow_by_name ON workflow (name);
 CREATE INDEX workflow_by_user ON workflow (user);
@@ -5134,6 +5135,7 @@ MIGRATIONS = {
     3: 'ALTER TABLE result ADD COLUMN is_interrupted BOOL INTEGER NOT NULL DEFAULT 0;',
     4: """CREATE TABLE identity (id TEXT NOT NULL);
           INSERT INTO identity (id) VALUES (lower(hex(randomblob(16))));""",
+    5: 'ALTER TABLE workflow ADD COLUMN is_run_zero BOOL INTEGER NOT NULL DEFAULT 0;',
 }
 
 
@@ -5188,7 +5190,7 @@ CELL_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dic
 MOST_FOREIGN_ID = 2 ** 53           # SQLite gives ids above the highest: after its last one, nothing could be added
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system'])
+                             'is_system', 'is_run_zero'])
 
 
 class TableColumn(NamedTuple):
@@ -5720,10 +5722,12 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 # and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt) and has one result, also when
 # its job is taken from the runner's hands: so the name is never given again.
 #
-# Completion. In one transaction: the result row, the job's status, the counters of the sets that it is a member of,
-# the jobs that this makes ready or cancels, and so on until nothing changes, and the actions that all of this triggers.
-# So no state needs a second look, and a restart of the server changes no outcome. An attempt that ended as
-# pending_failed holds its dependants until it is run again, or a second completion says how it ends after all.
+# Completion. Of the current run and attempt, once, whether a node holds the job or nobody has claimed it;
+# never of what another node holds, or of what has finished. In one transaction: the result row, the job's
+# status, the counters of the sets that it is a member of, the jobs that this makes ready or cancels, and so
+# on until nothing changes, and the actions that all of this triggers. So no state needs a second look, and a
+# restart of the server changes no outcome. An attempt that ended as pending_failed holds its dependants until
+# it is run again, or a second completion says how it ends after all.
 # One that was stopped only because its runner was interrupted makes its job ready again, and spends no retry.
 #
 # Prerequisites. A waiting job is released when its set has no pending member. If a member ended badly, a job with
@@ -5739,6 +5743,7 @@ BAD = tuple(row.code for row in STATUSES if row.is_bad)
 UNFINISHED = tuple(row.code for row in STATUSES if not row.is_finished)
 NOT_DONE = tuple(row.code for row in STATUSES if not row.is_done)
 ACTIVE = tuple(row.code for row in STATUSES if row.is_active)
+OPEN = tuple(row.code for row in STATUSES if not (row.is_final or row.is_done))    # the attempt may still end
 
 
 def sql_list(codes: Iterable[int]) -> str:
@@ -5771,19 +5776,21 @@ class WorkflowState(NamedTuple):
     run_id: int
     is_canceled: bool
     is_archived: bool
+    is_run_zero: bool
 
 
 def workflow_state(store: Store, workflow_id: int) -> WorkflowState:
     """The workflow's state. NotFound if there is none."""
-    row = store.one('SELECT id, run_id, is_canceled, is_archived FROM workflow WHERE id = ?', (workflow_id,))
+    row = store.one('SELECT id, run_id, is_canceled, is_archived, is_run_zero FROM workflow WHERE id = ?',
+                    (workflow_id,))
     if row is None:
         raise NotFound(f'there is no workflow {workflow_id}')
-    return WorkflowState(row[0], row[1], bool(row[2]), bool(row[3]))
+    return WorkflowState(row[0], row[1], *map(bool, row[2:]))
 
 
 def check_run(state: WorkflowState, run_id: int) -> None:
-    """Refuse what belongs to another run generation."""
-    if run_id != state.run_id:
+    """Refuse what belongs to another run generation. 0 also names the first, unless a reset began it."""
+    if run_id != state.run_id and not (run_id == 0 and state.is_run_zero):
         raise Refused(f'run {run_id} of workflow {state.id} is over: the current one is {state.run_id}')
 
 
@@ -6152,6 +6159,7 @@ def find_set(store: Store, workflow_id: int, members: Iterable[int]) -> Optional
     if found is None:
         found = store.insert('dep_set', {'workflow_id': workflow_id, 'digest': digest})
         store.insert_rows('dep_member', ('dep_set_id', 'job_id'), ((found, job_id) for job_id in ordered))
+        store.run(RECOUNT + 'id = ?', (found,))
     return found
 
 
@@ -6574,7 +6582,8 @@ def insert_plan(store: Store, body: Dict[str, Any]) -> int:
     first_job = store.next_id('job')
     groups = [tuple(sorted({first_job + index_below(member, len(body['jobs'])) for member in members}))
               for members in body['dependency_sets']]
-    set_ids = {group: store.insert('dep_set', {'workflow_id': workflow_id, 'digest': members_digest(group)}) for group in dict.fromkeys(groups)}
+    set_ids = {group: store.insert('dep_set', {'workflow_id': workflow_id, 'digest': members_digest(group),
+                                               'pending': len(group)}) for group in dict.fromkeys(groups)}
     jobs = [row if isinstance(row, PlannedJob) else PlannedJob(*row) for row in body['jobs']]
     insert_planned_jobs(store, workflow_id, jobs, places, [set_ids[group] for group in groups], body['workflow'].get('env'))
     store.insert_rows('dep_member', ('dep_set_id', 'job_id'), (
@@ -7015,7 +7024,7 @@ def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = F
     if not only_uninitialized:
         refuse_active(store, workflow_id, 'initialized')
     if state.run_id == 0:
-        store.run('UPDATE workflow SET run_id = 1 WHERE id = ?', (workflow_id,))
+        store.run('UPDATE workflow SET run_id = 1, is_run_zero = 1 WHERE id = ?', (workflow_id,))
     store.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(store, workflow_id)
     if only_uninitialized:
@@ -7139,7 +7148,8 @@ def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -
     store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}', (workflow_id,))    # in no hand of the new run
     waiting = f'workflow_id = ? AND status IN ({BLOCKED}, {READY})'
     store.run(f'UPDATE job SET attempt_id = 1 WHERE {waiting} AND attempt_id > 1', (workflow_id,))
-    store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1 WHERE id = ?', (workflow_id,))
+    store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1, is_run_zero = 0 WHERE id = ?',
+              (workflow_id,))
     add_user_event(store, workflow_id, 'reset_workflow_status', force=force)
     return get_workflow(store, workflow_id)
 
@@ -7666,6 +7676,7 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     if job.workflow_id != state.id:
         raise NotFound(f'workflow {state.id} has no job {job.id}')
     check_run(state, end['run_id'])
+    end = dict(end, run_id=state.run_id)
     attempt_id = end.get('attempt_id') or job.attempt_id
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and end['status'] != 'pending_failed':
         return decide_failure(store, state, job, end)
@@ -7674,8 +7685,12 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     if attempt_id != job.attempt_id:
         raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
-    if job.status not in ACTIVE and not was_canceled:
-        raise Refused(f'job {job.id} is {STATUS_NAMES[job.status]}: nothing was running that could end')
+    if job.status not in OPEN and not was_canceled:
+        raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
+    if job.status in ACTIVE or was_canceled:
+        refuse_other_holder(store, job, end.get('compute_node_id'))
+    else:
+        note_unclaimed(store, job)
     reason = (end.get('reason') or '')[:MAX_REASON_CHARACTERS]
     store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
     is_interrupted = bool(end.get('interrupted')) and end['status'] == 'terminated' and not was_canceled
@@ -7713,6 +7728,20 @@ def record_failure(store: Store, workflow_id: int, job: JobState, end: Dict[str,
             'message': f"{job.name}: {reason or 'return code %d' % end['return_code']}"})
 
 
+def refuse_other_holder(store: Store, job: JobState, node_id: Optional[int]) -> None:
+    """Refuse the end of an attempt that is in the hands of another node, while that one is at work."""
+    if node_id is not None and job.compute_node_id not in (None, node_id) and store.value(
+            'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,)):
+        raise Refused(f'job {job.id} is in the hands of compute node {job.compute_node_id}')
+
+
+def note_unclaimed(store: Store, job: JobState) -> None:
+    """A job that nobody has claimed ends (by a journal, by a person's word): note what a claim would have."""
+    store.run('UPDATE job SET input_hash = ? WHERE id = ?', (hash_inputs(store, [job.id])[job.id], job.id))
+    if job.status != READY:
+        count_trigger(store, job.workflow_id, 'on_jobs_ready', [job.id])
+
+
 def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, Any]) -> bool:
     """Whether this very end was taken in before. Refused if the attempt has ended otherwise."""
     known = store.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
@@ -7721,7 +7750,8 @@ def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, An
         return False
     if known[0] == end['return_code'] and (known[1] == STATUS_CODES[end['status']] or known[1] == CANCELED):
         return True
-    raise Refused(f'attempt {attempt_id} of job {job.id} has ended already, as {STATUS_NAMES[known[1]]} with return code {known[0]}')
+    raise Refused(f'attempt {attempt_id} of job {job.id} is already complete, as {STATUS_NAMES[known[1]]} '
+                  f'with return code {known[0]}')
 
 
 def decide_failure(store: Store, state: WorkflowState, job: JobState, end: Dict[str, Any]) -> str:
@@ -7737,8 +7767,10 @@ def decide_failure(store: Store, state: WorkflowState, job: JobState, end: Dict[
 
 
 def begin_next_attempt(store: Store, state: WorkflowState, job: JobState) -> str:
-    """Make a job ready again, as its next attempt."""
-    store.run(f"UPDATE job SET status = {READY}, attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
+    """Make a job ready again, as its next attempt; or blocked, if it had ended before its prerequisites."""
+    waits = 'dep_set_id IN (SELECT id FROM dep_set WHERE pending > 0)'
+    store.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} ELSE {READY} END, '
+              "attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
               'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
     expect_completion(store, state.id)
     record_event(store, state.id, {
@@ -8389,7 +8421,6 @@ def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str,
     try:
         check_final(end['status'])
         times = times_by_id(end.get('file_times') or {})
-        refuse_other_holder(store, node_id, end)
         status = record_end(store, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
     except TorcError as error:
         answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'], 'message': error.message})
@@ -8397,13 +8428,6 @@ def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str,
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
     if end.get('file_times'):
         store_file_times(store, state.id, times)
-
-
-def refuse_other_holder(store: Store, node_id: int, end: Dict[str, Any]) -> None:
-    """Refuse the end of an attempt that is in another node's hands."""
-    job = job_state(store, end['job_id'])
-    if job.status in ACTIVE and job.attempt_id == end['attempt_id'] and job.compute_node_id not in (None, node_id):
-        raise Refused(f'job {job.id} is in the hands of compute node {job.compute_node_id}')
 
 
 def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
