@@ -7082,7 +7082,7 @@ def refuse_active(store: Store, workflow_id: int, verb: str) -> None:
                       f'cancel it first (torc.py cancel {workflow_id}), or reset it with --force')
 
 
-def downstream_of_uninitialized(store: Store, workflow_id: int) -> List[int]:
+def downstream_of_uninitialized(store: Store, workflow_id: int, condition: str = '1') -> List[int]:
     """Jobs that depend, however far, on an uninitialized one; but none that is uninitialized, disabled or active itself."""
     kept = sql_list((UNINITIALIZED, DISABLED, *ACTIVE))
     return store.ids(
@@ -7090,7 +7090,9 @@ def downstream_of_uninitialized(store: Store, workflow_id: int) -> List[int]:
         f'SELECT id FROM job WHERE workflow_id = ? AND status = {UNINITIALIZED} UNION '
         'SELECT waiting.id FROM downstream CROSS JOIN dep_member ON dep_member.job_id = downstream.id '
         'CROSS JOIN job waiting ON waiting.dep_set_id = dep_member.dep_set_id) '
-        f'SELECT id FROM job WHERE id IN (SELECT id FROM downstream) AND status NOT IN {kept}', (workflow_id,))
+        f'SELECT id FROM job WHERE id IN (SELECT id FROM downstream) AND status NOT IN {kept} '
+        f'AND {condition}',
+        (workflow_id,))
 
 
 IN_HAND = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_node_id IS NOT NULL)'
@@ -7830,8 +7832,10 @@ def manage_status_change(store: Store, job_id: int, status: str, run_id: int) ->
 
 def reverse_or_settle(store: Store, job: JobState, code: int) -> None:
     """After a job was moved into or out of a finished status by hand."""
-    if code == UNINITIALIZED:
-        uninitialize(store, downstream_of_uninitialized(store, job.workflow_id))
+    if code == UNINITIALIZED:   # what has ended further down stays, as in Torc, until the next initialize
+        near = f'dep_set_id IN (SELECT dep_set_id FROM dep_member WHERE job_id = {job.id})'
+        condition = f'(status NOT IN {sql_list(FINISHED)} OR {near})'
+        uninitialize(store, downstream_of_uninitialized(store, job.workflow_id, condition))
     recount_sets(store, job.workflow_id)
     sets = store.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
     settle(store, job.workflow_id, release_sets(store, job.workflow_id, sets))
