@@ -98,6 +98,7 @@ __version__ = '0.1.0'
 __all__ = ['Client', 'Credentials', 'TorcError', 'BadInput', 'Refused', 'NotFound', 'Conflict', 'Denied', 'Unreachable', 'main']
 
 API_VERSION = '0.23.0'  # of Torc 1.0.0's HTTP contract, which this file speaks
+RELEASE_TAG = 'v' + __version__     # names the release's commit: a copied file knows no hash
 
 LOG_FORMAT = '%(asctime)s %(levelname)s %(message)s'
 log = logging.getLogger('torc')
@@ -5542,9 +5543,10 @@ class Store:
         """The id that the next row of a table would get."""
         return (self.value('SELECT seq FROM sqlite_sequence WHERE name = ?', (table,)) or 0) + 1
 
-    def add_event(self, workflow_id: int, data: Dict[str, Any]) -> int:
+    def add_event(self, workflow_id: int, data: Any) -> int:
         """Record something that happened to a workflow."""
-        return self.insert('event', {'workflow_id': workflow_id, 'timestamp': int(self.now() * 1000), 'data': data})
+        return self._db.execute('INSERT INTO event (workflow_id, timestamp, data) VALUES (?, ?, ?)',
+                                (workflow_id, int(self.now() * 1000), format_json(data))).lastrowid
 
 
 class ForeignGuard:
@@ -5974,7 +5976,7 @@ def link_groups(store: Store, workflow_id: int, names: List[str]) -> None:
     for name in names:
         group_id = store.value('SELECT id FROM access_group WHERE name = ?', (name,))
         if group_id is None:
-            raise Refused(f'there is no access group {printable(name)!r}', field='access_groups')
+            raise Refused(f'Unknown access group {printable(name)!r}: make it first', field='access_groups')
         store.insert('workflow_access_group', {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())})
 
 
@@ -6144,7 +6146,7 @@ def reload_auth(store: Store) -> Dict[str, Any]:
     if store.reload_users is None:
         raise Refused('this server has no password file: it was started without --auth-file')
     count = store.reload_users()
-    return {'message': f'the password file was read again: {count} users', 'user_count': count}
+    return {'message': 'Auth credentials reloaded successfully', 'user_count': count}
 
 
 # -------- dependency sets --------
@@ -6521,7 +6523,7 @@ def insert_workflow(store: Store, body: Dict[str, Any]) -> int:
     values = dict(WORKFLOW_DEFAULTS)
     values.update({key: value for key, value in body.items() if value is not None})
     values.update(timestamp=format_time(store.now()), user=new_owner(store, body.get('user')), run_id=0, is_canceled=False,
-                  is_archived=False)
+                  is_archived=False, env=body.get('env') or None)
     workflow_id = store.insert('workflow', values)
     link_groups(store, workflow_id, body.get('access_groups') or [])
     return workflow_id
@@ -6769,10 +6771,10 @@ def update_job(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any
              or key in EDITABLE_WHEN_IDLE and STATUSES[STATUS_CODES[job['status']]].is_active]
     early = [key for key in changed if key in EDITABLE_BEFORE_START and job['status'] != 'uninitialized']
     if fixed or early:
-        raise Refused(f"{', '.join(fixed + early)} of job {job_id} cannot change" +
-                      (' once the job is initialized' if early and not fixed else ''))
+        raise Refused(f"{', '.join(fixed + early)} of job {job_id} cannot be changed: immutable " +
+                      ('once the job is initialized' if early and not fixed else 'after its creation'))
     if changed.get('status', 'disabled') != 'disabled':
-        raise Refused(f"status of job {job_id} cannot be set to {changed['status']!r}: only 'disabled' can be set")
+        raise Refused(f"status of job {job_id} is immutable: only 'disabled' is taken, not {changed['status']!r}")
     if any(key in KIND_FIELDS for key in changed):
         kind = dict({key: job.get(key) for key in KIND_FIELDS}, **changed)
         changed['kind_id'] = job_kind(store, job['workflow_id'], kind['resource_requirements_id'], kind)
@@ -6830,7 +6832,7 @@ def update_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dic
         raise Denied(f"only {printable(current['user'])} and administrators can give workflow {workflow_id} to another user")
     fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
     if fixed:
-        raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot change after its creation")
+        raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot be changed: immutable")
     store.update('workflow', workflow_id, {key: given[key] for key in WORKFLOW_EDITABLE if key in given})
     return get_workflow(store, workflow_id)
 
@@ -8121,8 +8123,9 @@ def begin_task(store: Store, workflow_id: int, operation: str, request: Dict[str
     workflow_state(store, workflow_id)
     found = store.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
     if found is not None and (found[1], json.loads(found[2])) != (operation, request):
-        raise Conflict(f'task {found[0]} ({found[1]}) of workflow {workflow_id} is not done yet: wait for it with '
-                       f'`torc.py tasks wait {found[0]}`', existing_task_id=found[0], existing_operation=found[1])
+        raise Conflict(f'task {found[0]} ({found[1]}, with different parameters) of workflow {workflow_id} '
+                       f'is not done yet: wait for it with `torc.py tasks wait {found[0]}`',
+                       existing_task_id=found[0], existing_operation=found[1])
     task_id = found[0] if found is not None else store.insert('task', {
         'workflow_id': workflow_id, 'operation': operation, 'request': request, 'status': 'queued',
         'requested_by': store.caller, 'created_at_ms': int(store.now() * 1000)})
@@ -8723,6 +8726,7 @@ MODELS = {
     'DatabaseSnapshotResponse': 'changes:int! saved:int! error:str',
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
+    'DeletedUserData': 'deleted_count:int! message:str!',
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
@@ -9075,10 +9079,10 @@ def check_model(place: str, model: str, value: Any, is_partial: bool = False) ->
         path = f'{place}.{name}' if place else name
         if found is not None:
             known[name] = check_value(path, field.type, found)
+        elif name in value and (field.type == 'any' or is_partial or not field.is_required):
+            known[name] = None
         elif field.is_required and not is_partial:
             raise BadInput(f'{path} is missing', field=path)
-        elif name in value:
-            known[name] = None
     return known
 
 
@@ -9244,11 +9248,8 @@ def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, A
     """Add a row that no special rule holds for."""
     workflow_state(store, body['workflow_id'])
     check_references(store, body['workflow_id'], body)
-    values = {key: value for key, value in body.items() if key != 'id'}
-    if resource == 'event':
-        values['timestamp'] = int(store.now() * 1000)
     try:
-        return read_row(store, resource, store.insert(RESOURCES[resource].table, values))
+        return read_row(store, resource, store.insert(RESOURCES[resource].table, body))
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, body) from None
 
@@ -9257,7 +9258,8 @@ def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str,
     """A row that stands in another's way, or points at nothing."""
     noun = resource.replace('_', ' ')
     if 'UNIQUE' in str(error) and resource == 'ro_crate_entity':
-        return Refused('there is an RO-Crate entity with this entity_id, or for this file, already')    # 422, as in Torc
+        what = 'entity_id' if 'entity_id' in str(error) else 'file'
+        return Refused(f'an RO-Crate entity already exists for this workflow/{what} link')  # 422, as in Torc
     if 'UNIQUE' in str(error):
         return Conflict(f"there is such a {noun} already" + (f": {body['name']!r}" if 'name' in body else ''))
     return Refused(f'the {noun} refers to something that does not exist')
@@ -9320,9 +9322,9 @@ def update_row(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -
     check_references(store, current['workflow_id'], body)
     fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values and values[name] != current.get(name)]
     if fixed:
-        raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot change")
-    if resource == 'file' and 'st_mtime' in body:
-        values['st_mtime'] = body['st_mtime']
+        raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot be changed")
+    if resource == 'file':
+        values['st_mtime'] = body.get('st_mtime')   # as in Torc, whose clients leave out what is null
     try:
         store.update(RESOURCES[resource].table, row_id, values)
     except sqlite3.IntegrityError as error:
@@ -9330,13 +9332,17 @@ def update_row(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -
     return read_row(store, resource, row_id)
 
 
+def create_event(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add an event, of this moment."""
+    workflow_state(store, body['workflow_id'])
+    return read_row(store, resource, store.add_event(body['workflow_id'], body['data']))
+
+
 def update_event(store: Store, resource: str, row_id: int, body: Any) -> Dict[str, Any]:
     """Replace what an event says."""
     read_row(store, resource, row_id)
     data = body.get('data', body) if isinstance(body, dict) else body
-    if data is None:
-        raise BadInput('data is missing', field='data')
-    store.update('event', row_id, {'data': data})
+    store.run('UPDATE event SET data = ? WHERE id = ?', (format_json(data), row_id))
     return read_row(store, resource, row_id)
 
 
@@ -9378,6 +9384,12 @@ def delete_ro_crate_entities(store: Store, resource: str, workflow_id: int) -> D
     return {'deleted_count': count, 'message': f'Deleted {count} RO-Crate entities of workflow {workflow_id}'}
 
 
+def delete_all_user_data(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+    """Remove all user data of a workflow."""
+    count = delete_rows(store, resource, workflow_id)['count']
+    return {'deleted_count': count, 'message': f'Deleted {count} user data records of workflow {workflow_id}'}
+
+
 def ping(store: Store) -> Dict[str, Any]:
     """The server is there."""
     return {'status': 'ok'}
@@ -9385,7 +9397,8 @@ def ping(store: Store) -> Dict[str, Any]:
 
 def get_version(store: Store) -> Dict[str, Any]:
     """Versions of the program and of the interface."""
-    return {'version': __version__, 'api_version': API_VERSION}
+    answer = {'version': __version__, 'api_version': API_VERSION}
+    return answer if store.enforces_access else dict(answer, git_hash=RELEASE_TAG)
 
 
 def get_database(store: Store) -> Dict[str, Any]:
@@ -9513,7 +9526,8 @@ ROUTES = (
     Route('get_user_data',         'GET',    '/user_data/{row_id}', read_row, 'user_data'),
     Route('update_user_data',      'PUT',    '/user_data/{row_id}', update_row, 'user_data', '', '?UserDataModel'),
     Route('delete_user_data',      'DELETE', '/user_data/{row_id}', delete_row, 'user_data'),
-    Route('delete_all_user_data',  'DELETE', '/user_data',          delete_rows, 'user_data', OF),
+    Route('delete_all_user_data',  'DELETE', '/user_data',          delete_all_user_data, 'user_data', OF,
+          returns='@DeletedUserData'),
 
     Route('create_resource_requirements', 'POST',   '/resource_requirements',          create_requirements, 'resource_requirements', '', 'ResourceRequirementsModel'),
     Route('list_resource_requirements',   'GET',    '/resource_requirements',          list_rows, 'resource_requirements',
@@ -9536,7 +9550,7 @@ ROUTES = (
     Route('delete_result',  'DELETE', '/results/{row_id}', delete_row, 'result'),
     Route('delete_results', 'DELETE', '/results',          delete_rows, 'result', OF),
 
-    Route('create_event',  'POST',   '/events',          create_row, 'event', '', 'EventModel'),
+    Route('create_event',  'POST',   '/events',          create_event, 'event', '', 'EventModel'),
     Route('list_events',   'GET',    '/events',          list_rows, 'event', OF + PAGE + 'category:str after_timestamp:int'),
     Route('get_event',     'GET',    '/events/{row_id}', read_row, 'event'),
     Route('update_event',  'PUT',    '/events/{row_id}', update_event, 'event', '', '-'),
@@ -15947,6 +15961,8 @@ def cmd_update(session: Session, args: Arguments) -> int:
     changes = {key: value for key, value in args.items() if value is not None and key != 'id'}
     if not changes:
         raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
+    if thing_of(session).name == 'file':
+        changes['st_mtime'] = call_on(session, 'get', args['id']).get('st_mtime')   # else it would have none
     record = call_on(session, 'update', args['id'], changes)
     session.answer(record, f"Updated {thing_of(session).words} {args['id']}\n")
     return 0
@@ -15983,7 +15999,7 @@ def cmd_delete_all_user_data(session: Session, args: Arguments) -> int:
     workflow_id = args['workflow_id']
     if not session.confirm(f'Delete all user data of {name_workflow(session, workflow_id)}?'):
         return 0
-    count = session.call('delete_all_user_data', workflow_id=workflow_id)['count']
+    count = session.call('delete_all_user_data', workflow_id=workflow_id)['deleted_count']
     message = f'Deleted {count} user data records for workflow {workflow_id}'
     session.answer({'deleted_count': count, 'message': message}, message + '\n')
     return 0
