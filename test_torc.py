@@ -4175,10 +4175,71 @@ class AdminSqlTest(ServiceTest):
             self.sql(sql)
         self.assertEqual('ours', self.store.value('SELECT description FROM workflow'))
 
+    def kind(self, body: Dict[str, Any]) -> str:
+        """The word for an error."""
+        status, value = self.ask('POST', '/admin/sql', body)
+        self.assertEqual(422, status, value)
+        return value['error']['error']
+
+    def test_tables_of_ones_own_are_made_written_and_put_on_record(self):
+        self.create('a:')
+        statements = ('CREATE TABLE t_x (id INTEGER PRIMARY KEY AUTOINCREMENT, a UNIQUE, b)', 'CREATE INDEX t_x_by_b ON t_x (b)',
+                      "INSERT INTO t_x (a, b) VALUES (1, 'one'), (x'00', 9e999)", 'UPDATE t_x SET b = 0 WHERE a = 1',
+                      'create table T_copy as select id, name from job', 'CREATE TABLE t_child (x REFERENCES t_x (id))')
+        for sql in statements:
+            with self.subTest(sql):
+                before = self.store.rows('SELECT * FROM sqlite_master')
+                self.assertFalse(self.write(sql, dry_run=True)['committed'])
+                self.assertEqual(before, self.store.rows('SELECT * FROM sqlite_master'))
+                answer = self.write(sql)
+                self.assertEqual((True, {'INSERT': 2, 'UPDATE': 1}.get(sql.split()[0], 0)), (answer['committed'], answer['rows_affected']))
+        self.assertEqual([{'a': 1, 'b': 0}, {'a': '00', 'b': 'inf'}], self.sql('SELECT a, b FROM t_x')['items'])
+        self.assertEqual([{'name': 'a'}], self.sql('SELECT name FROM t_copy')['items'])
+        self.assertEqual(2, self.write('DELETE FROM t_x', allow_full_table=True)['rows_affected'])
+        log = self.call('list_admin_audit_log')['items']
+        self.assertEqual([*reversed(statements)], [row['sql_text'] for row in log[1:]])
+        self.assertEqual({(True, True)}, {(row['committed'], row['success']) for row in log})
+        self.store.close()
+        self.store = torc.Store(self.store.path, lambda: self.clock)      # and such a database is opened again
+        self.addCleanup(self.store.close)
+        self.assertEqual(1, self.store.value('SELECT count(*) FROM t_copy'))
+
+    def test_nothing_is_made_that_ties_our_tables(self):
+        self.create('a:')
+        before = self.dump() + self.store.rows('SELECT name, sql FROM sqlite_master')
+        for sql, text in (
+                ('CREATE TABLE x (a)', 'must not make x'), ('CREATE TABLE job (a)', 'must not make job'), ('CREATE TABLE IF NOT EXISTS job (a)', 'must not make job'),
+                ('CREATE TABLE sqlite_x (a)', 'reserved for internal use'), ('CREATE TEMP TABLE t_x (a)', 'must not make'), ('CREATE TABLE temp.t_x (a)', 'must not make'),
+                ('CREATE TEMP TABLE job (a)', 'must not make'), ('CREATE UNIQUE INDEX t_i ON job (name)', 'must not make t_i'), ('CREATE INDEX i ON job (name)', 'must not make i'),
+                ('CREATE VIEW t_v AS SELECT * FROM job', 'must not make t_v'), ('CREATE VIRTUAL TABLE t_f USING fts5 (a)', 'must not make t_f'),
+                ('CREATE TRIGGER t_t AFTER UPDATE ON job BEGIN SELECT 1; END', 'one statement'), ('CREATE TRIGGER t_t AFTER INSERT ON job BEGIN SELECT 1 END', 'must not make t_t'),
+                ('CREATE TABLE t_x (a REFERENCES job (id))', 't_x must not refer to job'), ('CREATE TABLE t_x (a REFERENCES job (id) ON DELETE CASCADE)', 'must not refer'),
+                ('CREATE TABLE t_x (a, FOREIGN KEY (a) REFERENCES later (id))', 't_x must not refer to later'), ('CREATE', 'incomplete input'),
+                ("CREATE TABLE t_x AS SELECT load_extension('x')", 'must not make'), ('DROP TABLE t_x', 'cannot begin'), ('ALTER TABLE t_x ADD a', 'cannot begin')):
+            with self.subTest(sql):
+                with self.assertRaises(torc.Refused) as caught:
+                    self.write(sql, dry_run=True)
+                self.assertIn(text, caught.exception.message)
+        self.assertEqual(before, self.dump() + self.store.rows('SELECT name, sql FROM sqlite_master'))
+        self.assertEqual({'a': 'ready'}, self.statuses(1))
+
+    def test_errors_have_the_names_of_torc(self):
+        for body, kind in (({'sql': 'SELECT * FROM nowhere'}, 'QueryFailed'), ({'sql': 'INSERT INTO nowhere VALUES (1)', 'write': True}, 'ExecutionFailed'),
+                           ({'sql': 'DROP TABLE job', 'write': True}, 'InvalidStatement'), ({'sql': 'DELETE FROM job', 'write': True}, 'InvalidStatement'),
+                           ({'sql': 'CREATE TABLE t_x (a)'}, 'InvalidStatement'), ({'sql': 'CREATE TABLE x (a)', 'write': True}, 'ExecutionFailed'),
+                           ({'sql': 'DELETE FROM nowhere WHERE 1', 'write': True, 'dry_run': True}, 'ExecutionFailed')):
+            with self.subTest(body):
+                self.assertEqual(kind, self.kind(body))
+        unreadable = unittest.mock.Mock(side_effect=torc.BadInput('no user in it'))
+        for reload_users, kind in ((None, 'NoAuthFile'), (unreadable, 'ReloadFailed')):
+            self.store.reload_users = reload_users
+            status, value = self.ask('POST', '/admin/reload-auth')
+            self.assertEqual((422, kind), (status, value['error']['error']))
+
     def test_what_would_break_us_is_refused(self):
         self.create('a:')
         for sql, text in (
-                ('SELECT 1', "'SELECT' cannot begin"), ('CREATE TABLE x (a)', "'CREATE' cannot begin"), ('DROP TABLE job', 'cannot begin'),
+                ('SELECT 1', "'SELECT' cannot begin"), ('DROP TABLE job', 'cannot begin'),
                 ('ALTER TABLE job ADD x', 'cannot begin'), ('VACUUM', 'cannot begin'), ('REINDEX', 'cannot begin'), ('ANALYZE', 'cannot begin'),
                 ('PRAGMA foreign_keys = OFF', 'cannot begin'), ("ATTACH 'x' AS x", 'cannot begin'), ('DETACH x', 'cannot begin'),
                 ('BEGIN', 'cannot begin'), ('COMMIT', 'cannot begin'), ('END', 'cannot begin'), ('ROLLBACK', 'cannot begin'),

@@ -5150,8 +5150,11 @@ MIGRATIONS = {
 # What happened is also told to those who listen: verbs append to Store.news, a savepoint or transaction that fails takes
 # its part back, and the server takes the list after the commit. It is empty as long as nobody listens.
 #
-# An administrator's own SQL runs in execute_foreign(), between two savepoints and under an authorizer, which SQLite asks while
-# it compiles a statement. What it refuses, and the words that admin_sql() refuses before, keep our transaction ours.
+# An administrator's own SQL runs in execute_foreign(), between two savepoints and under an authorizer, which
+# SQLite asks while it compiles a statement. What it refuses, and the words that admin_sql() refuses before,
+# keep our transaction and our tables ours. Administrators may make tables called t_..., which nothing of ours
+# looks at or waits for: no trigger, view or foreign key that ties them to our tables, so that every verb and
+# every migration still works.
 
 PRAGMAS = (
     ('locking_mode', 'EXCLUSIVE'),  # before the first access: no shared memory file, no second process
@@ -5185,6 +5188,8 @@ MAX_FOREIGN_BYTES = 64 * 1024 ** 2  # of one answer, about
 MAX_NEWS = 4000                     # of one transaction, fewer than a feed keeps; of more only the number is kept
 READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURSIVE (sqlite.org/c3ref/c_alter_table.html)
 WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
+MAKING_ACTIONS = frozenset([1, 2, 27])          # CREATE_INDEX, CREATE_TABLE, REINDEX
+SCRATCH_PREFIX = 't_'               # of what administrators make: all other names are ours, now or later
 FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
 CELL_KINDS = {'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer',), 'REAL': ('real', 'integer')}     # others: text
 CELL_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dict}     # of JSON that verbs look into
@@ -5434,7 +5439,7 @@ class Store:
 
     # ---- an administrator's SQL ----
 
-    def execute_foreign(self, sql: str, writes: bool, limit: int) -> ForeignAnswer:
+    def execute_foreign(self, sql: str, limit: int, writes: bool, makes: bool = False) -> ForeignAnswer:
         """Execute one statement that a person wrote; at most `limit` rows of what it brings. Refused for all that goes wrong.
 
         Callers have looked at its words, hold a savepoint around it, and have done nothing before in this transaction: SQLite
@@ -5448,7 +5453,7 @@ class Store:
         depth, before = self._depth, self._db.total_changes
         with contextlib.closing(self._db.cursor()) as cursor:
             try:
-                with self._guarding(self._guard, writes):
+                with self._guarding(self._guard, writes, makes):
                     cursor.execute(f'/* {self._guard.count} */ {sql}')
                     rows = fetch_bounded(cursor, limit)
                 changed = self.value('SELECT changes()') if self._db.total_changes > before else 0
@@ -5462,9 +5467,9 @@ class Store:
             return ForeignAnswer([row[0] for row in cursor.description or ()], rows, changed, set(self._guard.tables))
 
     @contextlib.contextmanager
-    def _guarding(self, guard: 'ForeignGuard', writes: bool) -> Iterator[None]:
+    def _guarding(self, guard: 'ForeignGuard', writes: bool, makes: bool) -> Iterator[None]:
         """While the block runs, statements are judged, timed, and may bring text that is not UTF-8."""
-        guard.begin(writes)
+        guard.begin(writes, makes)
         try:
             if not writes:      # whatever the guard might overlook
                 self._db.execute('PRAGMA query_only = ON')
@@ -5553,7 +5558,7 @@ class ForeignGuard:
     """Judges an administrator's statements while it is on: SQLite's authorizer and progress handler. Otherwise lets all pass."""
 
     def __init__(self) -> None:
-        self.is_on = self.writes = False
+        self.is_on = self.writes = self.makes = False
         self.refused = ''                   # what the statement must not do, if it was refused
         self.tables = set()                 # type: Set[str]  # that it writes to
         self.deadline = math.inf            # monotonic
@@ -5561,9 +5566,10 @@ class ForeignGuard:
         # One object for good: of several that are equal, Python 3.6 keeps the first alive and calls the last.
         self.interrupter = self.look_at_clock
 
-    def begin(self, writes: bool) -> None:
+    def begin(self, writes: bool, makes: bool) -> None:
         """Get ready for a statement."""
-        self.writes, self.refused, self.tables, self.deadline = writes, '', set(), time.monotonic() + FOREIGN_SQL_S
+        self.writes, self.makes, self.refused, self.tables = writes, makes, '', set()
+        self.deadline = time.monotonic() + FOREIGN_SQL_S
         self.count += 1
 
     def judge(self, action: int, one: Optional[str], two: Optional[str], place: Optional[str], _: Optional[str]) -> int:
@@ -5575,7 +5581,12 @@ class ForeignGuard:
         if action in WRITING_ACTIONS and self.writes and place == 'main' and is_open_table(one or ''):
             self.tables.add(one or '')
             return 0
-        self.refused = self.refused or (f'write to {one}' if action in WRITING_ACTIONS else f'do what it wants with {one or two or "this"}')
+        if self.makes and place == 'main' and may_be_made(action, one or '', two or ''):
+            return 0
+        self.refused = self.refused or (
+            f'make {one}: only tables called {SCRATCH_PREFIX}... can be made, with indexes' if self.makes else
+            f'write to {one}' if action in WRITING_ACTIONS else
+            f'do what it wants with {one or two or "this"}')
         return 1
 
     def look_at_clock(self) -> int:
@@ -5594,6 +5605,19 @@ class ForeignGuard:
 def is_open_table(table: str) -> bool:
     """Whether an administrator may write to a table with SQL."""
     return not table.lower().startswith('sqlite_') and table.lower() not in ('admin_audit_log', 'identity')
+
+
+def is_scratch(name: str) -> bool:
+    """Whether a table or index is one that an administrator has made."""
+    return name.lower().startswith(SCRATCH_PREFIX)
+
+
+def may_be_made(action: int, one: str, two: str) -> bool:
+    """Whether a CREATE may do this to a table, to an index (one) of a table (two), or to SQLite's list of both."""
+    if action in WRITING_ACTIONS:
+        return one in ('sqlite_master', 'sqlite_schema')
+    is_ours = not is_scratch(two or one) or not (is_scratch(one) or one.startswith('sqlite_autoindex_'))
+    return action in MAKING_ACTIONS and not is_ours
 
 
 def decode_leniently(data: bytes) -> str:
@@ -6144,8 +6168,10 @@ def reload_auth(store: Store) -> Dict[str, Any]:
     """Read the password file again, and forget what was known of passwords."""
     check_admin(store)
     if store.reload_users is None:
-        raise Refused('this server has no password file: it was started without --auth-file')
-    count = store.reload_users()
+        raise Refused('this server has no password file: it was started without --auth-file',
+                      kind='NoAuthFile')
+    with failing_as('ReloadFailed'):
+        count = store.reload_users()
     return {'message': 'Auth credentials reloaded successfully', 'user_count': count}
 
 
@@ -8503,12 +8529,14 @@ def is_last_node(store: Store, workflow_id: int, node_id: int) -> bool:
 SQL_LITERALS = Expression(r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
 SQL_READERS = ('SELECT', 'VALUES', 'WITH')
-SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH')
+SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH', 'CREATE')
 COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])    # what the counters of dependency sets are made from
 
 
-def check_foreign_sql(sql: str, writes: bool, allows_full_table: bool) -> None:
-    """Refuse by its words what must not even be compiled: it would end our transaction, or change a whole table by mistake."""
+def check_foreign_sql(sql: str, writes: bool, allows_full_table: bool) -> bool:
+    """Refuse by its words what must not even be compiled: it would end our transaction, or change a whole
+    table by mistake. Whether the statement makes something.
+    """
     bare = SQL_LITERALS.sub(lambda match: '"" ' if match.group()[0] not in '-/' else ' ', sql).strip().rstrip('; \t\r\n')
     first = re.match(r'\w*', bare).group().upper()
     if ';' in bare:
@@ -8525,6 +8553,7 @@ def check_foreign_sql(sql: str, writes: bool, allows_full_table: bool) -> None:
     is_full = verb and verb.group(1).upper() in ('UPDATE', 'DELETE') and not re.search(r'\bWHERE\b', outside, re.IGNORECASE)
     if writes and is_full and not allows_full_table:
         raise Refused(f'this {verb.group(1).upper()} has no WHERE and would change every row: add one, or allow it with allow_full_table')
+    return first == 'CREATE'
 
 
 def outside_parentheses(text: str) -> str:
@@ -8542,13 +8571,16 @@ def admin_sql(store: Store, body: Dict[str, Any]) -> Any:
     writes, is_dry = bool(body.get('write')), bool(body.get('dry_run'))
     if not store.allows_sql or writes and not store.allows_sql_writes:
         raise Denied(f"SQL {'that writes ' if store.allows_sql else ''}is switched off on this server")
-    check_foreign_sql(body['sql'], writes, bool(body.get('allow_full_table')))
+    with failing_as('InvalidStatement'):
+        makes = check_foreign_sql(body['sql'], writes, bool(body.get('allow_full_table')))
     wanted = body.get('limit')
     limit = MAX_LIST_ITEMS if wanted is None else max(1, min(wanted, MAX_LIST_ITEMS))
     if not writes:
-        return foreign_items(store.execute_foreign(body['sql'], False, limit))
+        with failing_as('QueryFailed'):
+            return foreign_items(store.execute_foreign(body['sql'], limit, False))
     try:
-        answer = write_foreign(store, body['sql'], limit, is_dry)
+        with failing_as('ExecutionFailed'):
+            answer = write_foreign(store, body['sql'], limit, is_dry, makes)
     except Refused as error:
         if is_dry:
             raise
@@ -8559,17 +8591,38 @@ def admin_sql(store: Store, body: Dict[str, Any]) -> Any:
     return answer
 
 
-def write_foreign(store: Store, sql: str, limit: int, is_dry: bool) -> Dict[str, Any]:
+@contextlib.contextmanager
+def failing_as(kind: str) -> Iterator[None]:
+    """What is refused in the block is an error of this kind, in Torc's words."""
+    try:
+        yield
+    except TorcError as error:
+        error.details['kind'] = kind
+        raise
+
+
+def write_foreign(store: Store, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
     """Carry out a statement that writes, and see that everything can still be read and that no job waits for nothing."""
     with store.savepoint(keeps=not is_dry):
-        found = store.execute_foreign(sql, True, limit)
+        found = store.execute_foreign(sql, limit, True, makes)
         for table in sorted(found.tables):
-            store.check_cells(table)
+            if not is_scratch(table):   # those are read by no verb
+                store.check_cells(table)
+        if makes:
+            refuse_foreign_parents(store)
         for workflow_id in store.ids('SELECT id FROM workflow WHERE run_id > 0') if found.tables & COUNTED_TABLES else ():
             recount_sets(store, workflow_id)
             idle_sets = store.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
             settle(store, workflow_id, release_sets(store, workflow_id, idle_sets))
     return dict(foreign_items(found), rows_affected=found.changed, committed=not is_dry)
+
+
+def refuse_foreign_parents(store: Store) -> None:
+    """Refuse tables of administrators that refer to ours: what they hold could not be deleted any more."""
+    for name, parent in store.rows("SELECT made.name, parent.[table] FROM sqlite_master made, "
+                                   "pragma_foreign_key_list(made.name) parent WHERE made.type = 'table'"):
+        if is_scratch(name) and not is_scratch(parent):
+            raise Refused(f'{printable(name)} must not refer to {printable(parent)}: that could lose nothing')
 
 
 def foreign_items(found: ForeignAnswer) -> Dict[str, Any]:
@@ -9889,8 +9942,9 @@ def part_retry_words(text: str) -> str:
 
 def format_error(error: TorcError) -> Dict[str, Any]:
     """An error as ErrorResponse."""
-    kind = {401: 'Unauthorized', 403: 'Forbidden', 404: 'NotFound', 409: 'Conflict'}.get(error.http, type(error).__name__)
     details = {key: part_retry_words(item) if key == 'value' and isinstance(item, str) else item for key, item in error.details.items()}
+    kinds = {401: 'Unauthorized', 403: 'Forbidden', 404: 'NotFound', 409: 'Conflict'}
+    kind = details.pop('kind', None) or kinds.get(error.http, type(error).__name__)
     return {'error': dict(details, error=kind, message=part_retry_words(error.message))}
 
 
