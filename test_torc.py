@@ -2358,10 +2358,13 @@ class CompletionTest(ServiceTest):
         self.workflow_id = self.create('a:')
         self.node_id = self.node(self.workflow_id)
         job = self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]
-        self.assertEqual('', self.post('complete_job', self.entry(job)))
-        self.assertEqual([], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
-        self.call('update_job', {'command': 'false'}, id=job['id'])
-        self.assertEqual(['a'], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
+        for before in ('ready', 'pending', 'running'):
+            with self.subTest(before), self.undone():
+                self.call('manage_status_change', id=job['id'], status=before, run_id=1)
+                self.assertEqual('', self.post('complete_job', self.entry(job)))
+                self.assertEqual([], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
+                self.call('update_job', {'command': 'false'}, id=job['id'])
+                self.assertEqual(['a'], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
 
     def test_what_another_node_holds_cannot_end(self):
         other = self.node(self.workflow_id)

@@ -5613,7 +5613,7 @@ def is_scratch(name: str) -> bool:
 
 
 def may_be_made(action: int, one: str, two: str) -> bool:
-    """Whether a CREATE may do this to a table, to an index (one) of a table (two), or to SQLite's list of both."""
+    """Whether a CREATE may do this to a table, to an index (one) of a table (two), to SQLite's list of both."""
     if action in WRITING_ACTIONS:
         return one in ('sqlite_master', 'sqlite_schema')
     is_ours = not is_scratch(two or one) or not (is_scratch(one) or one.startswith('sqlite_autoindex_'))
@@ -7766,9 +7766,9 @@ def refuse_other_holder(store: Store, job: JobState, node_id: Optional[int]) -> 
 
 
 def note_unclaimed(store: Store, job: JobState) -> None:
-    """A job that nobody has claimed ends (by a journal, by a person's word): note what a claim would have."""
+    """A job that nobody has claimed runs or has ended (by a journal, by a person's word): note what a claim would."""
     store.run('UPDATE job SET input_hash = ? WHERE id = ?', (hash_inputs(store, [job.id])[job.id], job.id))
-    if job.status != READY:
+    if job.status in (UNINITIALIZED, BLOCKED):
         count_trigger(store, job.workflow_id, 'on_jobs_ready', [job.id])
 
 
@@ -7851,6 +7851,8 @@ def manage_status_change(store: Store, job_id: int, status: str, run_id: int) ->
         if code not in ACTIVE:
             store.run('UPDATE job SET start_time = NULL, compute_node_id = NULL WHERE id = ?', (job_id,))
             number_attempts(store, job.workflow_id)
+        elif job.status not in ACTIVE:
+            note_unclaimed(store, job)
         if STATUSES[job.status].is_finished or STATUSES[code].is_finished:
             reverse_or_settle(store, job, code)
             expect_completion(store, job.workflow_id)
