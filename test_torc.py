@@ -3768,41 +3768,122 @@ class TaskTest(ServiceTest):
 
 
 class ProvenanceTest(ServiceTest):
-    """RO-Crate entities that the server adds by itself."""
+    """RO-Crate entities that the server adds by itself, in the words of Torc's clients."""
 
     def entities(self, workflow_id: int) -> Dict[str, Any]:
-        """@id -> entity."""
-        return {item['entity_id']: item for item in self.call('list_ro_crate_entities', id=workflow_id)['items']}
+        """@id -> metadata."""
+        items = self.call('list_ro_crate_entities', id=workflow_id)['items']
+        for item in items:
+            self.assertEqual((item['entity_id'], item['entity_type']), (item['metadata']['@id'], item['metadata']['@type'][0]))
+        return {item['entity_id']: item['metadata'] for item in items}
 
-    def test_an_initialize_describes_run_program_and_input_files(self):
+    def make(self) -> Tuple[int, Dict[str, int]]:
+        """A workflow of a job that reads and writes, and one that does neither: its id, and those of its files."""
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
         files = {name: self.call('create_file', dict({'workflow_id': workflow_id, 'name': name, 'path': 'data/' + name}, **more))['id'] for name, more in (
-            ('in', {'st_mtime': 1700000000.5}), ('cited', {'st_mtime': 1.0, 'identifier': 'https://doi.org/1'}), ('absent', {}), ('out', {'st_mtime': 2.0}))}
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'input_file_ids': [files['in']], 'output_file_ids': [files['out']]})
+            ('in.csv', {'st_mtime': 1700000000.5}), ('cited', {'st_mtime': 1.0, 'identifier': 'https://doi.org/1'}), ('absent', {}), ('out.json', {}), ('log', {}))}
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'input_file_ids': [files['in.csv'], files['cited']],
+                                 'output_file_ids': [files['out.json'], files['log']]})
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x'})
+        return workflow_id, files
+
+    def run_it(self, workflow_id: int, files: Dict[str, int], mtime: float) -> Dict[str, Any]:
+        """Run the jobs as a runner of ours; the entities afterwards."""
+        node_id = self.node(workflow_id, identity='boot/1')
+        jobs = self.claim(workflow_id, node_id)
+        times = {str(files['out.json']): mtime, str(files['log']): mtime}
+        self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['a']), file_times=times)])
+        self.sync(workflow_id, node_id, contents=[[files['out.json'], mtime, 6, 'c0de'], [files['log'], mtime - 1, 7, 'late'], [999, mtime, 1, 'x']])
+        found = self.entities(workflow_id)
+        self.assertNotIn('endTime', found[f"#torc-run-id-{self.call('get_workflow', id=workflow_id)['run_id']}"])
+        self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['b']), file_times={})])
+        return self.entities(workflow_id)
+
+    def test_an_initialize_describes_run_program_and_input_files(self):
+        workflow_id, files = self.make()
+        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de'], [files['cited'], 7.0, 1, 'old']]}, id=workflow_id)
         self.call('initialize_jobs', id=workflow_id)
         found = self.entities(workflow_id)
-        self.assertEqual(['#torc-workflow', '#software-torc.py-run-id-1', '#torc-run-id-1', 'data/in', 'https://doi.org/1'], list(found))
-        self.assertEqual({'@id': 'data/in', '@type': 'File', 'name': 'in', 'dateModified': '2023-11-14T22:13:20.500Z'}, found['data/in']['metadata'])
-        self.assertEqual('data/cited', found['https://doi.org/1']['metadata']['sameAs'])
-        self.call('update_ro_crate_entity', {'metadata': {'license': 'CC0'}}, id=found['data/in']['id'])
-        self.call('update_file', {'st_mtime': 1700000001.0}, id=files['in'])
-        self.call('reset_workflow_status', id=workflow_id)
+        self.assertEqual({'#torc-workflow', '#software-torc-server-run-id-1', '#torc-run-id-1', 'data/in.csv', 'https://doi.org/1'}, set(found))
+        self.assertEqual({'@id': 'data/in.csv', '@type': ['File', 'prov:Entity'], 'name': 'in.csv', 'encodingFormat': 'text/csv', 'contentSize': 6, 'sha256': 'c0de',
+                          'dateModified': '2023-11-14T22:13:20.500Z'}, found['data/in.csv'])
+        self.assertEqual({'@id': 'https://doi.org/1', '@type': ['File', 'prov:Entity'], 'name': 'cited', 'encodingFormat': 'application/octet-stream',
+                          'dateModified': '1970-01-01T00:00:01.000Z', 'sameAs': {'@id': 'data/cited'}}, found['https://doi.org/1'])
+        self.assertEqual({'@id': '#torc-workflow', '@type': ['SoftwareApplication', 'prov:Plan'], 'name': 'w'}, found['#torc-workflow'])
+        agents = [{'@id': '#software-torc-run-id-1'}, {'@id': '#software-torc-server-run-id-1'}]
+        self.assertEqual({'@id': '#torc-run-id-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'w Run 1', 'startTime': torc.format_time(self.clock),
+                          'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0], 'prov:wasAssociatedWith': agents}, found['#torc-run-id-1'])
+        self.assertEqual(['SoftwareApplication', 'prov:SoftwareAgent'], found['#software-torc-server-run-id-1']['@type'])
+
+    def test_what_others_added_stays_and_the_hash_of_another_content_does_not(self):
+        workflow_id, files = self.make()
+        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de']]}, id=workflow_id)
+        entity = next(item for item in self.call('list_ro_crate_entities', id=workflow_id)['items'] if item['entity_id'] == 'data/in.csv')
+        self.call('update_ro_crate_entity', {'metadata': dict(entity['metadata'], license='CC0')}, id=entity['id'])
         self.call('initialize_jobs', id=workflow_id)
-        found = self.entities(workflow_id)
-        self.assertEqual(7, len(found))
-        self.assertIn('#software-torc.py-run-id-2', found)
-        self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z'), (found['data/in']['metadata']['license'], found['data/in']['metadata']['dateModified']))
+        self.assertEqual(('CC0', 'c0de'), tuple(self.entities(workflow_id)['data/in.csv'][key] for key in ('license', 'sha256')))
+        self.call('update_file', {'st_mtime': 1700000001.0}, id=files['in.csv'])
+        self.call('initialize_jobs', id=workflow_id)
+        found = self.entities(workflow_id)['data/in.csv']
+        self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z', None, None), tuple(found.get(key) for key in ('license', 'dateModified', 'sha256', 'contentSize')))
+
+    def test_a_completed_job_describes_what_it_made_and_a_later_run_renews_it(self):
+        workflow_id, files = self.make()
+        for run_id, mtime in ((1, 1700000100.0), (2, 1700000200.0)):
+            self.clock += 50
+            if run_id == 2:
+                self.call('reset_workflow_status', id=workflow_id)
+            self.call('initialize_jobs', id=workflow_id)
+            found = self.run_it(workflow_id, files, mtime)
+            run, action = {'@id': f'#torc-run-id-{run_id}'}, {'@id': '#job-1-attempt-1'}
+            inputs = [{'@id': 'data/in.csv'}, {'@id': 'data/cited'}]
+            agents = [{'@id': f'#software-torc-run-id-{run_id}'}, {'@id': f'#software-torc-server-run-id-{run_id}'}]
+            made = {'@type': ['File', 'prov:Entity'], 'dateModified': torc.format_time(mtime), 'prov:wasGeneratedBy': action,
+                    'prov:wasAttributedTo': run, 'prov:wasDerivedFrom': inputs}
+            self.assertEqual(dict(made, **{'@id': 'data/out.json', 'name': 'out.json', 'encodingFormat': 'application/json', 'contentSize': 6, 'sha256': 'c0de'}),
+                             found['data/out.json'])
+            self.assertEqual(dict(made, **{'@id': 'data/log', 'name': 'log', 'encodingFormat': 'application/octet-stream'}), found['data/log'])
+            self.assertEqual({
+                '@id': '#job-1-attempt-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'a', 'isPartOf': run, 'prov:hadPlan': {'@id': '#torc-workflow'},
+                'instrument': agents[0], 'prov:wasAssociatedWith': agents, 'object': inputs, 'prov:used': inputs,
+                'result': [{'@id': 'data/out.json'}, {'@id': 'data/log'}]}, found['#job-1-attempt-1'])
+            self.assertEqual('2026-01-01T00:10:00.000Z', found[run['@id']]['endTime'])
+            self.assertEqual(9 + 3 * (run_id - 1), len(found), 'files, plan and action are renewed; runs and programs are added')
+
+    def test_the_same_end_again_keeps_what_is_known(self):
+        workflow_id, files = self.make()
+        self.call('initialize_jobs', id=workflow_id)
+        before = self.run_it(workflow_id, files, 1700000100.0)
+        job = self.call('get_job', id=1)
+        times = {str(files['out.json']): 1700000100.0, str(files['log']): 1700000100.0}
+        self.sync(workflow_id, 1, completions=[dict(self.end(job), file_times=times)])
+        self.assertEqual(before, self.entities(workflow_id))
+
+    def test_runners_of_others_describe_their_jobs_themselves(self):
+        workflow_id, files = self.make()
+        self.call('initialize_jobs', id=workflow_id)
+        before = self.entities(workflow_id)
+        node_id = self.node(workflow_id)
+        for job in self.call('list_jobs', workflow_id=workflow_id)['items']:
+            result = dict(self.end(job), workflow_id=workflow_id, run_id=1, compute_node_id=node_id)
+            self.call('complete_job', result, job_id=job['id'], status='completed', run_id=1)
+        self.assertEqual(dict(before, **{'#torc-run-id-1': dict(before['#torc-run-id-1'], endTime='2026-01-01T00:10:00.000Z')}), self.entities(workflow_id))
 
     def test_a_file_of_an_absurd_time_stops_no_initialize(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
         for number, time_s in enumerate((1e300, -1e300)):
             self.call('create_file', {'workflow_id': workflow_id, 'name': f'f{number}', 'path': f'f{number}', 'st_mtime': time_s})
         self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual('9999-12-31T23:59:59.000Z', self.entities(workflow_id)['f0']['metadata']['dateModified'])
+        self.assertEqual('9999-12-31T23:59:59.000Z', self.entities(workflow_id)['f0']['dateModified'])
 
     def test_nothing_is_added_where_it_is_not_wanted(self):
-        workflow_id = self.create('a:')
-        self.assertEqual({}, self.entities(workflow_id))
+        workflow_id, files = self.make()
+        self.call('update_workflow', {'enable_ro_crate': False}, id=workflow_id)
+        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de']]}, id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        self.store.run("INSERT INTO ro_crate_entity (workflow_id, entity_id, entity_type, metadata) VALUES (?, '#torc-run-id-1', 'x', ?)",
+                       (workflow_id, '{"@id": "#torc-run-id-1", "@type": ["x"]}'))      # of others
+        self.assertEqual({'#torc-run-id-1': {'@id': '#torc-run-id-1', '@type': ['x']}}, self.run_it(workflow_id, files, 1700000100.0))
 
 
 class PropertyTest(ServiceTest):
@@ -4975,14 +5056,14 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'RoCrateEntityModel': {'workflow_id': '$workflow', 'entity_id': 'new', 'entity_type': 'File', 'file_id': '$file', 'metadata': {'a': [1, None]}},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0, 'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
-        'held_actions': [], 'actions': ['on_workflow_start'], 'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
+        'held_actions': [], 'contents': [['$made_file', 1.5, 6, 'c0de']], 'actions': ['on_workflow_start'], 'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
         'completions': [{'job_id': '$running', 'attempt_id': 1, 'return_code': 1, 'status': 'failed', 'exec_time_minutes': 1.5, 'completion_time': '2026-01-01T00:00:00Z',
                          'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0, 'avg_cpu_percent': 1.0, 'retry': True, 'max_retries': 3,
                          'file_times': {'$made_file': 1.5}, 'reason': 'm'}],
         'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'depth': 1, 'time_limit': 'PT1H',
                  'total': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}, 'scheduler_config_id': '$slurm_scheduler', 'labels': [], 'strict': False}},
     'ScheduledComputeNodesModel': {'workflow_id': '$workflow', 'scheduler_id': 77, 'scheduler_config_id': '$slurm_scheduler', 'scheduler_type': 'slurm', 'status': 'active'},
-    'SetFileTimesRequest': {'files': {'$file': 1.5, '$made_file': None}},
+    'SetFileTimesRequest': {'files': {'$file': 1.5, '$made_file': None}, 'contents': [['$file', 1.5, 6, 'c0de']]},
     'SlurmSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'account': 'a', 'gres': 'gpu:1', 'mem': '1g', 'nodes': 2, 'ntasks_per_node': 1, 'partition': 'p',
                             'qos': 'q', 'tmp': '1g', 'walltime': '01:00:00', 'extra': '-x', 'serialize_allocations': True},
     'SlurmStatsModel': {'workflow_id': '$workflow', 'job_id': '$done', 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '55', 'max_rss_bytes': 1, 'max_vm_size_bytes': 2,
@@ -5216,6 +5297,7 @@ WRONG = {   # type of MODELS -> values that it must refuse
     'object': [5, 'x', [], True, {'a': DEEP}, {'a': '\ud800'}, {'a\0': 1}, {'a': 2 ** 64}, {'a': float('nan')}],
     'any': [DEEP, {'a': '\ud800'}, {'\0': 1}, [2 ** 64], 'a\0', float('nan')],
     'start': [[], [1], [1, 1, 'soon'], ['x', 1, '2026-01-01T00:00:00Z'], 5], 'attempt': [[], [1], ['x', 1], [1, None], 5, {}],
+    'content': [[], [1], [1, 1, 1], ['x', 1, 1, 'x'], [1, 'x', 1, 'x'], [1, 1, 1.5, 'x'], [1, 1, 1, 5], [1, 1, 1, None], 5, {}],
     'planned_jobs': [5, {}, [[1]], 'x'], 'planned_kind': [5, [], [None, 'x', None, None], 'x'],
 }
 WRONG_FOR_FIELD = { # field -> further values that it must refuse
@@ -5280,7 +5362,8 @@ def model_mistakes(kind: str, good: Any, path: str) -> Iterator[Tuple[str, Any]]
         place = f'{path}.{name}'.lstrip('.')
         if field.is_required and kind[0] != '?' and name in good:
             yield place, {key: value for key, value in good.items() if key != name}
-            yield place, dict(good, **{name: None})
+            if field.type != 'any':     # null is a value too
+                yield place, dict(good, **{name: None})
         for where, wrong in mistakes(field.type, good.get(name), place, kind[1:]):
             yield where, dict(good, **{name: wrong})
 
@@ -9493,6 +9576,29 @@ class RunnerRulesTest(unittest.TestCase):
         """Requirements."""
         return dict({'num_cpus': cpus, 'memory_bytes': memory, 'num_gpus': gpus}, **more)
 
+    def test_files_are_read_a_piece_at_a_time(self):
+        directory = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, directory)
+        contents = {'big': os.urandom(3 * torc.DIGEST_PIECE_BYTES + 5), 'empty': b'', 'after': b'x'}
+        for name, content in contents.items():
+            with open(os.path.join(directory, name), 'wb') as file:
+                file.write(content)
+        os.mkfifo(os.path.join(directory, 'pipe'))      # nobody will write to it
+        names = ['absent', 'big', 'pipe', 'empty', '.', 'nul\0', 'after']
+        digests = torc.Digests()
+        digests.waiting.extend((number, os.path.join(directory, name)) for number, name in enumerate(names))
+        turns, rows = 0, []
+        while digests.is_busy:
+            turns, rows = turns + 1, rows + digests.work(1e-9)
+        self.assertGreater(turns, 4)
+        self.assertEqual([(names.index(name), len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()],
+                         [(number, size, digest) for number, _, size, digest in rows])
+        self.assertEqual(os.stat(os.path.join(directory, 'big')).st_mtime, rows[0][1])
+        digests.waiting.extend([(0, directory), (1, os.path.join(directory, 'big'))])
+        digests.work(1e-9)
+        digests.drop()
+        self.assertFalse(digests.is_busy)
+
     def test_gpus_are_handed_out_least_recently_used_first(self):
         ledger = torc.Ledger(torc.NodeSize(8, 1 << 30, ('0', '1', '2')), None)
         first = ledger.take(self.kind(gpus=2))
@@ -11589,6 +11695,24 @@ class AgainTest(FlowTest):
         self.assertExit(0, self.world.cli('run', 1))
         self.assertEqual('2', self.world.read('end.txt'))
         self.assertEqual({('one', 1), ('two', 1), ('aside', 1), ('one', 2), ('two', 2)}, {row[:2] for row in self.results()})
+
+    def test_a_run_records_the_provenance_of_its_files(self):
+        self.world.write('raw.txt', '1')
+        self.run_text('enable_ro_crate: true\n' + textwrap.dedent(self.CHAIN))
+        self.assertEqual({name: ('1', 1) for name in ('raw.txt', 'mid.txt', 'end.txt')}, self.recorded())
+        os.utime(self.world.write('raw.txt', '22'), (2e9, 2e9))
+        self.ask_json('workflows', 'reinit', 1)
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertEqual({name: ('22', 2) for name in ('raw.txt', 'mid.txt', 'end.txt')}, self.recorded())
+
+    def recorded(self) -> Dict[str, Tuple[str, int]]:
+        """Path -> contents by size and hash, and the run that the entities end with."""
+        known = {(len(text), hashlib.sha256(text.encode()).hexdigest()): text for text in ('1', '22')}
+        with contextlib.closing(self.world.connect()) as client:
+            found = {item['entity_id']: item['metadata'] for item in client.list_ro_crate_entities(1)['items']}
+        runs = [int(name[len('#torc-run-id-'):]) for name, metadata in found.items() if name.startswith('#torc-run-id-') and 'endTime' in metadata]
+        self.assertEqual({'@id': f'#torc-run-id-{max(runs)}'}, found['end.txt']['prov:wasAttributedTo'])
+        return {name: (known[metadata['contentSize'], metadata['sha256']], max(runs)) for name, metadata in found.items() if metadata['@type'][0] == 'File'}
 
     def test_reinit_makes_a_missing_output_again(self):
         self.world.write('raw.txt', '1')

@@ -239,6 +239,8 @@ MAX_BODY_BYTES = 2 * 1024 ** 2      # of a request
 MAX_BULK_BODY_BYTES = 200 * 1024 ** 2   # of bulk_* and from_spec requests
 MAX_INTEGER = 2 ** 63 - 1           # SQLite's
 MAX_DEPTH = 100                     # nesting of values in files and requests
+DIGEST_PIECE_BYTES = 2 ** 20        # of a file, read at once: a few milliseconds
+MAX_CONTENTS = 2000                 # rows about the contents of files in a request
 
 # ---- defaults ----
 DEFAULT_OUTPUT_DIR = 'torc_output'
@@ -739,6 +741,18 @@ def read_process_start_ticks(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in (b'Z', b'X') else int(fields[19])
+
+
+def digest_file(path: str) -> Iterator[Optional[Tuple[float, int, str]]]:
+    """Read a plain file piece by piece: None for each, then its time of change, size and SHA-256. OSError."""
+    with open(path, 'rb', opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        found, digest = os.fstat(file.fileno()), hashlib.sha256()
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, 'not a plain file', path)
+        for piece in iter(lambda: file.read(DIGEST_PIECE_BYTES), b''):
+            digest.update(piece)
+            yield None
+    yield found.st_mtime, found.st_size, digest.hexdigest()
 
 
 def filesystem_type(path: str) -> str:
@@ -6347,6 +6361,7 @@ def note_if_complete(store: Store, workflow_id: int) -> bool:
     complete = is_complete(store, workflow_id)
     if complete:
         satisfy_trigger(store, workflow_id, 'on_workflow_complete')
+        note_run_end(store, workflow_id)
     return complete
 
 
@@ -7036,6 +7051,140 @@ def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
             'has_more': offset + len(items) < total}
 
 
+# -------- provenance --------
+#
+# A workflow with enable_ro_crate keeps RO-Crate entities, named and made as Torc's clients make them: at
+# initialize the workflow, its run, the server and the input files; when a runner of ours comes, that; when
+# one of its jobs completes with output files, the job's CreateAction and the files. Other runners make theirs
+# themselves. Whoever has the files at hand tells their sizes and hashes (note_contents), which hold as long
+# as the file's time does. A later run renews what an earlier one has made; what others added to an entity
+# stays.
+
+CRATE_PLAN = '#torc-workflow'
+CRATE_RUN = '#torc-run-id-{}'
+CRATE_SOFTWARE = '#software-{}-run-id-{}'
+FILE_ROW = 'id, path, identifier, st_mtime'
+MEDIA_TYPES = {     # https://www.iana.org/assignments/media-types, or what is usual -> ends of files' names
+    'application/gzip': 'gz tgz', 'application/json': 'json', 'application/jsonl': 'jsonl',
+    'application/netcdf': 'nc', 'application/pdf': 'pdf', 'application/toml': 'toml',
+    'application/vnd.apache.parquet': 'parquet', 'application/x-hdf5': 'h5 hdf5', 'application/x-sh': 'sh',
+    'application/x-tar': 'tar', 'application/xml': 'xml', 'application/yaml': 'yaml yml',
+    'application/zip': 'zip', 'application/zstd': 'zst', 'image/gif': 'gif', 'image/jpeg': 'jpeg jpg',
+    'image/png': 'png', 'image/svg+xml': 'svg', 'image/tiff': 'tif tiff', 'text/csv': 'csv',
+    'text/html': 'htm html', 'text/markdown': 'md', 'text/plain': 'log txt',
+    'text/tab-separated-values': 'tsv', 'text/x-python': 'py',
+}
+ENCODING_FORMATS = {end: kind for kind, ends in MEDIA_TYPES.items() for end in ends.split()}
+
+
+def keeps_crate(store: Store, workflow_id: int) -> bool:
+    """Whether a workflow keeps RO-Crate entities."""
+    return bool(store.value('SELECT enable_ro_crate FROM workflow WHERE id = ?', (workflow_id,)))
+
+
+def refer(*entity_ids: str) -> Any:
+    """A reference to an entity, or a list of them; None to none."""
+    references = [{'@id': entity_id} for entity_id in entity_ids]
+    return references if len(references) > 1 else references[0] if references else None
+
+
+def put_entity(store: Store, workflow_id: int, entity_id: str, types: Sequence[str], metadata: Dict[str, Any],
+               file_id: Optional[int] = None) -> None:
+    """Add an RO-Crate entity, or renew the one of this file or name; None takes a key away."""
+    known = store.one('SELECT id, entity_id, metadata FROM ro_crate_entity WHERE workflow_id = ? '
+                      'AND (file_id = ? OR entity_id = ?) ORDER BY file_id IS NULL LIMIT 1',
+                      (workflow_id, file_id, entity_id))
+    row_id, entity_id, text = known or (None, entity_id, '{}')
+    old = json.loads(text)
+    if old.get('dateModified') != metadata.get('dateModified'):     # it is another content
+        old = {key: value for key, value in old.items() if key not in ('contentSize', 'sha256')}
+    merged = {**old, '@id': entity_id, '@type': list(types), **metadata}
+    kept = {key: value for key, value in merged.items() if value is not None}
+    if row_id is not None:
+        return store.update('ro_crate_entity', row_id, {'entity_type': types[0], 'metadata': kept})
+    store.insert('ro_crate_entity', {'workflow_id': workflow_id, 'file_id': file_id, 'entity_id': entity_id,
+                                     'entity_type': types[0], 'metadata': kept})
+
+
+def put_software(store: Store, workflow_id: int, role: str) -> None:
+    """Name this program as the one that serves the current run (torc-server) or works on it (torc)."""
+    run_id = workflow_state(store, workflow_id).run_id
+    types = ('SoftwareApplication', 'prov:SoftwareAgent')
+    put_entity(store, workflow_id, CRATE_SOFTWARE.format(role, run_id), types,
+               {'name': 'torc.py', 'version': __version__, 'torc:git_hash': RELEASE_TAG})
+
+
+def run_of_crate(run_id: int) -> Dict[str, Any]:
+    """What the entities of a run and of its jobs have in common."""
+    agents = [CRATE_SOFTWARE.format(role, run_id) for role in ('torc', 'torc-server')]
+    return {'prov:hadPlan': refer(CRATE_PLAN), 'instrument': refer(agents[0]),
+            'prov:wasAssociatedWith': refer(*agents)}
+
+
+def put_file(store: Store, workflow_id: int, row: Sequence[Any], more: Dict[str, Any]) -> None:
+    """Describe a file that is there. `row`: a FILE_ROW."""
+    file_id, path, identifier, mtime = row
+    encoding = ENCODING_FORMATS.get(path.rpartition('.')[2].lower(), 'application/octet-stream')
+    put_entity(store, workflow_id, identifier or path, ('File', 'prov:Entity'), dict({
+        'name': os.path.basename(path), 'encodingFormat': encoding, 'dateModified': format_time(mtime),
+        'sameAs': refer(path) if identifier else None}, **more), file_id)
+
+
+def note_run(store: Store, workflow_id: int) -> None:
+    """A run begins: describe the workflow, the run, this server and the input files."""
+    workflow = get_workflow(store, workflow_id)
+    run_id = workflow['run_id']
+    put_entity(store, workflow_id, CRATE_PLAN, ('SoftwareApplication', 'prov:Plan'),
+               {'name': workflow['name'], 'description': workflow.get('description')})
+    put_software(store, workflow_id, 'torc-server')
+    run = CRATE_RUN.format(run_id)
+    known = json.loads(store.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? '
+                                   'AND entity_id = ?', (workflow_id, run)) or '{}')
+    put_entity(store, workflow_id, run, ('CreateAction', 'prov:Activity'), dict(
+        run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}",
+        startTime=known.get('startTime') or format_time(store.now()), endTime=None))
+    for row in store.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
+                          'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) ORDER BY id',
+                          (workflow_id,)):
+        put_file(store, workflow_id, row, {})
+
+
+def note_run_end(store: Store, workflow_id: int) -> None:
+    """Nothing more is to come: the run has ended with its last job."""
+    run_id = workflow_state(store, workflow_id).run_id if keeps_crate(store, workflow_id) else 0
+    run = CRATE_RUN.format(run_id)
+    if run_id and store.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?',
+                            (workflow_id, run)):
+        last = store.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
+                           (workflow_id, run_id))
+        put_entity(store, workflow_id, run, ('CreateAction', 'prov:Activity'), {'endTime': last})
+
+
+def note_job_outputs(store: Store, state: WorkflowState, job: JobState) -> None:
+    """A job has completed: describe its attempt, and the files that it made."""
+    if not keeps_crate(store, state.id):
+        return
+    inputs = refer(*store.ids('SELECT path FROM job_input_file JOIN file ON id = file_id WHERE job_id = ? '
+                              'ORDER BY id', (job.id,)))
+    made = store.rows(f'SELECT {FILE_ROW} FROM job_output_file JOIN file ON id = file_id '
+                      'WHERE job_id = ? AND st_mtime IS NOT NULL ORDER BY id', (job.id,))
+    action, run = f'#job-{job.id}-attempt-{job.attempt_id}', refer(CRATE_RUN.format(state.run_id))
+    put_entity(store, state.id, action, ('CreateAction', 'prov:Activity'), {
+        **run_of_crate(state.run_id), 'name': job.name, 'isPartOf': run, 'result': [refer(row[1]) for row in made],
+        'object': inputs, 'prov:used': inputs})
+    for row in made:
+        put_file(store, state.id, row, {'prov:wasGeneratedBy': refer(action), 'prov:wasDerivedFrom': inputs,
+                                        'prov:wasAttributedTo': run})
+
+
+def note_contents(store: Store, workflow_id: int, contents: Sequence[Sequence[Any]]) -> None:
+    """Take in file id, time of change, size and SHA-256 of files, unless they have changed since."""
+    for file_id, mtime, size, digest in contents if contents and keeps_crate(store, workflow_id) else ():
+        row = store.one(f'SELECT {FILE_ROW} FROM file WHERE id = ? AND workflow_id = ?', (file_id, workflow_id))
+        if row is not None and row[3] is not None and abs(row[3] - mtime) <= MTIME_TOLERANCE_S:
+            put_file(store, workflow_id, row, {'contentSize': size, 'sha256': digest})
+
+
 # -------- initialize and reset --------
 
 def refuse_archived(state: WorkflowState) -> None:
@@ -7065,41 +7214,13 @@ def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = F
     start_over(store, workflow_id, clear_ephemeral_user_data)
     rearm_actions(store, workflow_id, only_uninitialized)
     note_if_complete(store, workflow_id)
-    if store.value('SELECT enable_ro_crate FROM workflow WHERE id = ?', (workflow_id,)):
-        note_provenance(store, workflow_id)
+    if keeps_crate(store, workflow_id):
+        note_run(store, workflow_id)
     is_again = only_uninitialized and state.run_id > 0
     kind = 'workflow_reinitialized' if is_again else 'workflow_started'
     message = f"{'Reinitialized' if is_again else 'Initialized'} workflow {workflow_id}"
     announce(store, workflow_id, kind, {'category': 'workflow', 'type': kind, 'user': store.caller, 'message': message})
     return {'message': message}
-
-
-def note_provenance(store: Store, workflow_id: int) -> None:
-    """Describe the workflow, its run, this program and the input files as RO-Crate entities; what others added to them stays."""
-    workflow = get_workflow(store, workflow_id)
-    run = f"run-id-{workflow['run_id']}"
-    plan, software = '#torc-workflow', f'#software-torc.py-{run}'
-    for entity_id, entity_type, metadata in (
-            (plan, 'prov:Plan', {'name': workflow['name'], 'description': workflow.get('description') or workflow['name']}),
-            (software, 'SoftwareApplication', {'name': 'torc.py', 'version': __version__}),
-            (f'#torc-{run}', 'prov:Activity', {'name': f"{workflow['name']}, run {workflow['run_id']}", 'startTime': format_time(store.now()),
-                                               'prov:hadPlan': {'@id': plan}, 'instrument': {'@id': software}})):
-        put_entity(store, workflow_id, None, entity_id, entity_type, metadata)
-    for file_id, path, identifier, mtime in store.rows(
-            'SELECT id, path, identifier, st_mtime FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
-            'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) ORDER BY id', (workflow_id,)):
-        metadata = {'name': os.path.basename(path), 'dateModified': format_time(mtime), **({'sameAs': path} if identifier else {})}
-        put_entity(store, workflow_id, file_id, identifier or path, 'File', metadata)
-
-
-def put_entity(store: Store, workflow_id: int, file_id: Optional[int], entity_id: str, entity_type: str, metadata: Dict[str, Any]) -> None:
-    """Add an RO-Crate entity, or renew the one of this file or name."""
-    known = store.one('SELECT id, metadata FROM ro_crate_entity WHERE workflow_id = ? AND (file_id = ? OR entity_id = ?) '
-                      'ORDER BY file_id IS NULL LIMIT 1', (workflow_id, file_id, entity_id))
-    if known is not None:
-        return store.update('ro_crate_entity', known[0], {'metadata': dict(json.loads(known[1]), **metadata)})
-    store.insert('ro_crate_entity', {'workflow_id': workflow_id, 'file_id': file_id, 'entity_id': entity_id, 'entity_type': entity_type,
-                                     'metadata': dict({'@id': entity_id, '@type': entity_type}, **metadata)})
 
 
 def refuse_active(store: Store, workflow_id: int, verb: str) -> None:
@@ -7210,9 +7331,10 @@ MTIME_TOLERANCE_S = 0.01    # file systems and JSON round
 def set_file_times(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Record when files were last changed: file id -> seconds since the epoch, or null for a file that is not there."""
     workflow_state(store, workflow_id)
-    times = times_by_id(body['files'])
-    check_owned(store, 'file', workflow_id, times)
+    times, contents = times_by_id(body['files']), body.get('contents') or ()
+    check_owned(store, 'file', workflow_id, [*times, *(row[0] for row in contents)])
     store_file_times(store, workflow_id, times)
+    note_contents(store, workflow_id, contents)
     return {'count': len(times)}
 
 
@@ -8290,6 +8412,8 @@ def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     values = dict(body, is_active=bool(body.get('is_active')), labels=labels)     # who works says so
     if body.get('lease_s') is not None:
         values['lease_until'] = store.now() + body['lease_s']
+    if body.get('identity') and keeps_crate(store, body['workflow_id']):    # a runner of ours
+        put_software(store, body['workflow_id'], 'torc')
     node = get_row(store, 'compute_node', store.insert('compute_node', values))
     announce_node(store, 'compute_node_started', node, STARTED_KEYS)
     return node
@@ -8395,6 +8519,7 @@ def runner_sync(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[st
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': []}  # type: Dict[str, Any]
     for end in body.get('completions') or ():
         take_in_end(store, state, node_id, end, answer)
+    note_contents(store, workflow_id, body.get('contents') or ())
     for job_id, attempt_id, start_time in body.get('started') or ():
         if store.one('SELECT 1 FROM job WHERE id = ? AND compute_node_id = ? AND attempt_id = ?', (job_id, node_id, attempt_id)):
             mark_started(store, job_id, node_id, start_time)
@@ -8463,6 +8588,8 @@ def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str,
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
     if end.get('file_times'):
         store_file_times(store, state.id, times)
+        if status == 'completed':
+            note_job_outputs(store, state, job_state(store, end['job_id']))
 
 
 def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
@@ -8843,6 +8970,7 @@ MODELS = {
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int! '
                   'is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] started:[start] returned:[attempt] '
+                         'contents:[content] '
                          'want:@RunnerWant actions:[str] action_results:[@RunnerAction] explain:bool '
                          'survey:bool held:[attempt] held_actions:[int]',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! kinds:[@RunnerKind]! '
@@ -8853,7 +8981,7 @@ MODELS = {
                   'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! status:str! workflow_id:int!',
-    'SetFileTimesRequest': 'files:{float?}!',
+    'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
     'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
     'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! ntasks_per_node:int partition:str '
@@ -9086,6 +9214,7 @@ SCALAR_CHECKS = {   # type of MODELS -> what refuses other values
     'attempt': functools.partial(check_row, checks=(check_int, check_int)),
     'start': functools.partial(check_row, checks=(check_int, check_int, check_time)),
     'ended': functools.partial(check_row, checks=(check_int, check_int, check_str)),
+    'content': functools.partial(check_row, checks=(check_int, check_float, check_int, check_str)),
     'output': functools.partial(check_row, checks=(check_int, check_str)),
     'planned_jobs': check_planned_jobs, 'planned_kind': check_planned_kind,
 }
@@ -9967,6 +10096,7 @@ SCALAR_SCHEMAS = {  # type of MODELS -> JSON Schema; stream: server-sent events
     'object': {'type': 'object'}, 'name': {'type': 'string', 'maxLength': MAX_NAME_CHARACTERS}, 'time': TIME,
     'rules': {'type': 'string', 'contentMediaType': 'application/json'}, 'minutes': AMOUNT, 'gigabytes': AMOUNT,
     'nodes': dict(WHOLE, minimum=0), 'ordinal': dict(WHOLE, minimum=0), 'attempt': describe_row(WHOLE, WHOLE), 'start': describe_row(WHOLE, WHOLE, TIME),
+    'content': describe_row(WHOLE, {'type': 'number'}, WHOLE, TEXT),
     'ended': describe_row(WHOLE, WHOLE, TEXT), 'output': describe_row(WHOLE, TEXT),
     'planned_jobs': {'type': 'array', 'items': describe_row(*[ANYTHING] * len(PLANNED_TYPES)),
                      'description': 'each a list of: ' + ', '.join(PLANNED_TYPES)},
@@ -13825,6 +13955,7 @@ RECONNECT_S = 1.0           # a silent server is looked for so long at a time: c
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
+DIGEST_TURN_S = 0.02                # of reading output files, in a turn
 
 
 class RunnerOptions(NamedTuple):
@@ -14213,6 +14344,43 @@ def stat_outputs(outputs: Sequence[Sequence[Any]]) -> Tuple[Dict[str, float], Li
     return times, missing
 
 
+class Digests:
+    """Reads output files for the RO-Crate, a piece at a time between the loop's other work."""
+
+    def __init__(self) -> None:
+        self.waiting = collections.deque()      # type: collections.deque
+        self.current = None                     # type: Optional[Tuple[int, Iterator]]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is left to read."""
+        return bool(self.current or self.waiting)
+
+    def work(self, for_s: float) -> List[List[Any]]:
+        """Read for so long, a piece at least; rows about the files that were read to their end."""
+        until, rows = time.monotonic() + for_s, []
+        while self.is_busy:
+            if self.current is None:
+                file_id, path = self.waiting.popleft()
+                self.current = file_id, digest_file(path)
+            try:
+                found = next(self.current[1])
+            except (OSError, ValueError):       # gone, or no plain file: it is described without
+                self.current = None
+                continue
+            if found is not None:
+                rows.append([self.current[0], *found])
+                self.current = None
+            if time.monotonic() >= until:
+                break
+        return rows
+
+    def drop(self) -> None:
+        """There is no time left for it."""
+        self.waiting.clear()
+        self.current = None
+
+
 def is_disk_full(path: str) -> bool:
     """Whether nothing more can be written where a path lies."""
     try:
@@ -14244,6 +14412,7 @@ class Link:
         self.started = []           # type: List[List[Any]]
         self.returned = []          # type: List[List[int]]
         self.action_results = []    # type: List[Dict[str, Any]]
+        self.contents = []          # type: List[List[Any]]
         self.silent_since = None    # type: Optional[float]
         self.error = ''
         self.retry_s = RETRY_FIRST_S
@@ -14254,12 +14423,13 @@ class Link:
     @property
     def has_news(self) -> bool:
         """Whether there is something to tell, or a word is still out."""
-        return bool(self.pending or self.completions or self.started or self.returned or self.action_results)
+        return bool(self.pending or self.completions or self.started or self.returned or self.action_results
+                    or self.contents)
 
     def news(self) -> Dict[str, List[Any]]:
         """What a request carries of it."""
         return {'completions': self.completions[:MAX_COMPLETIONS_PER_REQUEST], 'started': self.started[:], 'returned': self.returned[:],
-                'action_results': self.action_results[:]}
+                'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS]}
 
     def begin(self, request: Dict[str, Any], held: Callable[[], Dict[str, Any]]) -> None:
         """Send one runner_sync with all news. The children need us: the answer is fetched when it is there."""
@@ -14611,6 +14781,7 @@ class Runner:
         self.tasks = {}             # type: Dict[Process, Task]
         self.owners = {}            # type: Dict[Process, Callable[[Process], None]]
         self.ends = Ends(self)
+        self.digests = Digests()
         self.variables = {}         # type: Dict[str, str]
         self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
                        'jobs_by_status': {}}    # type: Dict[str, Any]
@@ -14718,7 +14889,8 @@ class Runner:
         while self.leaving != 'unreachable':
             self.turn(claims=not self.leaving)
             self.look_for_the_exit()
-            if self.leaving and not (self.owners or self.actions.is_busy or self.link.has_news):
+            is_busy = self.owners or self.actions.is_busy or self.digests.is_busy
+            if self.leaving and not (is_busy or self.link.has_news):
                 break
             self.wait()
 
@@ -14727,6 +14899,10 @@ class Runner:
         self.reap()
         self.stop_in_time()
         self.start_jobs()
+        if self.digests.is_busy:
+            self.link.contents += self.digests.work(DIGEST_TURN_S)
+            if self.link.contents:
+                self.report_soon(BATCH_S if self.digests.is_busy else 0.0)
         now = time.monotonic()
         if self.link.pending is None and now >= min(self.poll_at, self.report_at):
             self.begin_sync(claims)
@@ -14744,6 +14920,8 @@ class Runner:
         times += [self.sent_at + ANSWER_DEADLINE_S] if self.link.pending else [self.poll_at, self.report_at]
         if self.appetite.backlog and not self.actions.is_busy:
             times.append(max(self.appetite.moved_at + STALE_AHEAD_S, self.appetite.not_before))
+        if self.digests.is_busy:
+            times.append(0.0)
         for number in self.wakeup.wait(max(0.0, min(min(times) - time.monotonic(), 3600.0)), self.link.pending):
             if number != signal.SIGCHLD:
                 self.on_signal(number)
@@ -14936,6 +15114,8 @@ class Runner:
                 verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
         if verdict.status == 'failed' and not verdict.message and is_disk_full(self.output_dir):
             verdict = verdict._replace(message=f'the disk of the output directory {self.output_dir} is full')
+        if verdict.status == 'completed' and self.workflow.get('enable_ro_crate'):
+            self.digests.waiting.extend(task.job['outputs'])
         self.ends.report(task, end, verdict, file_times)
 
     # ---- leaving ----
@@ -14972,8 +15152,11 @@ class Runner:
         self.leaving = reason
         self.give_back(self.appetite.drop())
         if reason not in SIGNAL_REASONS:
+            if self.digests.is_busy:
+                self.say('Reading output files for the RO-Crate before leaving')
             return
         self.stop_at = math.inf
+        self.digests.drop()
         self.actions.queue.clear()      # not begun: the server has them again as soon as we are off its list
         self.log.write('Jobs terminating', workflow_id=self.workflow_id, count=len(self.tasks))
         name = signal.Signals(self.stop_signal).name
@@ -16206,6 +16389,24 @@ def file_times(session: Session, workflow: Dict[str, Any]) -> Dict[str, Optional
     return times
 
 
+def tell_contents(session: Session, workflow: Dict[str, Any]) -> None:
+    """Before a run that keeps an RO-Crate: tell sizes and hashes of input files: the server has none."""
+    if not workflow.get('enable_ro_crate'):
+        return
+    base, rows = base_directory(workflow), []   # type: Tuple[str, List[List[Any]]]
+    paths = {item['id']: item['path'] for item in session.items('list_files', workflow_id=workflow['id'])}
+    for item in session.items('list_files', workflow_id=workflow['id'], is_output=True):
+        del paths[item['id']]
+    for file_id, path in paths.items():
+        try:
+            rows += [[file_id, *found] for found in digest_file(os.path.join(base, path)) if found]
+        except (OSError, ValueError):   # not there, or no plain file
+            pass
+    for start in range(0, len(rows), MAX_CONTENTS):
+        session.call('set_file_times', {'files': {}, 'contents': rows[start:start + MAX_CONTENTS]},
+                     workflow_id=workflow['id'])
+
+
 class FileCheck(NamedTuple):
     """What there is on disk before a workflow starts."""
     missing_inputs: List[str]       # that must exist
@@ -16366,6 +16567,7 @@ def cmd_init(session: Session, args: Arguments) -> int:
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
     session.call('reset_job_status', workflow_id=workflow['id'])
     session.call('set_file_times', {'files': file_times(session, workflow)}, workflow_id=workflow['id'])
+    tell_contents(session, workflow)
     return answer_task(session, args, begin_initialize(session, workflow, False))
 
 
@@ -16383,6 +16585,7 @@ def cmd_reinit(session: Session, args: Arguments) -> int:
     found = find_changes(session, workflow, is_dry_run=False)
     for change in found['changed'] + found['downstream_jobs']:
         session.tell(printable(f"{change['job_name']} will run again: {change['reason']}"))
+    tell_contents(session, workflow)
     return answer_task(session, args, begin_initialize(session, workflow, True))
 
 
@@ -17380,6 +17583,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         if not target.is_new:
             refuse_missing_inputs(session, check_files(session, workflow), is_forced)
             session.call('set_file_times', {'files': file_times(session, workflow)}, workflow_id=workflow['id'])
+        tell_contents(session, workflow)
         initialize_for_run(session, workflow, status)
     if not target.is_new:       # of a new one the file's warnings say it
         tell_pending(session, workflow)
