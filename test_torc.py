@@ -13694,6 +13694,22 @@ class ReadmeLaws(unittest.TestCase):
             self.assertTrue(row.example.startswith(row.name), row.name)
             self.assertEqual(row.name, torc.parse_command_line(shlex.split(row.example)).command.name, row.example)
 
+    def test_its_lines_for_the_client_of_torc_show_the_token(self):
+        lines = re.findall(r'(?:^    .*\n)+', self.text.partition("**A job that calls back**")[2], re.MULTILINE)[0]
+        self.assertEqual(3, lines.count('\n'))
+        with tempfile.NamedTemporaryFile('w') as file, \
+                unittest.mock.patch.dict(os.environ, {'TORC_API_URL': 'http://here', 'TORC_TOKEN_FILE': file.name}):
+            file.write('T' * 43 + '\n')
+            file.flush()
+            module = unittest.mock.Mock()       # in the place of theirs: we depend on nothing
+            with unittest.mock.patch.dict(sys.modules, {'torc': module, 'torc.api': module}), warnings.catch_warnings():
+                warnings.simplefilter('ignore', ResourceWarning)    # the lines leave it to Python to close the file
+                exec(textwrap.dedent(lines), {'os': os})
+        module.make_api.assert_called_once_with('http://here')
+        (name, value), _ = module.make_api.return_value.api_client.set_default_header.call_args
+        head = torc.parse_head(http_request('GET', '/x', **{name.lower(): value})[:-4])
+        torc.check_access(head, b'T' * 43, {'127.0.0.1', 'localhost'})
+
     def test_its_start_does_what_it_shows(self):
         block = re.search(r'```console\n(.*?)```', self.text, re.DOTALL).group(1)
         world = World()
