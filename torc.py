@@ -5627,7 +5627,7 @@ def is_scratch(name: str) -> bool:
 
 
 def may_be_made(action: int, one: str, two: str) -> bool:
-    """Whether a CREATE may do this to a table, to an index (one) of a table (two), to SQLite's list of both."""
+    """Whether a CREATE may do this to a table, an index (one) of a table (two), or SQLite's list of both."""
     if action in WRITING_ACTIONS:
         return one in ('sqlite_master', 'sqlite_schema')
     is_ours = not is_scratch(two or one) or not (is_scratch(one) or one.startswith('sqlite_autoindex_'))
@@ -6815,7 +6815,7 @@ def update_job(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any
         raise Refused(f"{', '.join(fixed + early)} of job {job_id} cannot be changed: immutable " +
                       ('once the job is initialized' if early and not fixed else 'after its creation'))
     if changed.get('status', 'disabled') != 'disabled':
-        raise Refused(f"status of job {job_id} is immutable: only 'disabled' is taken, not {changed['status']!r}")
+        raise Refused(f"status of job {job_id} is immutable, but for 'disabled': not {changed['status']!r}")
     if any(key in KIND_FIELDS for key in changed):
         kind = dict({key: job.get(key) for key in KIND_FIELDS}, **changed)
         changed['kind_id'] = job_kind(store, job['workflow_id'], kind['resource_requirements_id'], kind)
@@ -7170,8 +7170,8 @@ def note_job_outputs(store: Store, state: WorkflowState, job: JobState) -> None:
                       'WHERE job_id = ? AND st_mtime IS NOT NULL ORDER BY id', (job.id,))
     action, run = f'#job-{job.id}-attempt-{job.attempt_id}', refer(CRATE_RUN.format(state.run_id))
     put_entity(store, state.id, action, ('CreateAction', 'prov:Activity'), {
-        **run_of_crate(state.run_id), 'name': job.name, 'isPartOf': run, 'result': [refer(row[1]) for row in made],
-        'object': inputs, 'prov:used': inputs})
+        **run_of_crate(state.run_id), 'name': job.name, 'isPartOf': run,
+        'result': [refer(row[1]) for row in made], 'object': inputs, 'prov:used': inputs})
     for row in made:
         put_file(store, state.id, row, {'prov:wasGeneratedBy': refer(action), 'prov:wasDerivedFrom': inputs,
                                         'prov:wasAttributedTo': run})
@@ -7180,7 +7180,8 @@ def note_job_outputs(store: Store, state: WorkflowState, job: JobState) -> None:
 def note_contents(store: Store, workflow_id: int, contents: Sequence[Sequence[Any]]) -> None:
     """Take in file id, time of change, size and SHA-256 of files, unless they have changed since."""
     for file_id, mtime, size, digest in contents if contents and keeps_crate(store, workflow_id) else ():
-        row = store.one(f'SELECT {FILE_ROW} FROM file WHERE id = ? AND workflow_id = ?', (file_id, workflow_id))
+        row = store.one(f'SELECT {FILE_ROW} FROM file WHERE id = ? AND workflow_id = ?',
+                        (file_id, workflow_id))
         if row is not None and row[3] is not None and abs(row[3] - mtime) <= MTIME_TOLERANCE_S:
             put_file(store, workflow_id, row, {'contentSize': size, 'sha256': digest})
 
@@ -7888,7 +7889,7 @@ def refuse_other_holder(store: Store, job: JobState, node_id: Optional[int]) -> 
 
 
 def note_unclaimed(store: Store, job: JobState) -> None:
-    """A job that nobody has claimed runs or has ended (by a journal, by a person's word): note what a claim would."""
+    """A job that nobody has claimed runs or has ended, by somebody's word: note what a claim would."""
     store.run('UPDATE job SET input_hash = ? WHERE id = ?', (hash_inputs(store, [job.id])[job.id], job.id))
     if job.status in (UNINITIALIZED, BLOCKED):
         count_trigger(store, job.workflow_id, 'on_jobs_ready', [job.id])
