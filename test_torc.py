@@ -2911,14 +2911,15 @@ class NodeTest(ServiceTest):
         nodes = [self.node(workflow_id, hostname=f'n{place}.cluster', is_active=said) for place, said in enumerate((True, False, None))]
         silent = {key: value for key, value in self.call('get_compute_node', id=nodes[0]).items() if key not in ('id', 'is_active')}
         nodes.append(self.call('create_compute_node', dict(silent, hostname='n3.cluster'))['id'])
-        self.assertEqual([True, False, False, False], [self.call('get_compute_node', id=node_id)['is_active'] for node_id in nodes])
+        self.assertEqual([True, False, None, None], [self.call('get_compute_node', id=node_id).get('is_active') for node_id in nodes])
         self.assertEqual(1, self.call('get_workflow_status', id=workflow_id)['active_compute_nodes'])
-        self.store.run('UPDATE compute_node SET is_active = NULL WHERE id = ?', (nodes[3],))     # as an earlier version left it
-        for query, found in (({'is_active': True}, nodes[:1]), ({'is_active': False}, nodes[1:]), ({'hostname': 'CLUST'}, nodes), ({'hostname': 'n2'}, nodes[2:3]),
+        for query, found in (({'is_active': True}, nodes[:1]), ({'is_active': False}, nodes[1:2]), ({'hostname': 'CLUST'}, nodes), ({'hostname': 'n2'}, nodes[2:3]),
                              ({'hostname': 'cluster', 'is_active': True}, nodes[:1]), ({'hostname': '%'}, [])):
             with self.subTest(query):
                 answer = self.call('list_compute_nodes', workflow_id=workflow_id, **query)
                 self.assertEqual((found, len(found)), ([item['id'] for item in answer['items']], answer['total_count']))
+        self.assertTrue(self.call('update_compute_node', {'is_active': True}, id=nodes[2])['is_active'], 'it has not ended: it begins')
+        self.assertRefused('has ended or was given up', 'update_compute_node', {'is_active': True}, id=nodes[1])
 
     def test_it_is_told_which_ready_jobs_no_allocation_has_time_for(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']

@@ -4840,7 +4840,7 @@ CREATE TABLE compute_node (
     start_time          TEXT NOT NULL,
     end_time            TEXT,                           -- when its allocation ends
     duration_seconds    REAL,
-    is_active           BOOL INTEGER,
+    is_active           BOOL INTEGER,                   -- NULL: only described, never said to be at work
     num_cpus            INTEGER NOT NULL,
     memory_gb           REAL NOT NULL,
     num_gpus            INTEGER NOT NULL,
@@ -8410,7 +8410,7 @@ def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     check_references(store, body['workflow_id'], body)
     store.job_counts(body['workflow_id'])       # so that no turn of a runner has to count them
     labels = sorted(set(body['labels'])) if body.get('labels') else None
-    values = dict(body, is_active=bool(body.get('is_active')), labels=labels)     # who works says so
+    values = dict(body, labels=labels)
     if body.get('lease_s') is not None:
         values['lease_until'] = store.now() + body['lease_s']
     if body.get('identity') and keeps_crate(store, body['workflow_id']):    # a runner of ours
@@ -8434,7 +8434,7 @@ def update_compute_node(store: Store, node_id: int, body: Dict[str, Any]) -> Dic
     before = get_row(store, 'compute_node', node_id)
     check_stays(before['workflow_id'], body)
     check_references(store, before['workflow_id'], body)
-    if body.get('is_active') and not before.get('is_active'):
+    if body.get('is_active') and before.get('is_active') is False:
         raise Refused(f'compute node {node_id} has ended or was given up, and its jobs with it; register a new one', field='is_active')
     store.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None and key not in ('workflow_id', 'labels')})
     if before.get('is_active') and body.get('is_active') is False:
@@ -9308,7 +9308,7 @@ RESOURCES = {
     'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel', 'LocalSchedulers', {}),
     'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', 'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
     'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
-        'hostname': CONTAINS.format('hostname'), 'is_active': 'ifnull(is_active, 0) = ?',
+        'hostname': CONTAINS.format('hostname'),
         'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
     'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
     'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
@@ -16306,7 +16306,7 @@ STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in:1, B
 def cmd_reload_auth(session: Session, args: Arguments) -> int:
     """Let the server read its users anew."""
     answer = session.call('reload_auth')
-    session.answer(answer, answer['message'] + '\n')
+    session.answer(answer, f"{answer['message']}: {answer['user_count']} users\n")
     return 0
 
 
@@ -17940,7 +17940,8 @@ def reload_after(session: Session, args: Arguments) -> None:
     """Let a server read its password file again, if --reload-auth asks for it."""
     if args['reload_auth']:
         session.options.update(password=args['server_password'] or session.options['password'])
-        session.tell(session.call('reload_auth')['message'])
+        answer = session.call('reload_auth')
+        session.tell(f"{answer['message']}: {answer['user_count']} users")
 
 
 def cmd_htpasswd_add(session: Session, args: Arguments) -> int:
