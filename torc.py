@@ -7144,7 +7144,8 @@ def note_run(store: Store, workflow_id: int) -> None:
         run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}",
         startTime=known.get('startTime') or format_time(store.now()), endTime=None))
     for row in store.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
-                          'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) ORDER BY id',
+                          'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) '
+                          'ORDER BY id',
                           (workflow_id,)):
         put_file(store, workflow_id, row, {})
 
@@ -8855,11 +8856,11 @@ def stream_api_events(store: Store, include_bodies: bool = False) -> Subscriptio
 # ======== 9. API: tables that map HTTP to verbs ========
 #
 # MODELS says what a request's body may hold, RESOURCES what a list may be asked for, ROUTES which verb
-# answers. An endpoint is a row. An answer of an official operation has the keys of its model and no others: a
-# client may know a key of ours as another name of one of its own. What we add has operations of its own.
-# Whatever arrives is checked here, before a verb sees it: types, required fields, ranges, text that SQLite or
-# a terminal could not hold. Two doors lead in: answer_request for HTTP (bytes in, status and value out), and
-# call_operation for callers in the same process. Both give the same values.
+# answers. An endpoint is a row. An answer of an official operation has the keys of its model: what we add has
+# operations of its own, but for keys that a test lists, for a client may know a key of ours as another name
+# of one of its own. Whatever arrives is checked here, before a verb sees it: types, required fields, ranges,
+# text that SQLite or a terminal could not hold. Two doors lead in: answer_request for HTTP (bytes in, status
+# and value out), and call_operation for callers in the same process. Both give the same values.
 #
 # Where access is enforced, call_route() asks before every verb whether the caller has access to the workflow that the
 # request is about. An operation about none is refused, unless OPEN_OPERATIONS lists it: what is forgotten is closed.
