@@ -9439,7 +9439,7 @@ class RunnerTest(WorldTest):
         """Another runner, as far as the server knows."""
         self.client.call('create_compute_node', {
             'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 99,
-            'memory_gb': 9.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})
+            'memory_gb': 9.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True})
 
     def test_an_idle_runner_leaves_after_its_limit(self):
         self.create(self.BIG_JOB, compute_node_wait_for_new_jobs_seconds=1, **self.BIG)
@@ -11826,7 +11826,8 @@ class GoOnTest(FlowTest):
         with contextlib.closing(self.world.connect()) as client:
             client.create_compute_node({
                 'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z',
-                'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})
+                'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local',
+                'is_active': True})
         self.assertExit(4, self.world.cli('run', 1, '--retry-failed'), 'is at work (1 compute nodes at work)')
         self.assertEqual({'a': 'failed'}, self.statuses())
         self.assertExit(2, self.world.cli('run', 'spec.yaml', '--retry-failed'), 'give its id in place')
