@@ -1913,27 +1913,29 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(torc.Store(copy)) as store:
             self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
 
-    ADDED_SINCE_1 = (r'\n    reason            TEXT,.*',        # what MIGRATIONS add, as SCHEMA has it
-                     r'\n    is_interrupted    BOOL INTEGER.*',
-                     r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n', r',\n    is_run_zero .*')
+    # What MIGRATIONS add, as SCHEMA has it.
+    ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
+                     r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
+                     r'\n    spec_path .*', r'\n    is_declared .*')
 
-    def make_first_version(self, rows: str) -> None:
-        """A database as the first version made it."""
+    def open_first_version(self, rows: str) -> Any:
+        """A database of the first version with these rows, opened by today's program."""
         old = torc.SCHEMA
         for pattern in self.ADDED_SINCE_1:
             old, count = re.subn(pattern, '', old)
-            self.assertEqual(1, count, pattern)
+            self.assertGreater(count, 0, pattern)
         with contextlib.closing(sqlite3.connect(self.path)) as connection:
-            connection.executescript(f'{old} {rows} PRAGMA user_version = 1;')
+            connection.executescript(old + rows + 'PRAGMA user_version = 1;')
+        return self.open()
 
     def test_a_database_of_the_first_version_goes_on_and_keeps_reasons(self):
-        self.make_first_version('''
-                INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('old', 'u', 't', 1);
-                INSERT INTO job (workflow_id, name, command, kind_id, status) VALUES (1, 'a', 'false', 1, 6);
-                INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code,
-                                    exec_time_minutes, completion_time, status)
-                    VALUES (1, 1, 1, 1, 3, 0, 't', 6);''')
-        store = self.open()
+        store = self.open_first_version('''
+            INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('old', 'u', 't', 1);
+            INSERT INTO job (workflow_id, name, command, kind_id, status) VALUES (1, 'a', 'false', 1, 6);
+            INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code,
+                                exec_time_minutes, completion_time, status)
+                VALUES (1, 1, 1, 1, 3, 0, 't', 6);
+            ''')
         self.assertEqual('return code 3', torc.explain_job(store, 1)['reason'])
         with store.transaction():
             torc.update_row(store, 'result', 1, {'reason': 'no luck'})
@@ -1943,8 +1945,8 @@ class StoreTest(unittest.TestCase):
             self.assertEqual(new.columns('result'), store.columns('result'))
 
     def test_a_database_of_the_first_version_knows_its_runs_by_one_number(self):
-        self.make_first_version("INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('begun', 'u', 't', 1), ('new', 'u', 't', 0);")
-        store = self.open()
+        store = self.open_first_version("INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('begun', 'u', 't', 1), "
+                                        "('new', 'u', 't', 0);")
         columns = [column.name for column in store.columns('workflow')]
         with contextlib.closing(torc.Store(os.path.join(self.directory, 'fresh.db'))) as fresh:
             self.assertEqual(columns, [column.name for column in fresh.columns('workflow')])
@@ -1963,7 +1965,7 @@ class StoreTest(unittest.TestCase):
         self.assertNotEqual(first, self.identity(self.path + '.new'))
 
     def test_a_database_without_an_identity_gets_one_and_keeps_it(self):
-        self.make_first_version('')
+        self.open_first_version('').close()
         self.assertEqual(1, len({self.identity(self.path) for _ in range(2)}))
         self.assertTrue(os.path.exists(self.path + '.v1'))
 
@@ -1995,6 +1997,30 @@ class StoreTest(unittest.TestCase):
         code = 'import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute("BEGIN IMMEDIATE")'
         other = subprocess.run([sys.executable, '-c', code, self.path], stderr=subprocess.PIPE)
         self.assertIn(b'database is locked', other.stderr)      # reading it did not drop our locks
+
+    def test_rows_of_a_database_of_the_first_version_count_as_the_files(self):
+        store = self.open_first_version('''
+            INSERT INTO workflow (name, user, timestamp) VALUES ('w', 'u', 't');
+            INSERT INTO resource_requirements (workflow_id, name, memory_bytes, runtime_s)
+                VALUES (1, 'r', 1, 1);
+            INSERT INTO slurm_scheduler (workflow_id, account) VALUES (1, 'a');
+            INSERT INTO failure_handler (workflow_id, name, rules) VALUES (1, 'h', '[]');
+            INSERT INTO job (workflow_id, name, command, kind_id)
+                VALUES (1, 'a', 'c', 1), (1, 'spawned', 'c', 1);
+            INSERT INTO spawn (job_id, workflow_id, caller_id, lineage, generation) VALUES (2, 1, 1, 'a', 1);
+            INSERT INTO file (workflow_id, name, path) VALUES (1, 'f', 'p');
+            INSERT INTO user_data (workflow_id, name) VALUES (1, 'd'), (1, '__torc_lineage__a__g000001');
+            INSERT INTO workflow_action (workflow_id, trigger_type, action_type, action_config, is_recovery)
+                VALUES (1, 'on_workflow_start', 'run_commands', '{}', 0),
+                       (1, 'on_workflow_start', 'run_commands', '{}', 1);
+            ''')
+        tables = ('resource_requirements', 'slurm_scheduler', 'failure_handler', 'job', 'file', 'user_data',
+                  'workflow_action')
+        declared = {table: store.ids(f'SELECT id FROM {table} WHERE is_declared = 1') for table in tables}
+        self.assertEqual(dict.fromkeys(tables, [1]), declared)
+        with contextlib.closing(torc.Store(self.path + '.new')) as new:
+            for table in ('workflow', *tables):
+                self.assertEqual(sorted(new.columns(table)), sorted(store.columns(table)), table)
 
     def test_a_transaction_happens_whole_or_not_at_all(self):
         store = self.open()
@@ -3488,6 +3514,563 @@ class ResetTest(ServiceTest):
         self.assertEqual({'files': [used, made]}, self.call('list_required_existing_files', id=workflow_id))
 
 
+class ApplySpecTest(ServiceTest):
+    """A workflow follows its edited file: what changes, what runs again, and what stays."""
+
+    SPEC = {
+        'name': 'study', 'env': {'A': '1', 'B': '2'},
+        'files': [{'name': name, 'path': name + '.csv'} for name in ('raw', 'mid', 'end')],
+        'user_data': [{'name': 'limits', 'data': {'low': 1, 'high': 2}}, {'name': 'made'}],
+        'resource_requirements': [{'name': 'small', 'memory': '1g'}, {'name': 'big', 'num_cpus': 4}],
+        'failure_handlers': [{'name': 'again', 'rules': [{'exit_codes': [3], 'max_retries': 2}]}],
+        'jobs': [
+            {'name': 'prep', 'command': 'prep', 'input_files': ['raw'], 'output_files': ['mid'],
+             'resource_requirements': 'small'},
+            {'name': 'work_{i}', 'command': 'work {i}', 'input_files': ['mid'], 'parameters': {'i': '1:3'},
+             'failure_handler': 'again'},
+            {'name': 'collect', 'command': 'collect', 'depends_on_regexes': ['^work_'],
+             'output_files': ['end'], 'env': {'C': '3'}},
+            {'name': 'aside', 'command': 'aside', 'input_user_data': ['limits'],
+             'output_user_data': ['made']},
+        ],
+        'actions': [{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'commands': ['x'],
+                     'jobs': ['collect']}]}
+    WORK = ['work_1', 'work_2', 'work_3']
+    CHAIN = ['prep', *WORK, 'collect']
+
+    def spec(self, **changes: Any) -> Dict[str, Any]:
+        """SPEC with changes: 'jobs__prep' -> fields of that block (None takes one out); others are fields."""
+        spec = copy.deepcopy(self.SPEC)
+        for key, value in changes.items():
+            block, _, name = key.partition('__')
+            home = next(item for item in spec[block] if item['name'].startswith(name)) if name else spec
+            home.update(copy.deepcopy(value if name else {key: value}))
+            for field in [field for field, wanted in home.items() if wanted is None]:
+                del home[field]
+        return spec
+
+    def more(self, **job: Any) -> Dict[str, Any]:
+        """SPEC with another job."""
+        return self.spec(jobs=[*self.SPEC['jobs'], dict({'command': 'c'}, **job)])
+
+    def plan(self, spec: Any = SPEC, **changes: Any) -> Dict[str, Any]:
+        """The body of a plan, as it comes by HTTP."""
+        body = json.loads(json.dumps(plan_of(spec).body))
+        body['workflow'].update(user='u', spec_path='/home/u/study.yaml')
+        return dict(body, **changes)
+
+    def begin(self, spec: Any = SPEC) -> int:
+        """A workflow of a spec, initialized."""
+        workflow_id = self.call('create_workflow_from_spec', self.plan(spec))['workflow_id']
+        self.call('initialize_jobs', id=workflow_id)
+        return workflow_id
+
+    def make(self, spec: Any = SPEC, **ends: str) -> int:
+        """A workflow of a spec that has run, each job ending as told."""
+        workflow_id = self.begin(spec)
+        self.finish(workflow_id, **ends)
+        return workflow_id
+
+    def finish(self, workflow_id: int, **ends: str) -> Set[str]:
+        """Run what there is to run; no node is left. The statuses that there are then."""
+        statuses = self.drive(workflow_id, ends)
+        with self.store.transaction():
+            self.store.run('UPDATE compute_node SET is_active = 0')
+        return set(statuses.values())
+
+    def apply(self, workflow_id: int, spec: Any, times: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        """Apply a spec, after a dry run that has said the same and has changed nothing."""
+        body, before = self.plan(spec, **({'file_times': times} if times else {})), self.dump()
+        told = self.call('apply_spec', body, id=workflow_id, dry_run=True)
+        self.assertUnchanged(before)
+        done = self.call('apply_spec', body, id=workflow_id)
+        self.assertEqual(told, done)
+        self.assertWhole()
+        return done
+
+    def row(self, table: str, name: str) -> int:
+        """Id of the row of this name."""
+        return self.store.value(f'SELECT id FROM {table} WHERE name = ?', (name,))
+
+    def jobs(self, workflow_id: int) -> Dict[str, Dict[str, Any]]:
+        """Jobs by name."""
+        return {job['name']: job for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+
+    def job_ids(self, workflow_id: int) -> Dict[str, int]:
+        """Ids of jobs by name."""
+        return {name: job['id'] for name, job in self.jobs(workflow_id).items()}
+
+    @staticmethod
+    def changes(answer: Dict[str, Any]) -> Dict[str, List[str]]:
+        """'noun change field field' -> names."""
+        rows = answer['changes']
+        return {' '.join([row['noun'], row['change'], *row['fields']]): row['names'] for row in rows}
+
+    @staticmethod
+    def to_run(answer: Dict[str, Any]) -> Dict[str, str]:
+        """Job -> why it is to run."""
+        return {job['job_name']: job['reason'] for job in answer['to_run']}
+
+    def assertNothing(self, answer: Dict[str, Any]) -> None:
+        """Nothing differed, and nothing is to run."""
+        self.assertEqual(([], []), (answer['changes'], answer['to_run']))
+
+    def test_a_file_that_did_not_change_changes_nothing(self):
+        workflow_id, before = self.make(), self.dump()
+        reordered = self.spec(env={'B': '2', 'A': '1'}, user_data__limits={'data': {'high': 2, 'low': 1}})
+        for spec in (self.SPEC, reordered):
+            answer = self.apply(workflow_id, spec)
+            self.assertNothing(answer)
+            self.assertEqual((1, 6), (answer['run_id'], answer['job_count']))
+            self.assertUnchanged(before)
+
+    OUTCOMES = (    # changes, what is told of them, jobs that run again
+        ({'jobs__prep': {'command': 'other'}}, {'job changed command': ['prep']}, CHAIN),
+        ({'jobs__work': {'command': 'work {i} -v'}}, {'job changed command': WORK}, CHAIN[1:]),
+        ({'jobs__aside': {'invocation_script': 'sh'}}, {'job changed invocation_script': ['aside']},
+         ['aside']),
+        ({'jobs__collect': {'env': {'C': '4'}}}, {'job changed env': ['collect']}, ['collect']),
+        ({'env': {'A': '1', 'B': '3'}},
+         {'workflow changed env': ['study'], 'job changed env': [*CHAIN, 'aside']}, [*CHAIN, 'aside']),
+        ({'jobs__collect': {'depends_on_regexes': ['^work_[12]']}}, {'job changed depends_on': ['collect']},
+         ['collect']),
+        ({'jobs__aside': {'depends_on': ['prep']}}, {'job changed depends_on': ['aside']}, ['aside']),
+        ({'jobs__aside': {'input_files': ['raw']}}, {'job changed input_files': ['aside']}, ['aside']),
+        ({'jobs__collect': {'output_files': None}}, {'job changed output_files': ['collect']}, ['collect']),
+        ({'jobs__collect': {'output_files': None}, 'files': SPEC['files'][:2]},
+         {'job changed output_files': ['collect'], 'file removed': ['end']}, ['collect']),
+        ({'jobs__aside': {'input_user_data': None}, 'user_data': [{'name': 'made'}]},
+         {'job changed input_user_data': ['aside'], 'user_data removed': ['limits']}, ['aside']),
+        ({'files__raw': {'path': 'new.csv'}}, {'file changed path': ['raw']}, CHAIN),
+        ({'user_data__limits': {'data': 3}}, {'user_data changed data': ['limits']}, ['aside']),
+    )
+    NO_OUTCOMES = (     # changes, what is told of them; nothing runs again
+        ({'jobs__prep': {'resource_requirements': 'big'}}, {'job changed resource_requirements': ['prep']}),
+        ({'jobs__prep': {'resource_requirements': None}, 'resource_requirements': []},
+         {'job changed resource_requirements': ['prep'], 'resource_requirements removed': ['small', 'big']}),
+        ({'resource_requirements__small': {'memory': '2g'}},
+         {'resource_requirements changed memory': ['small']}),
+        ({'jobs__prep': {'priority': 5, 'labels': ['x']}}, {'job changed priority labels': ['prep']}),
+        ({'jobs__work': {'failure_handler': None}}, {'job changed failure_handler': WORK}),
+        ({'jobs__work': {'failure_handler': None}, 'failure_handlers': []},
+         {'job changed failure_handler': WORK, 'failure_handler removed': ['again']}),
+        ({'failure_handlers__again': {'rules': [{'exit_codes': [4]}]}},
+         {'failure_handler changed rules': ['again']}),
+        ({'jobs__prep': {'supports_termination': True}}, {'job changed supports_termination': ['prep']}),
+        ({'jobs__prep': {'cancel_on_blocking_job_failure': False}},
+         {'job changed cancel_on_blocking_job_failure': ['prep']}),
+        ({'jobs__prep': {'stdio': {'mode': 'none'}}}, {'workflow changed execution_config': ['study']}),
+        ({'description': 'd', 'compute_node_wait_for_new_jobs_seconds': 7},
+         {'workflow changed description compute_node_wait_for_new_jobs_seconds': ['study']}),
+        ({'slurm_schedulers': [{'name': 's', 'account': 'a'}]}, {'slurm_scheduler added': ['s']}),
+        ({'user_data__made': {'is_ephemeral': True}}, {'user_data changed is_ephemeral': ['made']}),
+        ({'actions': []}, {'action removed': ['on_jobs_ready run_commands']}),
+        ({'files': [*SPEC['files'], {'name': 'new', 'path': 'new'}]}, {'file added': ['new']}),
+    )
+
+    def test_what_changes_the_outcome_of_a_completed_job_lets_it_run_again_and_nothing_else(self):
+        workflow_id = self.make()
+        ids = self.job_ids(workflow_id)
+        for changes, told, again in (*self.OUTCOMES, *((*row, []) for row in self.NO_OUTCOMES)):
+            with self.subTest(changes=changes), self.undone():
+                spec = self.spec(**changes)
+                answer = self.apply(workflow_id, spec)
+                self.assertEqual((told, again), (self.changes(answer), list(self.to_run(answer))))
+                self.assertEqual((2, ids), (answer['run_id'], self.job_ids(workflow_id)))
+                done = {name for name, status in self.statuses(workflow_id).items() if status == 'completed'}
+                results = self.call('list_results', workflow_id=workflow_id)['items']
+                kept = set(ids).difference(again)
+                self.assertEqual((kept, kept), (done, {row['job_name'] for row in results}))
+                self.assertEqual([], self.apply(workflow_id, spec)['changes'])
+                self.assertEqual({'completed'}, self.finish(workflow_id))
+                self.assertNothing(self.apply(workflow_id, spec))
+
+    def test_reasons_are_told(self):
+        workflow_id = self.make(work_2='failed')
+        answer = self.apply(workflow_id, self.SPEC)
+        self.assertEqual({'work_2': 'it failed', 'collect': 'it was canceled'}, self.to_run(answer))
+        spec = self.more(name='more')
+        spec['jobs'][0]['command'] = 'other'
+        depends, not_run = 'a job that it depends on runs again', 'it has not run yet'
+        told = self.to_run(self.apply(workflow_id, spec))
+        self.assertEqual({'prep': 'its command changed', 'work_1': depends, 'work_2': not_run,
+                          'work_3': depends, 'collect': not_run, 'more': 'it is new'}, told)
+
+    def test_failed_jobs_in_the_middle_are_mended_and_the_others_keep_what_they_did(self):
+        workflow_id = self.make(work_2='failed')
+        before = self.call('list_results', workflow_id=workflow_id)['items']
+        answer = self.apply(workflow_id, self.spec(jobs__work={'supports_termination': True}))
+        self.assertEqual(['work_2', 'collect'], list(self.to_run(answer)))
+        self.assertEqual({'completed'}, self.finish(workflow_id))
+        now = {row['job_name']: row for row in self.call('list_results', workflow_id=workflow_id)['items']}
+        self.assertEqual((2, 'completed'), (now['work_2']['run_id'], now['work_2']['status']))
+        kept = [row for row in before if row['status'] == 'completed']
+        self.assertEqual(kept, [now[row['job_name']] for row in kept])
+
+    def test_jobs_come_and_go(self):
+        workflow_id = self.make()
+        ids = self.job_ids(workflow_id)
+        answer = self.apply(workflow_id, self.spec(jobs__work={'parameters': {'i': '2:5'}}))
+        self.assertEqual({'job added': ['work_4', 'work_5'], 'job changed depends_on': ['collect'],
+                          'job removed': ['work_1']}, self.changes(answer))
+        self.assertEqual({'collect': 'its depends_on changed', 'work_4': 'it is new', 'work_5': 'it is new'},
+                         self.to_run(answer))
+        gone, last = ids.pop('work_1'), max(ids.values())
+        self.assertEqual(dict(ids, work_4=last + 1, work_5=last + 2), self.job_ids(workflow_id))
+        for table in ('result', 'job_input_file', 'dep_member', 'action_job'):
+            self.assertEqual([], self.store.rows(f'SELECT * FROM {table} WHERE job_id = ?', (gone,)), table)
+        self.assertEqual({'completed'}, self.finish(workflow_id))
+
+    def make_by_hand(self, workflow_id: int) -> Dict[str, int]:
+        """A row of each kind that no file has declared: table -> id."""
+        of = {'workflow_id': workflow_id, 'name': 'extra'}
+        action = {'trigger_type': 'on_workflow_start', 'action_type': 'run_commands',
+                  'action_config': {'commands': ['y']}}
+        allocation, aside = dict(of, account='a', nodes=1, walltime='1:00:00'), self.row('job', 'aside')
+        rows = {'job': self.call('create_job', dict(of, command='by hand')),
+                'file': self.call('create_file', dict(of, path='x')),
+                'user_data': self.call('create_user_data', dict(of, data=[1]), producer_job_id=aside),
+                'resource_requirements': self.call('create_resource_requirements', dict(of, num_cpus=9)),
+                'slurm_scheduler': self.call('create_slurm_scheduler', allocation),
+                'failure_handler': self.call('create_failure_handler', dict(of, rules='[]')),
+                'workflow_action': self.call('create_workflow_action', dict(action, **of), id=workflow_id)}
+        return {table: row['id'] for table, row in rows.items()}
+
+    def test_what_was_made_through_the_interface_stays(self):
+        workflow_id = self.make()
+        made = self.make_by_hand(workflow_id)
+        self.apply(workflow_id, self.SPEC)
+        self.finish(workflow_id)
+        answer = self.apply(workflow_id, self.spec(jobs__prep={'priority': 1}))
+        self.assertEqual({'job changed priority': ['prep']}, self.changes(answer))
+        self.assertEqual([], answer['to_run'])
+        for table, row_id in made.items():
+            found = self.store.value(f'SELECT id FROM {table} WHERE id = ?', (row_id,))
+            self.assertEqual(row_id, found, table)
+        links = 'SELECT count(*) FROM job_output_user_data WHERE user_data_id = ?'
+        self.assertEqual(1, self.store.value(links, (made['user_data'],)))
+
+    def test_what_was_made_through_the_interface_and_is_named_by_the_file_is_the_files_from_then_on(self):
+        workflow_id = self.make()
+        self.make_by_hand(workflow_id)
+        answer = self.apply(workflow_id, self.more(name='extra', command='by hand'))
+        self.assertEqual([], answer['changes'])
+        self.assertEqual({'job removed': ['extra']}, self.changes(self.apply(workflow_id, self.SPEC)))
+
+    def test_what_was_changed_by_hand_becomes_what_the_file_says(self):
+        workflow_id = self.make()
+        small, prep = self.row('resource_requirements', 'small'), self.row('job', 'prep')
+        self.call('update_resource_requirements', {'memory': '9g'}, id=small)
+        self.call('update_job', {'command': 'mine'}, id=prep)
+        self.call('update_workflow', {'metadata': {'note': 'mine'}, 'name': 'mine'}, id=workflow_id)
+        answer = self.apply(workflow_id, self.SPEC)
+        self.assertEqual({'resource_requirements changed memory': ['small'], 'job changed command': ['prep'],
+                          'workflow changed name': ['mine']}, self.changes(answer))
+        self.assertEqual({}, self.to_run(answer))       # it has run with the file's command
+        self.assertEqual({'note': 'mine'}, self.call('get_workflow', id=workflow_id)['metadata'])
+        memory = self.store.value('SELECT memory_bytes FROM resource_requirements WHERE id = ?', (small,))
+        self.assertEqual(1024 ** 3, memory)
+
+    def test_what_jobs_have_written_into_user_data_stays(self):
+        workflow_id = self.make()
+        made, limits = self.row('user_data', 'made'), self.row('user_data', 'limits')
+        self.call('update_user_data', {'data': [7]}, id=made)
+        for changes in ({}, {'user_data__made': {'data': [1]}}):
+            self.assertNothing(self.apply(workflow_id, self.spec(**changes)))
+        self.assertEqual([7], self.call('get_user_data', id=made)['data'])
+        spec = self.spec(user_data__limits={'data': None})      # as where it is to be set by hand
+        self.assertNothing(self.apply(workflow_id, spec))
+        self.assertEqual({'low': 1, 'high': 2}, self.call('get_user_data', id=limits)['data'])
+
+    def test_a_renamed_file_is_the_same_file(self):
+        workflow_id, file_id = self.make(), self.row('file', 'raw')
+        spec = json.loads(json.dumps(self.SPEC).replace('"raw"', '"source"'))
+        answer = self.apply(workflow_id, spec, times={'source': None})
+        self.assertEqual(({'file changed name': ['source']}, {}), (self.changes(answer), self.to_run(answer)))
+        self.assertEqual('source', self.call('get_file', id=file_id)['name'])
+
+    def test_files_that_changed_on_disk_count_as_at_a_reinit(self):
+        workflow_id = self.begin()
+        times = {'raw': 5.0, 'mid': 6.0, 'end': 7.0}
+
+        def seen(*names: str) -> None:
+            files = {str(self.row('file', name)): times[name] for name in names}
+            self.call('set_file_times', {'files': files}, id=workflow_id)
+        seen(*times)
+        self.finish(workflow_id)
+        self.assertNothing(self.apply(workflow_id, self.SPEC, times))
+        answer = self.apply(workflow_id, self.SPEC, dict(times, end=None))
+        self.assertEqual({'collect': 'its output end.csv is missing'}, self.to_run(answer))
+        self.finish(workflow_id)
+        seen('end')
+        answer = self.apply(workflow_id, self.SPEC, dict(times, raw=9.0))
+        self.assertEqual('its input raw.csv changed', self.to_run(answer)['prep'])
+        self.assertEqual(9.0, self.call('get_file', id=self.row('file', 'raw'))['st_mtime'])
+
+    def test_actions_that_did_not_change_are_not_executed_again(self):
+        workflow_id = self.begin()
+        node_id = self.node(workflow_id)
+        self.finish(workflow_id)
+        first = self.call('get_workflow_actions', id=workflow_id)[0]['id']
+        self.call('claim_action', {'compute_node_id': node_id}, id=workflow_id, action_id=first)
+        start = {'trigger_type': 'on_workflow_start', 'action_type': 'run_commands', 'commands': ['y']}
+        spec = self.spec(actions=[*self.SPEC['actions'], start], jobs__aside={'command': 'other'})
+        answer = self.apply(workflow_id, spec)
+        self.assertEqual(['on_workflow_start run_commands'], self.changes(answer)['action added'])
+        kept, added = self.call('get_workflow_actions', id=workflow_id)
+        self.assertEqual((first, True, False), (kept['id'], kept['executed'], added['executed']))
+        due = self.call('get_pending_actions', id=workflow_id, trigger_type=['on_workflow_start'])
+        self.assertEqual([added['id']], [action['id'] for action in due])
+
+    def begin_spawning(self) -> int:
+        """A workflow that has run, in which the job aside has spawned one."""
+        workflow_id = self.begin()
+        node_id = self.node(workflow_id)
+        jobs = self.sync(workflow_id, node_id, want={'strategy': 'queue', 'limit': 9})['jobs']
+        aside = next(job for job in jobs if job['name'] == 'aside')
+        self.call('spawn_jobs', {'jobs': [{'name': 'child', 'command': 'c'}], 'state': 1}, id=aside['id'])
+        self.sync(workflow_id, node_id, completions=[self.end(aside)], held=[])
+        self.finish(workflow_id)
+        return workflow_id
+
+    def test_spawned_jobs_stay_as_long_as_the_job_that_spawned_them_does_not_start_over(self):
+        workflow_id = self.begin_spawning()
+        self.assertNothing(self.apply(workflow_id, self.SPEC))
+        self.assertEqual('completed', self.statuses(workflow_id)['child'])
+        self.apply(workflow_id, self.spec(jobs__aside={'command': 'other'}))
+        self.assertNotIn('child', self.statuses(workflow_id))
+
+    def test_spawned_jobs_go_with_the_job_that_spawned_them(self):
+        workflow_id = self.begin_spawning()
+        answer = self.apply(workflow_id, self.spec(jobs=self.SPEC['jobs'][:-1]))
+        self.assertEqual(['aside'], self.changes(answer)['job removed'])
+        self.assertNotIn('child', self.statuses(workflow_id))
+        left = self.store.ids("SELECT name FROM user_data WHERE name LIKE '__torc_lineage__%'")
+        self.assertEqual([], left)
+
+    def test_a_job_cannot_take_the_name_of_a_spawned_one(self):
+        workflow_id = self.begin_spawning()
+        before, body = self.dump(), self.plan(self.more(name='child'))
+        self.assertRefused("another job has spawned a job 'child'", 'apply_spec', body, id=workflow_id)
+        self.assertUnchanged(before)
+
+    def test_it_is_refused_while_runners_are_at_work(self):
+        workflow_id = self.make()
+        node_id, before = self.node(workflow_id), self.dump()
+        changed = self.plan(self.spec(jobs__prep={'command': 'other'}))
+        for body in (self.plan(), changed):
+            self.assertRefused('(1 active, with 0 pending', 'apply_spec', body, id=workflow_id)
+            self.assertRefused('torc.py cancel', 'apply_spec', body, id=workflow_id, dry_run=True)
+        self.assertUnchanged(before)
+        self.call('update_compute_node', {'is_active': False}, id=node_id)
+        self.call('apply_spec', changed, id=workflow_id)
+        self.call('claim_next_jobs', id=workflow_id)
+        self.assertRefused('(0 active, with 1 pending', 'apply_spec', changed, id=workflow_id)
+
+    def test_a_canceled_workflow_goes_on_and_an_archived_one_does_not(self):
+        workflow_id = self.make(prep='failed')
+        self.call('cancel_workflow', id=workflow_id)
+        self.assertIn('prep', self.to_run(self.apply(workflow_id, self.SPEC)))
+        self.assertFalse(self.call('get_workflow', id=workflow_id)['is_canceled'])
+        self.call('archive_workflow', {'is_archived': True}, id=workflow_id)
+        self.assertRefused('is archived', 'apply_spec', self.plan(), id=workflow_id)
+
+    def test_a_disabled_job_stays_disabled(self):
+        workflow_id = self.call('create_workflow_from_spec', self.plan())['workflow_id']
+        self.call('update_job', {'status': 'disabled'}, id=self.row('job', 'prep'))
+        self.call('initialize_jobs', id=workflow_id)
+        self.finish(workflow_id)
+        self.apply(workflow_id, self.spec(jobs__prep={'command': 'other'}))
+        self.assertEqual('disabled', self.statuses(workflow_id)['prep'])
+
+    def test_completions_of_the_run_before_are_stale(self):
+        workflow_id, job_id = self.make(work_2='failed'), self.row('job', 'work_2')
+        self.apply(workflow_id, self.SPEC)
+        result = {'workflow_id': workflow_id, 'job_id': job_id, 'run_id': 1, 'attempt_id': 1,
+                  'compute_node_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 1,
+                  'completion_time': '2026-01-01T00:00:00Z'}
+        self.assertRefused('is over', 'complete_job', result, id=job_id, status='completed', run_id=1)
+
+    def test_a_job_that_no_runner_has_claimed_is_compared_by_its_fields(self):
+        workflow_id = self.make()
+        with self.store.transaction():
+            self.store.run('UPDATE job SET input_hash = NULL')
+        spec = self.spec(jobs__aside={'command': 'other'}, jobs__prep={'priority': 4})
+        answer = self.apply(workflow_id, spec)
+        self.assertEqual({'aside': 'its command changed'}, self.to_run(answer))
+
+    def test_a_bad_plan_changes_nothing(self):
+        workflow_id, before = self.make(), self.dump()
+        cycle, twice, out = self.plan(), self.plan(), self.plan()
+        cycle['jobs'][4][10] = cycle['jobs'][0][9]      # collect writes what prep reads: no name says so
+        twice['jobs'][1][0] = 'prep'
+        out['jobs'][1][9] = [99]
+        needs, files = [{'name': 'small', 'memory': 'much'}], [{'name': 'raw', 'path': 'p'}] * 2
+        for body, text in (
+                (cycle, 'wait for each other'), (twice, "'prep' stands twice"), (out, 'not a plan'),
+                (self.plan(jobs=[[1]]), 'lists of 13'), (self.plan(dependency_sets=[[-1]]), 'no number -1'),
+                (self.plan(files=files), "'raw' stands twice"),
+                (self.plan(resource_requirements=needs), 'memory'),
+                (self.plan(workflow={'name': 'n', 'env': {'not a name': ''}}), 'is not a name'),
+                (self.plan(workflow={'name': 'n', 'access_groups': ['nobody']}), 'no access group')):
+            with self.subTest(text):
+                self.assertRefused(text, 'apply_spec', body, id=workflow_id)
+                self.assertUnchanged(before)
+        self.assertRefused('no workflow 99', 'apply_spec', self.plan(), id=99)
+
+    def test_a_large_plan_is_taken_by_its_path(self):
+        limit = torc.body_limit(torc.API_PREFIX + '/workflows/7/apply_spec')
+        self.assertEqual(torc.MAX_BULK_BODY_BYTES, limit)
+
+    def test_groups_of_the_file_are_linked_by_who_may(self):
+        self.call('create_access_group', {'name': 'g'})
+        workflow_id = self.make()
+        self.store.knows_users = self.store.enforces_access = True
+
+        def apply_as(caller: str, spec: Any) -> Tuple[int, Any]:
+            path = f'{torc.API_PREFIX}/workflows/{workflow_id}/apply_spec'
+            body = json.dumps(self.plan(spec)).encode()
+            with self.store.transaction():
+                return torc.answer_request(self.store, 'POST', path, '', body, caller, False)
+        status, value = apply_as('u', self.spec(access_groups=['g']))
+        self.assertEqual((200, {'workflow changed access_groups': ['study']}), (status, self.changes(value)))
+        self.assertEqual(['g'], self.call('get_workflow', id=workflow_id)['access_groups'])
+        self.assertEqual(403, apply_as('eve', self.SPEC)[0])
+
+    KILLED = """
+        import json, os, signal, sys
+        sys.path.insert(0, sys.argv[1])
+        import torc
+        store, seen = torc.Store(sys.argv[2], lambda: 1700000000.0), 0
+        store.caller = 'tester'
+        def count(*what):
+            global seen
+            seen += 1
+            if seen == int(sys.argv[3]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        store._db.set_trace_callback(count)
+        with store.transaction():
+            torc.call_operation(store, 'apply_spec', {'id': int(sys.argv[4])}, json.load(sys.stdin))
+        print(seen)
+        """
+
+    def test_a_kill_at_any_moment_leaves_all_or_nothing(self):
+        workflow_id = self.make(work_2='failed')
+        work = {'parameters': {'i': '2:4'}, 'command': 'other {i}'}
+        body = self.plan(self.spec(jobs__work=work, env={'A': '2'}))
+        path, before = os.path.join(self.directory, 'torc.db'), sorted(self.dump())
+        self.store.close()
+        saved = shutil.copy(path, path + '.before')
+
+        def killed_at(statement: int) -> str:
+            """Apply it, killed before this statement of SQL; its last words."""
+            argv = [os.path.dirname(stub_path()), path, str(statement), str(workflow_id)]
+            argv = [sys.executable, '-c', textwrap.dedent(self.KILLED), *argv]
+            done = subprocess.run(argv, input=json.dumps(body), encoding='utf-8', stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE)
+            self.assertEqual(-signal.SIGKILL if statement else 0, done.returncode, done.stderr)
+            return done.stdout
+
+        def found() -> List[str]:
+            """All rows."""
+            self.store = torc.Store(path, lambda: self.clock)
+            rows = sorted(self.dump())
+            self.store.close()
+            return rows
+        count = int(killed_at(0))
+        self.assertGreater(count, 50)
+        self.assertNotEqual(before, found())
+        for statement in sorted({2, count // 3, count // 2, 2 * count // 3, count - 10, count}):    # the commit
+            with self.subTest(statement=statement, of=count):
+                shutil.copy(saved, path)
+                killed_at(statement)
+                self.assertEqual(before, found())
+
+    def random_spec(self, chance: random.Random) -> Dict[str, Any]:
+        """A spec of a few names, so that two of them have much in common."""
+        def some(names: Sequence[str], most: int) -> List[str]:
+            return sorted(chance.sample(names, chance.randint(0, min(most, len(names)))))
+
+        def maybe(value: Any, none: Any = None) -> Any:
+            return value if chance.random() < 0.3 else none
+        names = [f'j{number}' for number in range(9) if chance.random() < 0.8] or ['j0']
+        files, made = [f'f{number}' for number in range(6)], [f'm{number}' for number in range(3)]
+        written, jobs = ['given'], []
+        for place, name in enumerate(names):
+            job = {'name': name, 'command': chance.choice('abc'), 'priority': maybe(1, 0),
+                   'env': maybe({'X': chance.choice('12')}, {}), 'depends_on': some(names[:place], 2),
+                   'input_files': some(written, 2), 'output_files': [],
+                   'input_user_data': some(['d0', 'd1'], 1),
+                   'output_user_data': [made.pop()] if made and maybe(True) else [],
+                   'resource_requirements': chance.choice(['default', 'r0', 'r1']),
+                   'supports_termination': maybe(True, False)}
+            job.update(chance.choice([{}, {'scheduler': 's0'}, {'failure_handler': 'h0'}]))
+            if len(written) < len(files) and chance.random() < 0.4:
+                job['output_files'] = [files[len(written)]]
+                written.append(files[len(written)])
+            jobs.append(job)
+        commands = {'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands'}
+        return {
+            'name': 'w', 'env': maybe({'W': chance.choice('12')}, {}), 'jobs': jobs,
+            'execution_config': {'sigkill_headroom_seconds': chance.randint(1, 2)},
+            'actions': [dict(commands, commands=[chance.choice('xy')], jobs=some(names, 3) or names[:1])
+                        for _ in range(chance.randint(0, 2))],
+            'files': [{'name': name, 'path': name + maybe('.x', '')} for name in ['given', *files]],
+            'user_data': [{'name': name, 'data': maybe({'a': 2}, 1)} for name in ('d0', 'd1')]
+            + [{'name': f'm{number}'} for number in range(3)],
+            'resource_requirements': [{'name': name, 'num_cpus': chance.randint(1, 3)}
+                                      for name in ('r0', 'r1')]
+            + maybe([{'name': 'default', 'num_cpus': 2}], []),
+            'slurm_schedulers': [{'name': 's0', 'account': chance.choice('ab')}],
+            'failure_handlers': [{'name': 'h0', 'rules': [{'exit_codes': [chance.randint(1, 2)]}]}]}
+
+    @staticmethod
+    def outcome_fields(spec: Dict[str, Any]) -> Dict[str, Any]:
+        """Job -> what it is given to run, and the jobs that it waits for."""
+        paths = {item['name']: item['path'] for item in spec['files']}
+        data = {item['name']: item.get('data') for item in spec['user_data']}
+        makers = {file: job['name'] for job in spec['jobs'] for file in job['output_files']}
+
+        def given(job: Dict[str, Any]) -> List[Any]:
+            return [job['command'], {**spec['env'], **job['env']}, job['depends_on'],
+                    sorted(map(paths.get, job['input_files'])), sorted(map(paths.get, job['output_files'])),
+                    [(name, data[name]) for name in job['input_user_data']], job['output_user_data']]
+        return {job['name']: (given(job), {*job['depends_on'], *map(makers.get, job['input_files'])})
+                for job in spec['jobs']}
+
+    def shape(self, workflow_id: int) -> Dict[str, Any]:
+        """A workflow by names."""
+        asker = types.SimpleNamespace(
+            pages=lambda op, **params: iter(self.call(op, **params)['items']),
+            get_workflow=functools.partial(self.call, 'get_workflow'),
+            get_workflow_actions=functools.partial(self.call, 'get_workflow_actions'))
+        found = stored_shape(asker, workflow_id)
+        return dict(found, actions=sorted(found['actions'], key=json.dumps))
+
+    def test_any_edit_makes_the_workflow_that_a_new_one_would_be_and_runs_what_it_must(self):
+        """Random pairs of specs: the rows are those of a new workflow; a model says what is to run."""
+        for seed in range(25):
+            chance = random.Random(seed)
+            old, new = self.random_spec(chance), self.random_spec(chance)
+            statuses = ['completed'] * 5 + ['failed', 'terminated']
+            ends = {job['name']: chance.choice(statuses) for job in old['jobs']}
+            with self.subTest(seed=seed), self.undone():
+                workflow_id = self.make(old, **ends)
+                before = self.jobs(workflow_id)
+                answer = self.apply(workflow_id, new)
+                self.assertEqual(self.shape(self.begin(new)), self.shape(workflow_id))
+                had, has, again = self.outcome_fields(old), self.outcome_fields(new), set()
+                for name, (given, prerequisites) in has.items():        # in the order of their prerequisites
+                    done = before.get(name, {}).get('status') == 'completed'
+                    if not done or had[name][0] != given or again & prerequisites:
+                        again.add(name)
+                self.assertEqual(again, set(self.to_run(answer)))
+                ids = {name: job_id for name, job_id in self.job_ids(workflow_id).items() if name in before}
+                self.assertEqual({name: before[name]['id'] for name in ids}, ids)
+                self.assertEqual({'completed'}, self.finish(workflow_id))
+                self.assertNothing(self.apply(workflow_id, new))
+
+
 class SpawnTest(ServiceTest):
     """Jobs that running jobs make."""
 
@@ -4743,7 +5326,8 @@ class ApiTest(ServiceTest):
 
     def test_every_route_names_an_operation_of_the_official_interface_or_an_addition(self):
         official = {row['op']: (row['method'], re.sub(r'{\w+}', '{}', row['path'])) for row in read_shared('torc/api_operations.json')}
-        additions = {'create_workflow_from_spec', 'runner_sync', 'check_changes', 'set_file_times', 'stream_workflow_events', 'stream_api_events',
+        additions = {'create_workflow_from_spec', 'apply_spec', 'runner_sync', 'check_changes',
+                     'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
                      'list_workflow_statuses', 'get_database', 'snapshot_database'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
@@ -5086,7 +5670,7 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
 GOOD_BODIES.update(AccessGroupModel={'name': 'new', 'description': 'd'}, UserGroupMembershipModel={'user_name': 'new', 'role': 'admin', 'group_id': '$group'})
 WORKFLOW_CHANGE = {key: value for key, value in GOOD_BODIES['WorkflowModel'].items() if key not in ('env', 'submission_directory', 'dynamic_jobs')}
 REQUESTS = {    # route -> parameters and body that differ from what its path, resource and model say
-    'update_workflow': {'body': WORKFLOW_CHANGE},
+    'update_workflow': {'body': WORKFLOW_CHANGE}, 'apply_spec': {'workflow_id': '$idle_workflow'},
     'start_job': {'job_id': '$pending'}, 'complete_job': {'job_id': '$running', 'status': 'completed'}, 'retry_job': {'job_id': '$failed', 'max_retries': 3},
     'manage_status_change': {'job_id': '$done', 'status': 'uninitialized'}, 'delete_job': {'job_id': '$ready'},
     'update_job': {'job_id': '$ready', 'body': {'name': 'new', 'command': 'false', 'priority': 5, 'labels': ['x'], 'resource_requirements_id': '$resource_requirements'}},
@@ -5638,6 +6222,7 @@ OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, Non
     'JobModel.schedule_compute_nodes': ('ComputeNodeSchedule', 'any'),      # kept as it came; nobody reads it
     'ResultModel.reason': (None, 'string'),                     # of a failure, for people
     'UserGroupMembershipModel.role': ('string!', 'GroupRole!'),             # there are two
+    'WorkflowModel.spec_path': (None, 'string'),                # finds the workflow of an edited file again
 }
 
 
@@ -14044,7 +14629,23 @@ def store_figures(is_quick: bool) -> List[Tuple[str, str]]:
                     assert len(answer['jobs']) == 10, answer
                 times.sort()
                 rows.append((f'claim 10 of {count:,} ready jobs, {what}', f'{times[len(times) // 2]:.2f} ms (p95 {times[-2]:.2f})'))
+            rows += apply_figures(store, count)
             store.close()
+    return rows
+
+
+def apply_figures(store: Any, count: int) -> List[Tuple[str, str]]:
+    """Let a workflow of as many jobs follow its file: as it is, and with another command for every job."""
+    rows = []
+    workflow_id = ready_workflow(lambda op, params, body: call_in_transaction(store, op, params, body), count)
+    for what, command in (('as it is', ''), ('edited everywhere', ' ')):
+        body = json.loads(json.dumps(plan_body(count)))
+        for job in body['jobs']:
+            job[1] += command
+        begun = time.perf_counter()
+        answer = call_in_transaction(store, 'apply_spec', {'id': workflow_id}, body)
+        rows.append((f'apply a file of {count:,} jobs, {what}', f'{time.perf_counter() - begun:.2f} s'))
+        assert (len(answer['to_run']), bool(answer['changes'])) == (count, bool(command)), answer
     return rows
 
 

@@ -4740,7 +4740,7 @@ def format_field_help() -> str:
 # barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
 # claim looks at kinds (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -4766,6 +4766,7 @@ CREATE TABLE workflow (
     compute_node_min_time_for_new_jobs_seconds     INTEGER NOT NULL DEFAULT 300,
     run_id                  INTEGER NOT NULL DEFAULT 0, -- run generation: 0 until the first initialize
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
+    spec_path               TEXT,                       -- the workflow file that it was made from, absolute
     is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
     is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0  -- its run was begun by no reset: 0 means it too
 );
@@ -4783,6 +4784,7 @@ CREATE TABLE resource_requirements (
     runtime      TEXT NOT NULL DEFAULT 'PT1M',
     memory_bytes INTEGER NOT NULL,                      -- memory and runtime as numbers
     runtime_s    INTEGER NOT NULL,
+    is_declared  BOOL INTEGER NOT NULL DEFAULT 0,       -- the workflow file has it; here and below
     is_implicit  BOOL INTEGER NOT NULL DEFAULT 0        -- the placeholder 'default' that every workflow has: never a limit
 );
 CREATE INDEX resource_requirements_of ON resource_requirements (workflow_id, name);
@@ -4801,6 +4803,7 @@ CREATE TABLE slurm_scheduler (
     tmp                   TEXT,
     walltime              TEXT NOT NULL DEFAULT '01:00:00',
     extra                 TEXT,
+    is_declared           BOOL INTEGER NOT NULL DEFAULT 0,
     serialize_allocations BOOL INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX slurm_scheduler_of ON slurm_scheduler (workflow_id);
@@ -4829,6 +4832,7 @@ CREATE TABLE failure_handler (
     workflow_id INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
     name        TEXT NOT NULL,
     rules       TEXT NOT NULL,                          -- JSON, kept as the text it came as
+    is_declared BOOL INTEGER NOT NULL DEFAULT 0,
     UNIQUE (workflow_id, name)
 );
 
@@ -4899,6 +4903,7 @@ CREATE TABLE job (
     origin                         TEXT,                -- NULL, retry, spawn
     start_time                     TEXT,
     compute_node_id                INTEGER REFERENCES compute_node (id) ON DELETE SET NULL,
+    is_declared                    BOOL INTEGER NOT NULL DEFAULT 0,
     input_hash                     TEXT                 -- of what the last claim handed out
 );
 CREATE INDEX job_by_status ON job (workflow_id, status);
@@ -4931,6 +4936,7 @@ CREATE TABLE file (
     name        TEXT NOT NULL,
     path        TEXT NOT NULL,
     st_mtime    REAL,                                   -- as last seen; NULL: not seen
+    is_declared BOOL INTEGER NOT NULL DEFAULT 0,
     identifier  TEXT                                    -- RO-Crate @id
 );
 CREATE INDEX file_of ON file (workflow_id, name);
@@ -4940,6 +4946,7 @@ CREATE TABLE user_data (
     workflow_id  INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
     name         TEXT NOT NULL,
     is_ephemeral BOOL INTEGER NOT NULL DEFAULT 0,       -- cleared when the jobs that make it are to run again
+    is_declared  BOOL INTEGER NOT NULL DEFAULT 0,
     data         JSON TEXT
 );
 CREATE INDEX user_data_of ON user_data (workflow_id, name);
@@ -4985,6 +4992,7 @@ CREATE TABLE workflow_action (
     executed_by       INTEGER,                          -- that node
     is_reported       BOOL INTEGER NOT NULL DEFAULT 0,  -- that node has told how it ended
     persistent        BOOL INTEGER NOT NULL DEFAULT 0,  -- once for every node instead of once
+    is_declared       BOOL INTEGER NOT NULL DEFAULT 0,
     is_recovery       BOOL INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX workflow_action_of ON workflow_action (workflow_id, trigger_type);
@@ -5151,6 +5159,23 @@ MIGRATIONS = {
     4: """CREATE TABLE identity (id TEXT NOT NULL);
           INSERT INTO identity (id) VALUES (lower(hex(randomblob(16))));""",
     5: 'ALTER TABLE workflow ADD COLUMN is_run_zero BOOL INTEGER NOT NULL DEFAULT 0;',
+    6: """
+ALTER TABLE workflow              ADD COLUMN spec_path   TEXT;
+ALTER TABLE resource_requirements ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE slurm_scheduler       ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE failure_handler       ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE job                   ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE file                  ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE user_data             ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE workflow_action       ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
+UPDATE resource_requirements SET is_declared = 1;      -- of older rows nobody knows; most come from a file
+UPDATE slurm_scheduler SET is_declared = 1;
+UPDATE failure_handler SET is_declared = 1;
+UPDATE job SET is_declared = 1 WHERE id NOT IN (SELECT job_id FROM spawn);
+UPDATE file SET is_declared = 1;
+UPDATE user_data SET is_declared = 1 WHERE substr(name, 1, 16) <> '__torc_lineage__';
+UPDATE workflow_action SET is_declared = 1 WHERE is_recovery = 0;
+""",
 }
 
 
@@ -5210,13 +5235,14 @@ CELL_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dic
 MOST_FOREIGN_ID = 2 ** 53           # SQLite gives ids above the highest: after its last one, nothing could be added
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero'])
+                             'is_system', 'is_run_zero', 'is_declared'])
 
 
 class TableColumn(NamedTuple):
     """One column of a table or view, as the database describes it."""
     name: str
     codec: str      # first word of the declared type: JSON, BOOL, STATUS, or an SQL type
+    is_required: bool   # NOT NULL
 
 
 def decode_cell(codec: str, value: Any) -> Any:
@@ -5527,7 +5553,8 @@ class Store:
         """Columns of a table or view, read back from the database."""
         if table not in self._columns:
             described = self._db.execute(f'PRAGMA table_info({table})')
-            self._columns[table] = [TableColumn(row[1], (row[2].split() or [''])[0]) for row in described]
+            self._columns[table] = [TableColumn(row[1], (row[2].split() or [''])[0], bool(row[3]))
+                                    for row in described]
         return self._columns[table]
 
     def select(self, table: str, where: str = '', parameters: Sequence[Any] = ()) -> List[Dict[str, Any]]:
@@ -6012,10 +6039,17 @@ def link_groups(store: Store, workflow_id: int, names: List[str]) -> None:
     if len(set(names)) < len(names):
         raise Refused('access_groups names a group twice', field='access_groups')
     for name in names:
-        group_id = store.value('SELECT id FROM access_group WHERE name = ?', (name,))
-        if group_id is None:
-            raise Refused(f'Unknown access group {printable(name)!r}: make it first', field='access_groups')
-        store.insert('workflow_access_group', {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())})
+        link = {'workflow_id': workflow_id, 'group_id': group_named(store, name),
+                'created_at': format_time(store.now())}
+        store.insert('workflow_access_group', link)
+
+
+def group_named(store: Store, name: str) -> int:
+    """Id of an access group. Refused if there is none."""
+    group_id = store.value('SELECT id FROM access_group WHERE name = ?', (name,))
+    if group_id is None:
+        raise Refused(f'Unknown access group {printable(name)!r}: make it first', field='access_groups')
+    return group_id
 
 
 def add_group_names(store: Store, workflows: List[Dict[str, Any]]) -> None:
@@ -6558,9 +6592,7 @@ def create_workflow(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
 
 def insert_workflow(store: Store, body: Dict[str, Any]) -> int:
     """Check and store the workflow's own fields."""
-    check_env(body.get('env'))
-    if (body.get('dynamic_jobs') or {}).get('max_iterations', 1) < 1:
-        raise Refused('dynamic_jobs: max_iterations must be at least 1')
+    check_settings(body)
     values = dict(WORKFLOW_DEFAULTS)
     values.update({key: value for key, value in body.items() if value is not None})
     values.update(timestamp=format_time(store.now()), user=new_owner(store, body.get('user')), run_id=0, is_canceled=False,
@@ -6568,6 +6600,13 @@ def insert_workflow(store: Store, body: Dict[str, Any]) -> int:
     workflow_id = store.insert('workflow', values)
     link_groups(store, workflow_id, body.get('access_groups') or [])
     return workflow_id
+
+
+def check_settings(body: Dict[str, Any]) -> None:
+    """Refuse settings of a workflow that cannot be."""
+    check_env(body.get('env'))
+    if (body.get('dynamic_jobs') or {}).get('max_iterations', 1) < 1:
+        raise Refused('dynamic_jobs: max_iterations must be at least 1')
 
 
 def check_env(env: Optional[Dict[str, str]]) -> None:
@@ -6579,10 +6618,14 @@ def check_env(env: Optional[Dict[str, str]]) -> None:
 
 def insert_requirements(store: Store, workflow_id: int, body: Dict[str, Any]) -> int:
     """Check and store resource requirements."""
-    values = dict(DEFAULT_REQUIREMENTS, runtime='PT1M')
+    return store.insert('resource_requirements', dict(complete_requirements(body), workflow_id=workflow_id))
+
+
+def complete_requirements(body: Dict[str, Any]) -> Dict[str, Any]:
+    """Checked resource requirements with their defaults."""
+    values = dict(DEFAULT_REQUIREMENTS, runtime='PT1M', is_implicit=False)
     values.update({key: value for key, value in body.items() if value is not None})
-    values.update(checked_requirements(values), workflow_id=workflow_id)
-    return store.insert('resource_requirements', values)
+    return dict(values, **checked_requirements(values))
 
 
 def checked_requirements(values: Dict[str, Any]) -> Dict[str, int]:
@@ -6601,41 +6644,31 @@ def checked_requirements(values: Dict[str, Any]) -> Dict[str, int]:
 
 def create_workflow_from_spec(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     """Make a whole workflow from a plan (see Spec), in one go."""
-    try:
+    with explaining_plan():
         workflow_id = insert_plan(store, body)
+    return {'workflow_id': workflow_id, 'workflow_name': body['workflow']['name'],
+            'job_count': len(body['jobs'])}
+
+
+@contextlib.contextmanager
+def explaining_plan() -> Iterator[None]:
+    """While the block stores a plan: BadInput for what cannot be stored.
+
+    A plan that our own Spec made never gets here; in one that another program made an index may lead nowhere.
+    """
+    try:
+        yield
     except (KeyError, IndexError, TypeError, ValueError, sqlite3.IntegrityError) as error:
-        # a plan that our own Spec made never gets here; in one that another program made an index may lead nowhere
         raise BadInput(f'the body is not a plan of a workflow ({type(error).__name__}: {error}); '
                        'make it with torc.py create') from error
-    return {'workflow_id': workflow_id, 'workflow_name': body['workflow']['name'], 'job_count': len(body['jobs'])}
 
 
 def insert_plan(store: Store, body: Dict[str, Any]) -> int:
     """Store everything that a plan holds. The workflow's id."""
     workflow_id = insert_workflow(store, body['workflow'])
-    places = {}  # type: Dict[str, List[int]]
-    for table in ('file', 'user_data', 'slurm_scheduler', 'failure_handler'):
-        plural = table if table == 'user_data' else table + 's'
-        places[table] = [store.insert(table, dict(row, workflow_id=workflow_id)) for row in body[plural]]
-    declared = [row['name'] for row in body['resource_requirements']]
-    places['resource_requirements'] = [insert_requirements(store, workflow_id, row) for row in body['resource_requirements']]
-    default = (places['resource_requirements'][declared.index('default')] if 'default' in declared
-               else insert_requirements(store, workflow_id, dict(DEFAULT_REQUIREMENTS, is_implicit=True)))
-    places['job_kind'] = [insert_planned_kind(store, workflow_id, row, places, default) for row in body['kinds']]
-    first_job = store.next_id('job')
-    groups = [tuple(sorted({first_job + index_below(member, len(body['jobs'])) for member in members}))
-              for members in body['dependency_sets']]
-    set_ids = {group: store.insert('dep_set', {'workflow_id': workflow_id, 'digest': members_digest(group),
-                                               'pending': len(group)}) for group in dict.fromkeys(groups)}
-    jobs = [row if isinstance(row, PlannedJob) else PlannedJob(*row) for row in body['jobs']]
-    insert_planned_jobs(store, workflow_id, jobs, places, [set_ids[group] for group in groups], body['workflow'].get('env'))
-    store.insert_rows('dep_member', ('dep_set_id', 'job_id'), (
-        (set_id, job_id) for group, set_id in set_ids.items() for job_id in group))
-    if groups:
+    PlanMerge(store, workflow_id, body).merge_rows()
+    if body['dependency_sets']:
         refuse_cycles(store, workflow_id)
-    insert_planned_relations(store, jobs, first_job, places)
-    for action in body['actions']:
-        insert_planned_action(store, workflow_id, action, places, first_job)
     return workflow_id
 
 
@@ -6646,58 +6679,353 @@ def index_below(index: int, count: int) -> int:
     return index
 
 
-def insert_planned_kind(store: Store, workflow_id: int, row: Sequence[Any], places: Dict[str, List[int]], default: int) -> int:
-    """Store one kind of a plan: requirements and scheduler by place, priority, labels."""
-    requirements, priority, scheduler, labels = row
-    check_labels(labels)
-    return find_kind(store, workflow_id, (
-        default if requirements is None else places['resource_requirements'][requirements],
-        priority, None if scheduler is None else places['slurm_scheduler'][scheduler], labels))
-
-
-def insert_planned_jobs(store: Store, workflow_id: int, jobs: Sequence[Any], places: Dict[str, List[int]], sets: List[int],
-                        workflow_env: Optional[Dict[str, str]]) -> None:
-    """Store the jobs of a plan, in its order, with consecutive ids."""
-    shared_env = format_json(workflow_env) if workflow_env else None
-    kinds, handlers = places['job_kind'], places['failure_handler']
-
-    def encoded() -> Iterator[Tuple]:
-        for job in jobs:
-            env = format_json({**(workflow_env or {}), **job.env}) if job.env else shared_env
-            set_id = None if job.dependencies is None else sets[job.dependencies]
-            yield (workflow_id, job.name, job.command, job.invocation_script, env, kinds[job.kind],
-                   None if job.failure_handler is None else handlers[job.failure_handler], set_id, set_id,
-                   int(job.cancel_on_blocking_job_failure), int(job.supports_termination))
-    store.insert_rows('job', ('workflow_id', 'name', 'command', 'invocation_script', 'env', 'kind_id', 'failure_handler_id',
-                              'explicit_set_id', 'dep_set_id', 'cancel_on_blocking_job_failure', 'supports_termination'), encoded())
-
-
 JOB_RELATIONS = (   # field of a planned job, field of JobModel, table, column, table of the related thing
     ('input_files',      'input_file_ids',       'job_input_file',       'file_id',      'file'),
     ('output_files',     'output_file_ids',      'job_output_file',      'file_id',      'file'),
     ('input_user_data',  'input_user_data_ids',  'job_input_user_data',  'user_data_id', 'user_data'),
     ('output_user_data', 'output_user_data_ids', 'job_output_user_data', 'user_data_id', 'user_data'),
 )
+PLANNED_TABLES = {  # table -> columns that a plan gives beside the name; columns elsewhere that need its rows
+    'file': ('name path identifier', 'job_input_file.file_id job_output_file.file_id'),
+    'user_data': ('is_ephemeral data', 'job_input_user_data.user_data_id job_output_user_data.user_data_id'),
+    'resource_requirements': ('num_cpus num_gpus num_nodes memory runtime is_implicit',
+                              'job_kind.resource_requirements_id'),
+    'slurm_scheduler': (
+        'account gres mem nodes ntasks_per_node partition qos tmp walltime extra serialize_allocations',
+        'job_kind.scheduler_id scheduled_compute_node.scheduler_config_id'),
+    'failure_handler': ('rules', 'job.failure_handler_id'),
+}
+PLANNED_CELLS = {   # column of a job that a plan gives -> field of a workflow file
+    'command': 'command', 'invocation_script': 'invocation_script', 'env': 'env', 'kind_id': '',
+    'failure_handler_id': 'failure_handler', 'explicit_set_id': 'depends_on',
+    'cancel_on_blocking_job_failure': 'cancel_on_blocking_job_failure',
+    'supports_termination': 'supports_termination'}
+KIND_PARTS = ('resource_requirements', 'priority', 'scheduler', 'labels')   # fields that a kind stands for
+# Fields of which another value lets a completed job run again; all others do not change what it has done.
+OUTCOME_FIELDS = ('command', 'invocation_script', 'env', 'depends_on', *(row[0] for row in JOB_RELATIONS))
+SPEC_REMARKS = ('description', 'project', 'metadata')   # stay if the file has none: people set them by hand
+SPEC_SETTINGS = (       # fields of the workflow itself
+    'name', *SPEC_REMARKS, 'env', 'execution_config', 'resource_monitor_config', 'slurm_defaults',
+    'dynamic_jobs', 'enable_ro_crate', 'compute_node_expiration_buffer_seconds', *WORKFLOW_DEFAULTS)
 
 
-def insert_planned_relations(store: Store, jobs: Sequence[Any], first_job: int, places: Dict[str, List[int]]) -> None:
-    """Store which job reads and writes what."""
-    for planned, _, table, column, related in JOB_RELATIONS:
-        ids = places[related]
-        if not any(map(operator.attrgetter(planned), jobs)):    # much faster than the loop below
-            continue
-        store.insert_rows(table, ('job_id', column), (
-            (first_job + place, ids[index]) for place, job in enumerate(jobs) for index in getattr(job, planned)))
+class KnownJob(NamedTuple):
+    """A job as it was before a plan was merged."""
+    id: int
+    is_declared: bool
+    cells: Tuple[Any, ...]      # of PLANNED_CELLS
 
 
-def insert_planned_action(store: Store, workflow_id: int, action: Dict[str, Any], places: Dict[str, List[int]], first_job: int) -> None:
-    """Store an action of a plan; a scheduler is named by its place in the plan."""
-    config = dict(action['action_config'])
-    if action['action_type'] == 'schedule_nodes':
-        scheduler = config.pop('scheduler', None)
-        config['scheduler_id'] = 0 if scheduler is None else places['slurm_scheduler'][scheduler]
-    job_ids = [first_job + index for index in action.get('job_indexes') or ()]      # create_workflow_action looks whose they are
-    create_workflow_action(store, workflow_id, dict(action, action_config=config, job_ids=job_ids))
+class PlanMerge:
+    """A plan on its way into the rows of a workflow that is new, or has rows from an earlier plan.
+
+    Rows are matched by name. What the workflow file declared before and has no longer is removed. What was
+    made through the API stays, unless the plan has its name: from then on it is the file's.
+    """
+
+    def __init__(self, store: Store, workflow_id: int, body: Dict[str, Any]) -> None:
+        self.store = store
+        self.workflow_id = workflow_id
+        self.body = body
+        self.jobs = [row if isinstance(row, PlannedJob) else PlannedJob(*row) for row in body['jobs']]
+        self.ids = {}       # type: Dict[str, List[int]]  # table -> ids of the plan's rows, in its order
+        self.unnamed = {}   # type: Dict[str, List[int]]  # table -> ids of declared rows not in the plan
+        self.known = {}     # type: Dict[str, KnownJob]  # by name; not those that were spawned
+        self.kinds = {}     # type: Dict[int, Tuple]  # id -> KIND_PARTS
+        self.differences = collections.defaultdict(list)    # type: Dict[int, List[str]]  # job id -> fields
+        # (noun, 'added', 'removed' or 'changed', fields) -> names
+        self.changes = collections.defaultdict(list)        # type: Dict[Tuple[str, str, Tuple], List[str]]
+
+    def merge_settings(self) -> None:
+        """Make the workflow's own row what the plan says; its owner and submission directory stay."""
+        store, workflow_id, planned = self.store, self.workflow_id, dict(WORKFLOW_DEFAULTS)
+        planned.update({key: value for key, value in self.body['workflow'].items() if value is not None})
+        check_settings(planned)
+        stored = get_workflow(store, workflow_id)
+        fields = [name for name in SPEC_SETTINGS if (name in planned or name not in SPEC_REMARKS)
+                  and json.loads(format_json(planned.get(name))) != stored.get(name)]
+        values = {name: planned.get(name) for name in fields}
+        values['spec_path'] = planned.get('spec_path') or stored.get('spec_path')
+        store.update('workflow', workflow_id, values)
+        linked = stored.get('access_groups', ())
+        groups = [name for name in planned.get('access_groups') or () if name not in linked]
+        for name in groups:
+            add_workflow_to_group(store, workflow_id, group_named(store, name))
+        fields += ['access_groups'] if groups else []
+        if fields:
+            self.changes['workflow', 'changed', tuple(fields)].append(stored['name'])
+
+    def merge_rows(self) -> None:
+        """Make everything else what the plan says."""
+        body = self.body
+        self.merge_table('file', body['files'])
+        self.merge_table('user_data', body['user_data'],
+                         {index for job in self.jobs for index in job.output_user_data})
+        needs = [complete_requirements(row) for row in body['resource_requirements']]
+        names = [row['name'] for row in needs]
+        if 'default' not in names:
+            needs.append(complete_requirements(dict(DEFAULT_REQUIREMENTS, is_implicit=True)))
+        self.merge_table('resource_requirements', needs)
+        self.merge_table('slurm_scheduler', body['slurm_schedulers'])
+        self.merge_table('failure_handler', body['failure_handlers'])
+        default = self.ids['resource_requirements'][names.index('default') if 'default' in names else -1]
+        self.ids['job_kind'] = [self.find_kind(row, default) for row in body['kinds']]
+        self.merge_jobs()
+        self.merge_relations()
+        for job_id, job in zip(self.ids['job'], self.jobs):
+            if job_id in self.differences:
+                self.changes['job', 'changed', tuple(self.differences[job_id])].append(job.name)
+        self.merge_actions()
+        self.remove_unnamed()
+
+    # -- files, user data, requirements, schedulers, handlers --
+
+    def merge_table(self, table: str, rows: Sequence[Dict[str, Any]], made: Iterable[int] = ()) -> None:
+        """The rows of one table. `made`: places of user data whose values are their jobs' to give."""
+        store, wanted = self.store, PLANNED_TABLES[table][0].split()
+        refuse_twice([row['name'] for row in rows if row.get('name')], table.replace('_', ' '))
+        columns = [column for column in store.columns(table) if column.name in wanted]
+        listed = [column.name for column in columns]
+        known = {row[1]: row for row in store.rows(     # of several with a name the first declared one
+            f"SELECT id, name, is_declared, {', '.join(listed)} FROM {table} WHERE workflow_id = ? "
+            'ORDER BY is_declared, id DESC', (self.workflow_id,))}
+        named = {row.get('name') for row in rows} if known else ()
+        renamed = {row[4]: row for name, row in known.items()       # by path
+                   if table == 'file' and row[2] and name not in named}
+        ids = self.ids[table] = []
+        for place, row in enumerate(rows):
+            found = known.get(row.get('name')) or renamed.pop(row.get('path'), None)
+            if found is None:
+                ids.append(store.insert(table, dict(row, workflow_id=self.workflow_id, is_declared=True)))
+                self.changes[table, 'added', ()].append(row.get('name') or '')
+                continue
+            ids.append(found[0])
+            if tuple(map(row.get, listed)) != found[3:] or not found[2]:    # most are as they were
+                fields = [column.name for column, cell in zip(columns, found[3:])
+                          if not (column.name == 'data' and place in made)
+                          and differs(column, row.get(column.name), cell)]
+                self.change_row(table, found[0], row, fields)
+        matched = set(ids)
+        self.unnamed[table] = sorted(row[0] for row in known.values() if row[2] and row[0] not in matched)
+
+    def change_row(self, table: str, row_id: int, row: Dict[str, Any], fields: List[str]) -> None:
+        """Store some fields of a row that was there, and what follows from them."""
+        implied = [name for name in ('memory_bytes', 'runtime_s') if name in row]
+        implied += ['st_mtime'] if 'path' in fields else []
+        values = {name: row.get(name) for name in fields + implied}
+        self.store.update(table, row_id, dict(values, is_declared=True))
+        if fields:
+            self.changes[table, 'changed', tuple(fields)].append(row.get('name') or '')
+
+    def remove_unnamed(self) -> None:
+        """Remove what the workflow file has no longer, unless something else still needs it."""
+        of = (self.workflow_id, self.workflow_id)
+        self.store.run('DELETE FROM job_kind WHERE workflow_id = ? AND id NOT IN '
+                       '(SELECT kind_id FROM job WHERE workflow_id = ?)', of)
+        for table, ids in self.unnamed.items():
+            users = [user.split('.') for user in PLANNED_TABLES[table][1].split()]
+            is_free = ' AND '.join(f'NOT EXISTS (SELECT 1 FROM {user} WHERE {user}.{column} = {table}.id)'
+                                   for user, column in users)
+            query = f'SELECT id, name FROM {table} WHERE {is_free} AND id IN'
+            free = sorted(rows_by_ids(self.store, query, ids))
+            run_by_ids(self.store, f'DELETE FROM {table} WHERE id IN', [row_id for row_id, _ in free])
+            if free:
+                self.changes[table, 'removed', ()] += [name or '' for _, name in free]
+
+    # -- jobs --
+
+    def find_kind(self, row: Sequence[Any], default: int) -> int:
+        """Id of a kind of the plan: requirements and scheduler by place, priority, labels."""
+        requirements, priority, scheduler, labels = row
+        check_labels(labels)
+        return find_kind(self.store, self.workflow_id, (
+            default if requirements is None else self.ids['resource_requirements'][requirements],
+            priority, None if scheduler is None else self.ids['slurm_scheduler'][scheduler], labels))
+
+    def merge_jobs(self) -> None:
+        """Remove, change and add jobs, with the sets of those that they wait for."""
+        store, workflow_id, names = self.store, self.workflow_id, [job.name for job in self.jobs]
+        refuse_twice(names, 'jobs')
+        self.find_known(set(names))
+        self.remove_jobs(set(names))
+        new_ids = itertools.count(store.next_id('job'))
+        ids = [self.known[name].id if name in self.known else next(new_ids) for name in names]
+        self.ids['job'] = ids
+        groups = [tuple(sorted({ids[index_below(member, len(ids))] for member in members}))
+                  for members in self.body['dependency_sets']]
+        digests = [members_digest(group) for group in groups]
+        sets = dict(store.rows('SELECT digest, id FROM dep_set WHERE workflow_id = ?', (workflow_id,)))
+        fresh = {digest: group for digest, group in zip(digests, groups) if digest not in sets}
+        for digest, group in fresh.items():
+            values = {'workflow_id': workflow_id, 'digest': digest, 'pending': len(group)}
+            sets[digest] = store.insert('dep_set', values)
+        self.store_jobs([sets[digest] for digest in digests])
+        store.insert_rows('dep_member', ('dep_set_id', 'job_id'), (
+            (sets[digest], job_id) for digest, group in fresh.items() for job_id in group))
+
+    def find_known(self, names: Set[str]) -> None:
+        """See which jobs there are. Refused if one that was spawned has a name of the plan."""
+        store, of = self.store, (self.workflow_id,)
+        query = 'SELECT name FROM job WHERE id IN (SELECT job_id FROM spawn WHERE workflow_id = ?)'
+        spawned = set(store.ids(query, of))
+        for name in sorted(names & spawned):
+            raise Refused(f'another job has spawned a job {name!r}: give the one in the file another name')
+        rows = store.rows(f"SELECT id, is_declared, name, {', '.join(PLANNED_CELLS)} FROM job "
+                          'WHERE workflow_id = ? ORDER BY is_declared, id DESC', of)
+        known = {row[2]: KnownJob(row[0], bool(row[1]), row[3:]) for row in rows}
+        self.known = {name: job for name, job in known.items() if name not in spawned}
+        if known:
+            self.kinds = {row[0]: row[1:] for row in store.rows(
+                'SELECT id, resource_requirements_id, priority, scheduler_id, labels FROM job_kind '
+                'WHERE workflow_id = ?', of)}
+
+    def remove_jobs(self, names: Set[str]) -> None:
+        """Remove the jobs that the file has no longer, with their results and what they spawned."""
+        declared = [(job.id, name) for name, job in self.known.items() if job.is_declared]
+        gone = sorted((job_id, name) for job_id, name in declared if name not in names)
+        if gone:
+            ids = [job_id for job_id, _ in gone]
+            run_by_ids(self.store, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', ids)
+            take_back_spawned(self.store, self.workflow_id)
+            run_by_ids(self.store, 'DELETE FROM job WHERE id IN', ids)
+            self.changes['job', 'removed', ()] += [name for _, name in gone]
+
+    def store_jobs(self, sets: Sequence[int]) -> None:
+        """Add jobs, with consecutive ids, and change those that differ."""
+        kinds, handlers = self.ids['job_kind'], self.ids['failure_handler']
+        env = self.body['workflow'].get('env') or {}
+        env_text = format_json(env) if env else None
+        added, changed, adopted = [], {}, []    # type: List[Tuple], Dict[int, List[Any]], List[int]
+        for job_id, job in zip(self.ids['job'], self.jobs):
+            set_id = None if job.dependencies is None else sets[job.dependencies]
+            cells = (job.command, job.invocation_script,
+                     format_json({**env, **job.env}) if job.env else env_text, kinds[job.kind],
+                     None if job.failure_handler is None else handlers[job.failure_handler],
+                     set_id, int(job.cancel_on_blocking_job_failure), int(job.supports_termination))
+            known = self.known.get(job.name)
+            if known is None:
+                added.append((self.workflow_id, 1, job.name, set_id, *cells))
+                continue
+            if known.cells != cells:
+                stored = self.compare(known, cells)
+                if job_id in self.differences:
+                    changed[job_id] = stored
+            if not known.is_declared:
+                adopted.append(job_id)
+        if added:
+            self.changes['job', 'added', ()] += [row[2] for row in added]
+        columns = ('workflow_id', 'is_declared', 'name', 'dep_set_id', *PLANNED_CELLS)
+        self.store.insert_rows('job', columns, added)
+        self.change_jobs(changed)
+        run_by_ids(self.store, 'UPDATE job SET is_declared = 1 WHERE id IN', adopted)
+
+    def compare(self, known: KnownJob, cells: Sequence[Any]) -> List[Any]:
+        """The cells to store for a job that was there; the fields that differ are noted."""
+        stored = []
+        for (column, field), before, after in zip(PLANNED_CELLS.items(), known.cells, cells):
+            is_same = means_the_same(column, before, after)
+            stored.append(before if is_same else after)
+            if not is_same:
+                parts = zip(KIND_PARTS, self.kinds[before], self.kinds[after]) if not field else ()
+                names = [field] if field else [name for name, one, other in parts if one != other]
+                self.differences[known.id] += names
+        return stored
+
+    def change_jobs(self, changed: Dict[int, List[Any]]) -> None:
+        """Store the cells of jobs. Initialize adds to dep_set_id what files and user data imply."""
+        columns = list(PLANNED_CELLS)
+        handler, members = columns.index('failure_handler_id'), columns.index('explicit_set_id')
+        groups = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
+        for job_id, row in changed.items():
+            if 'failure_handler' in self.differences[job_id]:
+                groups[row[handler]].append(job_id)
+        # In a savepoint, each statement that sets a foreign key costs SQLite what was changed before it.
+        for handler_id, job_ids in groups.items():
+            update = f"UPDATE job SET failure_handler_id = {handler_id or 'NULL'} WHERE id IN"
+            run_by_ids(self.store, update, job_ids)
+        del columns[handler]
+        self.store.run_many(f"UPDATE job SET {' = ?, '.join(columns)} = ?, dep_set_id = ? WHERE id = ?", (
+            (*row[:handler], *row[handler + 1:], row[members], job_id) for job_id, row in changed.items()))
+
+    def merge_relations(self) -> None:
+        """Which job reads and writes what. Links of jobs and to rows that were made through the API stay."""
+        known, jobs = {job.id for job in self.known.values()}, set(self.ids['job'])
+        for field, _, table, column, related in JOB_RELATIONS:
+            ids, stored = self.ids[related], set()      # type: List[int], Set[Tuple[int, int]]
+            planned = [(job_id, ids[index]) for job_id, job in zip(self.ids['job'], self.jobs)
+                       for index in getattr(job, field)]
+            if known:
+                items = {*ids, *self.unnamed[related]}
+                pairs = self.store.rows(f'SELECT job_id, {column} FROM {table} WHERE job_id IN '
+                                        '(SELECT id FROM job WHERE workflow_id = ?)', (self.workflow_id,))
+                stored = {pair for pair in pairs if pair[0] in jobs and pair[1] in items}
+            added, gone = [pair for pair in planned if pair not in stored], stored.difference(planned)
+            self.store.insert_rows(table, ('job_id', column), added)
+            self.store.run_many(f'DELETE FROM {table} WHERE job_id = ? AND {column} = ?', gone)
+            for job_id in known.intersection(job_id for job_id, _ in itertools.chain(added, gone)):
+                self.differences[job_id].append(field)
+
+    def merge_actions(self) -> None:
+        """The actions. They have no names: one that differs is another one."""
+        stored = collections.defaultdict(list)      # type: Dict[Tuple, List[Dict[str, Any]]]
+        where = 'WHERE workflow_id = ? AND is_declared = 1 ORDER BY id'
+        for action in action_rows(self.store, where, (self.workflow_id,)):
+            stored[action_key(action)].append(action)
+        for planned in self.body['actions']:
+            action = self.plan_action(planned)
+            if stored.get(action_key(action)):
+                stored[action_key(action)].pop(0)
+            else:
+                create_workflow_action(self.store, self.workflow_id, action)
+                self.changes['action', 'added', ()].append(action_title(action))
+        for action in itertools.chain.from_iterable(stored.values()):
+            delete_workflow_action(self.store, self.workflow_id, action['id'])
+            self.changes['action', 'removed', ()].append(action_title(action))
+
+    def plan_action(self, action: Dict[str, Any]) -> Dict[str, Any]:
+        """An action of the plan as a row, in which no place stands for a scheduler or job."""
+        config, jobs = dict(action['action_config']), self.ids['job']
+        if action['action_type'] == 'schedule_nodes':
+            scheduler = config.pop('scheduler', None)
+            config['scheduler_id'] = 0 if scheduler is None else self.ids['slurm_scheduler'][scheduler]
+        job_ids = [jobs[index_below(index, len(jobs))] for index in action.get('job_indexes') or ()]
+        return dict(action, action_config=config, job_ids=job_ids, is_declared=True)
+
+
+def refuse_twice(names: Sequence[str], noun: str) -> None:
+    """Refuse a name that stands twice."""
+    if len(set(names)) < len(names):
+        twice = collections.Counter(names).most_common(1)[0][0]
+        raise Refused(f'the name {twice!r} stands twice among the {noun}')
+
+
+def differs(column: TableColumn, value: Any, cell: Any) -> bool:
+    """Whether a plan's value is not a cell's. None leaves user data and what must have a value alone."""
+    if value is None:
+        return cell is not None and not column.is_required and column.name != 'data'
+    encoded = encode_cell(column.codec, value)
+    if encoded == cell:
+        return False
+    return column.codec != 'JSON' or cell is None or json.loads(encoded) != json.loads(cell)
+
+
+def means_the_same(column: str, before: Any, after: Any) -> bool:
+    """Whether two cells of a job mean the same: an environment has no order, and an empty script is none."""
+    if column == 'env' and before and after:
+        return json.loads(before) == json.loads(after)
+    return before == after or column == 'invocation_script' and not before and not after
+
+
+def action_key(action: Dict[str, Any]) -> Tuple:
+    """What tells an action from another one."""
+    config = json.dumps(action['action_config'], sort_keys=True)
+    return (action['trigger_type'], action['action_type'], config, bool(action.get('persistent')),
+            tuple(sorted(set(action.get('job_ids') or ()))))
+
+
+def action_title(action: Dict[str, Any]) -> str:
+    """What an action is called, for people."""
+    return f"{action['trigger_type']} {action['action_type']}"
 
 
 def find_kind(store: Store, workflow_id: int, kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
@@ -6737,9 +7065,7 @@ def check_bulk(workflow_ids: Sequence[int], names: Sequence[str], noun: str) -> 
         raise Refused(f'{len(names)} {noun} in one request; 1 to {MAX_LIST_ITEMS} are possible')
     if len(set(workflow_ids)) > 1:
         raise Refused(f'all {noun} of one request must belong to one workflow')
-    if len(set(names)) < len(names):
-        twice = collections.Counter(names).most_common(1)[0][0]
-        raise Refused(f'the name {twice!r} stands twice among the {noun}')
+    refuse_twice(names, noun)
 
 
 def insert_job(store: Store, body: Dict[str, Any]) -> int:
@@ -6857,7 +7183,7 @@ def get_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
     return workflow
 
 
-WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups')
+WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups', 'spec_path')
 WORKFLOW_EDITABLE = (
     'name', 'description', 'project', 'metadata', 'compute_node_expiration_buffer_seconds', 'compute_node_wait_for_new_jobs_seconds',
     'compute_node_ignore_workflow_completion', 'compute_node_wait_for_healthy_database_minutes',
@@ -7297,14 +7623,19 @@ def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -
         refuse_active(store, workflow_id, 'reset')
         if store.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
             raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or reset it with --force')
+    begin_run(store, workflow_id)
+    add_user_event(store, workflow_id, 'reset_workflow_status', force=force)
+    return get_workflow(store, workflow_id)
+
+
+def begin_run(store: Store, workflow_id: int) -> None:
+    """Raise the run generation; what runners still have in hand is theirs no longer."""
     store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
     store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}', (workflow_id,))    # in no hand of the new run
     waiting = f'workflow_id = ? AND status IN ({BLOCKED}, {READY})'
     store.run(f'UPDATE job SET attempt_id = 1 WHERE {waiting} AND attempt_id > 1', (workflow_id,))
     store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1, is_run_zero = 0 WHERE id = ?',
               (workflow_id,))
-    add_user_event(store, workflow_id, 'reset_workflow_status', force=force)
-    return get_workflow(store, workflow_id)
 
 
 def reset_job_status(store: Store, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
@@ -7362,10 +7693,7 @@ def check_changes(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[
     workflow_state(store, workflow_id)
     times = times_by_id(body.get('files') or {})
     check_owned(store, 'file', workflow_id, times)
-    reasons = {}  # type: Dict[int, str]
-    note_changed_files(store, workflow_id, times, reasons)
-    for job_id in changed_job_inputs(store, workflow_id):
-        reasons.setdefault(job_id, 'its command, environment, files or input data changed')
+    reasons = find_outdated(store, workflow_id, times, {})
     if not body.get('dry_run'):
         uninitialize(store, list(reasons))
         store_file_times(store, workflow_id, times)
@@ -7401,6 +7729,23 @@ def find_downstream(store: Store, workflow_id: int, changed: Dict[int, str]) -> 
                     downstream[job_id] = f'it depends on {names[causes[set_id]]}'
         passed.update(found)
     return downstream
+
+
+def find_outdated(store: Store, workflow_id: int, times: Dict[int, Optional[float]],
+                  differences: Dict[int, List[str]]) -> Dict[int, str]:
+    """Finished job -> why what it has done is out of date.
+
+    `differences`: fields in which jobs have just changed; of one that no runner has claimed no more is known.
+    """
+    reasons = {}  # type: Dict[int, str]
+    note_changed_files(store, workflow_id, times, reasons)
+    query = f'SELECT id FROM job WHERE input_hash IS NULL AND status = {COMPLETED} AND id IN'
+    unclaimed = {row[0] for row in rows_by_ids(store, query, list(differences))}
+    for job_id in [*changed_job_inputs(store, workflow_id), *sorted(unclaimed)]:
+        fields = ', '.join(field for field in differences.get(job_id, ()) if field in OUTCOME_FIELDS)
+        if fields or job_id not in unclaimed:
+            reasons.setdefault(job_id, f"its {fields or 'command, environment, files or input data'} changed")
+    return reasons
 
 
 def note_changed_files(store: Store, workflow_id: int, times: Dict[int, Optional[float]], reasons: Dict[int, str]) -> None:
@@ -7457,6 +7802,77 @@ def hash_inputs(store: Store, job_ids: Sequence[int]) -> Dict[int, str]:
             parts[job_id].append(f'{name}:{content}')
     fixed = 4   # the columns of the job itself; what follows is in no certain order
     return {job_id: hashlib.sha256(format_json(part[:fixed] + sorted(part[fixed:])).encode()).hexdigest() for job_id, part in parts.items()}
+
+
+# -------- an edited workflow file --------
+
+APPLIED_ORDER = ('workflow', 'job', *PLANNED_TABLES, 'action')
+WHY_TO_RUN = {  # status before -> why a job is to run
+    None: 'it is new', COMPLETED: 'a job that it depends on runs again', FAILED: 'it failed',
+    CANCELED: 'it was canceled', TERMINATED: 'it was terminated', PENDING_FAILED: 'its failure is undecided'}
+
+
+def apply_spec(store: Store, workflow_id: int, body: Dict[str, Any], dry_run: bool = False) -> Dict[str, Any]:
+    """Make a workflow what an edited file says, and ready what is new, failed, unfinished or outdated.
+
+    A completed job is outdated if its command, invocation script, environment, prerequisites, files or input
+    data are not those that it ran with, if its input files have changed since (`file_times`: name -> time,
+    null if it is missing) or its output files are gone, or if it depends on one that is to run. Begins a new
+    run if anything is to change.
+    """
+    state = workflow_state(store, workflow_id)
+    refuse_archived(state)
+    refuse_runners(store, workflow_id)
+    before = dict(store.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
+    with store.savepoint(keeps=not dry_run):
+        merge = PlanMerge(store, workflow_id, body)
+        with explaining_plan():
+            merge.merge_settings()
+            merge.merge_rows()
+        seen = body.get('file_times') or {}
+        ids = {row['name']: file_id for file_id, row in zip(merge.ids['file'], body['files'])}
+        times = {file_id: seen[name] for name, file_id in ids.items() if name in seen}
+        reasons = find_outdated(store, workflow_id, times, merge.differences)
+        has_failed = not {*BAD, PENDING_FAILED}.isdisjoint(before.values())
+        is_due = bool(merge.changes or reasons or has_failed or state.is_canceled)
+        if is_due or not is_complete(store, workflow_id):
+            store_file_times(store, workflow_id, times)
+        if is_due:
+            begin_run(store, workflow_id)
+            store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? '
+                      f'AND status NOT IN ({COMPLETED}, {DISABLED})', (workflow_id,))
+            uninitialize(store, list(reasons))
+            initialize_jobs(store, workflow_id, only_uninitialized=True)
+            add_user_event(store, workflow_id, 'apply_spec', job_count=len(merge.jobs),
+                           change_count=sum(map(len, merge.changes.values())))
+        return describe_applied(store, merge, before, reasons)
+
+
+def describe_applied(store: Store, merge: PlanMerge, before: Dict[int, int],
+                     reasons: Dict[int, str]) -> Dict[str, Any]:
+    """What an edited workflow file has changed, and the jobs that are to run, each with the reason."""
+    unfinished = store.rows('SELECT id, name FROM job WHERE workflow_id = ? '
+                            f'AND status IN {sql_list(NOT_DONE)} ORDER BY id', (merge.workflow_id,))
+    to_run = [{'job_id': job_id, 'job_name': name,
+               'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it has not run yet')}
+              for job_id, name in unfinished]
+    changes = sorted(merge.changes.items(), key=lambda item: (APPLIED_ORDER.index(item[0][0]), item[0][1:]))
+    return {'workflow_id': merge.workflow_id, 'run_id': workflow_state(store, merge.workflow_id).run_id,
+            'job_count': len(merge.jobs), 'to_run': to_run,
+            'changes': [{'noun': noun, 'change': change, 'fields': list(fields), 'names': names}
+                        for (noun, change, fields), names in changes]}
+
+
+def refuse_runners(store: Store, workflow_id: int) -> None:
+    """Refuse while runners work on a workflow, or have jobs of it in hand."""
+    jobs = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
+                       (workflow_id,))
+    nodes = store.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1',
+                        (workflow_id,))
+    if jobs or nodes:
+        raise Refused(f'runners are at work on workflow {workflow_id} ({nodes} active, with {jobs} pending '
+                      'or running jobs): wait for their end, or stop them (Ctrl-C there, or '
+                      f'torc.py cancel {workflow_id}); one that was killed is noticed after a while')
 
 
 # -------- claiming --------
@@ -8885,6 +9301,8 @@ MODELS = {
                       'status_other:int!',
     'ApiStatsResponse': 'buckets:[@ApiStatsBucket]! interval_seconds:int! now_ms:int! window_seconds:int!',
     'AdminSqlResponse': 'columns:[str]! committed:bool! items:[object]! rows_affected:int',
+    'ApplySpecResponse': 'changes:[@SpecChange]! job_count:int! run_id:int! to_run:[@ChangedJob]! '
+                         'workflow_id:int!',
     'ArchiveWorkflowRequest': 'is_archived:bool!',
     'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
     'BatchCompleteJobsResponse': 'completed:[int]! errors:[@JobCompletionError]!',
@@ -8948,7 +9366,7 @@ MODELS = {
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
                  'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
                  'failure_handlers:[?FailureHandlerModel]! kinds:[planned_kind]! dependency_sets:[[int]]! jobs:planned_jobs! '
-                 'actions:[@PlannedAction]!',
+                 'actions:[@PlannedAction]! file_times:{float?}',
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] persistent:bool',
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
@@ -8990,6 +9408,7 @@ MODELS = {
                            'qos:str serialize_allocations:bool tmp:str walltime:str! workflow_id:int!',
     'SlurmStatsModel': 'attempt_id:int! ave_cpu_seconds:float id:int job_id:int! max_disk_read_bytes:int max_disk_write_bytes:int '
                        'max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! slurm_job_id:str workflow_id:int!',
+    'SpecChange': 'change:str! fields:[str]! names:[str]! noun:str!',
     'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:str! depends_on:[str] labels:[str] name:name! priority:int '
                      'resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
@@ -9011,7 +9430,8 @@ MODELS = {
                      'compute_node_wait_for_new_jobs_seconds:int description:str dynamic_jobs:@DynamicJobsConfig '
                      'enable_ro_crate:bool env:{str} execution_config:@ExecutionConfig id:int is_archived:bool is_canceled:bool '
                      'metadata:object name:name! project:str resource_monitor_config:@ResourceMonitorConfig run_id:int '
-                     'slurm_defaults:object submission_directory:str timestamp:str use_pending_failed:bool user:str!',
+                     'slurm_defaults:object spec_path:str submission_directory:str timestamp:str '
+                     'use_pending_failed:bool user:str!',
     'WorkflowStatusResponse': 'active_compute_nodes:int! active_scheduled_nodes:int! is_canceled:bool! is_complete:bool! '
                               'jobs_by_status:@JobStatusCounts! longest_ready_runtime_seconds:int max_allocation_remaining_seconds:int '
                               'pending_scheduled_nodes:int! runtime_blocked_ready_jobs:int! total_exec_time_minutes:float! total_jobs:int! '
@@ -9638,6 +10058,8 @@ ROUTES = (
 
     Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel', returns='@WorkflowModel'),
     Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel', returns='@CreatedWorkflow'),
+    Route('apply_spec',                  'POST',   WF + '/apply_spec',        apply_spec, '', 'dry_run:bool',
+          'PlanModel', returns='@ApplySpecResponse'),
     Route('list_workflows',              'GET',    '/workflows',              list_workflows, 'workflow',
           PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]'),
     Route('get_workflow',                'GET',    WF,                        get_workflow, returns='@WorkflowModel'),
@@ -9843,7 +10265,7 @@ TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 't
 
 def body_limit(path: str) -> int:
     """How many bytes the body of a request to this path may have."""
-    return MAX_BULK_BODY_BYTES if path in BULK_PATHS else MAX_BODY_BYTES
+    return MAX_BULK_BODY_BYTES if path in BULK_PATHS or path.endswith('/apply_spec') else MAX_BODY_BYTES
 
 
 @functools.lru_cache(maxsize=None)
