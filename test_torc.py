@@ -12435,6 +12435,196 @@ class GoOnTest(FlowTest):
         self.go_on(outcome)
 
 
+class EditedFileTest(FlowTest):
+    """Edit the file, run it again."""
+
+    STUDY = '''
+        name: study
+        jobs:
+          - {name: prep, command: "echo prep >> ran; date +%N > prep.txt", output_files: [prep]}
+          - {name: "work_{i}", command: "echo work_{i} >> ran; test {i} -ne 2", parameters: {i: "1:3"},
+             input_files: [prep]}
+          - {name: collect, command: echo collect >> ran, depends_on_regexes: ["^work_"]}
+        files: [{name: prep, path: prep.txt}]
+        '''
+    SAME = 'Workflow 1 (study) and its file do not differ\n'
+
+    def edit(self, old: str = '-ne 2', new: str = '-ne 7', name: str = 'study.yaml') -> None:
+        """Replace text in the workflow file; if not told otherwise, what lets a job fail."""
+        text = self.world.read(name)
+        self.assertIn(old, text)
+        self.world.write(name, text.replace(old, new))
+
+    def ran(self) -> List[str]:
+        """The jobs that have run since the last look."""
+        names = sorted(self.world.read('ran').split())
+        self.world.write('ran', '')
+        return names
+
+    def make(self) -> None:
+        """Run the study, in which a job in the middle fails."""
+        self.assertExit(1, self.world.cli('run', self.world.write('study.yaml', self.STUDY)))
+        self.assertEqual(['prep', 'work_1', 'work_2', 'work_3'], self.ran())
+
+    def resume(self, code: int, *texts: str, path: str = 'study.yaml', flags: Sequence[str] = ()) -> Outcome:
+        """run --resume FILE, which ends so and says so."""
+        return self.assertExit(code, self.world.cli('run', '--resume', path, *flags), *texts)
+
+    def job_ids(self) -> Dict[str, int]:
+        """Ids of jobs by name."""
+        return {job['name']: job['id'] for job in self.ask_json('jobs', 'list', 1)['items']}
+
+    def written(self) -> Dict[str, float]:
+        """Files of the jobs' output, and when they were written."""
+        directory = self.world.path('torc_output', 'job_stdio')
+        return {name: os.stat(os.path.join(directory, name)).st_mtime for name in os.listdir(directory)}
+
+    def workflow_ids(self) -> List[int]:
+        """Ids of all workflows."""
+        return [item['id'] for item in self.ask_json('workflows', 'list')['items']]
+
+    def test_two_commands_mend_a_job_in_the_middle(self):
+        self.make()
+        ids, output = self.job_ids(), self.written()
+        self.edit()
+        self.resume(0, 'Workflow 1 (study) and its file differed; the workflow follows:\n'
+                    '  jobs changed (command): 3 (work_1, work_2, work_3)\n4 of 5 jobs are to run:\n'
+                    '  its command changed: 3 (work_1, work_2, work_3)\n  it was canceled: collect\n')
+        self.assertEqual(['collect', 'work_1', 'work_2', 'work_3'], self.ran())
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+        self.assertEqual((ids, [1]), (self.job_ids(), self.workflow_ids()))
+        self.assertLessEqual(set(output.items()), set(self.written().items()))
+
+    def test_without_an_edit_it_is_a_retry_and_then_nothing(self):
+        self.make()
+        self.resume(1, self.SAME + '2 of 5 jobs are to run:\n', '  it failed: work_2\n')
+        self.assertEqual(['work_2'], self.ran())
+        self.edit()
+        self.resume(0)
+        self.ran()
+        results = self.results()
+        self.resume(0, self.SAME + '0 of 5 jobs are to run\n', 'has nothing left to do: 5 completed')
+        self.assertEqual(([], results), (self.ran(), self.results()))
+
+    def test_a_dry_run_shows_it_and_changes_nothing(self):
+        self.make()
+        self.edit()
+        self.edit('1:3', '1:4')
+        before = (self.statuses(), self.results(), self.ask_json('workflows', 'get', 1))
+        for command in ('run', 'create'):
+            outcome = self.assertExit(0, self.world.cli(command, '--resume', '--dry-run', 'study.yaml'))
+            self.assertEqual('Workflow 1 (study) and its file differ:\n  jobs added: work_4\n'
+                             '  jobs changed (command): 3 (work_1, work_2, work_3)\n'
+                             '  jobs changed (depends_on): collect\n5 of 6 jobs would run:\n'
+                             '  its command changed: 3 (work_1, work_2, work_3)\n  it was canceled: collect\n'
+                             '  it is new: work_4\n', outcome.out)
+            value = self.ask_json(command, '--resume', '--dry-run', 'study.yaml')
+            self.assertEqual((1, 2, 6), tuple(value[key] for key in ('workflow_id', 'run_id', 'job_count')))
+            self.assertEqual(['work_4'], value['changes'][0]['names'])
+        self.assertEqual(before, (self.statuses(), self.results(), self.ask_json('workflows', 'get', 1)))
+        self.assertEqual([], self.ran())
+
+    def test_without_resume_each_run_makes_a_new_workflow(self):
+        self.make()
+        self.assertExit(1, self.world.cli('run', 'study.yaml'), 'Created workflow 2')
+        self.edit()
+        self.resume(0, 'Workflow 2 (study)')    # the latest
+        self.assertEqual('failed', self.statuses(1)['work_2'])
+
+    def test_what_was_made_from_another_file_is_another_workflow(self):
+        self.make()
+        self.world.write('other/study.yaml', self.STUDY.replace('-ne 2', '-ne 7'))
+        outcome = self.resume(0, 'A new one would have 5 jobs', path='other/study.yaml', flags=['--dry-run'])
+        self.assertIn("No workflow 'study' was made from ", outcome.err)
+        self.resume(0, 'No workflow', 'Created workflow 2', path='other/study.yaml')
+        self.edit('name: study', 'name: renamed')
+        self.resume(1, 'Created workflow 3')
+        os.symlink(self.world.directory, self.world.path('link'))
+        self.resume(1, 'Workflow 3 (renamed) and its file do not differ', path='link/study.yaml')
+
+    def test_a_workflow_that_does_not_say_its_file_is_asked_about(self):
+        self.world.write('study.yaml', self.STUDY)
+        self.assertExit(1, self.world.cli('run', '-', stdin=self.world.read('study.yaml')))
+        outcome = self.world.cli('run', '--resume', '-', stdin=self.world.read('study.yaml'))
+        self.assertExit(2, outcome, '--resume needs a workflow file')
+        self.resume(2, 'Workflow 1 has this name and directory', '--no-prompts')
+        self.assertEqual([1], self.workflow_ids())
+        self.resume(1, self.SAME, flags=['--no-prompts'])
+        self.resume(1, self.SAME)       # now it says so
+        self.assertEqual(self.world.path('study.yaml'), self.ask_json('workflows', 'get', 1)['spec_path'])
+
+    def test_relative_paths_start_where_the_workflow_was_made(self):
+        self.make()
+        self.edit()
+        os.mkdir(self.world.path('elsewhere'))
+        outcome = self.assertExit(0, self.world.cli(
+            'run', '--resume', '--dry-run', '../study.yaml', '--db', '../torc_output/torc.db',
+            cwd=self.world.path('elsewhere')))
+        self.assertNotIn('missing', outcome.out)
+        self.assertIn('4 of 5 jobs would run', outcome.out)
+
+    def test_a_missing_input_is_told_before_anything_changes(self):
+        self.make()
+        before = self.ask_json('workflows', 'get', 1)
+        self.edit('files: [{', 'files: [{name: raw, path: raw.csv}, {')
+        self.edit('output_files: [prep]', 'output_files: [prep], input_files: [raw]')
+        for flags in ((), ('--dry-run',)):
+            self.resume(4, 'raw.csv', '--force', flags=flags)
+        self.assertEqual(before, self.ask_json('workflows', 'get', 1))
+        self.resume(1, 'files added: raw', flags=['--force'])
+
+    def test_an_output_that_is_gone_is_made_again(self):
+        self.make()
+        os.unlink(self.world.path('prep.txt'))
+        self.resume(1, 'its output prep.txt is missing: prep')
+        self.assertEqual(['prep', 'work_1', 'work_2', 'work_3'], self.ran())
+
+    def test_it_is_refused_while_a_runner_is_at_work_and_not_after_it_was_killed(self):
+        runner = self.start_long()
+        self.edit('exec sleep 1000', 'true', 'long.yaml')
+        self.resume(4, 'runners are at work on workflow 1 (1 active, with 2 pending or running jobs)',
+                    'torc.py cancel 1', path='long.yaml')
+        self.assertLessEqual(set(self.statuses().values()), {'pending', 'running'})
+        runner.kill()
+        again = ('run', '--resume', 'long.yaml')
+        self.world.wait(lambda: self.world.cli(*again).code == 0, 30, 'the end of the runner to be noticed')
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+
+    def test_create_changes_a_workflow_for_runners_that_come_later(self):
+        self.make()
+        self.edit()
+        value = self.ask_json('create', '--resume', 'study.yaml')
+        self.assertEqual((1, 2), (value['workflow_id'], value['run_id']))
+        names = [job['job_name'] for job in value['to_run']]
+        self.assertEqual(['work_1', 'work_2', 'work_3', 'collect'], names)
+        self.assertEqual([], self.ran())
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertEqual(['collect', 'work_1', 'work_2', 'work_3'], self.ran())
+
+    def test_scripts_read_what_is_resumed_from_stdout(self):
+        self.make()
+        outcome = self.assertExit(1, self.world.cli('-f', 'json', 'run', '--resume', 'study.yaml'))
+        value = json.loads(outcome.out.splitlines()[0])
+        self.assertEqual((1, 'Resuming workflow 1'), (value['workflow_id'], value['message']))
+        self.assertEqual(['it failed', 'it was canceled'], [job['reason'] for job in value['to_run']])
+
+    def test_words_that_do_not_go_together(self):
+        self.world.write('study.yaml', self.STUDY)
+        self.assertExit(2, self.world.cli('run', '--dry-run', 'study.yaml'), '--dry-run goes with --resume')
+        self.assertExit(2, self.world.cli('run', '--resume', 1), '--resume takes the workflow file')
+        self.resume(4, 'there is no server and no database', flags=['--dry-run'])
+        self.assertFalse(os.path.exists(self.world.path('torc_output')))
+
+    def test_long_lists_are_cut(self):
+        job = '{name: "j{i:04}", command: a, parameters: {i: "1:2000"}}'
+        self.world.write('study.yaml', f'name: many\njobs: [{job}]\n')
+        self.assertExit(0, self.world.cli('create', 'study.yaml'))
+        self.edit('command: a', 'command: b')
+        outcome = self.assertExit(0, self.world.cli('create', '--resume', 'study.yaml'),
+                                  'jobs changed (command): 2000 (j0001, j0002,', 'and 1990 more)\n')
+        self.assertLess(len(outcome.out), 600)
+
+
 class InterruptTest(FlowTest):
     """A run that somebody stops."""
 

@@ -16189,6 +16189,7 @@ class Session:
         self.err = err
         self.stdin = stdin
         self.command: Any = None    # its row in COMMANDS
+        self.is_reading = False     # make no database, although the command may
         self._client: Optional[Client] = None
 
     @property
@@ -16200,7 +16201,8 @@ class Session:
     def client(self) -> Client:
         """Connection to the server, or to the embedded database; made at its first use."""
         if self._client is None:
-            interval_s, is_reading = self.snapshot_interval_s, self.command.name not in MAKERS
+            interval_s = self.snapshot_interval_s
+            is_reading = self.is_reading or self.command.name not in MAKERS
             self._client = Client.connect(url=self.options['url'], database=self.database, is_reading=is_reading,
                                           ca_file=self.options['tls_ca_cert'] or '', is_insecure=bool(self.options['tls_insecure']),
                                           credentials=self.credentials)
@@ -16804,13 +16806,17 @@ def base_directory(workflow: Dict[str, Any]) -> str:
 
 def file_times(session: Session, workflow: Dict[str, Any]) -> Dict[str, Optional[float]]:
     """Time of the last change of every file of a workflow, by its id as text; None for those that are not there."""
-    base, times = base_directory(workflow), {}
-    for item in session.items('list_files', workflow_id=workflow['id']):
-        try:
-            times[str(item['id'])] = os.stat(os.path.join(base, item['path'])).st_mtime
-        except (OSError, ValueError):
-            times[str(item['id'])] = None
-    return times
+    base = base_directory(workflow)
+    return {str(item['id']): file_time(base, item['path'])
+            for item in session.items('list_files', workflow_id=workflow['id'])}
+
+
+def file_time(base: str, path: str) -> Optional[float]:
+    """Time of the last change of a workflow's file; None if it is not there."""
+    try:
+        return os.stat(os.path.join(base, path)).st_mtime
+    except (OSError, ValueError):
+        return None
 
 
 def tell_contents(session: Session, workflow: Dict[str, Any]) -> None:
@@ -17851,7 +17857,13 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     plan = plan._replace(warnings=[placed(warning, name) for warning in plan.pending + plan.warnings])
     for warning in plan.warnings[:PROBLEMS_SHOWN]:
         session.tell(printable(f'warning: {warning}'))
-    return complete_plan(plan, bool(args['no_resource_monitoring']))
+    return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(name) if name else None)
+
+
+def spec_path(path: str) -> str:
+    """How a workflow knows its file again: absolute, without links among its directories."""
+    directory, name = os.path.split(os.path.abspath(path))
+    return printable(os.path.join(os.path.realpath(directory), name))
 
 
 def placed(problem: Problem, path: str) -> Problem:
@@ -17859,9 +17871,10 @@ def placed(problem: Problem, path: str) -> Problem:
     return problem if problem.path else problem._replace(path=path)
 
 
-def complete_plan(plan: Plan, is_unmonitored: bool) -> Plan:
-    """The plan with what only the place of its creation knows: user and directory."""
+def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) -> Plan:
+    """The plan with what only the place of its creation knows: user, directory and file."""
     workflow = plan.body['workflow']
+    workflow['spec_path'] = path
     workflow['user'] = workflow.get('user') or user_name()
     workflow['submission_directory'] = workflow.get('submission_directory') or current_directory()
     if is_unmonitored:
@@ -17879,9 +17892,13 @@ EMPTY_SUMMARY = dict(       # of a file that cannot be read: the keys are there 
 
 def cmd_create_workflow(session: Session, args: Arguments) -> int:
     """Create a workflow from a file; it runs when a runner is started for it."""
-    if args['dry_run']:
+    if args['dry_run'] and not args['resume']:
         return check_spec(session, args)
     plan = read_spec(session, args['spec'], args)
+    if args['resume']:
+        earlier = find_earlier(session, plan.body['workflow'], args['dry_run'])
+        if earlier is not None or args['dry_run']:
+            return apply_plan(session, plan, earlier, args['dry_run'])
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     message = f'Workflow created successfully with ID: {workflow_id}'
     session.answer({'message': message, 'status': 'success', 'workflow_id': workflow_id}, f'Created workflow {workflow_id}\n')
@@ -17912,27 +17929,123 @@ def format_summary(summary: Dict[str, Any]) -> str:
     return ''.join(printable(line) + '\n' for line in lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
 
 
+# -------- an edited workflow file --------
+
+CHANGED_NOUNS = {
+    'workflow': 'settings', 'job': 'jobs', 'file': 'files', 'user_data': 'user data', 'action': 'actions',
+    'resource_requirements': 'resource requirements', 'slurm_scheduler': 'Slurm schedulers',
+    'failure_handler': 'failure handlers'}
+
+
+def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) -> Optional[Dict[str, Any]]:
+    """The newest workflow that was made from the same file, or None. The plan takes its directory over.
+
+    Asks about one of the same name and directory that has no file: older versions did not store it.
+    """
+    path = planned['spec_path']
+    if not path:
+        raise BadInput('--resume needs a workflow file: what comes through stdin cannot be found again')
+    session.is_reading = session.is_reading or is_dry_run
+    session.client.need_server()    # it looks which runners still live
+    name, directory, unknown = planned['name'], planned['submission_directory'], None
+    for item in session.client.pages('list_workflows', name=name, is_archived=False, reverse_sort=True):
+        if item['user'] in (planned['user'], user_name()):
+            if item.get('spec_path') == path:
+                planned['submission_directory'] = item.get('submission_directory')
+                return item
+            if not item.get('spec_path') and item.get('submission_directory') == directory:
+                unknown = unknown or item
+    if unknown is None:
+        session.tell(printable(f'No workflow {name!r} was made from {path} before'))
+    elif not session.confirm(f"Workflow {unknown['id']} has this name and directory, but does not say from "
+                             'which file it was made. Is it this one?'):
+        raise Refused('nothing was changed; without --resume the file makes a new workflow')
+    return unknown
+
+
+def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], is_dry_run: bool) -> int:
+    """Let the workflow that was made from a file follow it, and say what that changes; or only say it."""
+    body = plan.body
+    if earlier is None:
+        value = {'workflow_id': None, 'job_count': len(body['jobs'])}
+        session.answer(value, f"A new one would have {len(body['jobs'])} jobs\n")
+        return 0
+    base = base_directory(body['workflow'])
+    times = {file['name']: file_time(base, file['path']) for file in body['files']}
+    body = dict(body, file_times=times)
+    answer = session.call('apply_spec', body, workflow_id=earlier['id'], dry_run=is_dry_run)
+    text = format_applied(answer, earlier['name'], is_dry_run)
+    if is_dry_run or session.command.name == 'create':
+        hint = f"Run them with: {command_line(session, 'run', earlier['id'])}\n"
+        session.answer(answer, text + (hint if answer['to_run'] and not is_dry_run else ''))
+    elif session.format == 'json':
+        session.show(format_json(dict(answer, message=f"Resuming workflow {earlier['id']}")) + '\n')
+        session.out.flush()
+    elif not session.options['quiet']:
+        session.tell(text.rstrip('\n'))
+    return 0
+
+
+def format_applied(answer: Dict[str, Any], name: str, is_dry_run: bool) -> str:
+    """What an edited workflow file changes, and what is to run because of it, for people."""
+    changes, to_run = answer['changes'], answer['to_run']
+    verdict = ('do not differ' if not changes else 'differ:' if is_dry_run else
+               'differed; the workflow follows:')
+    lines = [f"Workflow {answer['workflow_id']} ({name}) and its file {verdict}"]
+    rows = []
+    for row in changes:
+        fields = f" ({', '.join(row['fields'])})" if row['fields'] else ''
+        lost = ' with their results' if (row['noun'], row['change']) == ('job', 'removed') else ''
+        rows.append((f"{CHANGED_NOUNS[row['noun']]} {row['change']}{lost}{fields}", row['names']))
+    lines += format_groups(rows)
+    reasons = collections.defaultdict(list)     # type: Dict[str, List[str]]
+    for job in to_run:
+        reasons[job['reason']].append(job['job_name'])
+    would = 'would run' if is_dry_run else 'are to run'
+    lines.append(f"{len(to_run)} of {answer['job_count']} jobs {would}" + (':' if to_run else ''))
+    lines += format_groups(list(reasons.items()))
+    return ''.join(printable(line) + '\n' for line in lines)
+
+
+def format_groups(groups: Sequence[Tuple[str, Sequence[str]]]) -> List[str]:
+    """Lines of names that share a title: the first names of the first groups, with the numbers of all."""
+    lines = [f'  {title}: ' + (f'{len(names)} ({first_of(names)})' if len(names) > 1 else names[0])
+             for title, names in groups[:PROBLEMS_SHOWN]]
+    more = len(groups) - PROBLEMS_SHOWN
+    return lines + ([f'  and {more} more lines as these'] if more > 0 else [])
+
+
 # -------- running --------
 
 class Target(NamedTuple):
     """What `run` is to run."""
     workflow_id: int
-    is_new: bool        # created by this very command
+    is_new: bool        # this very command has read its file
     retries_failed: bool = False    # what did not complete is to run again
 
 
 def cmd_run(session: Session, args: Arguments) -> int:
     """Create a workflow from a file, or take one that exists; run its jobs here until nothing is left; report."""
     options = runner_options(args)      # what is wrong with them shows before anything is created
+    if args['dry_run'] and not args['resume']:
+        raise BadInput('--dry-run goes with --resume; to check a workflow file: `create --dry-run FILE`')
     if is_id(args['target']):
+        if args['resume']:
+            raise BadInput('--resume takes the workflow file; to go on with a workflow as it is: `run ID`')
         target = Target(int(args['target']), False, bool(args['retry_failed']))
         return run_to_end(session, target, options, args['force'])
-    if args['retry_failed']:
+    if args['retry_failed'] and not args['resume']:     # which does so anyway
         raise BadInput('--retry-failed goes on with a workflow that exists: give its id in place of the file')
     plan = read_spec(session, args['target'], args)
     refuse_short_time(plan.body['workflow'], options)
-    refuse_missing_inputs(session, check_plan_files(plan.body), args['force'])
+    earlier = find_earlier(session, plan.body['workflow'], args['dry_run']) if args['resume'] else None
+    refuse_missing_inputs(session, check_plan_files(session, plan.body, earlier), args['force'])
+    if args['dry_run']:
+        return apply_plan(session, plan, earlier, True)
     prepare_output_dir(session, options)
+    if earlier is not None:
+        apply_plan(session, plan, earlier, False)
+        return run_to_end(session, Target(earlier['id'], True), options, args['force'])
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     tell_created(session, workflow_id)
     return run_to_end(session, Target(workflow_id, True), options, args['force'])
@@ -17977,8 +18090,8 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                                  'name another one with --output-dir')) from None
 
 
-def check_plan_files(body: Dict[str, Any]) -> FileCheck:
-    """As check_files, for a workflow that is not created yet."""
+def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[Dict[str, Any]]) -> FileCheck:
+    """As check_files, for a workflow that is not created yet, or `earlier`, which is to follow its file."""
     jobs, base = body['jobs'], base_directory(body['workflow'])
     made_files = {index for job in jobs for index in job.output_files}
     made_data = {index for job in jobs for index in job.output_user_data}
@@ -17986,8 +18099,11 @@ def check_plan_files(body: Dict[str, Any]) -> FileCheck:
     needed_data = sorted({index for job in jobs for index in job.input_user_data} - made_data)
     paths = [body['files'][index]['path'] for index in needed_files]
     records = [body['user_data'][index] for index in needed_data]
-    return FileCheck([path for path in paths if not file_exists(base, path)], [],
-                     [record['name'] for record in records if record.get('data') is None])
+    empty = [record['name'] for record in records if record.get('data') is None]
+    if empty and earlier is not None:
+        stored = session.items('list_user_data', workflow_id=earlier['id'])
+        empty = sorted(set(empty).difference(item['name'] for item in stored if item.get('data') is not None))
+    return FileCheck([path for path in paths if not file_exists(base, path)], [], empty)
 
 
 def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool) -> int:
@@ -18001,7 +18117,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
     if is_over and not options.is_persistent:
-        return tell_nothing_left(session, status)
+        return tell_nothing_left(session, workflow, status)
     prepare_output_dir(session, options)
     if is_uninitialized:
         if not target.is_new:
@@ -18083,13 +18199,14 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
     session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=not (is_all and workflow.get('run_id')))
 
 
-def tell_nothing_left(session: Session, status: Dict[str, Any]) -> int:
+def tell_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> int:
     """A finished workflow is not run again unasked."""
     number, code = status['workflow_id'], 0 if verdict_of(status)[0] == 'complete' else 1
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.tell(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     if code:
         session.tell(f"To go on from here: {command_line(session, 'run', number, '--retry-failed')}")
+        tell_edit(session, workflow, [])
     rows = [('what failed:', 'reset-status', ('--failed-only', '-r'))] if code else []
     if not status['is_canceled']:   # init would forget what is done
         rows += [('what changed:', 'reinit', ()), ('everything:', 'init', ())]
@@ -18097,6 +18214,15 @@ def tell_nothing_left(session: Session, status: Dict[str, Any]) -> int:
                         for words, verb, more in rows).rstrip('\n')
     session.tell(f"To run again, before `{command_line(session, 'run', number)}`:\n{lines}")
     return code
+
+
+def tell_edit(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
+    """Say how a workflow whose file is here follows it, when what failed is to be mended there."""
+    path = workflow.get('spec_path') or ''
+    if os.path.isfile(path):
+        near = os.path.relpath(path)
+        line = command_line(session, 'run', '--resume', path if near.startswith('..') else near, *words)
+        session.tell(f'After an edit of its file: {line}')
 
 
 def command_line(session: Session, *words: Any) -> str:
@@ -18131,6 +18257,8 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
         is_elsewhere = outcome.reason in ('stuck', 'idle') and outcome_counts(outcome).get('ready')
         where = ', where the rest can run' if is_elsewhere else ' from here'
         session.tell(f"To go on{where}: {command_line(session, 'run', number, *words)}")
+        if words[:1] == ['--retry-failed']:
+            tell_edit(session, workflow, words[1:])
     if session.client.database and not os.path.exists(session.client.database):
         session.tell(printable(f'The database {session.client.database} was deleted during the run: its results are lost'))
 
@@ -18704,6 +18832,7 @@ PAGE_OPTIONS = (LIMIT, OFFSET, SORT, REVERSE)
 SHORT_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'leave out so many at the start', at_least(0)),
               Argument('-s --sort-by', 'FIELD', 'sort by a field'), Argument('-r --reverse-sort', '', 'the other way round'))
 JOB = Argument('-j --job-id', 'JOB', 'of this job only', parse_id)
+RESUME = Argument('--resume', '', 'let the workflow that the file made last follow it (see: help resume)')
 SPEC_OPTIONS = (
     Argument('--skip-checks', '', 'create it although resources fit no scheduler'),
     Argument('--max-instances', 'N', f'what parameters may make (default {MAX_INSTANCES})', at_least(1)),
@@ -18784,13 +18913,15 @@ def cmd_help(session: Session, args: Arguments) -> int:
 
 COMMANDS = (
     Command('run', cmd_run, 'create a workflow from a file, or take one by its id; run its jobs here; report', (
-        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), *RUN_OPTIONS,
+        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), RESUME,
+        Argument('--dry-run', '', 'with --resume: only tell what would change and run'), *RUN_OPTIONS,
         Argument('--persistent', '', 'stay when nothing is left to do'),
         Argument('--retry-failed', '',
                  'with an id: run again what failed or was canceled, and what depends on it'),
         FORCE, *SPEC_OPTIONS), 'run examples/hello.yaml'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, for runners to be started later', (
-        Argument('SPEC', '', 'workflow file, or - for stdin'), Argument('--dry-run', '', 'only tell everything that is wrong'),
+        Argument('SPEC', '', 'workflow file, or - for stdin'),
+        Argument('--dry-run', '', 'only tell what is wrong; with --resume: what would change'), RESUME,
         *SPEC_OPTIONS), 'create --dry-run examples/hello.yaml'),
     Command('exec', cmd_exec, 'run commands as jobs, without a file', (
         Argument('-c --command', 'CMD', 'a command; {name} stands for a parameter', count='*'),
@@ -19137,6 +19268,35 @@ def format_overview() -> str:
             f'Commands:\n{format_rows(plain)}\nGroups:\n{format_rows(groups)}\nManual:\n{format_rows(topics)}')
 
 
+RESUME_HELP = """\
+`run FILE` makes a new workflow each time. `run --resume FILE` lets the one that FILE made last follow the
+edited file, and runs what is to run:
+
+    torc.py run --resume --dry-run FILE     only tell what differs, and what would run
+    torc.py run --resume FILE               change the workflow, and run it
+    torc.py create --resume FILE            change it, for runners to be started later
+
+Which one
+    The newest workflow in the database with the same name, owner and file (`spec_path` in `workflows get`),
+    unless it is archived. If there is none, a new one is made.
+What runs
+    Jobs that are new, failed, were canceled or have not run yet. Completed jobs whose command (with the
+    parameters in it), invocation script, environment, prerequisites, files or input user data are not those
+    that they ran with, whose input files have changed on disk, or whose output files are gone. And all that
+    depends on these.
+What does not
+    All other completed jobs keep their ids, results and output. Resource requirements, priority, scheduler,
+    labels, failure handler, stdio and the like do not change what a job has done: they count when it runs
+    again.
+What is removed
+    Jobs that the file has no longer, with their results; files, user data and so on that nothing needs any
+    more. Nothing on disk. What commands such as `jobs create` have added stays; what they have changed
+    becomes what the file says. A job with another name is another job. What jobs have written into user data
+    stays.
+All of it is one transaction, and a new run if anything is to run. It is refused while runners are at work.
+"""
+
+
 def format_all_commands() -> str:
     """Topic `commands`: every command, then the options of all."""
     rows = format_rows(((format_usage(command), command.help) for command in COMMANDS), limit=48)
@@ -19155,6 +19315,7 @@ GROUPS = tuple(dict.fromkeys(command.name.split()[0] for command in COMMANDS if 
 TOPICS = {
     'spec': Topic(format_field_help, 'every field of a workflow file'),
     'parameters': Topic(format_parameter_help, 'how one job becomes many'),
+    'resume': Topic(lambda: RESUME_HELP, 'how a workflow follows its edited file'),
     'commands': Topic(format_all_commands, 'every command, and options of all'),
     'environment': Topic(format_environment, 'environment variables and exit codes'),
 }
