@@ -3750,6 +3750,16 @@ class ApplySpecTest(ServiceTest):
         links = 'SELECT count(*) FROM job_output_user_data WHERE user_data_id = ?'
         self.assertEqual(1, self.store.value(links, (made['user_data'],)))
 
+    def test_a_scheduler_stays_as_long_as_an_action_needs_it(self):
+        workflow_id = self.make(self.spec(slurm_schedulers=[{'name': 's', 'account': 'a'}]))
+        config = {'scheduler_id': self.row('slurm_scheduler', 's'), 'scheduler_type': 'slurm'}
+        action = {'workflow_id': workflow_id, 'trigger_type': 'on_workflow_start',
+                  'action_type': 'schedule_nodes', 'action_config': config}
+        action_id = self.call('create_workflow_action', action, id=workflow_id)['id']
+        self.assertEqual({}, self.changes(self.apply(workflow_id, self.SPEC)))
+        self.call('delete_workflow_action', id=workflow_id, action_id=action_id)
+        self.assertEqual({'slurm_scheduler removed': ['s']}, self.changes(self.apply(workflow_id, self.SPEC)))
+
     def test_what_was_made_through_the_interface_and_is_named_by_the_file_is_the_files_from_then_on(self):
         workflow_id = self.make()
         self.make_by_hand(workflow_id)
@@ -3980,7 +3990,7 @@ class ApplySpecTest(ServiceTest):
         count = int(killed_at(0))
         self.assertGreater(count, 50)
         self.assertNotEqual(before, found())
-        for statement in sorted({2, count // 3, count // 2, 2 * count // 3, count - 10, count}):    # the commit
+        for statement in sorted({2, count // 3, count // 2, 2 * count // 3, count - 10, count}):  # commit
             with self.subTest(statement=statement, of=count):
                 shutil.copy(saved, path)
                 killed_at(statement)
@@ -12542,6 +12552,14 @@ class EditedFileTest(FlowTest):
         os.symlink(self.world.directory, self.world.path('link'))
         self.resume(1, 'Workflow 3 (renamed) and its file do not differ', path='link/study.yaml')
 
+    def test_a_workflow_follows_its_file_to_another_place_when_told_so(self):
+        self.make()
+        os.rename(self.world.path('study.yaml'), self.world.path('moved.yaml'))
+        outcome = self.resume(0, 'A new one would have 5 jobs', path='moved.yaml', flags=['--dry-run'])
+        hint = re.search(r'if that is now this one: torc.py (.*)', outcome.err).group(1)
+        self.assertExit(0, self.world.cli(*shlex.split(hint)))
+        self.resume(1, self.SAME, path='moved.yaml')
+
     def test_a_workflow_that_does_not_say_its_file_is_asked_about(self):
         self.world.write('study.yaml', self.STUDY)
         self.assertExit(1, self.world.cli('run', '-', stdin=self.world.read('study.yaml')))
@@ -13120,7 +13138,8 @@ def stored_shape(client: Any, workflow_id: int) -> Dict[str, Any]:
             job[name] = sorted(names[kind][number] for number in value) if isinstance(value, list) else names[kind].get(value)
     for handler in found['failure_handlers']:
         handler['rules'] = json.dumps(json.loads(handler['rules']), separators=(',', ':'))
-    drop = {'id', 'workflow_id', 'status', 'attempt_id', 'st_mtime', 'run_id', 'timestamp', 'user', 'submission_directory', 'is_canceled', 'is_archived'}
+    drop = {'id', 'workflow_id', 'status', 'attempt_id', 'st_mtime', 'run_id', 'timestamp', 'user',
+            'submission_directory', 'spec_path', 'is_canceled', 'is_archived'}
     said = {kind: sorted(({key: value for key, value in item.items() if key not in drop and value not in (None, [], '')} for item in rows),
                          key=lambda item: item['name']) for kind, rows in found.items()}
     workflow = client.get_workflow(id=workflow_id)

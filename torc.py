@@ -6819,16 +6819,20 @@ class PlanMerge:
 
     def remove_unnamed(self) -> None:
         """Remove what the workflow file has no longer, unless something else still needs it."""
-        of = (self.workflow_id, self.workflow_id)
-        self.store.run('DELETE FROM job_kind WHERE workflow_id = ? AND id NOT IN '
-                       '(SELECT kind_id FROM job WHERE workflow_id = ?)', of)
-        for table, ids in self.unnamed.items():
+        store, workflow_id = self.store, self.workflow_id
+        store.run('DELETE FROM job_kind WHERE workflow_id = ? AND id NOT IN '
+                  '(SELECT kind_id FROM job WHERE workflow_id = ?)', (workflow_id, workflow_id))
+        where = "WHERE workflow_id = ? AND action_type = 'schedule_nodes'"
+        actions = store.select('workflow_action', where, (workflow_id,))
+        scheduled = {action['action_config'].get('scheduler_id') for action in actions}
+        for table, unnamed in self.unnamed.items():
+            ids = [row_id for row_id in unnamed if table != 'slurm_scheduler' or row_id not in scheduled]
             users = [user.split('.') for user in PLANNED_TABLES[table][1].split()]
             is_free = ' AND '.join(f'NOT EXISTS (SELECT 1 FROM {user} WHERE {user}.{column} = {table}.id)'
                                    for user, column in users)
             query = f'SELECT id, name FROM {table} WHERE {is_free} AND id IN'
-            free = sorted(rows_by_ids(self.store, query, ids))
-            run_by_ids(self.store, f'DELETE FROM {table} WHERE id IN', [row_id for row_id, _ in free])
+            free = sorted(rows_by_ids(store, query, ids))
+            run_by_ids(store, f'DELETE FROM {table} WHERE id IN', [row_id for row_id, _ in free])
             if free:
                 self.changes[table, 'removed', ()] += [name or '' for _, name in free]
 
@@ -7183,12 +7187,12 @@ def get_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
     return workflow
 
 
-WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups', 'spec_path')
+WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups')
 WORKFLOW_EDITABLE = (
     'name', 'description', 'project', 'metadata', 'compute_node_expiration_buffer_seconds', 'compute_node_wait_for_new_jobs_seconds',
     'compute_node_ignore_workflow_completion', 'compute_node_wait_for_healthy_database_minutes',
     'compute_node_min_time_for_new_jobs_seconds', 'use_pending_failed', 'enable_ro_crate', 'execution_config',
-    'resource_monitor_config', 'slurm_defaults', 'user')
+    'resource_monitor_config', 'slurm_defaults', 'user', 'spec_path')
 
 
 def update_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -16917,7 +16921,7 @@ def cmd_workflows_get(session: Session, args: Arguments) -> int:
 
 
 def cmd_workflows_update(session: Session, args: Arguments) -> int:
-    """Change name, description, owner, project or metadata."""
+    """Change name, description, owner, project, metadata or workflow file."""
     workflow_id = choose_workflow(session, args)
     return cmd_update(session, dict({key: value for key, value in args.items() if key != 'workflow_id'}, id=workflow_id))
 
@@ -17947,7 +17951,7 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
         raise BadInput('--resume needs a workflow file: what comes through stdin cannot be found again')
     session.is_reading = session.is_reading or is_dry_run
     session.client.need_server()    # it looks which runners still live
-    name, directory, unknown = planned['name'], planned['submission_directory'], None
+    name, directory, unknown, moved = planned['name'], planned['submission_directory'], None, None
     for item in session.client.pages('list_workflows', name=name, is_archived=False, reverse_sort=True):
         if item['user'] in (planned['user'], user_name()):
             if item.get('spec_path') == path:
@@ -17955,8 +17959,13 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
                 return item
             if not item.get('spec_path') and item.get('submission_directory') == directory:
                 unknown = unknown or item
+            moved = moved or item
     if unknown is None:
         session.tell(printable(f'No workflow {name!r} was made from {path} before'))
+        if moved is not None and moved.get('spec_path'):
+            update = f"torc.py workflows update {moved['id']} --spec-path {shlex.quote(path)}"
+            session.tell(printable(f"Workflow {moved['id']} was made from {moved['spec_path']}; "
+                                   f'if that is now this one: {update}'))
     elif not session.confirm(f"Workflow {unknown['id']} has this name and directory, but does not say from "
                              'which file it was made. Is it this one?'):
         raise Refused('nothing was changed; without --resume the file makes a new workflow')
@@ -19003,7 +19012,9 @@ COMMANDS = (
     Command('workflows update', cmd_workflows_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
         Argument('--owner-user', 'USER', 'new owner', key='user'),
-        Argument('--project', 'NAME', 'new project'), Argument('--metadata', 'JSON', 'new metadata', parse_json)),
+        Argument('--project', 'NAME', 'new project'),
+        Argument('--metadata', 'JSON', 'new metadata', parse_json),
+        Argument('--spec-path', 'FILE', 'the workflow file that it follows with `run --resume`', spec_path)),
         'workflows update 1 -n study'),
     Command('workflows init', cmd_init, 'make all jobs ready or blocked anew, in a new run', (ASKED_WF, *INIT_OPTIONS),
         'workflows init 1 --no-prompts'),
