@@ -11450,7 +11450,8 @@ class RunTest(CommandTest):
                                       r'  canceled: tail\n'
                                       r'See more: torc\.py logs 1 bad; torc\.py results list 1 --failed\n'
                                       r'Output: torc_output/job_stdio \(torc\.py logs 1\)\n'
-                                      r'To go on from here: torc\.py run 1 --retry-failed\n\Z')
+                                      r'To go on from here: torc\.py run 1 --retry-failed\n'
+                                      r'After an edit of its file: torc\.py run --resume w\.yaml\n\Z')
 
     def test_a_quiet_run_that_went_well_says_nothing(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
@@ -12471,10 +12472,11 @@ class EditedFileTest(FlowTest):
         self.world.write('ran', '')
         return names
 
-    def make(self) -> None:
+    def make(self, *flags: str) -> Outcome:
         """Run the study, in which a job in the middle fails."""
-        self.assertExit(1, self.world.cli('run', self.world.write('study.yaml', self.STUDY)))
+        outcome = self.world.cli('run', self.world.write('study.yaml', self.STUDY), *flags)
         self.assertEqual(['prep', 'work_1', 'work_2', 'work_3'], self.ran())
+        return self.assertExit(1, outcome)
 
     def resume(self, code: int, *texts: str, path: str = 'study.yaml', flags: Sequence[str] = ()) -> Outcome:
         """run --resume FILE, which ends so and says so."""
@@ -12504,6 +12506,17 @@ class EditedFileTest(FlowTest):
         self.assertEqual({'completed'}, set(self.statuses().values()))
         self.assertEqual((ids, [1]), (self.job_ids(), self.workflow_ids()))
         self.assertLessEqual(set(output.items()), set(self.written().items()))
+
+    def test_a_run_with_failures_says_what_to_do_after_an_edit(self):
+        for flags in ((), ('-o', 'my out')):
+            told = self.make(*flags).err
+            hint = re.search('^After an edit of its file: torc.py (.*)$', told, re.MULTILINE).group(1)
+            self.assertEqual(['run', '--resume', 'study.yaml', *flags], shlex.split(hint))
+            self.edit()
+            self.assertExit(0, self.world.cli(*shlex.split(hint)), '4 of 5 jobs are to run')
+            self.ran()
+        again = self.assertExit(0, self.world.cli('run', 1), 'has nothing left to do')
+        self.assertNotIn('After an edit', again.err)
 
     def test_without_an_edit_it_is_a_retry_and_then_nothing(self):
         self.make()

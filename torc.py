@@ -17963,7 +17963,7 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
     if unknown is None:
         session.tell(printable(f'No workflow {name!r} was made from {path} before'))
         if moved is not None and moved.get('spec_path'):
-            update = f"torc.py workflows update {moved['id']} --spec-path {shlex.quote(path)}"
+            update = command_line(session, 'workflows', 'update', moved['id'], '--spec-path', path)
             session.tell(printable(f"Workflow {moved['id']} was made from {moved['spec_path']}; "
                                    f'if that is now this one: {update}'))
     elif not session.confirm(f"Workflow {unknown['id']} has this name and directory, but does not say from "
