@@ -3691,7 +3691,7 @@ class ApplySpecTest(ServiceTest):
         self.assertEqual({'work_2': 'it failed', 'collect': 'it was canceled'}, self.to_run(answer))
         spec = self.more(name='more')
         spec['jobs'][0]['command'] = 'other'
-        depends, not_run = 'a job that it depends on runs again', 'it has not run yet'
+        depends, not_run = 'a job that it depends on runs again', 'it is not done'
         told = self.to_run(self.apply(workflow_id, spec))
         self.assertEqual({'prep': 'its command changed', 'work_1': depends, 'work_2': not_run,
                           'work_3': depends, 'collect': not_run, 'more': 'it is new'}, told)

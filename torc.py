@@ -7858,7 +7858,7 @@ def describe_applied(store: Store, merge: PlanMerge, before: Dict[int, int],
     unfinished = store.rows('SELECT id, name FROM job WHERE workflow_id = ? '
                             f'AND status IN {sql_list(NOT_DONE)} ORDER BY id', (merge.workflow_id,))
     to_run = [{'job_id': job_id, 'job_name': name,
-               'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it has not run yet')}
+               'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it is not done')}
               for job_id, name in unfinished]
     changes = sorted(merge.changes.items(), key=lambda item: (APPLIED_ORDER.index(item[0][0]), item[0][1:]))
     return {'workflow_id': merge.workflow_id, 'run_id': workflow_state(store, merge.workflow_id).run_id,
