@@ -4766,9 +4766,9 @@ CREATE TABLE workflow (
     compute_node_min_time_for_new_jobs_seconds     INTEGER NOT NULL DEFAULT 300,
     run_id                  INTEGER NOT NULL DEFAULT 0, -- run generation: 0 until the first initialize
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
-    spec_path               TEXT,                       -- the workflow file that it was made from, absolute
     is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
-    is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0  -- its run was begun by no reset: 0 means it too
+    is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0, -- its run was begun by no reset: 0 means it too
+    spec_path               TEXT                        -- the workflow file that it was made from, absolute
 );
 CREATE INDEX workflow_by_name ON workflow (name);
 CREATE INDEX workflow_by_user ON workflow (user);
