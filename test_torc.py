@@ -46,6 +46,7 @@ import collections
 import contextlib
 import copy
 import ctypes
+import faulthandler
 import fcntl
 import fnmatch
 import functools
@@ -98,11 +99,16 @@ TORC = os.path.join(HERE, 'torc.py')
 EXAMPLES = os.path.join(HERE, 'examples')
 MARK = 'TORC_TEST_WORLD'    # environment variable that marks what a world has started
 WORLD_NUMBERS = itertools.count(1)
+SENT_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)     # by tests
 
 sys.dont_write_bytecode = True      # the tree stays clean
 sys.path.insert(0, HERE)
 
 import torc  # noqa: E402: from the directory of this file, wherever it is run
+
+
+# Group -> what is told of its skipped tests instead of their reasons.
+LOSSES = {'shared': 'these tests compare torc.py with recordings that only its developers have; you lose nothing by it'}
 
 
 def need(group: str, condition: Any, what: str) -> None:
@@ -177,6 +183,30 @@ def own_children() -> Set[int]:
     return found
 
 
+def prepare_process() -> None:
+    """Make this process, and so all that tests start, the same wherever it was started: under a terminal, nohup, cron, a debugger.
+
+    Standard input is empty, so that nothing can wait for an answer; none of the standard descriptors is closed.
+    """
+    for name in list(os.environ):
+        if re.match('TORC_|SLURM_|PYTHON(?!HOME)|COLUMNS$|LINES$', name):
+            del os.environ[name]
+    null = os.open(os.devnull, os.O_RDWR)
+    while null <= 2:        # as the lowest number that is free, it is a standard descriptor that was closed
+        os.set_inheritable(null, True)
+        null = os.dup(null)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, 'w') for stream in (sys.stdout, sys.stderr))
+    for number in SENT_SIGNALS:
+        if signal.getsignal(number) == signal.SIG_IGN:      # as nohup and `sh -c '... &'` leave them
+            signal.signal(number, lambda *_: None)          # this process still ignores it; what it starts has the default
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.umask(0o022)
+
+
 @functools.lru_cache(None)
 def stub_path() -> str:
     """A two-line program that imports torc.py, compiled beforehand: compiling it anew would be most of the time of most tests."""
@@ -209,7 +239,7 @@ class Outcome(NamedTuple):
 class Background:
     """A program that runs beside the test. Its output goes to two files, which can be read at any time."""
 
-    def __init__(self, argv: Sequence[str], directory: str, environment: Dict[str, str], stem: str) -> None:
+    def __init__(self, argv: Sequence[bytes], directory: str, environment: Dict[str, str], stem: str) -> None:
         self.argv, self.stem = list(argv), stem
         with open(stem + '.out', 'wb') as out, open(stem + '.err', 'wb') as err:
             self.process = subprocess.Popen(self.argv, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
@@ -253,7 +283,7 @@ class Background:
         return Outcome(code, self.out, self.err)
 
     def __str__(self) -> str:
-        return f'{" ".join(self.argv[1:])} (pid {self.pid}, code {self.process.poll()})\n--- stdout\n{self.out}\n--- stderr\n{self.err}'
+        return f'{b" ".join(self.argv[1:]).decode("utf-8", "replace")} (pid {self.pid}, code {self.process.poll()})\n--- stdout\n{self.out}\n--- stderr\n{self.err}'
 
 
 class World:
@@ -268,7 +298,7 @@ class World:
         self.started = []       # type: List[Background]
         self.url = ''           # of the server that `serve` started
         self.before = open_descriptors(), set(threading.enumerate()), own_children()
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(('TORC_', 'SLURM_'))}
+        self.environment = dict(os.environ)
         self.environment.update({
             MARK: self.mark, 'HOME': os.path.join(self.root, 'home'), 'XDG_STATE_HOME': os.path.join(self.root, 'home', 'state'),
             'PYTHONDONTWRITEBYTECODE': '1', 'NO_COLOR': '1', 'LC_ALL': 'C.UTF-8', 'USER': 'tester'})
@@ -297,7 +327,7 @@ class World:
             cwd: Optional[str] = None) -> Outcome:
         """Run `torc.py ARGV` as a program, to its end (through stub_path)."""
         process = subprocess.Popen(
-            [python or sys.executable, stub_path()] + [str(word) for word in argv], cwd=cwd or self.directory, env=dict(self.environment, **(env or {})),
+            self.command(argv, python), cwd=cwd or self.directory, env=dict(self.environment, **(env or {})),
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             encoding='utf-8', errors='replace')
         try:
@@ -307,6 +337,11 @@ class World:
             out, err = self.drain(process)
             raise AssertionError(f'{argv} did not end within {timeout:g} s\n{Outcome(-9, out, err)}') from None
         return Outcome(process.returncode, out, err)
+
+    @staticmethod
+    def command(argv: Sequence[Any], python: str = '') -> List[bytes]:
+        """Words of a program that is torc.py, in UTF-8 whatever this process's locale is."""
+        return [str(word).encode('utf-8', 'surrogateescape') for word in (python or sys.executable, stub_path(), *argv)]
 
     @staticmethod
     def drain(process: Any) -> Tuple[str, str]:
@@ -342,7 +377,7 @@ class World:
     def start(self, *argv: Any, env: Optional[Dict[str, str]] = None, cwd: Optional[str] = None) -> Background:
         """Start `torc.py ARGV` beside the test."""
         stem = os.path.join(self.root, 'logs', str(len(self.started)))
-        process = Background([sys.executable, stub_path()] + [str(word) for word in argv], cwd or self.directory, dict(self.environment, **(env or {})), stem)
+        process = Background(self.command(argv), cwd or self.directory, dict(self.environment, **(env or {})), stem)
         self.started.append(process)
         return process
 
@@ -435,6 +470,44 @@ class WorldTest(unittest.TestCase):
             self.assertIn(text, outcome.out + outcome.err)
         self.assertNotIn('Traceback', outcome.err)
         return outcome
+
+
+class HarnessTest(unittest.TestCase):
+    """The tests end by themselves, and find the same process, wherever they are started."""
+    PROGRAM = [sys.executable, '-B', os.path.abspath(__file__), 'HarnessTest.test_this', 'ActionCommandTest.test_deleting_asks']
+
+    def test_this_process_has_no_input_and_ignores_no_signal(self):
+        self.assertEqual(b'', os.read(0, 1))
+        code = ('import os, signal, sys\nsys.path.insert(0, sys.argv[1])\n'
+                'print([number for number in map(int, sys.argv[2:]) if signal.getsignal(number) == signal.SIG_IGN], repr(os.read(0, 1)), '
+                'sorted(name for name in os.environ if name.startswith("PYTHON")), oct(os.umask(0)))')
+        said = subprocess.check_output([sys.executable, '-B', '-c', code, HERE, *(str(int(number)) for number in SENT_SIGNALS)])
+        self.assertEqual("[] b'' [] 0o22\n", said.decode())
+
+    def test_they_end_in_a_terminal_and_under_nohup_and_without_standard_input(self):
+        def ignore_signals() -> None:
+            os.umask(0o077)
+            for number in SENT_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+        odd = {'LC_ALL': 'C', 'COLUMNS': '20', 'PYTHONUNBUFFERED': '1', 'TORC_API_URL': 'http://127.0.0.1:9/'}
+        ours, theirs = os.openpty()
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, ours)
+            in_terminal = stack.enter_context(subprocess.Popen(
+                self.PROGRAM, stdin=theirs, stdout=theirs, stderr=theirs, env=dict(os.environ, **odd), preexec_fn=ignore_signals, start_new_session=True))
+            os.close(theirs)
+            without = stack.enter_context(subprocess.Popen(
+                ['sh', '-c', 'exec "$0" "$@" <&-', *self.PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            stack.callback(in_terminal.kill)
+            stack.callback(without.kill)
+            said, end = b'', time.monotonic() + 60
+            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+                while select.select([ours], [], [], max(0.0, end - time.monotonic()))[0]:
+                    said += os.read(ours, 4096)
+            self.assertRegex(said, b'\n2 passed, 0 failed, 0 skipped\r\n$')
+            self.assertRegex(without.communicate(timeout=60)[0], b'\n2 passed, 0 failed, 0 skipped\n$')
+            self.assertEqual((0, 0), (in_terminal.wait(10), without.wait(10)))
 
 
 # ======== 1. Vocabulary ========
@@ -9241,7 +9314,7 @@ class ClientTest(WorldTest):
         script = ("import sys; sys.path.insert(0, sys.argv[1]); import torc\n"
                   "client = torc.Client.connect(needs_server=True)\n"
                   "for number in range(20): client.create_workflow({'name': 'w', 'user': 'u'})\n"
-                  "print(client.url)\n"
+                  "print(client.url, flush=True)\n"
                   "client.close() if len(sys.argv) > 2 else sys.stdin.read()\n")
         processes = [subprocess.Popen([sys.executable, '-B', '-c', script, HERE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                       stderr=subprocess.PIPE, encoding='utf-8') for _ in range(5)]
@@ -13208,7 +13281,7 @@ class SurroundingsTest(FlowTest):
         self.world.write('spec.yaml', self.ONE)
         for line, code in (('$TORC run spec.yaml >&-', 0), ('$TORC run spec.yaml 2>&-', 0), ('$TORC run spec.yaml 2>/dev/full', 0),
                            ('$TORC status 1 >&-', 0), ('$TORC status 99 2>&-', 4), ('$TORC run nosuch.yaml 2>/dev/full', 2),
-                           ('$TORC status 1 >/dev/full', 2), ('$TORC create --dry-run - <&-', 2)):
+                           ('$TORC status 1 >/dev/full', 2), ('$TORC status 99 >/dev/full 2>&1', 4), ('$TORC exec >/dev/full 2>/dev/full', 2), ('$TORC create --dry-run - <&-', 2)):
             with self.subTest(line):
                 self.assertExit(code, self.shell(line))
         self.assertEqual({'a': 'completed'}, self.statuses(3))
@@ -15231,6 +15304,8 @@ def figures_by_name(names: Dict[str, str], is_quick: bool) -> List[List[str]]:
 #
 # One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.
 
+TEST_LIMIT_S = 300      # a test that takes longer hangs: where is shown, and the run ends
+
 
 class Score(unittest.TestResult):
     """Outcomes as they come: a letter for each that did not pass (a line for each with -v); failures in full at the end."""
@@ -15245,10 +15320,12 @@ class Score(unittest.TestResult):
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
+        faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True)
         self.begun, self.word = time.monotonic(), 'ok'
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
+        faulthandler.cancel_dump_traceback_later()
         took_s = time.monotonic() - self.begun
         self.times.append((took_s, title_of(test)))
         self.passed += self.word == 'ok'
@@ -15332,7 +15409,7 @@ def run_tests(patterns: Sequence[str], required: Sequence[str], is_verbose: bool
     for title in failed:
         print('FAILED', title)
     for group, reasons in score.groups.items():
-        print(f'skipped, group {group}: {"; ".join(sorted(reasons))}')
+        print(f'skipped, group {group}: {LOSSES.get(group) or "; ".join(sorted(reasons))}')
     print(f'Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {time.monotonic() - begun:.1f} s')
     print(f'{score.passed} passed, {len(failed)} failed, {score.skips} skipped', flush=True)
     if not score.testsRun and not failed:
@@ -15350,6 +15427,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument('--quick', action='store_true', help='bench, faults: small sizes')
     parser.add_argument('--seed', type=int, help='faults: the moments of the kills')
     options = parser.parse_args(argv)
+    prepare_process()
     if options.patterns[:1] == ['bench']:
         return run_bench([sys.executable] + ([options.python] if options.python else []), options.quick, options.patterns[1:])
     if options.python:

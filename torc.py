@@ -16279,6 +16279,7 @@ class Session:
         """A line to stderr."""
         try:
             self.err.write(text + '\n')
+            self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
         except OSError:     # nobody can be told; what was asked for is done all the same
             pass
 
@@ -19593,6 +19594,11 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
         return tell_bug(session)
     finally:
         session.close()
+        for stream in (out, err):
+            try:
+                stream.flush()
+            except OSError:     # the interpreter would try once more at its end, and exit with 120
+                silence(stream)
 
 
 def tell_bug(session: Session) -> int:
