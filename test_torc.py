@@ -1978,6 +1978,9 @@ class StoreTest(unittest.TestCase):
         newer = torc.SCHEMA_VERSION + 1
         with unittest.mock.patch.object(torc, 'SCHEMA_VERSION', newer), \
                 unittest.mock.patch.dict(torc.MIGRATIONS, {newer: 'ALTER TABLE workflow ADD COLUMN colour TEXT;'}):
+            os.mkdir(f'{self.path}.v{newer - 1}')       # no copy, no migration
+            self.assertRaisesRegex(torc.BadInput, 'cannot write .*: Is a directory; give another place with --db', self.open)
+            os.rmdir(f'{self.path}.v{newer - 1}')
             store = self.open()
             self.assertIn('colour', [column.name for column in store.columns('workflow')])
             self.assertEqual((newer, ['old']), (store.value('PRAGMA user_version'), store.ids('SELECT name FROM workflow')))
@@ -9632,7 +9635,8 @@ class LauncherTest(WorldTest):
         self.assertEqual('saved\n', self.world.read('out'))
 
     def test_a_frozen_job_is_continued_so_that_it_can_end(self):
-        process = self.start('kill -STOP $$; exit 0')
+        process = self.start('kill -STOP $$; sleep 60')
+        self.world.wait(lambda: ') T ' in read_text(f'/proc/{process.pid}/stat'), 10, 'the job to be frozen')
         self.launcher.stop(process, signal.SIGTERM, 20)
         self.assertEqual(143, self.end_of(process).return_code)
 
@@ -13276,6 +13280,39 @@ class SurroundingsTest(FlowTest):
         for words in (('run', '-o', 'file', spec), ('run', '-o', '/dev/null/x', spec), ('exec', '-o', 'file', '-c', 'true')):
             self.assertExit(2, self.world.main(*words), 'cannot write to the output directory', '--output-dir')
         self.assertFalse(os.path.exists(self.world.path('torc_output', 'torc.db')))
+
+    def test_a_file_of_its_own_that_cannot_be_made_is_told_with_the_option_that_names_another_place(self):
+        spec = self.world.write('spec.yaml', self.ONE)
+        self.world.write('file', '')
+        for directory in ('directory', f'out/job_runner_{socket.gethostname()}_wf1_r1.log', 'logs/torc-server.log', 'torc.db.token'):
+            os.makedirs(self.world.path(directory))
+        table = (       # /proc takes no file, whoever asks; what a runner has created before stays
+            (2, ('serve', '-p', 0, '--db', '/proc/x.db'), 'cannot write /proc/x.db.lease: No such file or directory; give another place with --db'),
+            (2, ('--db', '/proc/x.db', 'create', spec), 'cannot write /proc/x.db.lease'),
+            (2, ('--db', '/proc/x.db', 'run', spec), 'cannot write /proc/x.db.lease'),
+            (3, ('serve', '-p', 0, '--db', '/proc/x.db', '--daemon'), 'cannot write the log /proc/x.db.log: No such file or directory; give another place with --log-dir or --db'),
+            (2, ('serve', '-p', 0, '--db', 'directory'), 'is not a regular file; give another place with --db'),
+            (2, ('--db', 'file/x.db', 'create', spec), 'cannot make the directory'),
+            (2, ('serve', '-p', 0, '--db', 'a.db', '--log-dir', 'logs'), 'torc-server.log: Is a directory; give another place with --log-dir'),
+            (2, ('serve', '-p', 0, '--db', 'a.db', '--pid-file', 'directory'), 'directory: Is a directory; give another place with --pid-file'),
+            (4, ('serve', '-p', 0, '--db', 'torc.db'), 'torc.db.token is not a private file of yours'),
+            (2, ('run', '-o', 'out', spec), '_wf1_r1.log: Is a directory; give another place with --output-dir'))
+        for code, words, text in table:
+            with self.subTest(words):
+                self.assertExit(code, self.world.cli(*words), text)
+        self.assertRaisesRegex(torc.Denied, 'there is no token file', torc.read_token, self.world.path('file', 'token'))
+
+    def test_no_device_nor_pipe_is_replaced_by_a_file(self):
+        path, said = self.world.path('pipe'), []
+        os.mkfifo(path)
+        self.assertRaisesRegex(OSError, 'Is not a regular file', torc.write_atomically, path, b'1')     # root could replace /dev/null
+        self.assertExit(2, self.world.cli('serve', '-p', 0, '--db', 'a.db', '--pid-file', path), 'Is not a regular file; give another place with --pid-file')
+        store = torc.Store(self.world.path('torc.db'))
+        self.addCleanup(store.close)
+        with self.assertLogs('torc', 'ERROR') as logged:
+            torc.keep_snapshot(store, torc.ServerOptions(store.path, snapshot=path), said.append)
+        self.assertEqual(('could not be copied' in logged.output[0], []), (True, said))
+        self.assertTrue(stat.S_ISFIFO(os.stat(path).st_mode))
 
     def test_streams_that_are_closed_or_full_stop_no_run(self):
         self.world.write('spec.yaml', self.ONE)

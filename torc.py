@@ -665,11 +665,28 @@ def open_new_private(path: str, flags: int) -> int:
     return descriptor
 
 
+@contextlib.contextmanager
+def writing(what: str, option: str) -> Iterator[None]:
+    """Report a file of ours that cannot be made there as an error of the user, with the option that names another place."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f'cannot write {what}: {error.strerror or error}; give another place with {option}') from None
+
+
+def refuse_special_file(path: str) -> None:
+    """OSError if there is something else than a file: root could replace a device, such as /dev/null."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, 'Is a directory' if os.path.isdir(path) else 'Is not a regular file', path)
+
+
 def write_atomically(path: str, data: bytes, mode: int = 0o600, is_new: bool = False) -> None:
     """Put a file in place as a whole: readers see the old content or the new, never a part.
 
     With `is_new` FileExistsError if there is one: exactly one of several callers succeeds, over NFS too.
     """
+    if not is_new:
+        refuse_special_file(path)
     descriptor, temporary = tempfile.mkstemp(prefix='.' + os.path.basename(path), dir=os.path.dirname(os.path.abspath(path)))
     try:
         with os.fdopen(descriptor, 'wb') as file:
@@ -5732,6 +5749,8 @@ def check_database_file(path: str) -> None:
     What SQLite puts beside it gets its mode.
     """
     found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise BadInput(f'the database {path} is not a regular file; give another place with --db')
     if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found):
         raise Denied(f'other users may change the database {path}: it must be yours, `chmod go-w {shlex.quote(path)}`')
     if found.st_nlink > 1:
@@ -5774,7 +5793,8 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     if version == SCHEMA_VERSION:
         return
     if version:
-        keep_copy(connection, f'{path}.v{version}')
+        with writing(f'{path}.v{version}', '--db'):
+            keep_copy(connection, f'{path}.v{version}')
     steps = [SCHEMA] if version == 0 else [MIGRATIONS[step] for step in range(version + 1, SCHEMA_VERSION + 1)]
     script = ''.join(steps)
     connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
@@ -10755,8 +10775,8 @@ def read_private(path: str) -> str:
     try:
         with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
             return file.read(65536)
-    except FileNotFoundError:
-        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(path) from None
     except OSError as error:
         raise Denied(f'cannot read {path}: {error.strerror}; it must be a private file of yours') from None
 
@@ -10775,7 +10795,8 @@ def read_token(path: str) -> str:
 def keep_token(path: str, is_new: bool = False) -> str:
     """The token of a database: the one that is there, or a new one. Callers hold the database."""
     if is_new or not os.path.lexists(path):
-        write_atomically(path, secrets.token_urlsafe(32).encode() + b'\n')
+        with writing(path, '--db'):
+            write_atomically(path, secrets.token_urlsafe(32).encode() + b'\n')
     return read_token(path)
 
 
@@ -10815,7 +10836,7 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
     """What a connection file says of a server, living or dead. None if there is no such file."""
     try:
         found = parse_json(read_private(path))
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     except ValueError:
         found = None
@@ -11005,7 +11026,8 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     lease = None
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
         lease = Lease(database)
-        lease.take(takes_over, wait_s)
+        with writing(lease.path, '--db'):
+            lease.take(takes_over, wait_s)
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
@@ -12674,7 +12696,8 @@ def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
     paths = [path, '' if options.is_embedded else register_server(content)]
     try:
-        write_atomically(path, format_json(content).encode())
+        with writing(path, '--db'):
+            write_atomically(path, format_json(content).encode())
         yield
     finally:
         for path in filter(None, paths):
@@ -12684,10 +12707,8 @@ def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def pid_file(path: str) -> Iterator[None]:
     """While the block runs, a file that holds our process id."""
-    try:
+    with writing(path, '--pid-file'):
         write_atomically(path, b'%d\n' % os.getpid(), 0o644)
-    except OSError as error:
-        raise BadInput(f'cannot write the process id to {path}: {error.strerror}; give another place with --pid-file') from None
     try:
         yield
     finally:
@@ -12709,6 +12730,7 @@ def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str]
     """Put a copy of the database in place, the older ones beside it as PATH.1, PATH.2 and so on."""
     path = options.snapshot
     try:
+        refuse_special_file(path)
         store.copy_to(path + '.tmp')
         push_back(path, options.snapshots_kept)
         os.replace(path + '.tmp', path)
@@ -12733,7 +12755,8 @@ class LogFile(logging.StreamHandler):
 
     def __init__(self, path: str, limit_bytes: int = MAX_LOG_BYTES, kept: int = LOGS_KEPT) -> None:
         self.path, self.limit_bytes, self.kept = path, limit_bytes, kept
-        super().__init__(self.open())
+        with writing(f'the log {path}', '--log-dir or --db'):
+            super().__init__(self.open())
 
     def open(self) -> Any:
         """The file, to be written to at its end."""
@@ -12810,7 +12833,8 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
         return rest
     if word == 'taken':
         raise Conflict(rest)
-    raise Unreachable(f'the server for {options.database} did not start: {said or "it died"}; see {log_to[1]}')
+    why = rest if word == 'refused' else f'{said or "it died"}; see {log_to[1]}'
+    raise Unreachable(f'the server for {options.database} did not start: {why}')
 
 
 def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to: Any) -> None:
@@ -12827,7 +12851,7 @@ def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to:
         say_once(pipe, 'taken ', error.message)
     except TorcError as error:
         log.error('%s', error)
-        say_once(pipe, error.message)
+        say_once(pipe, 'refused ', error.message)
     except BaseException as error:      # border: the caller's own handlers and clean-up must not run here
         log.exception('a bug in torc.py: the server ends')
         say_once(pipe, f'{type(error).__name__}: {error}')
@@ -15241,9 +15265,11 @@ class Runner:
 
     def run(self) -> RunOutcome:
         """Register, work, leave."""
-        os.makedirs(os.path.join(self.output_dir, 'job_stdio'), exist_ok=True)
         host = socket.gethostname()
-        self.log = RunLog(os.path.join(self.output_dir, f'job_runner_{host}_wf{self.workflow_id}_r{self.run_id}.log'), self.options.log_level)
+        path = os.path.join(self.output_dir, f'job_runner_{host}_wf{self.workflow_id}_r{self.run_id}.log')
+        with writing(f'the log {path}', '--output-dir'):
+            os.makedirs(os.path.join(self.output_dir, 'job_stdio'), exist_ok=True)
+            self.log = RunLog(path, self.options.log_level)
         self.wakeup = Wakeup()
         try:
             self.launcher = Launcher(os.path.join(self.output_dir, 'job_stdio'))
@@ -18670,10 +18696,7 @@ def prepare_log(directory: str) -> str:
 @contextlib.contextmanager
 def logging_to_file(path: str) -> Iterator[None]:
     """Log lines go to a file too, in the form of those on stderr."""
-    try:
-        handler = LogFile(path)
-    except OSError as error:
-        raise BadInput(f'cannot write the log {path}: {error.strerror}; give another place with --log-dir') from None
+    handler = LogFile(path)
     handler.setFormatter(log.handlers[-1].formatter)
     log.addHandler(handler)
     try:
