@@ -1879,6 +1879,19 @@ class ExecutionPlanTest(unittest.TestCase):
         plan = torc.execution_plan(['a', 'b', 'c'], [[], [2], [1]], [])
         self.assertEqual([['a']], [event['jobs_becoming_ready'] for event in plan['events']])
 
+    def test_it_takes_linear_time(self):
+        many = 20000
+        names = [f'job_{number}' for number in range(2 * many)]
+        start, barrier = frozenset(), frozenset(range(many))
+        chain = [start] + [frozenset((number - 1, number // 2)) for number in range(1, 2 * many)]       # events that all want one name
+        gates = torc.Allocation('on_jobs_ready', range(many), {'scheduler': 's'})
+        for needs, count in (([start] * many + [barrier] * many, 2), (chain, 2 * many)):
+            started = time.process_time()
+            plan = torc.execution_plan(names, needs, [gates])
+            self.assertLess(time.process_time() - started, 10)
+            self.assertEqual(count, len({event['id'] for event in plan['events']}))
+            self.assertEqual(many if count == 2 else 1, sum(len(row['job_names']) for event in plan['events'] for row in event['scheduler_allocations']))
+
 
 class FieldsTest(unittest.TestCase):
     """The table of fields and what is made of it."""
@@ -3202,6 +3215,28 @@ class ActionTest(ServiceTest):
         self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['success'])
         with self.assertRaises(torc.Conflict):
             self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
+
+
+class GraphTest(ServiceTest):
+    """What jobs wait for, as sets that are told once."""
+
+    def test_jobs_that_wait_for_the_same_share_a_set(self):
+        workflow_id = self.create('a:\nb:\nc: a b\nd: b a\ne: a\n')
+        names, numbers, sets = (self.call('get_dependency_graph', id=workflow_id)[key] for key in ('job_names', 'set_numbers', 'sets'))
+        self.assertEqual({'a': [], 'b': [], 'c': ['a', 'b'], 'd': ['a', 'b'], 'e': ['a']},
+                         {name: [names[job_id - 1] for job_id in sets[number]] for name, number in zip(names, numbers)})
+        self.assertEqual((3, numbers[2]), (len(sets), numbers[3]))
+
+    def test_files_and_user_data_count_before_the_workflow_is_initialized(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
+        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
+        record_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'u'})['id']
+        for name, more in (('a', {'output_file_ids': [file_id]}), ('b', {'output_user_data_ids': [record_id], 'depends_on_job_ids': [1]}),
+                           ('c', {'input_file_ids': [file_id], 'input_user_data_ids': [record_id]}), ('d', {'input_file_ids': [file_id], 'depends_on_job_ids': [2]})):
+            self.call('create_job', dict(more, workflow_id=workflow_id, name=name, command='true'))
+        graph = self.call('get_dependency_graph', id=workflow_id)
+        self.assertEqual(([1, 2, 3, 4], [[], [1], [1, 2], [1, 2]]), (graph['job_ids'], [graph['sets'][number] for number in graph['set_numbers']]))
+        self.assertEqual([], self.call('get_dependency_graph', id=self.call('create_workflow', {'name': 'empty', 'user': 'tester'})['id'])['sets'])
 
 
 class StateTest(ServiceTest):
@@ -5415,7 +5450,8 @@ class ApiTest(ServiceTest):
         additions = {'create_workflow_from_spec', 'apply_spec', 'runner_sync', 'check_changes',
                      'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
-                     'list_workflow_statuses', 'get_database', 'snapshot_database'}
+                     'list_workflow_statuses', 'get_database', 'snapshot_database',
+                     'get_dependency_graph'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})

@@ -87,7 +87,7 @@ import time
 import traceback
 import unicodedata
 import urllib.parse
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 try:
     import tomllib
@@ -4594,60 +4594,62 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
 
     Jobs of a circle never become ready and are in no event. An action fires when the last of its jobs is ready.
     """
-    groups: Dict[Tuple[int, ...], List[int]] = {}
+    shared: Dict[FrozenSet[int], List[int]] = {}    # a frozenset that many jobs share is hashed once
     for place, members in enumerate(prerequisites):
-        groups.setdefault(tuple(sorted(members)), []).append(place)
-    order = order_events(groups)
-    ids = name_events(order, job_names)
-    event_of = {place: event for event, members in enumerate(order) for place in groups[members]}
+        shared.setdefault(frozenset(members), []).append(place)
+    groups = order_groups([(sorted(members), places) for members, places in shared.items()])
+    ids = name_events([members for members, _ in groups], job_names)
+    event_of = {place: event for event, (_, places) in enumerate(groups) for place in places}
     events = []
-    for event, members in enumerate(order):
-        before = sorted({event_of[place] for place in members})
-        finished, ready = ([job_names[place] for place in places] for places in (members, groups[members]))
+    for event, group in enumerate(groups):
+        before = sorted({event_of[place] for place in group[0]})
+        finished, ready = ([job_names[place] for place in places] for places in group)
         events.append(make_event(ids[event], finished, ready, [ids[number] for number in before]))
         for number in before:
             events[number]['unlocks_events'].append(ids[event])
     for allocation in allocations:
         fires = find_firing(allocation, event_of)
         if fires is not None and fires < len(events):
-            gates = allocation.jobs or groups[order[fires]]
-            ready = [job_names[place] for place in groups[order[fires]] if place in gates]
+            gates = sorted(allocation.jobs or groups[fires][1])
+            ready = [job_names[place] for place in gates if event_of[place] == fires]
             events[fires]['scheduler_allocations'].append(dict(allocation.told, job_names=ready))
     return {'total_events': len(events), 'total_jobs': len(job_names),
             'root_events': [event['id'] for event in events if not event['depends_on_events']],
             'leaf_events': [event['id'] for event in events if not event['unlocks_events']], 'events': events}
 
 
-def order_events(groups: Dict[Tuple[int, ...], List[int]]) -> List[Tuple[int, ...]]:
-    """Sets of prerequisites in the order in which they are met, breadth first; those that never are, left out."""
-    missing = {members: len(members) for members in groups}
-    waiting: Dict[int, List[Tuple[int, ...]]] = {}
-    for members in groups:
+def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[int], List[int]]]:
+    """Groups (prerequisites, jobs that wait for just these) in the order in which they become ready, breadth first; those
+    that never do, left out."""
+    missing = [len(members) for members, _ in groups]
+    waiting: Dict[int, List[int]] = {}
+    for number, (members, _) in enumerate(groups):
         for place in members:
-            waiting.setdefault(place, []).append(members)
-    order = [members for members in groups if not members]
-    for members in order:   # grows while it is walked
-        for place in groups[members]:
+            waiting.setdefault(place, []).append(number)
+    order = [number for number, count in enumerate(missing) if not count]
+    for number in order:    # grows while it is walked
+        for place in groups[number][1]:
             for later in waiting.get(place, ()):
                 missing[later] -= 1
                 if not missing[later]:
                     order.append(later)
-    return order
+    return [groups[number] for number in order]
 
 
-def name_events(order: Sequence[Tuple[int, ...]], job_names: Sequence[str]) -> List[str]:
+def name_events(order: Sequence[Sequence[int]], job_names: Sequence[str]) -> List[str]:
     """Ids of events as Torc makes them, each once."""
     ids: Dict[str, int] = {}
+    numbers: Dict[str, int] = {}    # stem -> the last one that it was given
     for members in order:
         names = [job_names[place] for place in members]
         prefix = os.path.commonprefix(names).rstrip('_0123456789')
         stem = 'start' if not names else f'after_{names[0]}' if len(names) == 1 else \
             f'after_{prefix}_jobs' if len(prefix) >= 3 else f'after_{names[0]}_and_{len(names) - 1}_more'
-        number, name = 1, stem
+        number, name = numbers.get(stem, 1), stem
         while name in ids:
             number += 1
             name = f'{stem}_{number}'
-        ids[name] = number
+        ids[name] = numbers[stem] = number
     return list(ids)
 
 
@@ -6280,6 +6282,24 @@ def implied_prerequisites(store: Store, workflow_id: int) -> Dict[int, Set[int]]
         for consumer, producer in pairs:
             found[consumer].add(producer)
     return found
+
+
+def get_dependency_graph(store: Store, workflow_id: int) -> Dict[str, Any]:
+    """What each job of a workflow waits for, by its request or through files and user data.
+
+    Sets that several jobs wait for are given once: spelled out, 1,000 jobs before 1,000 jobs are a million edges.
+    """
+    workflow_state(store, workflow_id)
+    rows = store.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    members = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
+    for set_id, job_id in store.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
+                                     '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
+        members[set_id].append(job_id)
+    implied = implied_prerequisites(store, workflow_id)
+    numbers = {}  # type: Dict[Tuple[Optional[int], frozenset], int]
+    set_numbers = [numbers.setdefault((explicit_set, frozenset(implied.get(job_id, ()))), len(numbers)) for job_id, _, explicit_set in rows]
+    sets = [sorted(producers.union(members[explicit_set])) for explicit_set, producers in numbers]
+    return {'job_ids': [row[0] for row in rows], 'job_names': [row[1] for row in rows], 'set_numbers': set_numbers, 'sets': sets}
 
 
 def rebuild_dependencies(store: Store, workflow_id: int) -> None:
@@ -9353,6 +9373,7 @@ MODELS = {
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DeletedUserData': 'deleted_count:int! message:str!',
+    'DependencyGraph': 'job_ids:[int]! job_names:[str]! set_numbers:[int]! sets:[[int]]!',
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
@@ -10115,6 +10136,7 @@ ROUTES = (
           returns='@SlurmJobCorrelationsResponse'),
     Route('list_job_ids',                'GET',    WF + '/job_ids',           list_job_ids, returns='@ListJobIdsResponse'),
     Route('list_job_dependencies',       'GET',    WF + '/job_dependencies',  list_relations, 'job', PAGE, returns='@ListJobDependenciesResponse'),
+    Route('get_dependency_graph',        'GET',    WF + '/dependency_graph',  get_dependency_graph, returns='@DependencyGraph'),
     Route('list_job_file_relationships', 'GET',    WF + '/job_file_relationships', list_relations, 'file', PAGE, returns='@ListJobFileRelationshipsResponse'),
     Route('list_job_user_data_relationships', 'GET', WF + '/job_user_data_relationships', list_relations, 'user_data', PAGE, returns='@ListJobUserDataRelationshipsResponse'),
 
@@ -17257,9 +17279,9 @@ def cmd_execution_plan(session: Session, args: Arguments) -> int:
 def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
     """Execution plan of a workflow that is not created yet."""
     jobs, producers = body['jobs'], find_producers(body['jobs'])
-    needs = [set(body['dependency_sets'][job.dependencies]) if job.dependencies is not None else set() for job in jobs]
-    for need, job in zip(needs, jobs):
-        need.update(maker for key in input_keys(job) for maker in producers.get(key, ()))
+    keys = [(job.dependencies, tuple(input_keys(job))) for job in jobs]
+    sets = {(number, inputs): frozenset(body['dependency_sets'][number] if number is not None else ()).union(
+        *(producers.get(key, ()) for key in inputs)) for number, inputs in set(keys)}
     told = []
     for action in body['actions']:
         config = action['action_config']
@@ -17267,22 +17289,16 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
             place = config.get('scheduler')
             name = body['slurm_schedulers'][place].get('name') if isinstance(place, int) else place
             told.append(Allocation(action['trigger_type'], action.get('job_indexes'), allocation_words(config, name)))
-    plan = execution_plan([job.name for job in jobs], needs, told)
+    plan = execution_plan([job.name for job in jobs], [sets[key] for key in keys], told)
     return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
 
 
 def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
     """Execution plan of a workflow from its jobs as they are stored."""
     workflow = session.call('get_workflow', workflow_id=workflow_id)
-    jobs = session.items('list_jobs', workflow_id=workflow_id)
-    places = {job['id']: place for place, job in enumerate(jobs)}
-    needs: List[Set[int]] = [set() for _ in jobs]
-    for op in ('list_job_dependencies', 'list_job_file_relationships', 'list_job_user_data_relationships'):
-        for edge in session.items(op, workflow_id=workflow_id):
-            first = edge.get('depends_on_job_id', edge.get('producer_job_id'))
-            later = edge.get('job_id', edge.get('consumer_job_id'))
-            if first is not None and later is not None:
-                needs[places[later]].add(places[first])
+    graph = session.call('get_dependency_graph', workflow_id=workflow_id)
+    places = {job_id: place for place, job_id in enumerate(graph['job_ids'])}
+    sets = [frozenset(places[job_id] for job_id in members) for members in graph['sets']]
     names = {item['id']: item.get('name') for item in session.items('list_slurm_schedulers', workflow_id=workflow_id)}
     told = []
     for action in session.call('get_workflow_actions', workflow_id=workflow_id):
@@ -17290,7 +17306,7 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
             config = action['action_config']
             told.append(Allocation(action['trigger_type'], [places[job_id] for job_id in action.get('job_ids') or ()],
                                    allocation_words(config, names.get(config.get('scheduler_id')))))
-    plan = execution_plan([job['name'] for job in jobs], needs, told)
+    plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], told)
     return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
 
 
