@@ -239,7 +239,7 @@ class Outcome(NamedTuple):
 class Background:
     """A program that runs beside the test. Its output goes to two files, which can be read at any time."""
 
-    def __init__(self, argv: Sequence[bytes], directory: str, environment: Dict[str, str], stem: str) -> None:
+    def __init__(self, argv: Sequence[Union[str, bytes]], directory: str, environment: Dict[str, str], stem: str) -> None:
         self.argv, self.stem = list(argv), stem
         with open(stem + '.out', 'wb') as out, open(stem + '.err', 'wb') as err:
             self.process = subprocess.Popen(self.argv, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
@@ -283,7 +283,7 @@ class Background:
         return Outcome(code, self.out, self.err)
 
     def __str__(self) -> str:
-        return f'{b" ".join(self.argv[1:]).decode("utf-8", "replace")} (pid {self.pid}, code {self.process.poll()})\n--- stdout\n{self.out}\n--- stderr\n{self.err}'
+        return f'{b" ".join(map(os.fsencode, self.argv[1:])).decode("utf-8", "replace")} (pid {self.pid}, code {self.process.poll()})\n--- stdout\n{self.out}\n--- stderr\n{self.err}'
 
 
 class World:
@@ -2005,7 +2005,8 @@ class StoreTest(unittest.TestCase):
     # What MIGRATIONS add, as SCHEMA has it.
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
-                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*')
+                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*',
+                     r'\nCREATE INDEX job_by_name .*')
 
     def open_first_version(self, rows: str) -> Any:
         """A database of the first version with these rows, opened by today's program."""
@@ -2016,6 +2017,14 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(sqlite3.connect(self.path)) as connection:
             connection.executescript(old + rows + 'PRAGMA user_version = 1;')
         return self.open()
+
+    def test_the_first_version_migrates_to_what_a_new_database_has(self):
+        def described(store: Any) -> Dict[str, Any]:
+            names = store.ids("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")
+            return {name: {row[1:] for row in store.rows(f'PRAGMA table_info({name})')} for name in names}
+
+        with contextlib.closing(torc.Store(self.path + '.new')) as new:
+            self.assertEqual(described(new), described(self.open_first_version('')))
 
     def test_a_database_of_the_first_version_goes_on_and_keeps_reasons(self):
         store = self.open_first_version('''
@@ -3217,6 +3226,43 @@ class ActionTest(ServiceTest):
             self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
 
 
+class JobNameTest(ServiceTest):
+    """No way leads to a second job of the same name in a workflow."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb: a')
+        self.job = {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'}
+
+    def names(self) -> List[str]:
+        return [job['name'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
+
+    def test_every_way_to_a_second_job_of_one_name_is_refused(self):
+        taken = f"workflow {self.workflow_id} has a job 'a' already; give another name"
+        self.assertRefused(taken, 'create_job', self.job)
+        self.assertRefused(taken, 'create_jobs', {'jobs': [dict(self.job, name='new'), self.job]})
+        self.assertRefused("the name 'new' stands twice", 'create_jobs', {'jobs': [dict(self.job, name='new')] * 2})
+        self.assertRefused(taken, 'update_job', {'name': 'a'}, id=2)
+        running = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
+        self.assertRefused("has a job 'b' already", 'spawn_jobs', {'jobs': [{'name': 'b', 'command': 'x'}]}, id=running['id'])
+        for sql in ("UPDATE job SET name = 'a' WHERE id = 2", "INSERT INTO job (workflow_id, name, command, kind_id) SELECT workflow_id, name, command, kind_id FROM job"):
+            self.assertIn('two jobs of a workflow would have the same name', self.call('admin_sql', {'sql': sql, 'write': True}).message)
+        self.assertEqual(['a', 'b'], self.names())
+
+    def test_a_plan_that_another_program_made_may_not_hold_a_name_twice(self):
+        body = plan_of({'name': 'w', 'jobs': [{'name': name, 'command': 'x'} for name in 'ab']}).body
+        body['jobs'] = [job._replace(name='a') for job in body['jobs']]
+        self.assertRefused("the name 'a' stands twice among the jobs", 'create_workflow_from_spec', body)
+
+    def test_a_name_is_free_for_its_owner_for_other_workflows_and_after_a_deletion(self):
+        self.assertEqual('a', self.call('update_job', {'name': 'a', 'command': 'y'}, id=1)['name'])
+        self.call('create_job', dict(self.job, workflow_id=self.create('c:')))
+        self.call('delete_job', id=1)
+        self.assertEqual('a', self.call('update_job', {'name': 'a'}, id=2)['name'])
+        self.call('create_job', dict(self.job, name='b'))
+        self.assertEqual(['a', 'b'], self.names())
+
+
 class GraphTest(ServiceTest):
     """What jobs wait for, as sets that are told once."""
 
@@ -4302,7 +4348,7 @@ class SpawnTest(ServiceTest):
 
     def test_what_cannot_be_is_refused_whole(self):
         workflow_id = self.create('main:\ntwin:\nlate: main')
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'twin', 'command': 'x'})
+        self.store.run("UPDATE job SET name = 'twin' WHERE id = ?", (self.call('create_job', {'workflow_id': workflow_id, 'name': 'other', 'command': 'x'})['id'],))
         jobs = self.start(workflow_id, self.node(workflow_id))
         self.spawn(jobs['main'], 'old', 'older')
         before = self.statuses(workflow_id), self.records(workflow_id)
@@ -6511,8 +6557,9 @@ class ListTest(LiveTest):
                 good, fields = self.body(route), torc.model_fields(route.body.lstrip('?'))
                 bare = {name: value for name, value in good.items() if fields[name].is_required}
                 other = {name: value + 1 if fields[name].type == 'int' and not name.endswith('_id') else value for name, value in good.items()}
+                twins = 3 if route.resource == 'job' else 2     # names of jobs are unique
                 for place, body in enumerate((good, bare, other)):
-                    self.request(route, {}, dict(body, **({'name': f"A'{place % 2}\"%_ä"} if 'name' in body else {})))
+                    self.request(route, {}, dict(body, **({'name': f"A'{place % twins}\"%_ä"} if 'name' in body else {})))
         for data in ({'x': {'category': 'mine'}}, {'category': ['mine']}, ['category', 'mine'], {'category': 'a"b'}, {'category': 'ä'}, 'category":"mine', {'category': 5}):
             self.call('create_event', {'workflow_id': workflow_id, 'data': data})
         self.clock += 5
@@ -6526,7 +6573,7 @@ class ListTest(LiveTest):
         for scheduler in ({'a': {'scheduler_id': 1}}, {'scheduler_id': '1'}, {'scheduler_id': 11}, [1]):
             other = self.call('create_compute_node', dict(node, scheduler=scheduler))['id']
         for place, labels in enumerate((['a||b'], ['a', 'b'], ['a'], ['b"]|["a'], [])):
-            self.call('create_job', {'workflow_id': workflow_id, 'name': f'J{place // 2}', 'command': '%', 'labels': labels, 'priority': place % 2})
+            self.call('create_job', {'workflow_id': workflow_id, 'name': f'J{place}', 'command': '%', 'labels': labels, 'priority': place % 2})
         self.call('retry_job', id=self.ids['failed'], run_id=1, max_retries=5)
         self.call('create_result', self.resolve(dict(GOOD_BODIES['ResultModel'], job_id='$failed', attempt_id=2, return_code=7, run_id=2, compute_node_id=other), self.ids))
         self.call('archive_workflow', {'is_archived': True}, id=self.call('create_workflow', {'name': 'old', 'user': 'somebody'})['id'])
@@ -11294,6 +11341,15 @@ class ObjectTest(CommandTest):
         self.assertEqual([('job6', 'echo 1'), ('job7', 'echo 2')], [(job['name'], job['command']) for job in self.json('jobs list 1 --offset 5')['items']])
         self.world.write('empty.txt', '# none\n')
         self.assertExit(2, self.world.main('jobs', 'create-from-file', 1, 'empty.txt'), 'holds no command')
+
+    def test_no_command_makes_a_second_job_of_one_name(self):
+        self.make()
+        for words in (('update', 2, '-n', 'prep'), ('create', 1, '-n', 'prep', '-c', 'x')):
+            self.assertExit(4, self.world.main('jobs', *words), "workflow 1 has a job 'prep' already; give another name")
+        self.world.write('commands.txt', 'x\ny\n')
+        for line in ('jobs create-from-file 1 commands.txt', 'jobs delete 6', 'jobs create-from-file 1 commands.txt'):
+            self.assertExit(0, self.world.main(*line.split(), '--no-prompts'))
+        self.assertEqual(['job7', 'job8', 'job9'], [job['name'] for job in self.json('jobs list 1')['items']][5:])
 
     def test_failure_handlers_are_listed_of_the_jobs_that_have_one(self):
         self.make()

@@ -4759,7 +4759,7 @@ def format_field_help() -> str:
 # barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
 # claim looks at kinds (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -4926,6 +4926,7 @@ CREATE TABLE job (
     input_hash                     TEXT                 -- of what the last claim handed out
 );
 CREATE INDEX job_by_status ON job (workflow_id, status);
+CREATE INDEX job_by_name ON job (workflow_id, name);    -- unique, but for workflows that are older than this index
 CREATE INDEX job_ready ON job (kind_id, id) WHERE status = 2;   -- the order of claims
 CREATE INDEX job_waiting ON job (dep_set_id) WHERE dep_set_id IS NOT NULL;
 CREATE INDEX job_by_explicit_set ON job (explicit_set_id) WHERE explicit_set_id IS NOT NULL;
@@ -5195,6 +5196,7 @@ UPDATE file SET is_declared = 1;
 UPDATE user_data SET is_declared = 1 WHERE substr(name, 1, 16) <> '__torc_lineage__';
 UPDATE workflow_action SET is_declared = 1 WHERE is_recovery = 0;
 """,
+    7: 'CREATE INDEX job_by_name ON job (workflow_id, name);',
 }
 
 
@@ -7112,10 +7114,17 @@ def check_bulk(workflow_ids: Sequence[int], names: Sequence[str], noun: str) -> 
     refuse_twice(names, noun)
 
 
+def refuse_taken_name(store: Store, workflow_id: int, name: str) -> None:
+    """Refuse a name for a job that another job of the workflow has: commands and dependencies find jobs by their names."""
+    if store.one('SELECT 1 FROM job WHERE workflow_id = ? AND name = ?', (workflow_id, name)):
+        raise Refused(f'workflow {workflow_id} has a job {printable(name)!r} already; give another name')
+
+
 def insert_job(store: Store, body: Dict[str, Any]) -> int:
     """Check and store one job with its relations. Its id."""
     workflow_id = body['workflow_id']
     workflow_state(store, workflow_id)
+    refuse_taken_name(store, workflow_id, body['name'])
     check_env(body.get('env'))
     env = json.loads(store.value('SELECT env FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
     env.update(body.get('env') or {})
@@ -7186,6 +7195,8 @@ def update_job(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any
                       ('once the job is initialized' if early and not fixed else 'after its creation'))
     if changed.get('status', 'disabled') != 'disabled':
         raise Refused(f"status of job {job_id} is immutable, but for 'disabled': not {changed['status']!r}")
+    if 'name' in changed:
+        refuse_taken_name(store, job['workflow_id'], changed['name'])
     if any(key in KIND_FIELDS for key in changed):
         kind = dict({key: job.get(key) for key in KIND_FIELDS}, **changed)
         changed['kind_id'] = job_kind(store, job['workflow_id'], kind['resource_requirements_id'], kind)
@@ -9121,6 +9132,7 @@ SQL_LITERALS = Expression(r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]
 SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
 SQL_READERS = ('SELECT', 'VALUES', 'WITH')
 SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH', 'CREATE')
+TWINS = 'SELECT coalesce(sum(twins), 0) FROM (SELECT count(*) - 1 AS twins FROM job GROUP BY workflow_id, name)'
 COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])    # what the counters of dependency sets are made from
 
 
@@ -9195,12 +9207,15 @@ def failing_as(kind: str) -> Iterator[None]:
 def write_foreign(store: Store, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
     """Carry out a statement that writes, and see that everything can still be read and that no job waits for nothing."""
     with store.savepoint(keeps=not is_dry):
+        twins = store.value(TWINS)
         found = store.execute_foreign(sql, limit, True, makes)
         for table in sorted(found.tables):
             if not is_scratch(table):   # those are read by no verb
                 store.check_cells(table)
         if makes:
             refuse_foreign_parents(store)
+        if 'job' in found.tables and store.value(TWINS) > twins:
+            raise Refused('two jobs of a workflow would have the same name')
         for workflow_id in store.ids('SELECT id FROM workflow WHERE run_id > 0') if found.tables & COUNTED_TABLES else ():
             recount_sets(store, workflow_id)
             idle_sets = store.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
@@ -17334,12 +17349,13 @@ def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
     workflow_id, commands = args['workflow_id'], read_commands(session, args['file'])
     if not commands:
         raise BadInput(f"{args['file']} holds no command: write one on each line")
-    count = session.call('list_jobs', workflow_id=workflow_id, limit=1)['total_count']
+    taken = frozenset(session.call('get_dependency_graph', workflow_id=workflow_id)['job_names'])
+    free = (number for number in itertools.count(len(taken) + 1) if f'job{number}' not in taken)
     wanted = {'num_cpus': args['cpus_per_job'], 'memory': args['memory_per_job'], 'runtime': args['runtime_per_job']}
-    wanted.update(workflow_id=workflow_id, name=f'from_file_{count + 1}')
+    wanted.update(workflow_id=workflow_id, name=f'from_file_{len(taken) + 1}')
     needs = session.call('create_resource_requirements', wanted)['id']
     jobs = [{'workflow_id': workflow_id, 'name': f'job{number}', 'command': command, 'resource_requirements_id': needs}
-            for number, command in enumerate(commands, count + 1)]
+            for number, command in zip(free, commands)]
     for start in range(0, len(jobs), MAX_LIST_ITEMS):
         session.call('create_jobs', {'jobs': jobs[start:start + MAX_LIST_ITEMS]})
     message = f'Successfully created {len(jobs)} jobs from file'
