@@ -2006,7 +2006,8 @@ class StoreTest(unittest.TestCase):
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
                      r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*',
-                     r'\nCREATE INDEX job_by_name .*')
+                     r'\nCREATE INDEX job_by_name .*',
+                     r',\n    failure           TEXT .*')
 
     def open_first_version(self, rows: str) -> Any:
         """A database of the first version with these rows, opened by today's program."""
@@ -3152,6 +3153,25 @@ class ActionTest(ServiceTest):
         node_id = self.node(workflow_id)
         self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
         self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, node_id))
+
+    def test_a_failed_action_tells_why_until_it_is_to_be_executed_again(self):
+        def failures() -> List[Optional[str]]:
+            return [action.get('failure') for action in self.call('get_workflow_actions', id=workflow_id)]
+
+        workflow_id = self.create('a:', actions=[self.action('on_workflow_start'), self.action('on_worker_start', None, True), self.action('on_workflow_complete')])
+        nodes = self.node(workflow_id), self.node(workflow_id)
+        for node_id, results in zip(nodes, (((1, False, 'command 1 ended'), (2, False, None)), ((2, True, '1 commands completed'),))):
+            self.due(workflow_id, node_id)
+            self.sync(workflow_id, node_id, action_results=[
+                dict({'action_id': action_id, 'success': success}, **({'message': message} if message else {})) for action_id, success, message in results])
+        self.assertEqual(['command 1 ended', 'failed', None], failures())     # that of one node, whatever the others say
+        events = self.call('list_events', workflow_id=workflow_id, category='action')['items']
+        self.assertEqual([('action_failed', 'error', 'command 1 ended'), ('action_failed', 'error', ''), ('action_completed', None, '1 commands completed')],
+                         [tuple(event['data'].get(key) for key in ('event_type', 'level', 'message')) for event in events])
+        self.assertNotIn('failure', self.call('create_workflow_action', {
+            'workflow_id': workflow_id, 'trigger_type': 'on_workflow_start', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'failure': 'x'}, workflow_id=workflow_id))
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual([None] * 4, failures())
 
     def test_an_action_of_a_node_that_died_is_due_again(self):
         workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
@@ -4433,6 +4453,39 @@ class SpawnTest(ServiceTest):
         with self.store.transaction():
             torc.record_end(self.store, torc.workflow_state(self.store, workflow_id), self.end(main, run_id=1))
         self.assertEqual({'main': 'completed', 'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+
+
+class UnwrittenDataTest(ServiceTest):
+    """User data that a job has declared as its output, and not written."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
+        self.records = [self.call('create_user_data', {'workflow_id': self.workflow_id, 'name': name})['id'] for name in 'yxz']
+        for name in 'ab':
+            self.call('create_job', {'workflow_id': self.workflow_id, 'name': name, 'command': 'c', 'output_user_data_ids': self.records if name == 'a' else []})
+        self.call('initialize_jobs', id=self.workflow_id)
+
+    def warnings(self) -> List[Any]:
+        events = self.call('list_events', workflow_id=self.workflow_id, category='user_data')['items']
+        return [tuple(event['data'][key] for key in ('level', 'run_id', 'attempt_id', 'message')) for event in events]
+
+    def test_it_is_an_event_of_level_warning_and_the_job_stays_completed(self):
+        node_id = self.node(self.workflow_id)
+        jobs = self.claim(self.workflow_id, node_id)
+        self.call('update_user_data', {'data': [1]}, row_id=self.records[2])
+        for _ in range(2):      # the same end again is no second event
+            self.sync(self.workflow_id, node_id, completions=[self.end(jobs['a']), self.end(jobs['b'])])
+        self.assertEqual({'a': 'completed', 'b': 'completed'}, self.statuses(self.workflow_id))
+        self.assertEqual([('warning', 1, 1, 'job a has completed without writing its output_user_data: x, y')], self.warnings())
+
+    def test_a_job_that_has_failed_is_not_warned_of_until_somebody_says_that_it_has_completed(self):
+        node_id = self.node(self.workflow_id)
+        job = self.claim(self.workflow_id, node_id)['a']
+        self.sync(self.workflow_id, node_id, completions=[self.end(job, 'pending_failed', 3)])
+        self.assertEqual([], self.warnings())
+        self.sync(self.workflow_id, node_id, completions=[self.end(job, 'completed', 0)])
+        self.assertEqual(1, len(self.warnings()))
 
 
 class TaskTest(ServiceTest):
@@ -6383,6 +6436,7 @@ OTHER_ANSWERS = {   # operation -> our answer; the official interface says only 
     'delete_all_user_data': 'DeletedUserData', 'delete_resource_requirements': 'DeleteCountResponse',
 }
 OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, None where it is not there), because of what
+    'WorkflowActionModel.failure': (None, 'string'),            # why a run_commands action failed
     'ComputeNodeModel.identity': (None, 'string'),              # tells runners on one host apart
     'ComputeNodeModel.lease_s': (None, 'number'),               # how long a silent runner is believed alive
     'EventModel.timestamp': ('integer!', 'integer'),            # the server sets it
@@ -12262,6 +12316,26 @@ class OutcomeTest(FlowTest):
         self.assertEqual({'top': 'failed', 'left': 'canceled', 'right': 'canceled', 'bottom': 'canceled'}, self.statuses())
         self.assertEqual([('top', 1, 1, 3, 'failed')], self.results())
 
+    def test_user_data_that_was_declared_and_not_written_is_told_at_the_end_of_the_run(self):
+        text = '''
+            name: forgetful
+            user_data: [{name: "u{i}", parameters: {i: "1:12"}}]
+            jobs:
+              - {name: "job{i}", command: "true", output_user_data: ["u{i}"], parameters: {i: "1:12"}}
+              - {name: last, command: "true", depends_on_regexes: [job]}
+            '''
+        lines = self.run_text(text).err.splitlines()
+        told = [line for line in lines if line.startswith('warning: job job')]
+        self.assertEqual(lines[-len(told) - 2:-2], told)
+        self.assertEqual((10, 'and 2 more: torc.py events list 1 --category user_data'), (len(told), lines[-2]))
+        self.assertIn('warning: job job1 has completed without writing its output_user_data: u1', told)
+        self.assertEqual(13, len(self.statuses()))
+        self.assertEqual('', self.run_text(text, '-q').err)
+        self.assertExit(0, self.world.main('user-data', 'update', 1, '-d', '5'))
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        err = self.assertExit(0, self.world.cli('run', 1)).err      # of this run, not of the one before
+        self.assertEqual((10, 'and 1 more: torc.py events list 1 --category user_data'), (err.count('warning: job job'), err.splitlines()[-2]))
+
     def test_a_job_that_says_so_runs_though_its_prerequisite_failed(self):
         self.run_text('''
             name: anyway
@@ -12434,13 +12508,29 @@ class TriggerTest(FlowTest):
         touch = 'touch "$TORC_WORKFLOW_SUBMISSION_DIR/{}"'.format
         self.run_text(f'''
             name: broken action
-            jobs: [{{name: only, command: touch ran}}]
+            jobs: [{{name: only, command: touch ran}}, {{name: more, command: "true", depends_on: [only]}}]
             actions:
               - trigger_type: on_workflow_start
                 action_type: run_commands
                 commands: ['{touch('one')}', 'false', '{touch('two')}']
+              - {{trigger_type: on_workflow_complete, action_type: run_commands, commands: ['true']}}
+              - {{trigger_type: on_jobs_complete, jobs: [more], action_type: schedule_nodes, scheduler_type: local, scheduler: s}}
             ''')
+        rows = [line.split(',') for line in self.world.main('-f', 'csv', 'workflows', 'list-actions', 1).out.splitlines()]
+        self.assertEqual(['Status', 'failed', 'executed', 'waiting'], [row[5] for row in rows])
+        self.assertEqual('command 2 ended with return code 1: false', self.ask_json('workflows', 'list-actions', 1)['actions'][0]['failure'])
+        self.assertIn(',error,action action_failed,', self.world.main('-f', 'csv', 'events', 'list', 1).out)
         self.assertEqual([True, False, True], [os.path.exists(self.world.path(name)) for name in ('one', 'two', 'ran')])
+
+
+    def test_actions_run_in_the_output_directory_and_jobs_where_the_runner_was_started(self):
+        self.run_text('''
+            name: places
+            jobs: [{name: only, command: pwd > job}]
+            actions: [{trigger_type: on_workflow_start, action_type: run_commands, commands: [pwd > action]}]
+            ''', '-o', 'out put')
+        self.assertEqual([self.world.path('out put') + '\n', self.world.directory + '\n'],
+                         [self.world.read('out put/action'), self.world.read('job')])
 
 
 class AgainTest(FlowTest):

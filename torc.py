@@ -2466,7 +2466,7 @@ FIELDS = tuple(Field(*row) for row in (
     ('job', 'input_file_regexes',             'regexes', None,     True,  'input_files by regular expressions'),
     ('job', 'output_file_regexes',            'regexes', None,     True,  'output_files by regular expressions'),
     ('job', 'input_user_data',                'names',   None,     True,  'user data that it reads: its producers must finish first'),
-    ('job', 'output_user_data',               'names',   None,     True,  'user data that it writes'),
+    ('job', 'output_user_data',               'names',   None,     True,  'user data that it writes: a warning tells if it has not'),
     ('job', 'input_user_data_regexes',        'regexes', None,     True,  'input_user_data by regular expressions'),
     ('job', 'output_user_data_regexes',       'regexes', None,     True,  'output_user_data by regular expressions'),
     ('job', 'resource_requirements',          'name',    None,     True,  'what it needs; else 1 CPU, 1m of memory, 1 minute'),
@@ -2529,7 +2529,7 @@ FIELDS = tuple(Field(*row) for row in (
     ('action', 'action_type',               'action_type',    REQUIRED, False, 'what it does', 'schedule_nodes'),
     ('action', 'jobs',                      'names',          None,     False, 'on_jobs_*: when all of these are ready or have finished'),
     ('action', 'job_name_regexes',          'regexes',        None,     False, 'the same, by regular expressions'),
-    ('action', 'commands',                  'texts',          None,     False, 'run_commands: shell commands, one after the other'),
+    ('action', 'commands',                  'texts',          None,     False, 'run_commands: shell commands, one after the other, run in the output directory'),
     ('action', 'scheduler',                 'name',           None,     False, 'schedule_nodes: a slurm scheduler'),
     ('action', 'scheduler_type',            'scheduler_type', None,     False, 'schedule_nodes: kind of scheduler'),
     ('action', 'num_allocations',           'positive',       1,        False, 'schedule_nodes: how many'),
@@ -5013,7 +5013,8 @@ CREATE TABLE workflow_action (
     is_reported       BOOL INTEGER NOT NULL DEFAULT 0,  -- that node has told how it ended
     persistent        BOOL INTEGER NOT NULL DEFAULT 0,  -- once for every node instead of once
     is_declared       BOOL INTEGER NOT NULL DEFAULT 0,
-    is_recovery       BOOL INTEGER NOT NULL DEFAULT 0
+    is_recovery       BOOL INTEGER NOT NULL DEFAULT 0,
+    failure           TEXT                              -- why it failed, where it did
 );
 CREATE INDEX workflow_action_of ON workflow_action (workflow_id, trigger_type);
 
@@ -5196,7 +5197,10 @@ UPDATE file SET is_declared = 1;
 UPDATE user_data SET is_declared = 1 WHERE substr(name, 1, 16) <> '__torc_lineage__';
 UPDATE workflow_action SET is_declared = 1 WHERE is_recovery = 0;
 """,
-    7: 'CREATE INDEX job_by_name ON job (workflow_id, name);',
+    7: """
+CREATE INDEX job_by_name ON job (workflow_id, name);
+ALTER TABLE workflow_action ADD COLUMN failure TEXT;
+""",
 }
 
 
@@ -5985,7 +5989,7 @@ def announce_canceled(store: Store, workflow_id: int, job_ids: Sequence[int]) ->
 
 def record_event(store: Store, workflow_id: int, data: Dict[str, Any], severity: str = 'info') -> None:
     """Say what happened, and keep it among the workflow's events."""
-    store.add_event(workflow_id, data)
+    store.add_event(workflow_id, data if severity == 'info' else dict(data, level=severity))
     announce(store, workflow_id, data.get('event_type') or data['category'], data, severity)
 
 
@@ -6458,7 +6462,7 @@ def rearm_actions(store: Store, workflow_id: int, is_partial: bool) -> None:
         kept = ("trigger_type = 'on_workflow_start' OR trigger_type IN ('on_jobs_ready', 'on_jobs_complete') AND NOT EXISTS "
                 '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
                 f'WHERE action_job.action_id = workflow_action.id AND job.status NOT IN {sql_list(FINISHED)})')
-    store.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, is_reported = 0 '
+    store.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, is_reported = 0, failure = NULL '
               f'WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
     store.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE workflow_id = ? AND executed = 0)',
               (workflow_id,))
@@ -6518,7 +6522,7 @@ def create_workflow_action(store: Store, workflow_id: int, body: Dict[str, Any])
     check_action(store, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
     check_owned(store, 'job', workflow_id, job_ids)
     is_gated = body['trigger_type'] in JOB_TRIGGERS
-    values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None, executed_by=None,
+    values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None, executed_by=None, failure=None,
                   required_triggers=max(1, len(job_ids)) if is_gated else 1)
     action_id = store.insert('workflow_action', values)
     store.insert_rows('action_job', ('action_id', 'job_id'), ((action_id, job_id) for job_id in job_ids))
@@ -6604,7 +6608,7 @@ def take_action(store: Store, action_id: int, node_id: Optional[int], persistent
         taken = store.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) VALUES (?, ?)', (action_id, node_id or 0))
         store.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
     else:
-        taken = store.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, is_reported = 0 '
+        taken = store.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, is_reported = 0, failure = NULL '
                           'WHERE id = ? AND executed = 0', (now, node_id, action_id))
     return bool(taken)
 
@@ -8337,6 +8341,8 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
         return begin_next_attempt(store, state, job)
     status = STATUS_CODES[end['status']]
     store.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
+    if status == COMPLETED:
+        record_unwritten_data(store, state, job)
     if STATUSES[status].is_finished:
         settle(store, state.id, [(job.id, status)])
     return end['status']
@@ -8367,6 +8373,18 @@ def note_unclaimed(store: Store, job: JobState) -> None:
         count_trigger(store, job.workflow_id, 'on_jobs_ready', [job.id])
 
 
+def record_unwritten_data(store: Store, state: WorkflowState, job: JobState) -> None:
+    """Warn of user data that a job has declared as its output and not written. It stays completed: in Torc, which passes
+    over it, such workflows go on."""
+    names = store.ids('SELECT item.name FROM job_output_user_data made CROSS JOIN user_data item ON item.id = made.user_data_id '
+                      'WHERE made.job_id = ? AND item.data IS NULL ORDER BY item.name', (job.id,))
+    if names:
+        record_event(store, state.id, {
+            'category': 'user_data', 'event_type': 'output_missing', 'job_id': job.id, 'job_name': job.name, 'run_id': state.run_id,
+            'attempt_id': job.attempt_id, 'message': f"job {job.name} has completed without writing its output_user_data: {', '.join(names)}"},
+            'warning')
+
+
 def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, Any]) -> bool:
     """Whether this very end was taken in before. Refused if the attempt has ended otherwise."""
     known = store.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
@@ -8387,6 +8405,8 @@ def decide_failure(store: Store, state: WorkflowState, job: JobState, end: Dict[
         raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or reset it')
     store.run('UPDATE job SET status = ? WHERE id = ?', (status, job.id))
     announce_end(store, state.id, job.id, job.name, end['status'], return_code=end['return_code'])
+    if status == COMPLETED:
+        record_unwritten_data(store, state, job)
     settle(store, state.id, [(job.id, status)])
     return end['status']
 
@@ -9070,6 +9090,8 @@ def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[st
     if store.value('SELECT workflow_id FROM workflow_action WHERE id = ?', (result['action_id'],)) != workflow_id:
         return      # deleted while it ran
     note_action_reported(store, result['action_id'], node_id)
+    if not result['success']:
+        store.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (result.get('message') or 'failed', result['action_id']))
     event_type, severity = ('action_completed', 'info') if result['success'] else ('action_failed', 'error')
     record_event(store, workflow_id, {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
                                       'message': result.get('message') or ''}, severity)
@@ -9480,8 +9502,8 @@ MODELS = {
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
-    'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str executed_by:int id:int '
-                           'is_recovery:bool job_ids:[int] persistent:bool required_triggers:int trigger_count:int '
+    'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str executed_by:int failure:str '
+                           'id:int is_recovery:bool job_ids:[int] persistent:bool required_triggers:int trigger_count:int '
                            'trigger_type:str! workflow_id:int!',
     'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
                            'blockers:[@JobExplanation]!',
@@ -16476,13 +16498,14 @@ SHOWN_VALUES = {
     'exec_time_minutes': lambda value: '' if value is None else format_seconds(value * 60),
     'duration_seconds': lambda value: '' if value is None else format_elapsed(value),
     'peak_memory_bytes': format_memory_cell, 'peak_cpu_percent': format_percent,
-    'executed': lambda value: 'executed' if value else 'waiting', 'start_ms': format_local_time,
+    'start_ms': format_local_time,
 }
 # ... and from the whole object, where no key has the name.
 SHOWN_OBJECTS = {
     '(elapsed)': format_running_time,
     '(preview)': lambda item: cut(format_json(item.get('data')), 60),
     '(progress)': lambda action: f"{action.get('trigger_count', 0)}/{action.get('required_triggers', 1)}",
+    '(state)': lambda action: 'failed' if action.get('failure') else 'executed' if action.get('executed') else 'waiting',
     '(allocations)': inner_value('action_config', 'num_allocations'),
     '(level)': inner_value('data', 'level', 'info'),
     '(type)': format_event_type,
@@ -16556,7 +16579,8 @@ THINGS = {row[0]: Thing(*row) for row in (
      'Consumer Job ID=consumer_job_id:2, Consumer Job Name=consumer_job_name'),
 )}
 ACTION_COLUMNS = ('ID=id, Trigger=trigger_type, Action=action_type, Allocations=(allocations):3, '
-                  'Progress=(progress):1, Status=executed, Executed At=executed_at:2, Job IDs=job_ids:4')
+                  'Progress=(progress):1, Status=(state), Executed At=executed_at:2, Job IDs=job_ids:4, '
+                  '+Failure=failure')
 RUNNING_COLUMNS = ('Job ID=job_id, Job Name=job_name, Compute Node=compute_node_name, Elapsed=(elapsed), '
                    'Scheduler=scheduler_type:2, Scheduler Job ID=scheduler_job_id:1')
 JOB_REQUIREMENT_COLUMNS = ('Job ID=job_id:3, Job Name=job_name, RR ID=rr_id:4, RR Name=rr_name, '
@@ -18317,6 +18341,8 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1])
         session.tell(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
+    if not session.options['quiet']:
+        tell_unwritten_data(session, number)
     directory = os.path.join(options.output_dir, 'job_stdio')
     session.tell(printable(f"Output: {directory} ({command_line(session, 'logs', number)})"))
     words = words_to_go_on(outcome)
@@ -18329,6 +18355,21 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
             tell_edit(session, workflow, words[1:])
     if session.client.database and not os.path.exists(session.client.database):
         session.tell(printable(f'The database {session.client.database} was deleted during the run: its results are lost'))
+
+
+def tell_unwritten_data(session: Session, workflow_id: int) -> None:
+    """Warn of user data that jobs of this run have declared and not written."""
+    try:
+        events = session.items('list_events', workflow_id=workflow_id, category='user_data')
+        run_id = session.call('get_workflow', workflow_id=workflow_id)['run_id'] if events else 0
+    except TorcError:       # no server any more: the events are kept
+        return
+    found = [event['data'].get('message') for event in events if event['data'].get('run_id') == run_id]
+    for message in found[:CANDIDATES_SHOWN]:
+        session.tell(printable(f'warning: {message}'))
+    if len(found) > CANDIDATES_SHOWN:
+        more = command_line(session, 'events', 'list', workflow_id, '--category', 'user_data')
+        session.tell(f'and {len(found) - CANDIDATES_SHOWN} more: {more}')
 
 
 NAMES_SHOWN = 5     # of the jobs that are not done, for each status
