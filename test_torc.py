@@ -10781,6 +10781,8 @@ class StyleTest(unittest.TestCase):
             self.assertFalse(torc.style_of(Terminal(), environ).has_colour)
         self.assertFalse(torc.style_of(Terminal(), {}).is_unicode)
         self.assertGreater(torc.style_of(Terminal(), {}).width, 0)
+        with unittest.mock.patch.object(torc.shutil, 'get_terminal_size', lambda: os.terminal_size((0, 0))):
+            self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # `script` without a terminal of its own
 
 
 # ======== 20. Commands ========

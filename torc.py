@@ -15848,7 +15848,7 @@ def style_of(stream: Any, environ: Dict[str, str]) -> Style:
     is_terminal = bool(getattr(stream, 'isatty', None) and stream.isatty())
     is_unicode = (getattr(stream, 'encoding', None) or '').lower().replace('-', '') == 'utf8'
     has_colour = is_terminal and not environ.get('NO_COLOR') and environ.get('TERM') != 'dumb'
-    width = shutil.get_terminal_size().columns if is_terminal else 0
+    width = shutil.get_terminal_size().columns or 80 if is_terminal else 0      # before Python 3.9: 0 of one without a size
     return Style(is_unicode, is_terminal, has_colour, width)
 
 
