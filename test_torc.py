@@ -99,7 +99,7 @@ TORC = os.path.join(HERE, 'torc.py')
 EXAMPLES = os.path.join(HERE, 'examples')
 MARK = 'TORC_TEST_WORLD'    # environment variable that marks what a world has started
 WORLD_NUMBERS = itertools.count(1)
-SENT_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)     # by tests
+SENT_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 sys.dont_write_bytecode = True      # the tree stays clean
 sys.path.insert(0, HERE)
@@ -108,7 +108,7 @@ import torc  # noqa: E402: from the directory of this file, wherever it is run
 
 
 # Group -> what is told of its skipped tests instead of their reasons.
-LOSSES = {'shared': 'these tests compare torc.py with recordings that only its developers have; you lose nothing by it'}
+LOSSES = {'shared': 'compares torc.py with recordings that only its developers have; you lose nothing by it'}
 
 
 def need(group: str, condition: Any, what: str) -> None:
@@ -184,9 +184,9 @@ def own_children() -> Set[int]:
 
 
 def prepare_process() -> None:
-    """Make this process, and so all that tests start, the same wherever it was started: under a terminal, nohup, cron, a debugger.
+    """Make this process, and what tests start from it, the same in a terminal, under nohup and by cron.
 
-    Standard input is empty, so that nothing can wait for an answer; none of the standard descriptors is closed.
+    Standard input is empty, so that nothing can wait for an answer; no standard descriptor is closed.
     """
     for name in list(os.environ):
         if re.match('TORC_|SLURM_|PYTHON(?!HOME)|COLUMNS$|LINES$', name):
@@ -200,8 +200,9 @@ def prepare_process() -> None:
     sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = (stream or open(os.devnull, 'w') for stream in (sys.stdout, sys.stderr))
     for number in SENT_SIGNALS:
-        if signal.getsignal(number) == signal.SIG_IGN:      # as nohup and `sh -c '... &'` leave them
-            signal.signal(number, lambda *_: None)          # this process still ignores it; what it starts has the default
+        if signal.getsignal(number) == signal.SIG_IGN:      # by nohup, or `sh -c '... &'`
+            # This process still ignores it; the programs that it starts have the default again (execve(2)).
+            signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.umask(0o022)
@@ -239,7 +240,8 @@ class Outcome(NamedTuple):
 class Background:
     """A program that runs beside the test. Its output goes to two files, which can be read at any time."""
 
-    def __init__(self, argv: Sequence[Union[str, bytes]], directory: str, environment: Dict[str, str], stem: str) -> None:
+    def __init__(self, argv: Sequence[Union[str, bytes]], directory: str, environment: Dict[str, str],
+                 stem: str) -> None:
         self.argv, self.stem = list(argv), stem
         with open(stem + '.out', 'wb') as out, open(stem + '.err', 'wb') as err:
             self.process = subprocess.Popen(self.argv, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
@@ -283,7 +285,9 @@ class Background:
         return Outcome(code, self.out, self.err)
 
     def __str__(self) -> str:
-        return f'{b" ".join(map(os.fsencode, self.argv[1:])).decode("utf-8", "replace")} (pid {self.pid}, code {self.process.poll()})\n--- stdout\n{self.out}\n--- stderr\n{self.err}'
+        words = b' '.join(map(os.fsencode, self.argv[1:])).decode('utf-8', 'replace')
+        said = f'--- stdout\n{self.out}\n--- stderr\n{self.err}'
+        return f'{words} (pid {self.pid}, code {self.process.poll()})\n{said}'
 
 
 class World:
@@ -341,7 +345,8 @@ class World:
     @staticmethod
     def command(argv: Sequence[Any], python: str = '') -> List[bytes]:
         """Words of a program that is torc.py, in UTF-8 whatever this process's locale is."""
-        return [str(word).encode('utf-8', 'surrogateescape') for word in (python or sys.executable, stub_path(), *argv)]
+        words = (python or sys.executable, stub_path(), *argv)
+        return [str(word).encode('utf-8', 'surrogateescape') for word in words]
 
     @staticmethod
     def drain(process: Any) -> Tuple[str, str]:
@@ -377,7 +382,8 @@ class World:
     def start(self, *argv: Any, env: Optional[Dict[str, str]] = None, cwd: Optional[str] = None) -> Background:
         """Start `torc.py ARGV` beside the test."""
         stem = os.path.join(self.root, 'logs', str(len(self.started)))
-        process = Background(self.command(argv), cwd or self.directory, dict(self.environment, **(env or {})), stem)
+        environment = dict(self.environment, **(env or {}))
+        process = Background(self.command(argv), cwd or self.directory, environment, stem)
         self.started.append(process)
         return process
 
@@ -477,10 +483,11 @@ class HarnessTest(unittest.TestCase):
 
     def test_this_process_has_no_input_and_ignores_no_signal(self):
         self.assertEqual(b'', os.read(0, 1))
-        code = ('import os, signal, sys\nsys.path.insert(0, sys.argv[1])\n'
-                'print([number for number in map(int, sys.argv[2:]) if signal.getsignal(number) == signal.SIG_IGN], repr(os.read(0, 1)), '
-                'sorted(name for name in os.environ if name.startswith("PYTHON")), oct(os.umask(0)))')
-        said = subprocess.check_output([sys.executable, '-B', '-c', code, HERE, *(str(int(number)) for number in SENT_SIGNALS)])
+        code = ('import os, signal, sys\n'
+                'print([word for word in sys.argv[1:] if signal.getsignal(int(word)) == signal.SIG_IGN], '
+                'os.read(0, 1), [key for key in os.environ if key.startswith("PYTHON")], oct(os.umask(0)))')
+        numbers = [str(int(number)) for number in SENT_SIGNALS]
+        said = subprocess.check_output([sys.executable, '-B', '-c', code, *numbers])
         self.assertEqual("[] b'' [] 0o22\n", said.decode())
 
     def test_they_end_in_a_terminal_under_nohup_without_standard_input_and_without_recordings(self):
@@ -495,16 +502,19 @@ class HarnessTest(unittest.TestCase):
         os.mkdir(os.path.dirname(bare))
         for name in ('test_torc.py', 'torc.py'):
             os.symlink(os.path.join(HERE, name), os.path.join(os.path.dirname(bare), name))
-        program = [sys.executable, '-B', here, 'HarnessTest.test_this', 'ActionCommandTest.test_deleting_asks', 'test_the_document_has_torcs_keys']
+        program = [sys.executable, '-B', here, 'HarnessTest.test_this', 'test_deleting_asks',
+                   'test_the_document_has_torcs_keys']
         odd = {'LC_ALL': 'C', 'COLUMNS': '20', 'PYTHONUNBUFFERED': '1', 'TORC_API_URL': 'http://127.0.0.1:9/'}
         ours, theirs = os.openpty()
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, ours)
             in_terminal = stack.enter_context(subprocess.Popen(
-                program[:-1], stdin=theirs, stdout=theirs, stderr=theirs, env=dict(os.environ, **odd), preexec_fn=ignore_signals, start_new_session=True))
+                program[:-1], stdin=theirs, stdout=theirs, stderr=theirs, env=dict(os.environ, **odd),
+                preexec_fn=ignore_signals, start_new_session=True))
             os.close(theirs)
             without = stack.enter_context(subprocess.Popen(
-                ['sh', '-c', 'exec "$0" "$@" <&-', *(bare if word == here else word for word in program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+                ['sh', '-c', 'exec "$0" "$@" <&-', *(bare if word == here else word for word in program)],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
             stack.callback(in_terminal.kill)
             stack.callback(without.kill)
             said, end = b'', time.monotonic() + 60
@@ -513,7 +523,8 @@ class HarnessTest(unittest.TestCase):
                     said += os.read(ours, 4096)
             self.assertRegex(said, b'\n2 passed, 0 failed, 0 skipped\r\n$')
             lines = without.communicate(timeout=60)[0].decode().splitlines()
-            self.assertEqual([f'skipped, group shared: {LOSSES["shared"]}', '2 passed, 0 failed, 1 skipped'], [lines[-3], lines[-1]])
+            self.assertEqual([f'skipped, group shared: {LOSSES["shared"]}', '2 passed, 0 failed, 1 skipped'],
+                             [lines[-3], lines[-1]])
             self.assertEqual((0, 0), (in_terminal.wait(10), without.wait(10)))
 
 
@@ -1890,14 +1901,15 @@ class ExecutionPlanTest(unittest.TestCase):
         many = 20000
         names = [f'job_{number}' for number in range(2 * many)]
         start, barrier = frozenset(), frozenset(range(many))
-        chain = [start] + [frozenset((number - 1, number // 2)) for number in range(1, 2 * many)]       # events that all want one name
+        chain = [start] + [frozenset((number - 1, number // 2)) for number in range(1, 2 * many)]
         gates = torc.Allocation('on_jobs_ready', range(many), {'scheduler': 's'})
         for needs, count in (([start] * many + [barrier] * many, 2), (chain, 2 * many)):
             started = time.process_time()
             plan = torc.execution_plan(names, needs, [gates])
             self.assertLess(time.process_time() - started, 10)
             self.assertEqual(count, len({event['id'] for event in plan['events']}))
-            self.assertEqual(many if count == 2 else 1, sum(len(row['job_names']) for event in plan['events'] for row in event['scheduler_allocations']))
+            made = [row for event in plan['events'] for row in event['scheduler_allocations']]
+            self.assertEqual([many if count == 2 else 1], [len(row['job_names']) for row in made])
 
 
 class FieldsTest(unittest.TestCase):
@@ -1999,7 +2011,7 @@ class StoreTest(unittest.TestCase):
         with unittest.mock.patch.object(torc, 'SCHEMA_VERSION', newer), \
                 unittest.mock.patch.dict(torc.MIGRATIONS, {newer: 'ALTER TABLE workflow ADD COLUMN colour TEXT;'}):
             os.mkdir(f'{self.path}.v{newer - 1}')       # no copy, no migration
-            self.assertRaisesRegex(torc.BadInput, 'cannot write .*: Is a directory; give another place with --db', self.open)
+            self.assertRaisesRegex(torc.BadInput, 'cannot write .*: Is a directory.* --db', self.open)
             os.rmdir(f'{self.path}.v{newer - 1}')
             store = self.open()
             self.assertIn('colour', [column.name for column in store.columns('workflow')])
@@ -3165,18 +3177,24 @@ class ActionTest(ServiceTest):
         def failures() -> List[Optional[str]]:
             return [action.get('failure') for action in self.call('get_workflow_actions', id=workflow_id)]
 
-        workflow_id = self.create('a:', actions=[self.action('on_workflow_start'), self.action('on_worker_start', None, True), self.action('on_workflow_complete')])
-        nodes = self.node(workflow_id), self.node(workflow_id)
-        for node_id, results in zip(nodes, (((1, False, 'command 1 ended'), (2, False, None)), ((2, True, '1 commands completed'),))):
+        workflow_id = self.create('a:', actions=[
+            self.action('on_workflow_start'), self.action('on_worker_start', None, True),
+            self.action('on_workflow_complete')])
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        for node_id, results in ((first, [{'action_id': 1, 'success': False, 'message': 'command 1 ended'},
+                                          {'action_id': 2, 'success': False}]),
+                                 (second, [{'action_id': 2, 'success': True, 'message': 'completed'}])):
             self.due(workflow_id, node_id)
-            self.sync(workflow_id, node_id, action_results=[
-                dict({'action_id': action_id, 'success': success}, **({'message': message} if message else {})) for action_id, success, message in results])
-        self.assertEqual(['command 1 ended', 'failed', None], failures())     # that of one node, whatever the others say
+            self.sync(workflow_id, node_id, action_results=results)
+        self.assertEqual(['command 1 ended', 'failed', None], failures())   # of one node is enough
         events = self.call('list_events', workflow_id=workflow_id, category='action')['items']
-        self.assertEqual([('action_failed', 'error', 'command 1 ended'), ('action_failed', 'error', ''), ('action_completed', None, '1 commands completed')],
-                         [tuple(event['data'].get(key) for key in ('event_type', 'level', 'message')) for event in events])
-        self.assertNotIn('failure', self.call('create_workflow_action', {
-            'workflow_id': workflow_id, 'trigger_type': 'on_workflow_start', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'failure': 'x'}, workflow_id=workflow_id))
+        self.assertEqual([('action_failed', 'error', 'command 1 ended'), ('action_failed', 'error', ''),
+                          ('action_completed', None, 'completed')],
+                         [tuple(event['data'].get(key) for key in ('event_type', 'level', 'message'))
+                          for event in events])
+        body = dict(self.action('on_workflow_start'), workflow_id=workflow_id, failure='x')
+        del body['job_indexes']
+        self.assertNotIn('failure', self.call('create_workflow_action', body, workflow_id=workflow_id))
         self.call('initialize_jobs', id=workflow_id)
         self.assertEqual([None] * 4, failures())
 
@@ -3268,12 +3286,17 @@ class JobNameTest(ServiceTest):
         taken = f"workflow {self.workflow_id} has a job 'a' already; give another name"
         self.assertRefused(taken, 'create_job', self.job)
         self.assertRefused(taken, 'create_jobs', {'jobs': [dict(self.job, name='new'), self.job]})
-        self.assertRefused("the name 'new' stands twice", 'create_jobs', {'jobs': [dict(self.job, name='new')] * 2})
+        twice = {'jobs': [dict(self.job, name='new')] * 2}
+        self.assertRefused("the name 'new' stands twice", 'create_jobs', twice)
         self.assertRefused(taken, 'update_job', {'name': 'a'}, id=2)
         running = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
-        self.assertRefused("has a job 'b' already", 'spawn_jobs', {'jobs': [{'name': 'b', 'command': 'x'}]}, id=running['id'])
-        for sql in ("UPDATE job SET name = 'a' WHERE id = 2", "INSERT INTO job (workflow_id, name, command, kind_id) SELECT workflow_id, name, command, kind_id FROM job"):
-            self.assertIn('two jobs of a workflow would have the same name', self.call('admin_sql', {'sql': sql, 'write': True}).message)
+        jobs = {'jobs': [{'name': 'b', 'command': 'x'}]}
+        self.assertRefused("has a job 'b' already", 'spawn_jobs', jobs, id=running['id'])
+        columns = 'workflow_id, name, command, kind_id'
+        for sql in ("UPDATE job SET name = 'a' WHERE id = 2",
+                    f'INSERT INTO job ({columns}) SELECT {columns} FROM job'):
+            answer = self.call('admin_sql', {'sql': sql, 'write': True})
+            self.assertIn('two jobs of a workflow would have the same name', answer.message)
         self.assertEqual(['a', 'b'], self.names())
 
     def test_a_plan_that_another_program_made_may_not_hold_a_name_twice(self):
@@ -3295,21 +3318,28 @@ class GraphTest(ServiceTest):
 
     def test_jobs_that_wait_for_the_same_share_a_set(self):
         workflow_id = self.create('a:\nb:\nc: a b\nd: b a\ne: a\n')
-        names, numbers, sets = (self.call('get_dependency_graph', id=workflow_id)[key] for key in ('job_names', 'set_numbers', 'sets'))
+        graph = self.call('get_dependency_graph', id=workflow_id)
+        names, numbers, sets = graph['job_names'], graph['set_numbers'], graph['sets']
         self.assertEqual({'a': [], 'b': [], 'c': ['a', 'b'], 'd': ['a', 'b'], 'e': ['a']},
-                         {name: [names[job_id - 1] for job_id in sets[number]] for name, number in zip(names, numbers)})
+                         {name: [names[job_id - 1] for job_id in sets[number]]
+                          for name, number in zip(names, numbers)})
         self.assertEqual((3, numbers[2]), (len(sets), numbers[3]))
 
     def test_files_and_user_data_count_before_the_workflow_is_initialized(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
         file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
         record_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'u'})['id']
-        for name, more in (('a', {'output_file_ids': [file_id]}), ('b', {'output_user_data_ids': [record_id], 'depends_on_job_ids': [1]}),
-                           ('c', {'input_file_ids': [file_id], 'input_user_data_ids': [record_id]}), ('d', {'input_file_ids': [file_id], 'depends_on_job_ids': [2]})):
+        for name, more in (('a', {'output_file_ids': [file_id]}),
+                           ('b', {'output_user_data_ids': [record_id], 'depends_on_job_ids': [1]}),
+                           ('c', {'input_file_ids': [file_id], 'input_user_data_ids': [record_id]}),
+                           ('d', {'input_file_ids': [file_id], 'depends_on_job_ids': [2]})):
             self.call('create_job', dict(more, workflow_id=workflow_id, name=name, command='true'))
         graph = self.call('get_dependency_graph', id=workflow_id)
-        self.assertEqual(([1, 2, 3, 4], [[], [1], [1, 2], [1, 2]]), (graph['job_ids'], [graph['sets'][number] for number in graph['set_numbers']]))
-        self.assertEqual([], self.call('get_dependency_graph', id=self.call('create_workflow', {'name': 'empty', 'user': 'tester'})['id'])['sets'])
+        self.assertEqual([1, 2, 3, 4], graph['job_ids'])
+        sets = [graph['sets'][number] for number in graph['set_numbers']]
+        self.assertEqual([[], [1], [1, 2], [1, 2]], sets)
+        empty = self.call('create_workflow', {'name': 'empty', 'user': 'tester'})['id']
+        self.assertEqual([], self.call('get_dependency_graph', id=empty)['sets'])
 
 
 class StateTest(ServiceTest):
@@ -4375,7 +4405,8 @@ class SpawnTest(ServiceTest):
 
     def test_what_cannot_be_is_refused_whole(self):
         workflow_id = self.create('main:\ntwin:\nlate: main')
-        self.store.run("UPDATE job SET name = 'twin' WHERE id = ?", (self.call('create_job', {'workflow_id': workflow_id, 'name': 'other', 'command': 'x'})['id'],))
+        other = self.call('create_job', {'workflow_id': workflow_id, 'name': 'other', 'command': 'x'})['id']
+        self.store.run("UPDATE job SET name = 'twin' WHERE id = ?", (other,))   # the first version let it be
         jobs = self.start(workflow_id, self.node(workflow_id))
         self.spawn(jobs['main'], 'old', 'older')
         before = self.statuses(workflow_id), self.records(workflow_id)
@@ -4468,14 +4499,17 @@ class UnwrittenDataTest(ServiceTest):
     def setUp(self) -> None:
         super().setUp()
         self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
-        self.records = [self.call('create_user_data', {'workflow_id': self.workflow_id, 'name': name})['id'] for name in 'yxz']
-        for name in 'ab':
-            self.call('create_job', {'workflow_id': self.workflow_id, 'name': name, 'command': 'c', 'output_user_data_ids': self.records if name == 'a' else []})
+        self.records = [self.call('create_user_data', {'workflow_id': self.workflow_id, 'name': name})['id']
+                        for name in 'yxz']
+        for name, records in (('a', self.records), ('b', [])):
+            self.call('create_job', {'workflow_id': self.workflow_id, 'name': name, 'command': 'c',
+                                     'output_user_data_ids': records})
         self.call('initialize_jobs', id=self.workflow_id)
 
     def warnings(self) -> List[Any]:
         events = self.call('list_events', workflow_id=self.workflow_id, category='user_data')['items']
-        return [tuple(event['data'][key] for key in ('level', 'run_id', 'attempt_id', 'message')) for event in events]
+        return [tuple(event['data'][key] for key in ('level', 'run_id', 'attempt_id', 'message'))
+                for event in events]
 
     def test_it_is_an_event_of_level_warning_and_the_job_stays_completed(self):
         node_id = self.node(self.workflow_id)
@@ -4484,7 +4518,8 @@ class UnwrittenDataTest(ServiceTest):
         for _ in range(2):      # the same end again is no second event
             self.sync(self.workflow_id, node_id, completions=[self.end(jobs['a']), self.end(jobs['b'])])
         self.assertEqual({'a': 'completed', 'b': 'completed'}, self.statuses(self.workflow_id))
-        self.assertEqual([('warning', 1, 1, 'job a has completed without writing its output_user_data: x, y')], self.warnings())
+        message = 'job a has completed without writing its output_user_data: x, y'
+        self.assertEqual([('warning', 1, 1, message)], self.warnings())
 
     def test_a_job_that_has_failed_is_not_warned_of_until_somebody_says_that_it_has_completed(self):
         node_id = self.node(self.workflow_id)
@@ -6066,7 +6101,7 @@ class AnswerTest(LiveTest):
 
     # Keys of ours in answers of the official interface. Torc's clients pass over keys that they do not know, but in the models
     # of REFUSING; and one that they know as another name of a key, beside that key, makes them refuse the answer.
-    ADDED = {'ResultModel.reason'}
+    ADDED = {'ResultModel.reason', 'WorkflowActionModel.failure'}
     ALIASES = {'ClaimActionResponse.claimed'}
     REFUSING = {'SpawnJobModel', 'SpawnJobsRequest', 'DynamicJobsConfig', 'StdioConfig', 'ExecutionConfig'}
 
@@ -6083,6 +6118,7 @@ class AnswerTest(LiveTest):
     def test_answers_of_the_official_interface_have_no_keys_but_its_own_and_those_listed(self):
         self.models = read_shared('torc/api_models.json')
         self.store.run("UPDATE result SET reason = 'no luck'")
+        self.store.run("UPDATE workflow_action SET failure = 'no luck'")
         checked, added = 0, set()
         for row in read_shared('torc/api_operations.json'):
             route = torc.OPERATIONS[row['op']]
@@ -6620,7 +6656,8 @@ class ListTest(LiveTest):
                 other = {name: value + 1 if fields[name].type == 'int' and not name.endswith('_id') else value for name, value in good.items()}
                 twins = 3 if route.resource == 'job' else 2     # names of jobs are unique
                 for place, body in enumerate((good, bare, other)):
-                    self.request(route, {}, dict(body, **({'name': f"A'{place % twins}\"%_ä"} if 'name' in body else {})))
+                    name = {'name': f"A'{place % twins}\"%_ä"} if 'name' in body else {}
+                    self.request(route, {}, dict(body, **name))
         for data in ({'x': {'category': 'mine'}}, {'category': ['mine']}, ['category', 'mine'], {'category': 'a"b'}, {'category': 'ä'}, 'category":"mine', {'category': 5}):
             self.call('create_event', {'workflow_id': workflow_id, 'data': data})
         self.clock += 5
@@ -6634,7 +6671,8 @@ class ListTest(LiveTest):
         for scheduler in ({'a': {'scheduler_id': 1}}, {'scheduler_id': '1'}, {'scheduler_id': 11}, [1]):
             other = self.call('create_compute_node', dict(node, scheduler=scheduler))['id']
         for place, labels in enumerate((['a||b'], ['a', 'b'], ['a'], ['b"]|["a'], [])):
-            self.call('create_job', {'workflow_id': workflow_id, 'name': f'J{place}', 'command': '%', 'labels': labels, 'priority': place % 2})
+            self.call('create_job', {'workflow_id': workflow_id, 'name': f'J{place}', 'command': '%',
+                                     'labels': labels, 'priority': place % 2})
         self.call('retry_job', id=self.ids['failed'], run_id=1, max_retries=5)
         self.call('create_result', self.resolve(dict(GOOD_BODIES['ResultModel'], job_id='$failed', attempt_id=2, return_code=7, run_id=2, compute_node_id=other), self.ids))
         self.call('archive_workflow', {'is_archived': True}, id=self.call('create_workflow', {'name': 'old', 'user': 'somebody'})['id'])
@@ -10782,7 +10820,7 @@ class StyleTest(unittest.TestCase):
         self.assertFalse(torc.style_of(Terminal(), {}).is_unicode)
         self.assertGreater(torc.style_of(Terminal(), {}).width, 0)
         with unittest.mock.patch.object(torc.shutil, 'get_terminal_size', lambda: os.terminal_size((0, 0))):
-            self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # `script` without a terminal of its own
+            self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # of `script` under cron
 
 
 # ======== 20. Commands ========
@@ -11408,11 +11446,12 @@ class ObjectTest(CommandTest):
     def test_no_command_makes_a_second_job_of_one_name(self):
         self.make()
         for words in (('update', 2, '-n', 'prep'), ('create', 1, '-n', 'prep', '-c', 'x')):
-            self.assertExit(4, self.world.main('jobs', *words), "workflow 1 has a job 'prep' already; give another name")
+            self.assertExit(4, self.world.main('jobs', *words), "workflow 1 has a job 'prep' already")
         self.world.write('commands.txt', 'x\ny\n')
-        for line in ('jobs create-from-file 1 commands.txt', 'jobs delete 6', 'jobs create-from-file 1 commands.txt'):
-            self.assertExit(0, self.world.main(*line.split(), '--no-prompts'))
-        self.assertEqual(['job7', 'job8', 'job9'], [job['name'] for job in self.json('jobs list 1')['items']][5:])
+        for line in ('create-from-file 1 commands.txt', 'delete 6', 'create-from-file 1 commands.txt'):
+            self.assertExit(0, self.world.main('jobs', *line.split(), '--no-prompts'))
+        names = [job['name'] for job in self.json('jobs list 1')['items']]
+        self.assertEqual(['job7', 'job8', 'job9'], names[5:])
 
     def test_failure_handlers_are_listed_of_the_jobs_that_have_one(self):
         self.make()
@@ -12336,14 +12375,15 @@ class OutcomeTest(FlowTest):
         lines = self.run_text(text).err.splitlines()
         told = [line for line in lines if line.startswith('warning: job job')]
         self.assertEqual(lines[-len(told) - 2:-2], told)
-        self.assertEqual((10, 'and 2 more: torc.py events list 1 --category user_data'), (len(told), lines[-2]))
+        rest = 'and {} more: torc.py events list 1 --category user_data'
+        self.assertEqual((10, rest.format(2)), (len(told), lines[-2]))
         self.assertIn('warning: job job1 has completed without writing its output_user_data: u1', told)
         self.assertEqual(13, len(self.statuses()))
         self.assertEqual('', self.run_text(text, '-q').err)
         self.assertExit(0, self.world.main('user-data', 'update', 1, '-d', '5'))
         self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
         err = self.assertExit(0, self.world.cli('run', 1)).err      # of this run, not of the one before
-        self.assertEqual((10, 'and 1 more: torc.py events list 1 --category user_data'), (err.count('warning: job job'), err.splitlines()[-2]))
+        self.assertEqual((10, rest.format(1)), (err.count('warning: job job'), err.splitlines()[-2]))
 
     def test_a_job_that_says_so_runs_though_its_prerequisite_failed(self):
         self.run_text('''
@@ -12523,11 +12563,16 @@ class TriggerTest(FlowTest):
                 action_type: run_commands
                 commands: ['{touch('one')}', 'false', '{touch('two')}']
               - {{trigger_type: on_workflow_complete, action_type: run_commands, commands: ['true']}}
-              - {{trigger_type: on_jobs_complete, jobs: [more], action_type: schedule_nodes, scheduler_type: local, scheduler: s}}
+              - trigger_type: on_jobs_complete
+                jobs: [more]
+                action_type: schedule_nodes
+                scheduler_type: local
+                scheduler: s
             ''')
-        rows = [line.split(',') for line in self.world.main('-f', 'csv', 'workflows', 'list-actions', 1).out.splitlines()]
-        self.assertEqual(['Status', 'failed', 'executed', 'waiting'], [row[5] for row in rows])
-        self.assertEqual('command 2 ended with return code 1: false', self.ask_json('workflows', 'list-actions', 1)['actions'][0]['failure'])
+        lines = self.world.main('-f', 'csv', 'workflows', 'list-actions', 1).out.splitlines()
+        self.assertEqual(['Status', 'failed', 'executed', 'waiting'], [line.split(',')[5] for line in lines])
+        action = self.ask_json('workflows', 'list-actions', 1)['actions'][0]
+        self.assertEqual('command 2 ended with return code 1: false', action['failure'])
         self.assertIn(',error,action action_failed,', self.world.main('-f', 'csv', 'events', 'list', 1).out)
         self.assertEqual([True, False, True], [os.path.exists(self.world.path(name)) for name in ('one', 'two', 'ran')])
 
@@ -13475,29 +13520,37 @@ class SurroundingsTest(FlowTest):
     def test_a_file_of_its_own_that_cannot_be_made_is_told_with_the_option_that_names_another_place(self):
         spec = self.world.write('spec.yaml', self.ONE)
         self.world.write('file', '')
-        for directory in ('directory', f'out/job_runner_{socket.gethostname()}_wf1_r1.log', 'logs/torc-server.log', 'torc.db.token'):
+        runner_log = f'out/job_runner_{socket.gethostname()}_wf1_r1.log'
+        for directory in ('directory', runner_log, 'logs/torc-server.log', 'torc.db.token'):
             os.makedirs(self.world.path(directory))
         table = (       # /proc takes no file, whoever asks; what a runner has created before stays
-            (2, ('serve', '-p', 0, '--db', '/proc/x.db'), 'cannot write /proc/x.db.lease: No such file or directory; give another place with --db'),
+            (2, ('serve', '-p', 0, '--db', '/proc/x.db'),
+             'cannot write /proc/x.db.lease: No such file or directory; give another place with --db'),
             (2, ('--db', '/proc/x.db', 'create', spec), 'cannot write /proc/x.db.lease'),
             (2, ('--db', '/proc/x.db', 'run', spec), 'cannot write /proc/x.db.lease'),
-            (3, ('serve', '-p', 0, '--db', '/proc/x.db', '--daemon'), 'cannot write the log /proc/x.db.log: No such file or directory; give another place with --log-dir or --db'),
-            (2, ('serve', '-p', 0, '--db', 'directory'), 'is not a regular file; give another place with --db'),
+            (3, ('serve', '-p', 0, '--db', '/proc/x.db', '--daemon'),
+             'the log /proc/x.db.log: No such file or directory; give another place with --log-dir or --db'),
+            (2, ('serve', '-p', 0, '--db', 'directory'), 'not a regular file; give another place with --db'),
             (2, ('--db', 'file/x.db', 'create', spec), 'cannot make the directory'),
-            (2, ('serve', '-p', 0, '--db', 'a.db', '--log-dir', 'logs'), 'torc-server.log: Is a directory; give another place with --log-dir'),
-            (2, ('serve', '-p', 0, '--db', 'a.db', '--pid-file', 'directory'), 'directory: Is a directory; give another place with --pid-file'),
+            (2, ('serve', '-p', 0, '--db', 'a.db', '--log-dir', 'logs'),
+             'torc-server.log: Is a directory; give another place with --log-dir'),
+            (2, ('serve', '-p', 0, '--db', 'a.db', '--pid-file', 'directory'),
+             'directory: Is a directory; give another place with --pid-file'),
             (4, ('serve', '-p', 0, '--db', 'torc.db'), 'torc.db.token is not a private file of yours'),
-            (2, ('run', '-o', 'out', spec), '_wf1_r1.log: Is a directory; give another place with --output-dir'))
+            (2, ('run', '-o', 'out', spec), '_r1.log: Is a directory; give another place with --output-dir'))
         for code, words, text in table:
             with self.subTest(words):
                 self.assertExit(code, self.world.cli(*words), text)
-        self.assertRaisesRegex(torc.Denied, 'there is no token file', torc.read_token, self.world.path('file', 'token'))
+        path = self.world.path('file', 'token')
+        self.assertRaisesRegex(torc.Denied, 'there is no token file', torc.read_token, path)
 
     def test_no_device_nor_pipe_is_replaced_by_a_file(self):
         path, said = self.world.path('pipe'), []
         os.mkfifo(path)
-        self.assertRaisesRegex(OSError, 'Is not a regular file', torc.write_atomically, path, b'1')     # root could replace /dev/null
-        self.assertExit(2, self.world.cli('serve', '-p', 0, '--db', 'a.db', '--pid-file', path), 'Is not a regular file; give another place with --pid-file')
+        # With root's rights a file could be put in the place of /dev/null.
+        self.assertRaisesRegex(OSError, 'Is not a regular file', torc.write_atomically, path, b'1')
+        self.assertExit(2, self.world.cli('serve', '-p', 0, '--db', 'a.db', '--pid-file', path),
+                        'Is not a regular file; give another place with --pid-file')
         store = torc.Store(self.world.path('torc.db'))
         self.addCleanup(store.close)
         with self.assertLogs('torc', 'ERROR') as logged:
@@ -13509,7 +13562,8 @@ class SurroundingsTest(FlowTest):
         self.world.write('spec.yaml', self.ONE)
         for line, code in (('$TORC run spec.yaml >&-', 0), ('$TORC run spec.yaml 2>&-', 0), ('$TORC run spec.yaml 2>/dev/full', 0),
                            ('$TORC status 1 >&-', 0), ('$TORC status 99 2>&-', 4), ('$TORC run nosuch.yaml 2>/dev/full', 2),
-                           ('$TORC status 1 >/dev/full', 2), ('$TORC status 99 >/dev/full 2>&1', 4), ('$TORC exec >/dev/full 2>/dev/full', 2), ('$TORC create --dry-run - <&-', 2)):
+                           ('$TORC status 1 >/dev/full', 2), ('$TORC status 99 >/dev/full 2>&1', 4),
+                           ('$TORC exec >/dev/full 2>/dev/full', 2), ('$TORC create --dry-run - <&-', 2)):
             with self.subTest(line):
                 self.assertExit(code, self.shell(line))
         self.assertEqual({'a': 'completed'}, self.statuses(3))

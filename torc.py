@@ -87,7 +87,8 @@ import time
 import traceback
 import unicodedata
 import urllib.parse
-from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Set, Tuple, Union
 
 try:
     import tomllib
@@ -667,17 +668,19 @@ def open_new_private(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def writing(what: str, option: str) -> Iterator[None]:
-    """Report a file of ours that cannot be made there as an error of the user, with the option that names another place."""
+    """Report a file that cannot be written as the user's error, with the option that names another place."""
     try:
         yield
     except OSError as error:
-        raise BadInput(f'cannot write {what}: {error.strerror or error}; give another place with {option}') from None
+        cause = error.strerror or error
+        raise BadInput(f'cannot write {what}: {cause}; give another place with {option}') from None
 
 
 def refuse_special_file(path: str) -> None:
     """OSError if there is something else than a file: root could replace a device, such as /dev/null."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, 'Is a directory' if os.path.isdir(path) else 'Is not a regular file', path)
+        kind = 'Is a directory' if os.path.isdir(path) else 'Is not a regular file'
+        raise OSError(errno.EINVAL, kind, path)
 
 
 def write_atomically(path: str, data: bytes, mode: int = 0o600, is_new: bool = False) -> None:
@@ -2466,7 +2469,7 @@ FIELDS = tuple(Field(*row) for row in (
     ('job', 'input_file_regexes',             'regexes', None,     True,  'input_files by regular expressions'),
     ('job', 'output_file_regexes',            'regexes', None,     True,  'output_files by regular expressions'),
     ('job', 'input_user_data',                'names',   None,     True,  'user data that it reads: its producers must finish first'),
-    ('job', 'output_user_data',               'names',   None,     True,  'user data that it writes: a warning tells if it has not'),
+    ('job', 'output_user_data',               'names',   None,     True,  'user data that it writes'),
     ('job', 'input_user_data_regexes',        'regexes', None,     True,  'input_user_data by regular expressions'),
     ('job', 'output_user_data_regexes',       'regexes', None,     True,  'output_user_data by regular expressions'),
     ('job', 'resource_requirements',          'name',    None,     True,  'what it needs; else 1 CPU, 1m of memory, 1 minute'),
@@ -2529,7 +2532,8 @@ FIELDS = tuple(Field(*row) for row in (
     ('action', 'action_type',               'action_type',    REQUIRED, False, 'what it does', 'schedule_nodes'),
     ('action', 'jobs',                      'names',          None,     False, 'on_jobs_*: when all of these are ready or have finished'),
     ('action', 'job_name_regexes',          'regexes',        None,     False, 'the same, by regular expressions'),
-    ('action', 'commands',                  'texts',          None,     False, 'run_commands: shell commands, one after the other, run in the output directory'),
+    ('action', 'commands',                  'texts',          None,     False,
+     'run_commands: shell commands, one after the other, in the output directory'),
     ('action', 'scheduler',                 'name',           None,     False, 'schedule_nodes: a slurm scheduler'),
     ('action', 'scheduler_type',            'scheduler_type', None,     False, 'schedule_nodes: kind of scheduler'),
     ('action', 'num_allocations',           'positive',       1,        False, 'schedule_nodes: how many'),
@@ -4619,8 +4623,10 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
 
 
 def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[int], List[int]]]:
-    """Groups (prerequisites, jobs that wait for just these) in the order in which they become ready, breadth first; those
-    that never do, left out."""
+    """Groups (prerequisites, jobs that wait for just these) in the order of becoming ready, breadth first.
+
+    Those that never become ready are left out.
+    """
     missing = [len(members) for members, _ in groups]
     waiting: Dict[int, List[int]] = {}
     for number, (members, _) in enumerate(groups):
@@ -4926,7 +4932,7 @@ CREATE TABLE job (
     input_hash                     TEXT                 -- of what the last claim handed out
 );
 CREATE INDEX job_by_status ON job (workflow_id, status);
-CREATE INDEX job_by_name ON job (workflow_id, name);    -- unique, but for workflows that are older than this index
+CREATE INDEX job_by_name ON job (workflow_id, name);    -- unique, but in older workflows
 CREATE INDEX job_ready ON job (kind_id, id) WHERE status = 2;   -- the order of claims
 CREATE INDEX job_waiting ON job (dep_set_id) WHERE dep_set_id IS NOT NULL;
 CREATE INDEX job_by_explicit_set ON job (explicit_set_id) WHERE explicit_set_id IS NOT NULL;
@@ -6293,19 +6299,22 @@ def implied_prerequisites(store: Store, workflow_id: int) -> Dict[int, Set[int]]
 def get_dependency_graph(store: Store, workflow_id: int) -> Dict[str, Any]:
     """What each job of a workflow waits for, by its request or through files and user data.
 
-    Sets that several jobs wait for are given once: spelled out, 1,000 jobs before 1,000 jobs are a million edges.
+    A set that several jobs wait for is given once: spelled out, 1,000 jobs before 1,000 have 10^6 edges.
     """
     workflow_state(store, workflow_id)
-    rows = store.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    rows = store.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id',
+                      (workflow_id,))
     members = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
     for set_id, job_id in store.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
                                      '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
         members[set_id].append(job_id)
     implied = implied_prerequisites(store, workflow_id)
     numbers = {}  # type: Dict[Tuple[Optional[int], frozenset], int]
-    set_numbers = [numbers.setdefault((explicit_set, frozenset(implied.get(job_id, ()))), len(numbers)) for job_id, _, explicit_set in rows]
+    set_numbers = [numbers.setdefault((explicit_set, frozenset(implied.get(job_id, ()))), len(numbers))
+                   for job_id, _, explicit_set in rows]
     sets = [sorted(producers.union(members[explicit_set])) for explicit_set, producers in numbers]
-    return {'job_ids': [row[0] for row in rows], 'job_names': [row[1] for row in rows], 'set_numbers': set_numbers, 'sets': sets}
+    return {'job_ids': [row[0] for row in rows], 'job_names': [row[1] for row in rows],
+            'set_numbers': set_numbers, 'sets': sets}
 
 
 def rebuild_dependencies(store: Store, workflow_id: int) -> None:
@@ -6462,8 +6471,8 @@ def rearm_actions(store: Store, workflow_id: int, is_partial: bool) -> None:
         kept = ("trigger_type = 'on_workflow_start' OR trigger_type IN ('on_jobs_ready', 'on_jobs_complete') AND NOT EXISTS "
                 '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
                 f'WHERE action_job.action_id = workflow_action.id AND job.status NOT IN {sql_list(FINISHED)})')
-    store.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, is_reported = 0, failure = NULL '
-              f'WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
+    store.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
+              f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
     store.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE workflow_id = ? AND executed = 0)',
               (workflow_id,))
 
@@ -6522,8 +6531,8 @@ def create_workflow_action(store: Store, workflow_id: int, body: Dict[str, Any])
     check_action(store, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
     check_owned(store, 'job', workflow_id, job_ids)
     is_gated = body['trigger_type'] in JOB_TRIGGERS
-    values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None, executed_by=None, failure=None,
-                  required_triggers=max(1, len(job_ids)) if is_gated else 1)
+    values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None, executed_by=None,
+                  failure=None, required_triggers=max(1, len(job_ids)) if is_gated else 1)
     action_id = store.insert('workflow_action', values)
     store.insert_rows('action_job', ('action_id', 'job_id'), ((action_id, job_id) for job_id in job_ids))
     if workflow_state(store, workflow_id).run_id:   # it comes late: what it waits for may have been
@@ -6608,8 +6617,9 @@ def take_action(store: Store, action_id: int, node_id: Optional[int], persistent
         taken = store.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) VALUES (?, ?)', (action_id, node_id or 0))
         store.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
     else:
-        taken = store.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, is_reported = 0, failure = NULL '
-                          'WHERE id = ? AND executed = 0', (now, node_id, action_id))
+        taken = store.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
+                          'is_reported = 0, failure = NULL WHERE id = ? AND executed = 0',
+                          (now, node_id, action_id))
     return bool(taken)
 
 
@@ -7119,7 +7129,7 @@ def check_bulk(workflow_ids: Sequence[int], names: Sequence[str], noun: str) -> 
 
 
 def refuse_taken_name(store: Store, workflow_id: int, name: str) -> None:
-    """Refuse a name for a job that another job of the workflow has: commands and dependencies find jobs by their names."""
+    """Refuse a name that a job of the workflow has: commands and dependencies find jobs by their names."""
     if store.one('SELECT 1 FROM job WHERE workflow_id = ? AND name = ?', (workflow_id, name)):
         raise Refused(f'workflow {workflow_id} has a job {printable(name)!r} already; give another name')
 
@@ -8374,15 +8384,18 @@ def note_unclaimed(store: Store, job: JobState) -> None:
 
 
 def record_unwritten_data(store: Store, state: WorkflowState, job: JobState) -> None:
-    """Warn of user data that a job has declared as its output and not written. It stays completed: in Torc, which passes
-    over it, such workflows go on."""
-    names = store.ids('SELECT item.name FROM job_output_user_data made CROSS JOIN user_data item ON item.id = made.user_data_id '
+    """Warn of user data that a job has declared as its output and not written.
+
+    It stays completed: Torc passes over it, and its workflows go on.
+    """
+    names = store.ids('SELECT item.name FROM job_output_user_data made '
+                      'CROSS JOIN user_data item ON item.id = made.user_data_id '
                       'WHERE made.job_id = ? AND item.data IS NULL ORDER BY item.name', (job.id,))
     if names:
+        message = f"job {job.name} has completed without writing its output_user_data: {', '.join(names)}"
         record_event(store, state.id, {
-            'category': 'user_data', 'event_type': 'output_missing', 'job_id': job.id, 'job_name': job.name, 'run_id': state.run_id,
-            'attempt_id': job.attempt_id, 'message': f"job {job.name} has completed without writing its output_user_data: {', '.join(names)}"},
-            'warning')
+            'category': 'user_data', 'event_type': 'output_missing', 'job_id': job.id, 'job_name': job.name,
+            'run_id': state.run_id, 'attempt_id': job.attempt_id, 'message': message}, 'warning')
 
 
 def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, Any]) -> bool:
@@ -9091,7 +9104,8 @@ def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[st
         return      # deleted while it ran
     note_action_reported(store, result['action_id'], node_id)
     if not result['success']:
-        store.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (result.get('message') or 'failed', result['action_id']))
+        failure = result.get('message') or 'failed'
+        store.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, result['action_id']))
     event_type, severity = ('action_completed', 'info') if result['success'] else ('action_failed', 'error')
     record_event(store, workflow_id, {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
                                       'message': result.get('message') or ''}, severity)
@@ -9154,7 +9168,8 @@ SQL_LITERALS = Expression(r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]
 SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
 SQL_READERS = ('SELECT', 'VALUES', 'WITH')
 SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH', 'CREATE')
-TWINS = 'SELECT coalesce(sum(twins), 0) FROM (SELECT count(*) - 1 AS twins FROM job GROUP BY workflow_id, name)'
+TWINS = ('SELECT coalesce(sum(twins), 0) FROM '
+         '(SELECT count(*) - 1 AS twins FROM job GROUP BY workflow_id, name)')
 COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])    # what the counters of dependency sets are made from
 
 
@@ -9502,9 +9517,10 @@ MODELS = {
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
-    'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str executed_by:int failure:str '
-                           'id:int is_recovery:bool job_ids:[int] persistent:bool required_triggers:int trigger_count:int '
-                           'trigger_type:str! workflow_id:int!',
+    'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
+                           'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] '
+                           'persistent:bool required_triggers:int trigger_count:int trigger_type:str! '
+                           'workflow_id:int!',
     'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
                            'blockers:[@JobExplanation]!',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int compute_node_ignore_workflow_completion:bool '
@@ -10173,7 +10189,8 @@ ROUTES = (
           returns='@SlurmJobCorrelationsResponse'),
     Route('list_job_ids',                'GET',    WF + '/job_ids',           list_job_ids, returns='@ListJobIdsResponse'),
     Route('list_job_dependencies',       'GET',    WF + '/job_dependencies',  list_relations, 'job', PAGE, returns='@ListJobDependenciesResponse'),
-    Route('get_dependency_graph',        'GET',    WF + '/dependency_graph',  get_dependency_graph, returns='@DependencyGraph'),
+    Route('get_dependency_graph',        'GET',    WF + '/dependency_graph',  get_dependency_graph,
+          returns='@DependencyGraph'),
     Route('list_job_file_relationships', 'GET',    WF + '/job_file_relationships', list_relations, 'file', PAGE, returns='@ListJobFileRelationshipsResponse'),
     Route('list_job_user_data_relationships', 'GET', WF + '/job_user_data_relationships', list_relations, 'user_data', PAGE, returns='@ListJobUserDataRelationshipsResponse'),
 
@@ -15848,7 +15865,8 @@ def style_of(stream: Any, environ: Dict[str, str]) -> Style:
     is_terminal = bool(getattr(stream, 'isatty', None) and stream.isatty())
     is_unicode = (getattr(stream, 'encoding', None) or '').lower().replace('-', '') == 'utf8'
     has_colour = is_terminal and not environ.get('NO_COLOR') and environ.get('TERM') != 'dumb'
-    width = shutil.get_terminal_size().columns or 80 if is_terminal else 0      # before Python 3.9: 0 of one without a size
+    # Before Python 3.9 a terminal that was given no size has 0 columns.
+    width = shutil.get_terminal_size().columns or 80 if is_terminal else 0
     return Style(is_unicode, is_terminal, has_colour, width)
 
 
@@ -16505,7 +16523,8 @@ SHOWN_OBJECTS = {
     '(elapsed)': format_running_time,
     '(preview)': lambda item: cut(format_json(item.get('data')), 60),
     '(progress)': lambda action: f"{action.get('trigger_count', 0)}/{action.get('required_triggers', 1)}",
-    '(state)': lambda action: 'failed' if action.get('failure') else 'executed' if action.get('executed') else 'waiting',
+    '(state)': lambda action: ('failed' if action.get('failure') else
+                               'executed' if action.get('executed') else 'waiting'),
     '(allocations)': inner_value('action_config', 'num_allocations'),
     '(level)': inner_value('data', 'level', 'info'),
     '(type)': format_event_type,
