@@ -2,6 +2,7 @@
 """Tests of torc.py. `python3 test_torc.py` runs everything that this machine can run.
 
     python3 test_torc.py [-v] [PATTERN...]     tests whose 'Class.test' holds a pattern (* and ? as in file names)
+    python3 test_torc.py --fast                without the classes marked @slow
     python3 test_torc.py --python PATH         on another interpreter
     python3 test_torc.py --require shared,python36    a skip of these groups is a failure
     python3 test_torc.py bench [--quick] [--python PATH]    measurements beside this machine's xargs and make
@@ -115,6 +116,12 @@ def need(group: str, condition: Any, what: str) -> None:
     """Skip the test, by its group's name, unless the condition holds. `what` says what the machine would need."""
     if not condition:
         raise unittest.SkipTest(f'{group}: {what}')
+
+
+def slow(case: type) -> type:
+    """Keep a class out of the fast group: it starts whole programs, and takes more than some seconds to do so."""
+    case.is_slow = True
+    return case
 
 
 def shared(path: str) -> str:
@@ -6227,6 +6234,7 @@ def model_mistakes(kind: str, good: Any, path: str) -> Iterator[Tuple[str, Any]]
             yield where, dict(good, **{name: wrong})
 
 
+@slow
 class MistakeTest(LiveTest):
     """Whatever is wrong in a request is answered with a 4xx that names it, and changes nothing."""
     maxDiff = None
@@ -7723,6 +7731,7 @@ class AdminServerTest(WorldTest):
             self.assertEqual(3, counting.writes)
 
 
+@slow
 class TlsServerTest(ServerTest):
     """All of that over TLS, and what is TLS's own."""
 
@@ -8369,6 +8378,7 @@ class TurnTest(WorldTest):
         self.world.wait(lambda: self.server.turn() or len(self.server.connections) == 12, 10, 'the others to be let in')
 
 
+@slow
 class ServeTest(WorldTest):
     """`torc.py serve`, from outside."""
 
@@ -8567,6 +8577,7 @@ class RegistrationTest(WorldTest):
         self.assertExit(4, self.world.cli('ping'), 'there is no server')
 
 
+@slow
 class MemoryDatabaseTest(WorldTest):
     """--in-memory: the live database in memory, a copy in its file."""
 
@@ -8982,6 +8993,7 @@ class AddressTest(WorldTest):
         self.assertNotIn(token.encode(), impostor.heard)
 
 
+@slow
 class FindServerTest(WorldTest):
     """Which database a command uses when none is named."""
     HELLO = 'name: hello\njobs: [{name: a, command: "echo of $TORC_WORKFLOW_ID"}]\n'
@@ -9108,6 +9120,7 @@ class FindServerTest(WorldTest):
         self.assertExit(4, self.cli('delete', 1, 2, '--no-prompts'), f'Deleted {place}\n', 'there is no workflow 2')
 
 
+@slow
 class TlsClientTest(WorldTest):
     """https, from the client's side."""
 
@@ -10998,6 +11011,7 @@ class TerminalText(io.StringIO):
         return True
 
 
+@slow
 class ReasonTest(CommandTest):
     """Why jobs failed or do not run, wherever people look."""
     MISSING = 'declared output files are missing: out.txt'
@@ -11193,6 +11207,7 @@ class ReasonTest(CommandTest):
         self.assertEqual('x\x1b[2Jy', self.text('logs 2 job1'))
 
 
+@slow
 class FollowTest(CommandTest):
     """logs --follow."""
 
@@ -11987,6 +12002,7 @@ class PasswordCommandTest(CommandTest):
         self.assertEqual(['ann:HASH'], self.lines())
 
 
+@slow
 class PasswordServeTest(CommandTest):
     """`serve` with a password file."""
 
@@ -12587,6 +12603,7 @@ class TriggerTest(FlowTest):
                          [self.world.read('out put/action'), self.world.read('job')])
 
 
+@slow
 class AgainTest(FlowTest):
     """Running again: reinit, reset, continue."""
 
@@ -12668,6 +12685,7 @@ class AgainTest(FlowTest):
         self.assertNotIn('Traceback', outcome.err)
 
 
+@slow
 class GoOnTest(FlowTest):
     """The summary of a run tells the command that goes on from there, and it does."""
     JOBS = '''
@@ -12761,6 +12779,7 @@ class GoOnTest(FlowTest):
         self.go_on(outcome)
 
 
+@slow
 class EditedFileTest(FlowTest):
     """Edit the file, run it again."""
 
@@ -12971,6 +12990,7 @@ class EditedFileTest(FlowTest):
         self.assertLess(len(outcome.out), 600)
 
 
+@slow
 class InterruptTest(FlowTest):
     """A run that somebody stops."""
 
@@ -13053,6 +13073,7 @@ class InterruptTest(FlowTest):
         self.assertEqual(21, len(self.results()))
 
 
+@slow
 class ServedTest(FlowTest):
     """A lasting server, and commands that find it."""
 
@@ -13293,6 +13314,7 @@ class WrongInputTest(FlowTest):
 
 # -------- the recorded specs --------
 
+@slow
 class RecordedSpecTest(FlowTest):
     """Every recorded spec that needs no Slurm runs to its end; what it creates is what Torc stored."""
 
@@ -13499,6 +13521,7 @@ for path in open('stubs/' + os.environ['TORC_JOB_NAME']).read().splitlines():
 WRAPPER_STUB = 'exec "$@"\n'
 
 
+@slow
 class SurroundingsTest(FlowTest):
     """What is around the program may be as bad as it likes."""
     ONE = 'name: one\njobs: [{name: a, command: echo hello}]\n'
@@ -14263,6 +14286,7 @@ def resident_kb_of(pid: int) -> int:
     return int(re.search(r'VmRSS:\s*(\d+) kB', read_text(f'/proc/{pid}/status')).group(1))
 
 
+@slow
 class OutputOwnerTest(WorldTest):
     """An output directory belongs to one database."""
     SPEC = 'name: {0}\njobs: [{{name: greet, command: "echo from {0}"}}]\n'
@@ -14405,6 +14429,7 @@ class OutputOwnerTest(WorldTest):
         self.assertRaises(torc.Denied, torc.read_output_record, self.world.path('out'))
 
 
+@slow
 class FaultTest(WorldTest):
     """Small versions of what `faults` does at length."""
 
@@ -14750,6 +14775,7 @@ class CodeLaws(unittest.TestCase):
         self.assertEqual((0, ''), (done.returncode, done.stdout))
 
 
+@slow
 class ProjectLaws(unittest.TestCase):
     """What the files around torc.py obey."""
 
@@ -14846,6 +14872,7 @@ def write_readme() -> int:
     return 0
 
 
+@slow
 class ReadmeLaws(unittest.TestCase):
     """README.md tells the truth."""
     maxDiff = None
@@ -14935,6 +14962,7 @@ class ReadmeLaws(unittest.TestCase):
             self.assertTrue(os.path.exists(os.path.join(HERE, name)), name)
 
 
+@slow
 class CommandExampleLaws(WorldTest):
     """Every example of the commands' table runs."""
 
@@ -14978,6 +15006,7 @@ class CommandExampleLaws(WorldTest):
 EXAMPLE_HEAD = re.compile(r'(?:#|//) shows:  (?P<shows>\S.*)\n(?:#|//) run:    python3 torc\.py run (?P<run>.*)\n(?:#|//) expect: (?P<expect>.*)\n')
 
 
+@slow
 class ExampleLaws(WorldTest):
     """Every example says what it shows, and does what it says."""
 
@@ -15659,10 +15688,12 @@ def title_of(test: Any) -> str:
     return '.'.join(test.id().split('.')[-2:])
 
 
-def chosen_tests(patterns: Sequence[str]) -> List[unittest.TestSuite]:
-    """All tests of this file in its order, or those whose title holds one of the patterns."""
+def chosen_tests(patterns: Sequence[str], is_fast: bool) -> List[unittest.TestSuite]:
+    """All tests of this file in its order, or those whose title holds one of the patterns; none marked @slow if fast."""
     loader, found = unittest.TestLoader(), []
     for case in {value for value in globals().values() if isinstance(value, type) and issubclass(value, unittest.TestCase)}:
+        if is_fast and 'is_slow' in vars(case):
+            continue
         names = sorted(loader.getTestCaseNames(case), key=lambda name: line_of(case, name))
         chosen = [name for name in names if not patterns or any(
             fnmatch.fnmatchcase(f'{case.__name__}.{name}'.lower(), f'*{pattern.lower()}*') for pattern in patterns)]
@@ -15676,12 +15707,12 @@ def line_of(case: type, name: str) -> int:
     return inspect.unwrap(getattr(case, name)).__code__.co_firstlineno
 
 
-def run_tests(patterns: Sequence[str], required: Sequence[str], is_verbose: bool) -> int:
+def run_tests(patterns: Sequence[str], required: Sequence[str], is_fast: bool, is_verbose: bool) -> int:
     """Run, report, count. 1 if anything failed."""
     warnings.simplefilter('error', ResourceWarning)
     begun = time.monotonic()
     score = Score(required, is_verbose)
-    unittest.TestSuite(chosen_tests(patterns)).run(score)
+    unittest.TestSuite(chosen_tests(patterns, is_fast)).run(score)
     failed = score.failed_tests()
     print()
     for title, texts in failed.items():
@@ -15705,6 +15736,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument('patterns', nargs='*', help="tests to run, or one of: bench, faults, readme")
     parser.add_argument('-v', '--verbose', action='store_true', help='a line per test, and the slowest ones')
     parser.add_argument('--require', default='', metavar='GROUP,...', help='groups whose skip is a failure')
+    parser.add_argument('--fast', action='store_true', help='only tests that are quick: about a third of the time')
     parser.add_argument('--python', metavar='PATH', help='another interpreter (bench: beside this one)')
     parser.add_argument('--quick', action='store_true', help='bench, faults: small sizes')
     parser.add_argument('--seed', type=int, help='faults: the moments of the kills')
@@ -15719,7 +15751,8 @@ def main(argv: Sequence[str]) -> int:
         return run_faults(options.quick, options.seed, options.patterns[1:])
     if options.patterns == ['readme']:
         return write_readme()
-    return run_tests(options.patterns, [group for group in options.require.split(',') if group], options.verbose)
+    required = [group for group in options.require.split(',') if group]
+    return run_tests(options.patterns, required, options.fast, options.verbose)
 
 
 if __name__ == '__main__':
