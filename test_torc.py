@@ -6108,7 +6108,8 @@ class AnswerTest(LiveTest):
 
     # Keys of ours in answers of the official interface. Torc's clients pass over keys that they do not know, but in the models
     # of REFUSING; and one that they know as another name of a key, beside that key, makes them refuse the answer.
-    ADDED = {'ResultModel.reason', 'WorkflowActionModel.failure'}
+    ADDED = {'ResultModel.reason', 'WorkflowActionModel.failure', 'WorkflowModel.message',
+             'WorkflowModel.spec_path'}
     ALIASES = {'ClaimActionResponse.claimed'}
     REFUSING = {'SpawnJobModel', 'SpawnJobsRequest', 'DynamicJobsConfig', 'StdioConfig', 'ExecutionConfig'}
 
@@ -6126,6 +6127,7 @@ class AnswerTest(LiveTest):
         self.models = read_shared('torc/api_models.json')
         self.store.run("UPDATE result SET reason = 'no luck'")
         self.store.run("UPDATE workflow_action SET failure = 'no luck'")
+        self.store.run("UPDATE workflow SET spec_path = '/w.yaml'")
         checked, added = 0, set()
         for row in read_shared('torc/api_operations.json'):
             route = torc.OPERATIONS[row['op']]
@@ -6481,8 +6483,9 @@ class MatrixTest(ServiceTest):
 
 
 OFFICIAL_TYPES = {'Int': 'integer', 'Str': 'string', 'Bool': 'boolean', 'Float': 'number', 'Object': 'object', 'object': 'object', 'Any': 'any'}
-OTHER_ANSWERS = {   # operation -> our answer; the official interface says only 'object'
+OTHER_ANSWERS = {   # operation -> our answer; the official interface says only 'object', or a part of it
     'cancel_workflow': 'WorkflowModel', 'initialize_jobs': 'MessageResponse', 'reset_workflow_status': 'WorkflowModel',
+    'delete_workflow': 'DeletedWorkflow',       # a WorkflowModel with a message
     'delete_events': 'DeleteCountResponse', 'delete_results': 'DeleteCountResponse',
     'delete_all_user_data': 'DeletedUserData', 'delete_resource_requirements': 'DeleteCountResponse',
 }
@@ -11606,6 +11609,15 @@ class WorkflowTest(CommandTest):
         outcome = self.assertExit(4, self.world.main('delete', 1, 7, '--no-prompts', env={'TORC_USERNAME': 'other'}), 'belongs to tester')
         self.assertIn('there is no workflow 7', outcome.err)
         self.assertExit(0, self.world.main('delete', 1, '--force'), 'Deleted workflow 1')
+
+    def test_a_deletion_says_so_through_the_interface_and_the_command_shows_the_workflow_alone(self):
+        self.make()
+        workflow = self.json('workflows get 1')
+        self.assertEqual([workflow], self.json('delete 1 --no-prompts'))
+        self.make()
+        client = torc.Client(database=self.world.path('torc_output/torc.db'))
+        deleted = client.call('delete_workflow', workflow_id=2)
+        self.assertEqual(('Deleted workflow 2', 2), (deleted['message'], deleted['id']))
 
     def test_archived_workflows_are_listed_when_asked_for(self):
         self.make()

@@ -7277,7 +7277,7 @@ def delete_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
     """Remove a workflow and everything that belongs to it."""
     workflow = get_workflow(store, workflow_id)
     store.run('DELETE FROM workflow WHERE id = ?', (workflow_id,))
-    return workflow
+    return dict(workflow, message=f'Deleted workflow {workflow_id}')
 
 
 def archive_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -9838,6 +9838,7 @@ RESOURCES = {
 LIST_MODEL = 'count:int! has_more:bool! items:[@{0}]! max_limit:int! offset:int! total_count:int!'
 GROUP_LIST_MODEL = 'has_more:bool! items:[@{0}]! limit:int! offset:int! total_count:int!'
 MODELS.update({f'List{noun.plural}Response': LIST_MODEL.format(noun.model) for noun in RESOURCES.values()})
+MODELS['DeletedWorkflow'] = f"{MODELS['WorkflowModel']} message:str!"
 MODELS.update({name: shape.format(model) for name, model, shape in (
     ('ListAccessGroupsResponse', 'AccessGroupModel', GROUP_LIST_MODEL),
     ('ListUserGroupMembershipsResponse', 'UserGroupMembershipModel', GROUP_LIST_MODEL),
@@ -10162,7 +10163,8 @@ ROUTES = (
           PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]'),
     Route('get_workflow',                'GET',    WF,                        get_workflow, returns='@WorkflowModel'),
     Route('update_workflow',             'PUT',    WF,                        update_workflow, '', '', '?WorkflowModel', returns='@WorkflowModel'),
-    Route('delete_workflow',             'DELETE', WF,                        delete_workflow, returns='@WorkflowModel'),
+    Route('delete_workflow',             'DELETE', WF,                        delete_workflow,
+          returns='@DeletedWorkflow'),
     Route('archive_workflow',            'POST',   WF + '/archive',           archive_workflow, '', '', 'ArchiveWorkflowRequest', returns='@WorkflowModel'),
     Route('cancel_workflow',             'PUT',    WF + '/cancel',            cancel_workflow, returns='@WorkflowModel'),
     Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status, returns='@WorkflowStatusResponse'),
@@ -17278,6 +17280,8 @@ def cmd_delete_workflows(session: Session, args: Arguments) -> int:
         return code
     deleted, later = try_each(session, [workflow['id'] for workflow in found],
                               lambda number: session.call('delete_workflow', workflow_id=number))
+    for workflow in deleted:    # the command's answer is the workflow, without the words of the interface
+        workflow.pop('message', None)
     named = [f"workflow {workflow['id']} ({workflow['name']})" for workflow in deleted]
     lines = [printable(f'Deleted {name} of {session.client.location}\n') for name in named]
     session.answer(deleted, ''.join(lines))
