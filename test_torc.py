@@ -3864,6 +3864,8 @@ class ApplySpecTest(ServiceTest):
          {'job changed input_user_data': ['aside'], 'user_data removed': ['limits']}, ['aside']),
         ({'files__raw': {'path': 'new.csv'}}, {'file changed path': ['raw']}, CHAIN),
         ({'user_data__limits': {'data': 3}}, {'user_data changed data': ['limits']}, ['aside']),
+        ({'user_data__limits': {'data': {'low': True, 'high': 2}}}, {'user_data changed data': ['limits']},
+         ['aside']),    # to Python, that is equal to 1
     )
     NO_OUTCOMES = (     # changes, what is told of them; nothing runs again
         ({'jobs__prep': {'resource_requirements': 'big'}}, {'job changed resource_requirements': ['prep']}),

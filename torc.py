@@ -6799,7 +6799,7 @@ class PlanMerge:
         check_settings(planned)
         stored = get_workflow(store, workflow_id)
         fields = [name for name in SPEC_SETTINGS if (name in planned or name not in SPEC_REMARKS)
-                  and json.loads(format_json(planned.get(name))) != stored.get(name)]
+                  and not same_json(planned.get(name), stored.get(name))]
         values = {name: planned.get(name) for name in fields}
         values['spec_path'] = planned.get('spec_path') or stored.get('spec_path')
         store.update('workflow', workflow_id, values)
@@ -7066,7 +7066,12 @@ def differs(column: TableColumn, value: Any, cell: Any) -> bool:
     encoded = encode_cell(column.codec, value)
     if encoded == cell:
         return False
-    return column.codec != 'JSON' or cell is None or json.loads(encoded) != json.loads(cell)
+    return column.codec != 'JSON' or cell is None or not same_json(json.loads(encoded), json.loads(cell))
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON. To Python 1, 1.0 and true are equal."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def means_the_same(column: str, before: Any, after: Any) -> bool:
