@@ -12830,6 +12830,43 @@ class EditedFileTest(FlowTest):
         """run --resume FILE, which ends so and says so."""
         return self.assertExit(code, self.world.cli('run', '--resume', path, *flags), *texts)
 
+    def test_new_actions_of_a_finished_workflow_are_executed_and_no_others(self):
+        action = '  - {trigger_type: %s, action_type: run_commands, commands: [echo %s >> ../ran]}\n'
+        start, end = (action % row for row in (('on_workflow_start', 'start'), ('on_workflow_complete', 'end')))
+        text = 'name: w\njobs: [{name: a, command: "true"}]\nactions:\n' + end
+        self.assertExit(0, self.world.cli('run', self.world.write('w.yaml', text)))
+        self.assertEqual(['end'], self.ran())
+        self.world.write('w.yaml', 'description: d\n' + text)
+        self.resume(0, '0 of 1 jobs are to run', 'nothing left to do', path='w.yaml')
+        self.world.write('w.yaml', text + start)
+        self.resume(0, '0 of 1 jobs are to run', 'Workflow 1 (w) is complete', path='w.yaml')
+        self.assertEqual(['start'], self.ran())
+        self.edit('echo end', 'echo other', 'w.yaml')
+        self.resume(0, 'Workflow 1 (w) is complete', path='w.yaml')
+        self.assertEqual(['other'], self.ran())
+        self.resume(0, 'do not differ', 'nothing left to do', path='w.yaml')
+
+    def test_actions_that_a_killed_runner_has_not_ended_are_executed_by_the_next_one(self):
+        self.world.write('w.yaml', """
+            name: w
+            jobs: [{name: a, command: "true"}]
+            actions:
+              - trigger_type: on_workflow_complete
+                action_type: run_commands
+                commands: [echo $$ >> ../begun; until test -e ../go; do sleep 0.02; done; echo end >> ../ran]
+            """)
+        runner = self.world.start('run', 'w.yaml')
+        begun = self.world.path('begun')
+        self.world.wait(lambda: os.path.exists(begun) and read_text(begun), 20, 'the action', [runner])
+        runner.kill()
+        pid = int(read_text(begun))
+        self.world.wait(lambda: pid not in processes_with(self.world.mark), 20, 'the end of the action')
+        self.world.wait(lambda: not self.ask_json('status', 1)['active_compute_nodes'], 20, 'the loss')
+        self.world.write('go', '')
+        self.assertExit(0, self.world.cli('run', 1), 'Workflow 1 (w) is complete')
+        self.assertEqual(['end'], self.ran())
+        self.assertExit(0, self.world.cli('run', 1), 'nothing left to do')
+
     def job_ids(self) -> Dict[str, int]:
         """Ids of jobs by name."""
         return {job['name']: job['id'] for job in self.ask_json('jobs', 'list', 1)['items']}

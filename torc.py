@@ -6462,7 +6462,8 @@ def expect_completion(store: Store, workflow_id: int) -> None:
 def rearm_actions(store: Store, workflow_id: int, is_partial: bool) -> None:
     """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
 
-    In a partial run what has been done stays done: on_workflow_start, and job triggers whose jobs have all finished.
+    In a partial run what has been done stays done: on_workflow_start, job triggers whose jobs have all
+    finished, and on_workflow_complete if there is nothing to run.
     """
     store.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
     recount_actions(store, workflow_id, '1')
@@ -6471,6 +6472,7 @@ def rearm_actions(store: Store, workflow_id: int, is_partial: bool) -> None:
         kept = ("trigger_type = 'on_workflow_start' OR trigger_type IN ('on_jobs_ready', 'on_jobs_complete') AND NOT EXISTS "
                 '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
                 f'WHERE action_job.action_id = workflow_action.id AND job.status NOT IN {sql_list(FINISHED)})')
+        kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(store, workflow_id) else ''
     store.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
               f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
     store.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE workflow_id = ? AND executed = 0)',
@@ -18236,6 +18238,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
+    is_over = is_over and (status['is_canceled'] or not has_due_actions(session, workflow))
     if is_over and not options.is_persistent:
         return tell_nothing_left(session, workflow, status)
     prepare_output_dir(session, options)
@@ -18261,6 +18264,16 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         outcome = outcome._replace(**known)
     tell_outcome(session, workflow, outcome, options)
     return outcome_exit(outcome)
+
+
+def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
+    """Whether commands are due though all jobs have ended: the file has new ones, or a runner was killed."""
+    if not session.call('get_workflow_actions', workflow_id=workflow['id']):
+        return False
+    session.client.need_server()    # it takes back what runners that were killed had begun
+    triggers = [trigger for trigger in TRIGGERS if not trigger.startswith('on_worker')]
+    due = session.call('get_pending_actions', workflow_id=workflow['id'], trigger_type=triggers)
+    return any(action['action_type'] == 'run_commands' and not action['persistent'] for action in due)
 
 
 def tell_pending(session: Session, workflow: Dict[str, Any]) -> None:
@@ -19419,7 +19432,7 @@ What runs
     Jobs that are new, failed, were canceled or have not run yet. Completed jobs whose command (with the
     parameters in it), invocation script, environment, prerequisites, files or input user data are not those
     that they ran with, whose input files have changed on disk, or whose output files are gone. And all that
-    depends on these.
+    depends on these. Actions that are new or changed, if what sets them off has happened.
 What does not
     All other completed jobs keep their ids, results and output. Resource requirements, priority, scheduler,
     labels, failure handler, stdio and the like do not change what a job has done: they count when it runs
