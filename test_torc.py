@@ -5078,6 +5078,30 @@ class AdminSqlTest(ServiceTest):
                 self.assertRaisesRegex(torc.Refused, 'would hold what', self.write, sql)
         self.assertEqual(1, self.write("UPDATE job SET env = '{}' WHERE 1")['rows_affected'])
 
+    def test_no_job_loses_what_it_is_listed_and_claimed_by(self):
+        workflow_id, other_id = self.create('a:\nb: a'), self.create('c:\nd: c')
+        for sql in ('DELETE FROM job_kind WHERE 1', 'UPDATE job SET kind_id = 9 WHERE id = 1',
+                    'DELETE FROM dep_set WHERE 1', 'UPDATE job SET dep_set_id = 9 WHERE id = 2',
+                    f'UPDATE job SET workflow_id = {other_id} WHERE id = 1'):
+            with self.subTest(sql):
+                self.assertRaisesRegex(torc.Refused, 'would have a job_kind or dep_set', self.write, sql)
+        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+        self.assertEqual(1, self.write(f'DELETE FROM workflow WHERE id = {other_id}')['rows_affected'])
+
+    def test_claims_look_at_the_requirements_that_people_see(self):
+        workflow_id = self.create('a:')
+        for change in ("memory = 'lots'", "runtime = 'x'", 'num_cpus = -1'):
+            name = change.split()[0]
+            with self.subTest(change):
+                sql = f'UPDATE resource_requirements SET {change} WHERE 1'
+                self.assertRaisesRegex(torc.Refused, name, self.write, sql)
+        self.write("UPDATE resource_requirements SET memory = '16g', runtime = 'PT2H' WHERE 1")
+        free = {'num_cpus': 4, 'memory_gb': 15.0, 'num_gpus': 0, 'num_nodes': 1}
+        asked = {'id': workflow_id, 'limit': 1}
+        self.assertEqual([], self.call('claim_jobs_based_on_resources', free, **asked)['jobs'])
+        free['memory_gb'] = 16.0
+        self.assertTrue(self.call('claim_jobs_based_on_resources', free, **asked)['jobs'])
+
     def test_the_number_of_rows_is_limited(self):
         numbers = 'WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n'
         for limit, count in ((3, 3), (-5, 1), (0, 1), (10 ** 9, 100000)):

@@ -9177,6 +9177,10 @@ SQL_READERS = ('SELECT', 'VALUES', 'WITH')
 SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH', 'CREATE')
 TWINS = ('SELECT coalesce(sum(twins), 0) FROM '
          '(SELECT count(*) - 1 AS twins FROM job GROUP BY workflow_id, name)')
+LOST = 'SELECT ' + ' + '.join(      # references that no foreign key watches
+    f'(SELECT count(*) FROM job LEFT JOIN {table} ON {table}.id = job.{column} '
+    f'AND {table}.workflow_id = job.workflow_id WHERE job.{column} IS NOT NULL AND {table}.id IS NULL)'
+    for column, table in (('kind_id', 'job_kind'), ('explicit_set_id', 'dep_set'), ('dep_set_id', 'dep_set')))
 COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])    # what the counters of dependency sets are made from
 
 
@@ -9251,7 +9255,7 @@ def failing_as(kind: str) -> Iterator[None]:
 def write_foreign(store: Store, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
     """Carry out a statement that writes, and see that everything can still be read and that no job waits for nothing."""
     with store.savepoint(keeps=not is_dry):
-        twins = store.value(TWINS)
+        twins, lost = store.value(TWINS), store.value(LOST)
         found = store.execute_foreign(sql, limit, True, makes)
         for table in sorted(found.tables):
             if not is_scratch(table):   # those are read by no verb
@@ -9260,11 +9264,21 @@ def write_foreign(store: Store, sql: str, limit: int, is_dry: bool, makes: bool)
             refuse_foreign_parents(store)
         if 'job' in found.tables and store.value(TWINS) > twins:
             raise Refused('two jobs of a workflow would have the same name')
+        if store.value(LOST) > lost:
+            raise Refused('jobs would have a job_kind or dep_set that their workflow does not have')
+        if 'resource_requirements' in found.tables:
+            recompute_requirements(store)
         for workflow_id in store.ids('SELECT id FROM workflow WHERE run_id > 0') if found.tables & COUNTED_TABLES else ():
             recount_sets(store, workflow_id)
             idle_sets = store.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
             settle(store, workflow_id, release_sets(store, workflow_id, idle_sets))
     return dict(foreign_items(found), rows_affected=found.changed, committed=not is_dry)
+
+
+def recompute_requirements(store: Store) -> None:
+    """Let the numbers that claims look at be those of the texts that people see, after foreign SQL."""
+    for row in store.select('resource_requirements'):
+        store.update('resource_requirements', row['id'], checked_requirements(row))
 
 
 def refuse_foreign_parents(store: Store) -> None:
