@@ -641,6 +641,9 @@ class PlainToolsTest(unittest.TestCase):
             1h           error
             -            error
             ''')
+        digits = '9' * 5000     # Python from 3.11 on refuses to read so many
+        for text in (digits, digits + ':00:00', '1-' + digits):
+            self.assertRaisesRegex(ValueError, 'is not a walltime', torc.normalize_walltime, text)
 
     def check_texts(self, normalize: Callable[[str], str], parse: Callable[[str], float], table: str) -> None:
         """Rows of what people write and what is kept of it; 'same' for Torc's own forms, which stay."""
@@ -12213,6 +12216,8 @@ class ParserTest(unittest.TestCase):
             ('admin api-stats --window 1.5', "--window: '1.5' is not a whole number of seconds"),
             ('run 1 --memory-gb much', "--memory-gb: 'much' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"),
             ('run 1 -p -1', '-p: -1 is less than 0.01'),
+            ('run 1 --memory-gb 1e308', "--memory-gb: '1e308' is more than can be counted"),
+            ('run 1 -p 1e300', "-p: '1e300' is more than can be counted"),
             ('run 1 --time-limit 45', "--time-limit: '45' may be seconds, minutes or hours: write 45s, 45m or 45h"),
             ('run 1 --label "a, b"', "--label: 'a, b': a label is not empty and has no blanks around it"),
             ('run 1 --force=yes', '--force takes no value'),

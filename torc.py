@@ -372,7 +372,7 @@ SPAN_UNITS_S = {    # pattern of a unit's names -> seconds
 SPAN_TEXT = Expression(
     r'\s*'.join(r'(?:([0-9]+(?:\.[0-9]+)?)\s*%s)?' % unit for unit in SPAN_UNITS_S) + r'\Z', re.IGNORECASE)
 LEAST_PLAUSIBLE_MEMORY = 1024 ** 2  # bytes; of less without a unit, megabytes or gigabytes were meant
-WALLTIME_TEXT = Expression(r'(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?\Z')
+WALLTIME_TEXT = Expression(r'(?:([0-9]{1,18})-)?([0-9]{1,18})(?::([0-9]{1,18}))?(?::([0-9]{1,18}))?\Z')
 TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
 UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]')
 
@@ -511,7 +511,10 @@ def in_unit(parse: Callable[[str], float], unit: float) -> Callable[[str], float
             value = float(text)
         except ValueError:
             value = math.inf
-        return value if math.isfinite(value) else parse(text) / unit
+        value = value if math.isfinite(value) else parse(text) / unit
+        if value * unit > MAX_INTEGER:
+            raise ValueError(f'{text!r} is more than can be counted')
+        return value
     return read
 
 
