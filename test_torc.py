@@ -2568,6 +2568,12 @@ class CompletionTest(ServiceTest):
         self.node_id = self.node(self.workflow_id)
         with self.undone():
             self.assertEqual('', self.post('complete_job', self.entry(job, run_id=0)), 'before any initialize')
+            self.call('initialize_jobs', id=self.workflow_id)
+            for way in self.WAYS[:2]:       # runners of ours begin in a run that has begun
+                self.assertEqual('', self.post(way, self.entry(job, run_id=0)), 'the same once more')
+                other = self.entry(job, status='failed', return_code=1, run_id=0)
+                self.assertIn('is already complete', self.post(way, other))
+                self.assertEqual({'a': 'ready'}, self.statuses(self.workflow_id), 'of the run that has begun')
         self.call('reset_workflow_status', id=self.workflow_id)
         self.call('initialize_jobs', id=self.workflow_id)
         self.assertIn('run 0 of workflow', self.post('complete_job', self.entry(job, run_id=0)), 'a reset began run 1')

@@ -8325,11 +8325,12 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     if job.workflow_id != state.id:
         raise NotFound(f'workflow {state.id} has no job {job.id}')
     check_run(state, end['run_id'])
-    end = dict(end, run_id=state.run_id)
+    told, end = end, dict(end, run_id=state.run_id)
     attempt_id = end.get('attempt_id') or job.attempt_id
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and end['status'] != 'pending_failed':
         return decide_failure(store, state, job, end)
-    if is_known_end(store, job, attempt_id, end):
+    # Run 0 may name run 1, but what has ended before the first initialize has not ended once more.
+    if is_known_end(store, job, attempt_id, end) or is_known_end(store, job, attempt_id, told):
         return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
     if attempt_id != job.attempt_id:
         raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
