@@ -14487,6 +14487,23 @@ class OutputOwnerTest(WorldTest):
         self.assertEqual('', self.take(dict(first, path=self.world.path('b.db'))))
         self.assertIsNone(self.take(self.database('c.db')))
 
+    def test_a_copy_of_a_database_is_another_one(self) -> None:
+        self.assertExit(0, self.world.cli('run', 'a.yaml'))
+        database = self.world.path('torc_output', 'torc.db')
+        self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
+        shutil.copy(database, self.world.path('copy.db'))
+        for words in (('run', 'b.yaml'), ('logs', 1)):
+            self.assertExit(4, self.world.cli('--db', 'copy.db', *words), f"{database}; this one is {self.world.path('copy.db')}")
+        self.assertExit(0, self.world.cli('--db', 'copy.db', 'run', 'b.yaml', '-o', 'of_copy'))
+        self.assertExit(0, self.world.cli('run', 'a.yaml'))
+        self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
+        os.link(database, self.world.path('same.db'))
+        first = torc.read_output_record(self.world.path('torc_output'))[1]
+        self.assertEqual('', self.take(dict(first, path=self.world.path('same.db')), 'torc_output'))
+        os.unlink(database)
+        os.unlink(self.world.path('same.db'))
+        self.assertExit(0, self.world.cli('--db', 'copy.db', 'run', 'b.yaml'))
+
     def test_of_several_that_come_at_once_exactly_one_gets_a_directory(self) -> None:
         candidates = [self.database(f'{number}.db') for number in range(12)]
         for round in range(5):      # the first time it is nobody's, then that of the last winner, which was deleted

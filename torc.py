@@ -14600,9 +14600,20 @@ def is_database_gone(directory: str, record: Dict[str, Any], ours: Dict[str, Any
     return (is_shared or record['host'] == socket.gethostname()) and is_deleted(path)
 
 
+def is_copied(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> bool:
+    """Whether one of the two, the database of a record and ours with the same id, is a copy of the other."""
+    paths = os.path.join(directory, record['path']), ours['path']
+    if {record['host'], ours['host']} != {socket.gethostname()} and not all(map(is_network_path, paths)):
+        return False
+    try:
+        return not os.path.samefile(*paths)
+    except OSError:     # one is gone: it was moved
+        return False
+
+
 def refuse_foreign_output(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> None:
     """Refused if the files of an output directory are another database's."""
-    if record.get('id', ours['id']) == ours['id']:
+    if record.get('id', ours['id']) == ours['id'] and not (record and is_copied(directory, record, ours)):
         return
     theirs, own = os.path.abspath(os.path.join(directory, record['path'])), ours['path']
     if record['host'] != ours['host']:
@@ -14619,7 +14630,7 @@ def take_output_dir(directory: str, database: Dict[str, Any]) -> str:
         ours = locate_database(directory, database)
         if record == ours:
             return ''
-        is_ours = record.get('id') == ours['id']    # it was moved, or is served from another host
+        is_ours = record.get('id') == ours['id'] and not is_copied(directory, record, database)
         if record and not is_ours and not is_database_gone(directory, record, ours):
             refuse_foreign_output(directory, record, database)
         path = output_record_path(directory, number if is_ours else number + 1)
