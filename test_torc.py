@@ -9066,6 +9066,33 @@ class FindServerTest(WorldTest):
             self.assertEqual(f'Workflow 1 (hello) is stored in {text}' if text else '',
                              ''.join(re.findall('.*is stored in.*\n', self.assertExit(0, self.cli('run', '../w.yaml', *words)).err)))
 
+    def test_commands_that_are_named_find_the_same_database_and_output(self) -> None:
+        self.world.write('w.yaml', 'name: hello\njobs:\n- {name: a, command: "echo this; exit 3"}\n- {name: b, command: echo, depends_on: [a]}\n')
+        self.assertExit(1, self.cli('run', '../w.yaml'))
+        said = self.assertExit(1, self.cli('--db', 'my.db', 'run', '../w.yaml', '-o', 'mine')).err
+        for verb in ('logs 1 a', 'logs 1', 'run 1 --retry-failed'):
+            self.assertIn(f'torc.py --db my.db {verb} -o mine', said)
+        self.assertIn('this', self.assertExit(0, self.cli('--db', 'my.db', 'logs', 1, 'a', '-o', 'mine')).out)
+        said = self.assertExit(1, self.cli('--db', 'my.db', 'run', 1, '-o', 'mine')).err
+        self.assertIn('torc.py --db my.db run 1 --retry-failed -o mine\n', said)
+        self.assertIn('before `torc.py --db my.db run 1 -o mine`:\n', said)
+        for words, hint in ((('logs', 1, '-o', 'mine'), 'status 1'),
+                            (('jobs', 'reset-status', 1, '--no-prompts'), 'run 1'),
+                            (('workflows', 'init', 1, '--no-prompts'), 'run 1'),
+                            (('workflows', 'init', 1, '--no-prompts', '--async'), 'tasks wait 2'),
+                            (('status', 1), 'run 1')):
+            outcome = self.assertExit(0, self.cli('--db', 'my.db', *words))
+            self.assertIn(f'torc.py --db my.db {hint}', outcome.out + outcome.err)
+            self.assertNotIn(f'torc.py {hint}', outcome.out + outcome.err)
+
+    def test_output_of_a_run_elsewhere_is_found_by_the_command_that_is_named(self) -> None:
+        self.world.serve('-d', 'my.db')
+        self.assertExit(0, self.world.cli('create', 'w.yaml'))
+        directory = self.world.path('elsewhere', 'torc_output')
+        said = self.assertExit(0, self.cli('run', 1)).err
+        self.assertIn(f'Output: torc_output/job_stdio (torc.py logs 1 -o {shlex.quote(directory)})\n', said)
+        self.assertIn('of 1', self.assertExit(0, self.cli('logs', 1, '-o', directory)).out)
+
     def test_of_several_servers_one_is_to_be_chosen(self) -> None:
         first, url = self.world.serve('-d', 'a.db'), self.world.serve('-d', 'b.db')
         self.assertExit(0, self.cli('--db', '../a.db', 'workflows', 'new', '-n', 'of a'))

@@ -16144,8 +16144,8 @@ def format_counts(counts: Dict[str, int]) -> str:
     return ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES if counts.get(row.name)) or 'no jobs'
 
 
-def explain_failures(groups: Sequence[Dict[str, Any]], counts: Dict[str, int],
-                     number: int) -> List[Tuple[str, str]]:
+def explain_failures(groups: Sequence[Dict[str, Any]], counts: Dict[str, int], number: int,
+                     program: str) -> List[Tuple[str, str]]:
     """(status, line) of groups of failed jobs of workflow `number`, and of how many others there are."""
     lines = []
     for group in groups:
@@ -16155,17 +16155,18 @@ def explain_failures(groups: Sequence[Dict[str, Any]], counts: Dict[str, int],
         lines.append((group['status'], f"{group['job_name']}{more}{code}: {reason}"))
     left = sum(counts[name] for name in BROKEN_WORDS) - sum(group['count'] for group in groups)
     if groups and left > 0:
-        lines.append(('failed', f'{left} more: torc.py results list {number} --failed'))
+        lines.append(('failed', f'{left} more: {program} results list {number} --failed'))
     return lines
 
 
-def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int) -> List[Tuple[str, str]]:
+def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int,
+                   program: str) -> List[Tuple[str, str]]:
     """(status, line) of jobs of workflow `number` that were canceled, and of what others wait for."""
     canceled = why['canceled'][:CANCELED_SHOWN]
     lines = [('canceled', f"{job['job_name']}: {job.get('reason', '')}") for job in canceled]
     left = counts['canceled'] - len(canceled)
     if canceled and left > 0:
-        lines.append(('canceled', f'{left} more: torc.py jobs list {number} --status canceled'))
+        lines.append(('canceled', f'{left} more: {program} jobs list {number} --status canceled'))
     names = [f"{job['job_name']} ({job['status']})" for job in why['blockers']]
     if names:
         shown = ', '.join(names[:BLOCKERS_SHOWN]) + (' and others' if len(names) > BLOCKERS_SHOWN else '')
@@ -16173,15 +16174,15 @@ def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int) -> 
     return lines
 
 
-def format_explanation(status: Dict[str, Any], style: Style) -> List[str]:
+def format_explanation(status: Dict[str, Any], style: Style, program: str) -> List[str]:
     """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal."""
     counts, number = status['jobs_by_status'], status['workflow_id']
     why = status.get('explanation')
-    found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number) if why else []
+    found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number, program) if why else []
     if why and not status['is_canceled']:
-        found += explain_others(why, counts, number)
+        found += explain_others(why, counts, number, program)
     if counts['ready'] and not status['is_canceled'] and not status['active_compute_nodes']:
-        found.append(('ready', f"{counts['ready']} ready wait for a runner: torc.py run {number}"))
+        found.append(('ready', f"{counts['ready']} ready wait for a runner: {program} run {number}"))
     lines = []
     for name, text in found:
         row, text = STATUSES[STATUS_CODES[name]], printable(text).replace('\n', ' ').replace('\t', ' ')
@@ -16190,8 +16191,11 @@ def format_explanation(status: Dict[str, Any], style: Style) -> List[str]:
     return lines
 
 
-def format_status(status: Dict[str, Any], style: Style = PLAIN) -> str:
-    """Answer of get_workflow_status, with its explanation if there is one -> the report of `status`."""
+def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = 'torc.py') -> str:
+    """Answer of get_workflow_status, with its explanation if there is one -> the report of `status`.
+
+    `program` begins the commands in it; its options name the server or database.
+    """
     counts, total = status['jobs_by_status'], status['total_jobs']
     lines = [printable(f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"), '']
     for row in STATUSES:
@@ -16205,7 +16209,7 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN) -> str:
     lines.append('  ' + times[0].upper() + times[1:])
     nodes = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
     lines += ([f"  {', '.join(nodes)}"] if nodes else []) + ['']
-    explained = format_explanation(status, style)
+    explained = format_explanation(status, style, program)
     lines += explained + [''] if explained else []
     kind, sentence = verdict_of(status)
     mark, ascii_mark, colour = VERDICTS[kind]
@@ -17201,18 +17205,19 @@ def wait_for_task(session: Session, task: Dict[str, Any], timeout_s: Optional[fl
     return task
 
 
-def explain_task(task: Dict[str, Any]) -> Optional[str]:
+def explain_task(session: Session, task: Dict[str, Any]) -> Optional[str]:
     """Why a task that was waited for is no success; None if it is one."""
     if task['status'] == 'succeeded':
         return None
-    return task.get('error') or f"task {task['id']} is still {task['status']}: wait on with `torc.py tasks wait {task['id']}`"
+    wait = command_line(session, 'tasks', 'wait', task['id'])
+    return task.get('error') or f"task {task['id']} is still {task['status']}: wait on with `{wait}`"
 
 
 def cmd_tasks_wait(session: Session, args: Arguments) -> int:
     """Wait for the end of a task."""
     task = session.call('get_task', task_id=args['id'])
     task = wait_for_task(session, task, args['timeout'], args['poll_fallback_interval'])
-    error = explain_task(task)
+    error = explain_task(session, task)
     session.answer(task, f"Task {task['id']} ({task['operation']} of workflow {task['workflow_id']}): {task['status']}\n")
     if error:
         session.tell(printable(f'torc: {error}'))
@@ -17225,16 +17230,18 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
     workflow_id = task['workflow_id']
     value = {'status': 'success', 'task_id': task['id'], 'task_operation': task['operation'], 'workflow_id': workflow_id}
     if args['async']:
+        wait = command_line(session, 'tasks', 'wait', task['id'])
         session.answer(dict(value, message=f'{noun} task created', task_status=task['status']),
-                       f"Task {task['id']} initializes workflow {workflow_id}; wait for it with: torc.py tasks wait {task['id']}\n")
+                       f"Task {task['id']} initializes workflow {workflow_id}; wait for it with: {wait}\n")
         return 0
     task = wait_for_task(session, task, args['wait_timeout'], TASK_PAUSE_S)
-    error = explain_task(task)
+    error = explain_task(session, task)
     value.update(error=error, task_status=task['status'], message=f"{doing} task {'failed' if error else 'completed'}")
     if error:
         session.tell(printable(f'torc: {error}'))
         value['status'] = 'error'
-    session.answer(value, '' if error else f'Workflow {workflow_id} is initialized. Run it with: torc.py run {workflow_id}\n')
+    run = command_line(session, 'run', workflow_id)
+    session.answer(value, '' if error else f'Workflow {workflow_id} is initialized. Run it with: {run}\n')
     return 1 if error else 0
 
 
@@ -17283,7 +17290,7 @@ def cmd_status(session: Session, args: Arguments) -> int:
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
         status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
-    session.answer(status, format_status(status, style_of(session.out, os.environ)))
+    session.answer(status, format_status(status, style_of(session.out, os.environ), command_line(session)))
     for labels, count in status['unserved_ready_labels'].items():
         session.tell(printable(f'warning: {count} ready jobs wait for a runner with --label {labels}'))
     if status.get('runtime_blocked_ready_jobs'):
@@ -17574,7 +17581,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
         session.call('reset_workflow_status', workflow_id=workflow_id, force=args['force'])
         session.call('initialize_jobs', workflow_id=workflow_id, only_uninitialized=True)
     value = {
-        'downstream_jobs': downstream, 'failures': failures, 'next_steps': f"Run 'torc.py run {workflow_id}' to execute.",
+        'downstream_jobs': downstream, 'failures': failures, 'next_steps': f"Run '{command_line(session, 'run', workflow_id)}' to execute.",
         'reinit': {'applied': bool(args['reinit']), 'error': None, 'requested': bool(args['reinit'])},
         'requested_job_ids': [job['id'] for job in jobs], 'reset_count': len(done), 'reset_job_ids': done,
         'status': 'partial_failure' if failures else 'success', 'workflow_id': workflow_id}
@@ -17902,7 +17909,7 @@ def tell_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> No
         return
     left = session.call('list_jobs', workflow_id=reader.id, limit=1)['total_count'] - len(found)
     if left > 0:
-        session.tell(f'torc: {left} jobs have not run; `torc.py status {reader.id}` says why')
+        session.tell(f"torc: {left} jobs have not run; `{command_line(session, 'status', reader.id)}` says why")
 
 
 def follow_logs(reader: LogReader) -> int:
@@ -18269,7 +18276,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
     is_over = is_over and (status['is_canceled'] or not has_due_actions(session, workflow))
     if is_over and not options.is_persistent:
-        return tell_nothing_left(session, workflow, status)
+        return tell_nothing_left(session, workflow, status, output_words(options))
     prepare_output_dir(session, options)
     if is_uninitialized:
         if not target.is_new:
@@ -18361,20 +18368,21 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
     session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=not (is_all and workflow.get('run_id')))
 
 
-def tell_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> int:
+def tell_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
+                      place: Sequence[str]) -> int:
     """A finished workflow is not run again unasked."""
     number, code = status['workflow_id'], 0 if verdict_of(status)[0] == 'complete' else 1
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.tell(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     if code:
-        session.tell(f"To go on from here: {command_line(session, 'run', number, '--retry-failed')}")
-        tell_edit(session, workflow, [])
+        session.tell(f"To go on from here: {command_line(session, 'run', number, '--retry-failed', *place)}")
+        tell_edit(session, workflow, place)
     rows = [('what failed:', 'reset-status', ('--failed-only', '-r'))] if code else []
     if not status['is_canceled']:   # init would forget what is done
         rows += [('what changed:', 'reinit', ()), ('everything:', 'init', ())]
     lines = format_rows((words, command_line(session, 'workflows', verb, number, *more))
                         for words, verb, more in rows).rstrip('\n')
-    session.tell(f"To run again, before `{command_line(session, 'run', number)}`:\n{lines}")
+    session.tell(f"To run again, before `{command_line(session, 'run', number, *place)}`:\n{lines}")
     return code
 
 
@@ -18395,6 +18403,19 @@ def command_line(session: Session, *words: Any) -> str:
     return printable(' '.join(shlex.quote(str(word)) for word in ['torc.py', *options, *words]))
 
 
+def output_words(options: RunnerOptions) -> List[str]:
+    """What `run` needs to go on in a runner's output directory."""
+    return [] if options.output_dir == DEFAULT_OUTPUT_DIR else ['-o', options.output_dir]
+
+
+def logs_words(workflow: Dict[str, Any], options: RunnerOptions) -> List[str]:
+    """What `logs` needs to find a runner's output: it looks in the directory of the workflow's creation."""
+    base, given = base_directory(workflow), os.path.abspath(options.output_dir)
+    if os.path.realpath(given) == os.path.realpath(os.path.join(base, DEFAULT_OUTPUT_DIR)):
+        return []
+    return ['-o', options.output_dir if os.path.realpath(base) == os.path.realpath('.') else given]
+
+
 def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
                  options: RunnerOptions) -> None:
     """The summary: counts, failed jobs with their last words, what else is not done, the way to go on."""
@@ -18408,16 +18429,17 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
         session.tell(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
         tell_undone(session, number, outcome)
+    place = logs_words(workflow, options)
     if outcome.failed_jobs:
-        logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1])
+        logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *place)
         session.tell(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
     if not session.options['quiet']:
         tell_unwritten_data(session, number)
     directory = os.path.join(options.output_dir, 'job_stdio')
-    session.tell(printable(f"Output: {directory} ({command_line(session, 'logs', number)})"))
+    session.tell(printable(f"Output: {directory} ({command_line(session, 'logs', number, *place)})"))
     words = words_to_go_on(outcome)
     if words is not None:
-        words += [] if options.output_dir == DEFAULT_OUTPUT_DIR else ['-o', options.output_dir]
+        words += output_words(options)
         is_elsewhere = outcome.reason in ('stuck', 'idle') and outcome_counts(outcome).get('ready')
         where = ', where the rest can run' if is_elsewhere else ' from here'
         session.tell(f"To go on{where}: {command_line(session, 'run', number, *words)}")
