@@ -12786,6 +12786,29 @@ class GoOnTest(FlowTest):
         self.world.write('go', '')
         return self.assertExit(code, self.world.cli(*shlex.split(line)))
 
+    def test_a_recovery_script_that_is_stopped_with_its_runner_refuses_no_retry(self):
+        spec = self.world.write('w.yaml', '''
+            name: w
+            execution_config: {sigterm_lead_seconds: 1, sigkill_headroom_seconds: 1}
+            failure_handlers:
+              - name: mend
+                rules:
+                  - {exit_codes: [7], max_retries: 2, recovery_script: "test -e mended || { : > started; sleep 1000; }"}
+            jobs:
+              - {name: a, command: "test $TORC_ATTEMPT_ID -ge 3 || exit 7", failure_handler: mend}
+              - {name: last, command: echo last >> ran, depends_on: [a]}
+            ''')
+        runner = self.world.start('run', '-p', 0.5, spec)
+        self.world.wait(lambda: os.path.exists(self.world.path('started')), 20, 'the script', [runner])
+        runner.send(signal.SIGTERM)
+        outcome = self.assertExit(130, runner.finish(20), '1 blocked, 1 ready')
+        self.assertEqual([('terminated', 7, 'the recovery script was stopped with the runner')], [
+            (row['status'], row['return_code'], row['reason'])
+            for row in self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']])
+        self.world.write('mended', '')      # the second attempt fails, is mended and retried, though max_retries is 2
+        self.go_on(outcome)
+        self.assertEqual('last\n', self.world.read('ran'))
+
     def test_after_ctrl_c_it_goes_on_with_what_was_stopped_and_what_waits_for_it(self):
         runner = self.start()
         runner.send(signal.SIGINT)

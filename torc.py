@@ -15155,8 +15155,14 @@ class Ends:
         variables = dict(self.runner.variables, TORC_JOB_ID=str(task.id), TORC_JOB_NAME=task.name,
                          TORC_ATTEMPT_ID=str(task.attempt_id), TORC_RETURN_CODE=str(task.completion['return_code']))
 
+        was_leaving = bool(self.runner.leaving)
+
         def on_recovery_end(process: Process) -> None:
-            if process.end.return_code:
+            if process.end.return_code and not was_leaving and self.runner.leaving in ('interrupt', 'deadline'):
+                # It did not refuse: we stopped it. The job runs again, which counts as no retry.
+                reason = '; '.join(filter(None, (task.reason, 'the recovery script was stopped with the runner')))
+                task.completion.update(status='terminated', interrupted=True, retry=False, reason=reason)
+            elif process.end.return_code:
                 self.veto_retry(task, f'the recovery script ended with return code {process.end.return_code}')
             self.queue(task)
         try:
