@@ -2931,6 +2931,20 @@ class ClaimTest(ServiceTest):
         few, many = steps(100), steps(6000)
         self.assertLess(many, few * 1.1)
 
+    def test_a_retrys_cost_does_not_grow_with_what_waits(self):
+        def steps(count: int) -> int:
+            chain = (f'j{i}: j{i - 1}' for i in range(1, count))
+            workflow_id = self.create('\n'.join(['j0:', *chain]))
+            node_id, calls = self.node(workflow_id), []
+            job = self.claim(workflow_id, node_id, 1)['j0']
+            self.store._db.set_progress_handler(lambda: calls.append(1) and None, 1)
+            self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1, retry=True)])
+            self.store._db.set_progress_handler(None, 0)
+            self.assertEqual('ready', self.call('get_job', job_id=job['id'])['status'])
+            return len(calls)
+        few, many = steps(100), steps(3000)
+        self.assertLess(many, few * 1.1)
+
     def test_a_claims_cost_does_not_grow_with_what_is_ready(self):
         def steps(count: int) -> int:
             workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))

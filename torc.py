@@ -8437,7 +8437,7 @@ def decide_failure(store: Store, state: WorkflowState, job: JobState, end: Dict[
 
 def begin_next_attempt(store: Store, state: WorkflowState, job: JobState) -> str:
     """Make a job ready again, as its next attempt; or blocked, if it had ended before its prerequisites."""
-    waits = 'dep_set_id IN (SELECT id FROM dep_set WHERE pending > 0)'
+    waits = 'EXISTS (SELECT 1 FROM dep_set WHERE dep_set.id = job.dep_set_id AND pending > 0)'
     store.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} ELSE {READY} END, '
               "attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
               'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
