@@ -8619,6 +8619,37 @@ class RegistrationTest(WorldTest):
         torc.write_atomically(path, b'{')
         self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.list_registrations)
 
+    def test_the_state_of_another_user_is_passed_over(self) -> None:
+        path = self.register('a.db')
+        default = torc.default_database() + '.connection'
+        torc.write_atomically(default, torc.format_json(torc.read_server_file(path)).encode())
+        embedded = (os.path.abspath(torc.EMBEDDED_DATABASE), '')
+        with unittest.mock.patch('os.geteuid', lambda: 12345):
+            self.assertEqual(embedded, torc.find_database())
+        os.unlink(default)
+        with unittest.mock.patch('os.listdir', side_effect=PermissionError), \
+                unittest.mock.patch('os.scandir', side_effect=PermissionError):
+            self.assertEqual(embedded, torc.find_database())
+
+    def test_a_registration_in_a_read_only_home_is_no_error(self) -> None:
+        path = self.register('a.db', start_ticks=1)
+        os.unlink(self.world.path('a.db'))
+        with unittest.mock.patch('os.unlink', side_effect=PermissionError):
+            torc.forget_server(self.world.path('a.db'))
+            self.assertEqual((os.path.abspath(torc.EMBEDDED_DATABASE), ''), torc.find_database())
+        self.assertTrue(os.path.exists(path))
+
+    def test_a_server_that_ends_while_one_looks_hides_no_other(self) -> None:
+        kept, gone = sorted([self.register('a.db'), self.register('b.db')])
+
+        def end_a_server() -> int:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(gone)
+            return own
+        own = os.geteuid()
+        with unittest.mock.patch('os.geteuid', end_a_server):
+            self.assertEqual([kept], torc.registration_files())
+
     def test_a_server_that_cannot_be_registered_serves_all_the_same(self) -> None:
         os.makedirs(torc.state_directory())
         with open(os.path.join(torc.state_directory(), 'servers'), 'w'):

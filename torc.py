@@ -10978,13 +10978,18 @@ def registration_path(database: str) -> str:
 
 def registration_files() -> List[str]:
     """Paths of all registrations. Another user's are ignored: HOME may be theirs (su, sudo)."""
+    directory, names = os.path.join(state_directory(), 'servers'), []   # type: str, List[str]
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        names = sorted(name for name in os.listdir(directory) if name[0] != '.')
+    return [path for path in (os.path.join(directory, name) for name in names) if is_own_file(path)]
+
+
+def is_own_file(path: str) -> bool:
+    """Whether there is a file of this user that can be seen; it may be removed at any time."""
     try:
-        with os.scandir(os.path.join(state_directory(), 'servers')) as entries:
-            found = [entry for entry in entries if entry.name[0] != '.']
-            own = os.geteuid()
-            return sorted(entry.path for entry in found if entry.stat(follow_symlinks=False).st_uid == own)
-    except (FileNotFoundError, NotADirectoryError):     # there are none, or a server ends just now
-        return []
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def list_registrations() -> Dict[str, Dict[str, Any]]:
@@ -11018,7 +11023,7 @@ def unregister_server(path: str, server: Dict[str, Any]) -> None:
 
 def forget_server(database: str) -> None:
     """Remove the registration of a killed server. Callers have the database, so that no server has."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with contextlib.suppress(OSError):      # there is none; or it stays, where the home is read-only
         os.unlink(registration_path(database))
         log.warning('the server of %s was killed earlier and is no longer registered: '
                     'commands find this database only with --db', database)
@@ -13711,14 +13716,15 @@ def find_database() -> Tuple[str, str]:
     """
     servers = list_registrations()
     legacy = default_database() + '.connection'     # of a server that an older torc.py started
-    found = read_living_server(legacy) if os.path.exists(legacy) else None
+    found = read_living_server(legacy) if is_own_file(legacy) else None
     if found is not None and found.get('server_id') not in [old.get('server_id') for old in servers.values()]:
         servers[legacy] = found
     for path, server in list(servers.items()):
         if process_lives(server) is False and is_deleted(server['database']):
             log.warning('the server of %s was killed and the database deleted: it is no longer registered',
                         server['database'])
-            os.unlink(path)
+            with contextlib.suppress(OSError):      # a read-only home
+                os.unlink(path)
             del servers[path]
     if len(servers) > 1:
         described = ''.join(map(describe_server, servers, servers.values()))
