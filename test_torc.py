@@ -10535,6 +10535,16 @@ class RunnerTest(WorldTest):
         self.assertEqual([(1, 1, 3, 'failed')], self.results())
         self.assertEqual({'j1': 'failed', 'j2': 'canceled'}, self.statuses())
 
+    def test_contents_of_many_files_are_reported_before_the_next_poll(self):
+        names = [f'f{number}' for number in range(9)]
+        self.create({'command': f"touch {' '.join(names)}", 'output_files': names},
+                    files=[{'name': name, 'path': name} for name in names], enable_ro_crate=True)
+        with unittest.mock.patch.object(torc, 'MAX_CONTENTS', 2):
+            outcome = self.run_it(poll_interval_s=30.0)
+        entities = self.client.call('list_ro_crate_entities', workflow_id=1)['items']
+        self.assertEqual(9, sum('sha256' in entity['metadata'] for entity in entities))
+        self.assertLess(outcome.wall_s, 15)
+
     def test_a_second_signal_kills_at_once(self):
         self.create("trap '' TERM INT; echo > ready; while :; do sleep 0.02; done")
         sent = []

@@ -15538,8 +15538,8 @@ class Runner:
             self.say(f'the server answers again after {format_elapsed(time.monotonic() - silent_before)}')
         self.on_answer(answer)
         self.plan_poll(self.is_poll)
-        if self.link.completions:
-            self.report_soon(0)
+        if self.link.completions or self.link.contents:     # more than one request carries
+            self.report_soon(0 if self.link.completions else BATCH_S)
 
     def spare_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
