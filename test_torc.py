@@ -4930,6 +4930,13 @@ class ExplanationTest(ServiceTest):
         self.assertEqual([('run', 'running')], blockers)
         self.assertEqual(5, len(self.call('explain_workflow', id=workflow_id)['failures']))
 
+    def test_an_explanation_is_bounded_whatever_is_asked_for(self):
+        workflow_id = self.create('a:\n' + '\n'.join(f'b{number}: a' for number in range(60)))
+        node_id = self.node(workflow_id)
+        self.let_fail(workflow_id, 'a', node_id)
+        found = self.call('explain_workflow', id=workflow_id, limit=1000)
+        self.assertEqual(torc.MOST_EXPLAINED, len(found['canceled']))
+
     def test_a_workflow_has_a_state_in_one_word(self):
         table = (('a:', {}, 'completed'), ('a:\nb:', {'a': 'failed'}, 'failed'),
                  ('a:', {'a': 'terminated'}, 'failed'), ('a:\nb: a', None, 'ready'),

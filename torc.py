@@ -8522,6 +8522,7 @@ def give_back(store: Store, job_ids: Sequence[int]) -> None:
 # Every answer is bounded, however many jobs there are.
 
 FAILURES_EXPLAINED = 5      # groups of failures, and as many canceled jobs and prerequisites
+MOST_EXPLAINED = 50         # ... whatever is asked for: each may take CAUSE_STEPS queries
 CAUSE_STEPS = 1000          # from a canceled job up to the failure that was the cause
 ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was canceled'}
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
@@ -8578,10 +8579,10 @@ def cancellation_reason(store: Store, job: JobState) -> str:
 
 def explain_workflow(store: Store, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Dict[str, Any]:
     """Why jobs failed, those with the same reason together and the most frequent first; why jobs were
-    canceled; and what blocked ones wait for. Each list ends at the limit.
+    canceled; and what blocked ones wait for. Each list ends at the limit, at most MOST_EXPLAINED.
     """
     workflow_state(store, workflow_id)
-    limit = page_size(0, limit)
+    limit = min(page_size(0, limit), MOST_EXPLAINED)
     groups = store.rows(
         'SELECT min(job.id), count(*), result.return_code FROM job '
         'LEFT JOIN result ON result.job_id = job.id AND result.is_current = 1 '
