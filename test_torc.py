@@ -8745,6 +8745,19 @@ class MemoryDatabaseTest(WorldTest):
         self.assertEqual((9, 9), (len(outcome.json()['items']), self.count()))
         self.assertFalse(os.path.exists(os.path.dirname(live)) or os.path.exists(self.database + '.memory'))
 
+    def test_a_file_is_replaced_only_with_an_empty_log_beside_it(self) -> None:
+        live, sizes, replace = self.leave_behind(), [], torc.replace_database
+        newer = torc.SCHEMA_VERSION + 1     # which writes to the old file before it is replaced
+
+        def look_and_replace(descriptor: int, database: str) -> None:
+            sizes.append(os.path.getsize(database + '-wal'))
+            replace(descriptor, database)
+        with unittest.mock.patch.object(torc, 'SCHEMA_VERSION', newer), \
+                unittest.mock.patch.dict(torc.MIGRATIONS, {newer: 'CREATE TABLE later (id INTEGER);'}), \
+                unittest.mock.patch.object(torc, 'replace_database', look_and_replace):
+            torc.open_on_disk(self.database).close()
+        self.assertEqual(([0], False), (sizes, os.path.exists(live)))
+
     def test_while_its_server_lives_nobody_uses_the_copy(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory')
         os.unlink(self.database + '.connection')

@@ -11202,6 +11202,7 @@ def open_on_disk(database: str, takes_over: bool = False) -> Store:
             stack.pop_all()
             return store
         found = stack.enter_context(contextlib.closing(Store(live)))
+        store.freeze()      # a migration may have written: after a kill its log would be applied to the new file
         found.freeze()
         replace_database(found.main_file(), database)
         os.unlink(database + '.memory')
