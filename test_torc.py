@@ -11134,6 +11134,16 @@ class RecordedJsonTest(CommandTest):
                     self.assertEqual(recorded[name]['csv'], outcome.out.splitlines()[0])
                 self.assertEqual([], missing_keys(recorded[name]['stdout'], self.json(line)))
 
+    def test_commands_that_are_named_find_the_same_database(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'create', 'w.yaml'))
+        for line, named in (('workflows init 1', 'torc.py --db my.db run 1\n'),
+                            ('workflows init 1 --async --no-prompts', 'torc.py --db my.db tasks wait '),
+                            ('status 1', 'wait for a runner: torc.py --db my.db run 1\n'),
+                            ('logs 1', '`torc.py --db my.db status 1`')):
+            with self.subTest(line):
+                self.assertExit(0, self.world.cli('--db', 'my.db', *line.split()), named)
+
     def test_run_and_exec_print_one_line_for_scripts(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
         outcome = self.assertExit(0, self.world.cli('-f', 'json', 'run', 'w.yaml'))
