@@ -14902,7 +14902,7 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
         is_own = not end.signal_number and end.return_code != 128 + sent_signal
         return Verdict('terminated', end.return_code if is_own else timeout_exit_code, "stopped: the runner's time is over")
     if stopped_for:
-        cause = f' by {signal.Signals(interrupted_by).name}' if interrupted_by else ''
+        cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
         return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
     return Verdict('failed', end.return_code)
 
@@ -18484,12 +18484,12 @@ NAMES_SHOWN = 5     # of the jobs that are not done, for each status
 def tell_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
     """Name the jobs that are not done, but for failures that were told; count those lost with runners."""
     told = {job_id for job_id, _, _, _ in outcome.failed_jobs}
-    counts, failures = outcome.jobs_by_status, ('failed', 'terminated', 'pending_failed')
-    all_told = sum(counts.get(name, 0) for name in failures) <= len(told)
+    counts = outcome.jobs_by_status
+    all_told = sum(counts.get(name, 0) for name in BROKEN_WORDS) <= len(told)
     try:
         for row in STATUSES:
             count = counts.get(row.name, 0) if row.is_bad or not row.is_done else 0
-            if count and not (all_told and row.name in failures):
+            if count and not (all_told and row.name in BROKEN_WORDS):
                 most = NAMES_SHOWN + len(told)
                 jobs = session.items('list_jobs', most, workflow_id=workflow_id, status=row.name)
                 names = [job['name'] for job in jobs if job['id'] not in told]
