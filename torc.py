@@ -4795,7 +4795,7 @@ CREATE TABLE workflow (
     run_id                  INTEGER NOT NULL DEFAULT 0, -- run generation: 0 until the first initialize
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
     is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
-    is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0, -- its run was begun by no reset: 0 means it too
+    is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0, -- run 1 began without a reset: 0 means it too
     spec_path               TEXT                        -- the workflow file that it was made from, absolute
 );
 CREATE INDEX workflow_by_name ON workflow (name);
@@ -6842,7 +6842,7 @@ class PlanMerge:
     # -- files, user data, requirements, schedulers, handlers --
 
     def merge_table(self, table: str, rows: Sequence[Dict[str, Any]], made: Iterable[int] = ()) -> None:
-        """The rows of one table. `made`: places of user data whose values are their jobs' to give."""
+        """The rows of one table. `made`: indexes of user data whose values are their jobs' to give."""
         store, wanted = self.store, PLANNED_TABLES[table][0].split()
         refuse_twice([row['name'] for row in rows if row.get('name')], table.replace('_', ' '))
         columns = [column for column in store.columns(table) if column.name in wanted]
@@ -6854,7 +6854,7 @@ class PlanMerge:
         renamed = {row[4]: row for name, row in known.items()       # by path
                    if table == 'file' and row[2] and name not in named}
         ids = self.ids[table] = []
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             found = known.get(row.get('name')) or renamed.pop(row.get('path'), None)
             if found is None:
                 ids.append(store.insert(table, dict(row, workflow_id=self.workflow_id, is_declared=True)))
@@ -6863,7 +6863,7 @@ class PlanMerge:
             ids.append(found[0])
             if tuple(map(row.get, listed)) != found[3:] or not found[2]:    # most are as they were
                 fields = [column.name for column, cell in zip(columns, found[3:])
-                          if not (column.name == 'data' and place in made)
+                          if not (column.name == 'data' and index in made)
                           and differs(column, row.get(column.name), cell)]
                 self.change_row(table, found[0], row, fields)
         matched = set(ids)
@@ -6900,7 +6900,7 @@ class PlanMerge:
     # -- jobs --
 
     def find_kind(self, row: Sequence[Any], default: int) -> int:
-        """Id of a kind of the plan: requirements and scheduler by place, priority, labels."""
+        """Id of a kind of the plan: requirements and scheduler by index, priority, labels."""
         requirements, priority, scheduler, labels = row
         check_labels(labels)
         return find_kind(self.store, self.workflow_id, (
@@ -7048,7 +7048,7 @@ class PlanMerge:
             self.changes['action', 'removed', ()].append(action_title(action))
 
     def plan_action(self, action: Dict[str, Any]) -> Dict[str, Any]:
-        """An action of the plan as a row, in which no place stands for a scheduler or job."""
+        """An action of the plan as a row, with ids instead of indexes of scheduler and jobs."""
         config, jobs = dict(action['action_config']), self.ids['job']
         if action['action_type'] == 'schedule_nodes':
             scheduler = config.pop('scheduler', None)
@@ -7709,8 +7709,11 @@ def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -
 
 def begin_run(store: Store, workflow_id: int) -> None:
     """Raise the run generation; what runners still have in hand is theirs no longer."""
-    store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
-    store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}', (workflow_id,))    # in no hand of the new run
+    active = f'workflow_id = ? AND status IN {sql_list(ACTIVE)}'
+    store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE {active}', (workflow_id,))
+    # Otherwise the end of an attempt of the old run would be taken for one of the new run.
+    store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}',
+              (workflow_id,))
     waiting = f'workflow_id = ? AND status IN ({BLOCKED}, {READY})'
     store.run(f'UPDATE job SET attempt_id = 1 WHERE {waiting} AND attempt_id > 1', (workflow_id,))
     store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1, is_run_zero = 0 WHERE id = ?',
@@ -8155,9 +8158,9 @@ def explain_no_jobs(store: Store, state: WorkflowState, want: Dict[str, Any]) ->
         waiting = count_by_status(store, state.id)
         return 'no job is ready: ' + (', '.join(f'{count} {name}' for name, count in waiting.items() if count) or 'there are none')
     kinds = ready_kinds(store, state.id, want.get('labels'))
-    misfits = find_misfits(store, state.id, want, KIND_QUERY, f'status = {READY}')
-    if misfits and all(lacks_of(kind, want) for kind in kinds):
-        return '; '.join(misfits)
+    incompatible = find_incompatible_jobs(store, state.id, want, KIND_QUERY, f'status = {READY}')
+    if incompatible and all(lacks_of(kind, want) for kind in kinds):
+        return '; '.join(incompatible)
     if not kinds:
         return "the ready jobs have labels that this node lacks" if not want.get('labels') else \
             "no ready job has labels that are all among this node's"
@@ -8172,7 +8175,7 @@ def explain_no_jobs(store: Store, state: WorkflowState, want: Dict[str, Any]) ->
             f'{smallest.num_gpus} GPUs on {smallest.num_nodes} nodes')
 
 
-MISFITS_SHOWN = 5
+INCOMPATIBLE_SHOWN = 5
 
 
 def lacks_of(kind: Kind, want: Dict[str, Any]) -> List[str]:
@@ -8200,8 +8203,8 @@ def lacks_of(kind: Kind, want: Dict[str, Any]) -> List[str]:
          f'{left} left (--time-limit, --end-time)')) if is_lacking]
 
 
-def find_misfits(store: Store, workflow_id: int, want: Dict[str, Any], kinds: str,
-                 condition: str) -> List[str]:
+def find_incompatible_jobs(store: Store, workflow_id: int, want: Dict[str, Any], kinds: str,
+                           condition: str) -> List[str]:
     """For each reason why jobs will never fit a runner: one of those jobs and the reason, for users.
 
     `kinds` is the query of the kinds to look at, `condition` an SQL condition for their jobs.
@@ -8211,7 +8214,7 @@ def find_misfits(store: Store, workflow_id: int, want: Dict[str, Any], kinds: st
         lacking['; '.join(lacks_of(kind, want))].append(kind.id)
     lacking.pop('', None)
     found = []
-    for reason, kind_ids in list(lacking.items())[:MISFITS_SHOWN]:
+    for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
         some = sql_list(kind_ids[:500])
         name = store.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
         found += [f'jobs such as {name} cannot run here: they need {reason}'] if name is not None else []
@@ -9053,7 +9056,8 @@ def runner_sync(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[st
     answer['reason'] = explain_no_jobs(store, state, want) if want and not chosen and body.get('explain') else None
     undone = f'workflow_id = {state.id} AND status IN {sql_list(NOT_DONE)}'
     is_survey = want and body.get('survey')
-    answer['notices'] = find_misfits(store, state.id, want, ALL_KINDS_QUERY, undone) if is_survey else []
+    answer['notices'] = (find_incompatible_jobs(store, state.id, want, ALL_KINDS_QUERY, undone)
+                         if is_survey else [])
     note_if_complete(store, workflow_id)
     answer['actions'] = take_due_actions(store, workflow_id, node_id, body.get('actions') or ())
     answer.update(describe_progress(store, state, node_id, is_denied=bool(want) and not chosen))
@@ -9180,8 +9184,8 @@ SQL_LITERALS = Expression(r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]
 SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
 SQL_READERS = ('SELECT', 'VALUES', 'WITH')
 SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH', 'CREATE')
-TWINS = ('SELECT coalesce(sum(twins), 0) FROM '
-         '(SELECT count(*) - 1 AS twins FROM job GROUP BY workflow_id, name)')
+DUPLICATE_COUNT = ('SELECT coalesce(sum(duplicates), 0) FROM '     # older workflows may have some
+                   '(SELECT count(*) - 1 AS duplicates FROM job GROUP BY workflow_id, name)')
 LOST = 'SELECT ' + ' + '.join(      # references that no foreign key watches
     f'(SELECT count(*) FROM job LEFT JOIN {table} ON {table}.id = job.{column} '
     f'AND {table}.workflow_id = job.workflow_id WHERE job.{column} IS NOT NULL AND {table}.id IS NULL)'
@@ -9260,14 +9264,14 @@ def failing_as(kind: str) -> Iterator[None]:
 def write_foreign(store: Store, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
     """Carry out a statement that writes, and see that everything can still be read and that no job waits for nothing."""
     with store.savepoint(keeps=not is_dry):
-        twins, lost = store.value(TWINS), store.value(LOST)
+        duplicates, lost = store.value(DUPLICATE_COUNT), store.value(LOST)
         found = store.execute_foreign(sql, limit, True, makes)
         for table in sorted(found.tables):
             if not is_scratch(table):   # those are read by no verb
                 store.check_cells(table)
         if makes:
             refuse_foreign_parents(store)
-        if 'job' in found.tables and store.value(TWINS) > twins:
+        if 'job' in found.tables and store.value(DUPLICATE_COUNT) > duplicates:
             raise Refused('two jobs of a workflow would have the same name')
         if store.value(LOST) > lost:
             raise Refused('jobs would have a job_kind or dep_set that their workflow does not have')
@@ -9287,11 +9291,12 @@ def recompute_requirements(store: Store) -> None:
 
 
 def refuse_foreign_parents(store: Store) -> None:
-    """Refuse tables of administrators that refer to ours: what they hold could not be deleted any more."""
+    """Refuse tables of administrators that refer to ours: rows of ours could not be deleted any more."""
     for name, parent in store.rows("SELECT made.name, parent.[table] FROM sqlite_master made, "
                                    "pragma_foreign_key_list(made.name) parent WHERE made.type = 'table'"):
         if is_scratch(name) and not is_scratch(parent):
-            raise Refused(f'{printable(name)} must not refer to {printable(parent)}: that could lose nothing')
+            raise Refused(f'{printable(name)} must not refer to {printable(parent)}, '
+                          'whose rows could not be deleted any more')
 
 
 def foreign_items(found: ForeignAnswer) -> Dict[str, Any]:
@@ -10127,7 +10132,7 @@ def ping(store: Store) -> Dict[str, Any]:
 
 
 def get_version(store: Store) -> Dict[str, Any]:
-    """Versions of the program and of the interface."""
+    """Versions of the program and of the interface; the commit, as in Torc, only where all may see all."""
     answer = {'version': __version__, 'api_version': API_VERSION}
     return answer if store.enforces_access else dict(answer, git_hash=RELEASE_TAG)
 
