@@ -8826,6 +8826,17 @@ class MemoryDatabaseTest(WorldTest):
         self.assertExit(0, second.finish())
         self.assertEqual([(4,)], ask_sqlite(database, 'SELECT count(*) FROM result'))
 
+    def test_a_command_that_only_reads_waits_for_no_snapshot(self) -> None:
+        database = self.world.path('torc_output', 'torc.db')
+        run = self.world.start('-s', '--in-memory', 'exec', '-c', 'while [ ! -e go ]; do sleep 0.05; done')
+        self.world.wait(lambda: self.statuses(database).count(torc.RUNNING), 20, 'the run', [run])
+        before = os.stat(database)
+        self.assertExit(0, self.world.cli('-s', 'status', 1), '1 running')
+        found = os.stat(database)
+        self.assertEqual((before.st_ino, before.st_mtime_ns), (found.st_ino, found.st_mtime_ns))
+        self.world.write('go', '')
+        self.assertExit(0, run.finish())
+
     def statuses(self, database: str) -> List[int]:
         """Statuses of jobs in a database in memory."""
         try:

@@ -13405,6 +13405,7 @@ class Client(Operations):
         self.needs_server = needs_server        # fork an embedded server rather than open the database
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
         self.in_memory = False                  # the embedded server in use has its database in memory
+        self.has_changed = False                # something was asked for that is more than reading
         self.server_file = ''                   # registration of the lasting server; '': none
         self.servers_started = 0                # embedded ones, by this client
         self.is_lasting = False                 # the database was served by a lasting server: wait for it, fork none
@@ -13487,6 +13488,7 @@ class Client(Operations):
         if route.returns == STREAM:
             raise BadInput(f'{op} is a stream without end: client.stream({op!r}, ...) gives its events')
         params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
+        self.has_changed = self.has_changed or route.method != 'GET'
         if self._store is None and (self._wire is None or not self._wire.is_alive()):
             self.reconnect(min(FIND_DEADLINE_S, deadline_s))
         if self._store is not None:
@@ -13570,12 +13572,12 @@ class Client(Operations):
             lease.release()
 
     def leave(self) -> None:
-        """Close. An embedded server in memory has written everything to its file before.
+        """Close. After a change, an embedded server in memory has written everything to its file before.
 
         It may be killed as soon as we have left: batch systems do so at the end of a script. If nobody else
         uses it, its end is waited for too.
         """
-        if self.in_memory and self._wire is not None:
+        if self.in_memory and self.has_changed and self._wire is not None:
             try:
                 self.await_snapshot()
             except TorcError as error:
@@ -16998,7 +17000,7 @@ def tell_contents(session: Session, workflow: Dict[str, Any]) -> None:
     base, rows = base_directory(workflow), []   # type: Tuple[str, List[List[Any]]]
     paths = {item['id']: item['path'] for item in session.items('list_files', workflow_id=workflow['id'])}
     for item in session.items('list_files', workflow_id=workflow['id'], is_output=True):
-        del paths[item['id']]
+        paths.pop(item['id'], None)     # it may have been added since
     for file_id, path in paths.items():
         try:
             rows += [[file_id, *found] for found in digest_file(os.path.join(base, path)) if found]
