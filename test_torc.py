@@ -11306,7 +11306,7 @@ class ReasonTest(CommandTest):
 
     def test_a_server_without_explanations_will_do(self):
         def call(session: Any, op: str, body: Any = None, **params: Any) -> Any:
-            if op in ('explain_job', 'explain_workflow', 'list_workflow_statuses'):
+            if op in ('explain_job', 'explain_workflow', 'list_workflow_statuses', 'get_database'):
                 raise torc.NotFound('there is nothing at ' + op)
             return session.client.call(op, body, **params)
         with unittest.mock.patch.object(torc.Session, 'call', call):
@@ -11314,6 +11314,7 @@ class ReasonTest(CommandTest):
             self.assertIn('depends_on: ', self.text('jobs get 6'))
             self.assertIn('│ w    │', self.text('workflows list'))
             self.assertExit(4, self.world.main('logs', 1, 'after'), 'has left no output')
+            self.assertExit(4, self.world.main('exec', '-c', 'true'), 'is not served by this version of torc.py')
 
     # -------- logs --------
 

@@ -17725,7 +17725,9 @@ def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, 
 def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments) -> str:
     """The directory that runners of a workflow wrote to. Refused if it belongs to another database."""
     directory = os.path.join(base_directory(workflow), args['output_dir'])
-    refuse_foreign_output(directory, read_output_record(directory)[1], session.call('get_database'))
+    database = call_addition(session, 'get_database')
+    if database:
+        refuse_foreign_output(directory, read_output_record(directory)[1], database)
     return directory
 
 
@@ -18258,7 +18260,10 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
         os.makedirs(os.path.join(options.output_dir, 'job_stdio'), exist_ok=True)
         with tempfile.TemporaryFile(dir=options.output_dir):
             pass    # a look at the mode bits would not tell of full, read-only or strange file systems
-        database = session.call('get_database')
+        database = call_addition(session, 'get_database')
+        if not database:
+            raise Refused(f'{session.client.location} is not served by this version of torc.py, as runners need: '
+                          'stop that server, and start it again with this one')
         gone = take_output_dir(options.output_dir, database)
         if gone and not session.options['quiet']:
             session.tell(printable(f'The output directory {options.output_dir} belonged to the database '
