@@ -11405,8 +11405,19 @@ class FollowTest(CommandTest):
 
     def test_what_has_ended_is_shown_and_that_is_all(self):
         self.assertExit(0, self.world.cli('exec', '-c', 'echo a; echo b >&2'))
-        path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.e')
-        self.assertEqual((0, f'a\n==> job1: {path} <==\nb\n', ''), self.world.main('logs', 1, 'job1', '-f'))
+        self.assertEqual(self.world.main('logs', 1, 'job1'), self.world.main('logs', 1, 'job1', '-f'))
+        self.assertIn('a\n', self.text('logs 1 -f'))
+
+    def test_what_never_ran_and_what_wrote_nothing_is_told_as_without_it(self):
+        self.world.write('w.yaml', '''
+            name: w
+            jobs:
+              - {name: first, command: exit 3}
+              - {name: second, command: "true", depends_on: [first]}
+        ''')
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        self.assertExit(4, self.world.main('logs', 1, 'second', '-f'), 'never ran: its prerequisite first failed')
+        self.assertEqual('==> first (failed): return code 3 <==\n', self.text('logs 1 -f --failed'))
 
     def test_an_interrupt_ends_it(self):
         self.make('name: w\njobs: [{name: a, command: "true"}]\n')
@@ -13848,12 +13859,17 @@ class SurroundingsTest(FlowTest):
         outcome = self.run_text('''
             name: large
             compute_node_wait_for_new_jobs_seconds: 1
-            resource_requirements: [{name: big, num_cpus: 64, memory: 1m}]
-            jobs: [{name: a, command: "true", resource_requirements: big}]
-            ''', '-p', 1, '--num-cpus', 1, code=1)
-        self.assertIn('jobs such as a cannot run here: they need 64 CPUs, and this runner has 1 (--num-cpus)',
-                      outcome.err)
-        self.assertIn('  ready: a\nOutput: ', outcome.err)
+            resource_requirements:
+              - {name: big, num_cpus: 64, memory: 1m}
+              - {name: long, num_cpus: 1, memory: 1m, runtime: PT5H}
+            jobs:
+              - {name: a, command: "true", resource_requirements: big}
+              - {name: b, command: "true", resource_requirements: long}
+            ''', '-p', 1, '--num-cpus', 1, '--time-limit', '1h', code=1)
+        for start in ('jobs such as a cannot run here: they need 64 CPUs, and this runner has 1 (--num-cpus)',
+                      'jobs such as b cannot run here: they need a runtime of PT5H, and this runner has PT'):
+            self.assertEqual(1, outcome.err.count(start), outcome.err)
+        self.assertIn('  ready: a, b\nOutput: ', outcome.err)
         self.assertIn('To go on, where the rest can run: torc.py run 1\n', outcome.err)
 
     def test_a_job_set_back_in_its_run_runs_again_and_ends(self):

@@ -15825,10 +15825,10 @@ class Runner:
         self.progress.on_message(printable(message))
 
     def say_once(self, message: str, introduction: str = '') -> None:
-        """Say it unless it was said before, perhaps with other numbers: the time that is left shrinks."""
-        form = re.sub('[0-9]+', '0', message)
-        if form not in self.told:
-            self.told.add(form)
+        """Say it unless all its parts were said before, perhaps with other numbers: the time that is left shrinks."""
+        forms = set(re.sub('[0-9]+', '0', message).split('; '))
+        if not forms <= self.told:
+            self.told |= forms
             self.say(introduction + message)
 
     def show(self) -> None:
@@ -17278,7 +17278,7 @@ def answer_file_check(session: Session, workflow_id: int, check: FileCheck, foun
     lines += [f'existing output: {path}' for path in check.existing_outputs]
     lines += [f"would run again: {change['job_name']} ({change['reason']})" for change in changed]
     lines.append('Not safe: make what is missing, or give --force' if not value['safe'] else
-                 f'{len(changed)} jobs would run again' if changed else 'Safe: nothing is missing')
+                 f'{len(changed)} jobs would run again' if changed else 'Safe: no input is missing')
     session.answer(value, ''.join(printable(line) + '\n' for line in lines))
     return 0 if value['safe'] else Refused.exit
 
@@ -17749,7 +17749,7 @@ def cmd_logs(session: Session, args: Arguments) -> int:
     reader = LogReader(session, args)
     if args['follow'] and session.format == 'json':
         raise BadInput('--follow has no JSON form: leave one of the two out')
-    if args['follow']:
+    if args['follow'] and not are_over(session, reader.id, reader.jobs):
         return follow_logs(reader)
     found = reader.newest_of_named() if reader.jobs else reader.newest_of_all()
     if session.format == 'json':
