@@ -10712,7 +10712,7 @@ class WidthTest(unittest.TestCase):
 
     def test_wide_and_combining_characters_count_as_a_terminal_shows_them(self):
         for text, width in (('abc', 3), ('\u65e5\u672c', 4), ('e\u0301', 1), ('\u200b', 0), ('\U0001f600', 2), ('', 0)):
-            self.assertEqual(width, len(text), ascii(text))
+            self.assertEqual(width, torc.text_width(text), ascii(text))
 
     def test_a_text_is_cut_at_its_width_and_says_so(self):
         self.assertEqual('abcdef', torc.cut('abcdef', 6))
@@ -10748,7 +10748,7 @@ class TableTest(unittest.TestCase):
 
     def test_on_a_terminal_the_widest_column_is_cut_until_the_table_fits(self):
         text = torc.format_table(['ID', 'Command'], [[1, 'c' * 200], [2, 'x']], TERMINAL)
-        self.assertGreaterEqual({60}, {len(re.sub(r'\x1b\[\w+m', '', line)) for line in text.splitlines()})
+        self.assertGreaterEqual({60}, {torc.text_width(re.sub(r'\x1b\[\w+m', '', line)) for line in text.splitlines()})
         self.assertIn('…', text)
 
     def test_two_wide_columns_share_the_room_and_none_becomes_too_narrow(self):
@@ -10768,13 +10768,13 @@ class TableTest(unittest.TestCase):
             hidden = len(headers) - len(titles)
             self.assertEqual(hidden > 0, lines[-1].startswith(f'{hidden} more column'))
             if width > 40:
-                self.assertGreaterEqual(width, max(map(len, lines)))
+                self.assertGreaterEqual(width, max(map(torc.text_width, lines)))
 
     def test_times_are_not_cut_and_lose_their_zone_on_a_terminal(self):
         rows = [['2026-11-21 10:28:54 +0100', 'x' * 90, 'y' * 90], ['', 'x', 'y']]
         text = torc.format_table(['Time', 'A', 'B'], rows, UNICODE._replace(width=60))
         self.assertIn('│ 2026-11-21 10:28:54 │ ', text)
-        self.assertGreaterEqual(60, max(map(len, text.splitlines())))
+        self.assertGreaterEqual(60, max(map(torc.text_width, text.splitlines())))
         self.assertIn('2026-11-21 10:28:54 +0100 | ' + 'x' * 90, torc.format_table(['Time', 'A', 'B'], rows))
 
     def test_headings_are_read_from_text(self):
@@ -10846,7 +10846,7 @@ class StatusReportTest(unittest.TestCase):
         status['explanation'] = self.EXPLANATION
         lines = torc.format_status(status, UNICODE._replace(width=80)).splitlines()
         self.assertLess(len(lines), 24)
-        self.assertGreaterEqual(80, max(map(len, lines[:-1])))
+        self.assertGreaterEqual(80, max(map(torc.text_width, lines[:-1])))
         text = '\n'.join(lines)
         for wanted in ('  x sim_0 and 98999 more (return code 1): no luck ', '  x sim_3 (return code 1)',
                        '  x 997 more: torc.py results list 1 --failed\n',
@@ -11276,7 +11276,7 @@ class ReasonTest(CommandTest):
                 'status 1', 'status 2'):
             with self.subTest(line):
                 shown = self.on_terminal(line).splitlines()
-                self.assertEqual([], [text for text in shown if len(text) > 80])
+                self.assertEqual([], [text for text in shown if torc.text_width(text) > 80])
         titles = self.text('-f csv results list 1').splitlines()[0].split(',') + ['Reason']
         self.assertEqual(titles, self.titles(self.text('results list 1')))
 
