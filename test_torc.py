@@ -9797,7 +9797,7 @@ class LauncherTest(WorldTest):
     def setUp(self) -> None:
         super().setUp()
         with self.world.inside():
-            self.launcher = torc.Launcher(self.world.directory)
+            self.launcher = torc.Launcher()
         self.addCleanup(self.launcher.close)    # before the world's own: last in, first out
 
     def start(self, command: str, name: str = '1-1', **variables: str) -> Any:
@@ -9844,7 +9844,7 @@ class LauncherTest(WorldTest):
 
     def test_nothing_that_hides_its_origin_outlives_the_launcher(self):
         with self.world.inside():
-            first, self.launcher = self.launcher, torc.Launcher(self.world.directory)
+            first, self.launcher = self.launcher, torc.Launcher()
         self.start('cd "$HERE"; exec env -i setsid /bin/sh -c "echo \\$\\$ > shell; /bin/sh -c \'echo \\$\\$ > hidden; /bin/sleep 1000; true\'; true"')
         self.pid_in('hidden')
         self.launcher.close()
@@ -9907,12 +9907,45 @@ class LauncherTest(WorldTest):
         self.addCleanup(os.close, reader)
         self.assertRaises(FileExistsError, torc.open_output, path)
 
-    def test_a_command_longer_than_an_argument_may_be_runs_from_a_private_file(self):
-        process = self.start('# ' + 'x' * 300000 + '\necho ran; exit 3')
-        self.assertEqual(0o600, stat.S_IMODE(os.stat(process.script).st_mode))
-        self.assertEqual(3, self.end_of(process).return_code)
+    LONG = '# ' + 'x' * 300000 + '\n'
+    SHELLS = ('bash', 'dash')
+
+    def test_a_command_longer_than_an_argument_may_be_runs_as_a_short_one_does(self):
+        commands = (
+            'echo "$0 [$BASH_SOURCE] $# $- $TORC_COMMAND"; cat; readlink /proc/self/fd/0; exit 3',
+            'set -e; false; echo not reached', 'echo before; ((', 'trap "echo bye" EXIT; kill -9 $$', 'sh -c "kill -9 \\$\\$"; exit',
+            'f() { return 7; }; f', 'no-such-command-here', "cat <<'X'\n$0 \u00e9 \1\x7f \\\nX\n(exit 5)\n\n", 'ls /proc/self/fd')
+        for shell in filter(None, map(shutil.which, self.SHELLS)):
+            for spawner in (self.launcher.spawn, torc.PopenSpawner()):
+                for number, command in enumerate(commands):
+                    with self.subTest(shell=shell, command=command), unittest.mock.patch.multiple(self.launcher, shell=shell, spawn=spawner):
+                        short, long = (self.said(text + command, f'{number}-{len(text)}') for text in ('# x\n', self.LONG))
+                        self.assertEqual(short, long)
+                        self.assertTrue(short[0] or short[1])
+
+    def said(self, command: str, name: str) -> Tuple[int, str, str]:
+        """Return code and output of a command, without what only names the way by which the shell got it."""
+        end = self.end_of(self.start(command, name))
+        return end.return_code, self.world.read('out'), re.sub(r'-c: |eval: |\d+ Killed', '', self.world.read('err'))
+
+    def test_a_command_of_several_megabytes_runs_and_none_is_ever_a_file_with_a_name(self):
+        before = set(os.listdir(self.world.directory))
+        temporary = self.world.path('temporary')
+        os.mkdir(temporary)
+        with unittest.mock.patch.object(tempfile, 'tempdir', temporary):
+            process = self.start(self.LONG * 20 + 'ls -A temporary; echo ran; exit 3')
+            self.assertEqual([], os.listdir(temporary))
+            self.assertEqual(3, self.end_of(process).return_code)
         self.assertEqual('ran\n', self.world.read('out'))
-        self.assertFalse(os.path.exists(process.script))
+        self.assertEqual({'out', 'err', 'temporary'}, set(os.listdir(self.world.directory)) - before)
+
+    def test_of_a_command_that_cannot_be_read_to_its_end_nothing_runs(self):
+        with unittest.mock.patch.object(torc, 'READ_COMMAND', torc.READ_COMMAND.replace(b'command -p cat', b'{ head -c 100; kill -9 $BASHPID; }')):
+            self.assertEqual(126, self.end_of(self.start('echo one\n' + self.LONG)).return_code)
+        self.assertEqual('', self.world.read('out'))
+
+    def test_who_owns_the_directory_of_temporary_files_cannot_replace_a_long_command(self):
+        self.assertIn('0 of 20 ', replace_commands(self.launcher, self.world, 20))
 
     def test_what_cannot_be_said_to_the_system_is_an_error(self):
         for command, variables in (('echo \0', {}), ('true', {'A': 'b\0c'}), ('true', {'A=B': 'c'}), ('echo \ud800', {})):
@@ -9992,7 +10025,7 @@ class LauncherTest(WorldTest):
 
     def revive(self) -> None:
         """A fresh launcher for tearDown to close."""
-        self.launcher.__init__(self.world.directory)
+        self.launcher.__init__()
 
     def test_peak_memory_is_told_where_it_is_known(self):
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024     # what a child's figure begins with
@@ -10001,6 +10034,46 @@ class LauncherTest(WorldTest):
         self.assertGreater(end.peak_memory_bytes, size)
         self.assertLess(end.peak_memory_bytes, size + (100 << 20))
         self.assertGreater(end.cpu_s, 0)
+
+
+def replace_commands(launcher: Any, world: World, trials: int) -> str:
+    """Long commands, while another user who owns the directory of temporary files replaces all that appears in it."""
+    need('root', os.getuid() == 0, 'becomes another user')
+    os.chmod(world.root, 0o755)
+    os.chmod(world.directory, 0o755)
+    directory = world.path('temporary')
+    os.mkdir(directory)
+    os.chown(directory, 65534, 65534)
+    os.chmod(directory, 0o777)
+    thief = os.fork()
+    if thief == 0:
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            os.chdir(directory)
+            while os.getppid() != 1:
+                for name in os.listdir('.'):
+                    with contextlib.suppress(OSError):
+                        os.unlink(name)
+                        with open(name, 'x') as file:
+                            file.write('echo stolen')
+        finally:
+            os._exit(0)
+    launcher.disown_strangers()
+    stolen = 0
+    try:
+        for number in range(trials):    # every second one without O_TMPFILE: the file has a name for a moment
+            patched = unittest.mock.patch.multiple(tempfile, tempdir=directory, _O_TMPFILE_WORKS=number % 2 == 0)
+            outputs = [torc.open_output(world.path(f'out{number}'))] * 2
+            with patched, world.inside():
+                process = launcher.start(LauncherTest.LONG + 'echo ran', {}, outputs, f'{number}-1')
+            os.close(outputs[0])
+            world.wait(lambda: process in launcher.poll(), 20, 'the end of the command')
+            stolen += (process.end.return_code, world.read(f'out{number}')) != (0, 'ran\n')
+    finally:
+        os.kill(thief, signal.SIGKILL)
+        os.waitpid(thief, 0)
+    return f'{stolen} of {trials} long commands were replaced'
 
 
 class GuardianTest(WorldTest):
@@ -10014,7 +10087,7 @@ class GuardianTest(WorldTest):
                 os.setsid()
                 os.chdir(self.world.directory)
                 os.environ[MARK] = self.world.mark
-                launcher = torc.Launcher(self.world.directory)
+                launcher = torc.Launcher()
                 null = os.open(os.devnull, os.O_WRONLY)
                 launcher.start(command, {}, (null, null), '1-1')
                 while True:
@@ -10054,7 +10127,7 @@ class EndTest(unittest.TestCase):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         for status, text in ((signal.SIGSEGV | 0x80, 'killed by SIGSEGV (core dumped)'),
                              (signal.SIGSEGV, 'killed by SIGSEGV'), (3 << 8, '')):
-            process = torc.Process(1, b'mark', None)
+            process = torc.Process(1, b'mark')
             process.close(int(status), usage)
             self.assertEqual(text, torc.explain_end(process.end, None, None))
 

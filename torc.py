@@ -13828,6 +13828,10 @@ LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job
 FAREWELL_WAIT_S = 2.0                   # for the guardian to leave
 UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is given up then
 RUN_TAG = 'TORC_RUN_TAG'
+# The shell reads a command that is too long for argv from its own standard input, a file without a name; a trailing
+# newline is all that is lost. What it runs has /dev/null there, and finds $0, $- and its functions as with `-c COMMAND`.
+READ_COMMAND = (b'TORC_COMMAND=$(command -p cat) || exit 126; '
+                b'eval "unset TORC_COMMAND; exec </dev/null; $TORC_COMMAND"')
 SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
 RESET_SIGNALS = tuple(getattr(signal, name) for name in ('SIGPIPE', 'SIGXFSZ', 'SIGINT', 'SIGQUIT', 'SIGTERM', 'SIGHUP',
                                                          'SIGUSR1', 'SIGUSR2', 'SIGCHLD'))
@@ -14006,11 +14010,12 @@ class Spawner:
         if code:
             raise OSError(code, os.strerror(code))
 
-    def __call__(self, argv: Sequence[bytes], environment: Sequence[bytes], outputs: Sequence[int]) -> int:
-        """Start a program in a session of its own; its pid. OSError as for execve(2)."""
+    def __call__(self, argv: Sequence[bytes], environment: Sequence[bytes], outputs: Sequence[int],
+                 source: Optional[int] = None) -> int:
+        """Start a program in a session of its own, with /dev/null or `source` as stdin; its pid. OSError as for execve(2)."""
         library, actions = self.library, self.actions
         library.posix_spawn_file_actions_init(actions)
-        for number, descriptor in enumerate((self.devnull, *outputs)):
+        for number, descriptor in enumerate((self.devnull if source is None else source, *outputs)):
             library.posix_spawn_file_actions_adddup2(actions, descriptor, number)
         pid = ctypes.c_int()
         code = library.posix_spawn(ctypes.byref(pid), argv[0], actions, self.attributes,
@@ -14029,10 +14034,11 @@ class Spawner:
 class PopenSpawner:
     """The same by subprocess.Popen, for other C libraries."""
 
-    def __call__(self, argv: Sequence[bytes], environment: Sequence[bytes], outputs: Sequence[int]) -> int:
+    def __call__(self, argv: Sequence[bytes], environment: Sequence[bytes], outputs: Sequence[int],
+                 source: Optional[int] = None) -> int:
         variables = dict(entry.split(b'=', 1) for entry in environment)
-        process = subprocess.Popen(list(argv), env=variables, stdin=subprocess.DEVNULL, stdout=outputs[0], stderr=outputs[1],
-                                   start_new_session=True)
+        process = subprocess.Popen(list(argv), env=variables, stdin=subprocess.DEVNULL if source is None else source,
+                                   stdout=outputs[0], stderr=outputs[1], start_new_session=True)
         process.returncode = 0      # reaping is ours: Popen's destructor would take the child's status away
         return process.pid
 
@@ -14067,15 +14073,14 @@ class Stranger(NamedTuple):
 
 class Process:
     """A started command. Held by the Launcher until nothing of it lives."""
-    __slots__ = ('pid', 'mark', 'started_at', 'started', 'end', 'script', 'kill_at', 'is_swept', 'is_killed', 'give_up_at')
+    __slots__ = ('pid', 'mark', 'started_at', 'started', 'end', 'kill_at', 'is_swept', 'is_killed', 'give_up_at')
 
-    def __init__(self, pid: int, mark: bytes, script: Optional[str]) -> None:
+    def __init__(self, pid: int, mark: bytes) -> None:
         self.pid = pid              # also the number of its session and group
         self.mark = mark            # as it stands in TORC_RUN_TAG
         self.started_at = time.time()
         self.started = time.monotonic()
         self.end: Optional[ProcessEnd] = None
-        self.script = script        # file that holds a command too long for argv
         self.kill_at: Optional[float] = None    # monotonic; set by stop
         self.is_swept = False       # what it left behind was asked to end
         self.is_killed = False      # SIGKILL was sent
@@ -14223,9 +14228,8 @@ def start_guardian(tag: bytes, foreign: Iterable[int] = ()) -> Tuple[int, int]:
 class Launcher:
     """Starts, reaps and stops the processes of one runner. Not thread-safe: one loop owns it."""
 
-    def __init__(self, script_directory: str) -> None:
+    def __init__(self) -> None:
         self.tag = secrets.token_hex(8)
-        self.script_directory = script_directory
         self.shell = find_shell()
         self.spawn = make_spawner()
         self.running: Dict[int, Process] = {}
@@ -14283,36 +14287,22 @@ class Launcher:
                 raise ValueError(f'variable {os.fsdecode(key)!r} cannot be passed to a process')
             entries[key] = key + b'=' + value
         entries[RUN_TAG.encode()] = encode_text(f'{RUN_TAG}={self.outer_tag}{mark}')
-        argv, script = self.shell_words(command)
-        try:
-            pid = self.spawn(argv, list(entries.values()), outputs)
-        except OSError:
-            self.remove_script(script)
-            raise
-        process = self.running[pid] = Process(pid, mark.encode(), script)
+        pid = self.spawn_shell(command, list(entries.values()), outputs)
+        process = self.running[pid] = Process(pid, mark.encode())
         self.tell_guardian(pid, STARTED)
         return process
 
-    def shell_words(self, command: str) -> Tuple[List[bytes], Optional[str]]:
-        """argv for a command, and the file that holds it if it is too long for argv."""
-        text = encode_text(command)
+    def spawn_shell(self, command: str, environment: Sequence[bytes], outputs: Sequence[int]) -> int:
+        """Start the shell with a command; its pid."""
+        text, shell = encode_text(command), encode_text(self.shell)
         if b'\0' in text:
             raise ValueError('the command contains a NUL character')
         if len(text) <= MAX_ARGUMENT_BYTES:
-            return [encode_text(self.shell), b'-c', text], None
-        descriptor, path = tempfile.mkstemp(prefix='.command_', suffix='.sh', dir=self.script_directory)
-        with os.fdopen(descriptor, 'wb') as file:
-            file.write(text + b'\n')
-        return [encode_text(self.shell), encode_text(path)], path
-
-    @staticmethod
-    def remove_script(path: Optional[str]) -> None:
-        """Remove the file of a long command."""
-        if path:
-            try:
-                os.unlink(path)
-            except OSError:     # somebody cleaned up before us
-                pass
+            return self.spawn([shell, b'-c', text], environment, outputs)
+        with tempfile.TemporaryFile() as file:     # O_EXCL, 0600, and no name from then on
+            file.write(text)
+            file.seek(0)
+            return self.spawn([shell, b'-c', READ_COMMAND], environment, outputs, file.fileno())
 
     def tell_guardian(self, pid: int, word: int) -> None:
         """Write a record to the guardian."""
@@ -14351,7 +14341,6 @@ class Launcher:
         process.close(status, usage)
         del self.running[process.pid]
         self.tell_guardian(process.pid, ENDED)
-        self.remove_script(process.script)
         return True
 
     def look_for_strangers(self, ended: Sequence[Process] = ()) -> None:
@@ -15407,7 +15396,7 @@ class Runner:
             self.log = RunLog(path, self.options.log_level)
         self.wakeup = Wakeup()
         try:
-            self.launcher = Launcher(os.path.join(self.output_dir, 'job_stdio'))
+            self.launcher = Launcher()
             try:
                 self.set_deadline()
                 self.register(host)
