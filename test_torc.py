@@ -9833,14 +9833,37 @@ class LauncherTest(WorldTest):
 
     HIDDEN = '(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &) ; '
 
-    def test_what_hides_its_origin_ends_with_the_jobs_that_it_can_be_from(self):
-        other = self.start('echo $$ > other; exec sleep 1000', '2-1')
+    def test_what_hides_its_origin_ends_with_its_job_and_with_no_other(self):
+        hidden = self.HIDDEN.replace('hidden', 'spared')
+        other = self.start(f'cd "$HERE"; {hidden} exec sleep 1000', '2-1')
+        spared = self.pid_in('spared')
         job = self.start('cd "$HERE"; ' + self.HIDDEN + 'while [ ! -s hidden ]; do /bin/sleep 0.01; done; /bin/sleep 0.1')
         self.end_of(job)
+        self.assertFalse(torc.read_process_start_ticks(self.pid_in('hidden')))
+        self.assertTrue(torc.read_process_start_ticks(spared))
         self.launcher.stop(other, signal.SIGKILL, 0)
         self.end_of(other)
-        self.world.wait(lambda: self.look() and not torc.read_process_start_ticks(self.pid_in('hidden')), 10, 'the end of the hidden process')
-        self.assertTrue(self.pid_in('hidden'))
+        self.assertFalse(torc.read_process_start_ticks(spared))
+
+    def test_where_the_limit_cannot_be_set_the_environment_tells_whose_a_daemon_is(self):
+        with unittest.mock.patch.object(torc, 'set_mark_number', lambda number: None):
+            self.end_of(self.start("setsid sh -c 'echo $$ > a; sleep 1000 & echo $! > b; wait' & "
+                                   'until test -s b; do sleep 0.01; done'))
+        self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
+        self.assertFalse(torc.read_process_start_ticks(self.pid_in('b')))
+
+    def test_no_two_jobs_have_the_same_mark_at_once(self):
+        self.launcher.serials = itertools.cycle(range(2))
+        first = self.start('exec sleep 1000')
+        marks = set()
+        for number in range(4):
+            job = self.start('true', f'{number}-1')
+            marks.add(job.mark.number)
+            self.end_of(job)
+        self.assertEqual(1, len(marks))
+        self.assertNotIn(first.mark.number, marks)
+        self.assertEqual(first.mark.number, torc.read_mark_number(first.pid))
+        self.assertEqual(-1, torc.read_mark_number(os.getpid()))
 
     def test_nothing_that_hides_its_origin_outlives_the_launcher(self):
         with self.world.inside():
@@ -9851,22 +9874,54 @@ class LauncherTest(WorldTest):
         self.launcher = first
         self.assertGone('shell', 'hidden')
 
-    def test_a_guardian_that_was_killed_is_replaced(self):
-        first = self.launcher.guardian
-        os.kill(first, signal.SIGKILL)
-        self.world.wait(lambda: os.waitpid(first, os.WNOHANG)[0] == first, 10, 'the end of the guardian')
-        self.assertEqual(0, self.end_of(self.start('true')).return_code)
-        self.assertNotEqual(first, self.launcher.guardian)
-        self.assertTrue(torc.read_process_start_ticks(self.launcher.guardian))
+    def test_guardians_that_were_killed_are_replaced_at_once_and_know_all_that_runs(self):
+        job = self.start('echo $$ > a; exec sleep 1000')
+        first = set(self.launcher.guardians)
+        self.assertEqual(torc.NUM_GUARDIANS, len(first))
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        self.world.wait(lambda: self.look() and not first & self.launcher.guardians, 0.5, 'other guardians')
+        self.assertEqual(torc.NUM_GUARDIANS, len(self.launcher.guardians))
+        self.assertTrue(all(map(torc.read_process_start_ticks, self.launcher.guardians)))
+        os.close(self.launcher.pipe[1])     # as if the runner had died
+        self.launcher.pipe = self.launcher.pipe[0], os.open(os.devnull, os.O_WRONLY)
+        self.assertEqual(137, self.end_of(job).return_code)
 
-    def test_a_guardian_that_is_stopped_is_not_waited_for_for_ever(self):
-        os.kill(self.launcher.guardian, signal.SIGSTOP)
-        guardian, began = self.launcher.guardian, time.monotonic()
-        self.launcher.dismiss_guardian()
+    def test_a_node_on_which_guardians_cannot_live_is_not_kept_busy(self):
+        killed = set()
+
+        def kill() -> bool:
+            for pid in self.launcher.guardians - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            return self.look() and not self.launcher.guardians
+        began = time.monotonic()
+        self.world.wait(kill, 20, 'the end of patience')
+        most = torc.MENDS_AT_ONCE + 1 + (time.monotonic() - began) / torc.MEND_PAUSE_S
+        self.assertLessEqual(len(killed), most)
+        self.assertEqual(self.launcher.next_deadline(), self.launcher.mend_at)
+        self.world.wait(lambda: self.look() and self.launcher.guardians, 5, 'another one')
+
+    def test_a_guardian_has_another_name_session_and_no_descriptor_of_ours(self):
+        ours = read_text('/proc/self/cmdline')
+        for pid in self.launcher.guardians:
+            words = f'job-guardian of {os.getpid()}'
+            self.world.wait(lambda: read_text(f'/proc/{pid}/cmdline').rstrip('\0') == words, 5, 'its name')
+            self.assertEqual('job-guardian\n', read_text(f'/proc/{pid}/comm'))
+            self.assertEqual(pid, torc.read_proc_row(pid).session)
+            folder = f'/proc/{pid}/fd/'
+            self.assertEqual({'/dev/null', os.readlink(f'/proc/self/fd/{self.launcher.pipe[0]}')},
+                             {os.readlink(folder + number) for number in os.listdir(folder)})
+        self.assertEqual(ours, read_text('/proc/self/cmdline'))
+
+    def test_a_guardian_that_is_stopped_is_not_waited_for(self):
+        for pid in self.launcher.guardians:
+            os.kill(pid, signal.SIGSTOP)
+        guardians, began = set(self.launcher.guardians), time.monotonic()
+        self.launcher.close()
+        self.addCleanup(self.revive)
         self.assertLess(time.monotonic() - began, 10)
-        self.assertFalse(torc.read_process_start_ticks(guardian))
-        with self.world.inside():
-            self.launcher.guardian, self.launcher.pipe = torc.start_guardian(b'x')
+        self.assertFalse(any(map(torc.read_process_start_ticks, guardians)))
 
     def test_a_command_gets_its_environment_and_its_exit_code_is_told(self):
         process = self.start('echo "$GREETING"; echo oops >&2; exit 7', GREETING="it's $HOME")
@@ -9913,20 +9968,24 @@ class LauncherTest(WorldTest):
     def test_a_command_longer_than_an_argument_may_be_runs_as_a_short_one_does(self):
         commands = (
             'echo "$0 [$BASH_SOURCE] $# $- $TORC_COMMAND"; cat; readlink /proc/self/fd/0; exit 3',
-            'set -e; false; echo not reached', 'echo before; ((', 'trap "echo bye" EXIT; kill -9 $$', 'sh -c "kill -9 \\$\\$"; exit',
-            'f() { return 7; }; f', 'no-such-command-here', "cat <<'X'\n$0 \u00e9 \1\x7f \\\nX\n(exit 5)\n\n", 'ls /proc/self/fd')
+            'set -e; false; echo not reached', 'echo before; ((', 'trap "echo bye" EXIT; kill -9 $$',
+            'sh -c "kill -9 \\$\\$"; exit', 'f() { return 7; }; f', 'no-such-command-here',
+            "cat <<'X'\n$0 \u00e9 \1\x7f \\\nX\n(exit 5)\n\n", 'ls /proc/self/fd')
         for shell in filter(None, map(shutil.which, self.SHELLS)):
             for spawner in (self.launcher.spawn, torc.PopenSpawner()):
                 for number, command in enumerate(commands):
-                    with self.subTest(shell=shell, command=command), unittest.mock.patch.multiple(self.launcher, shell=shell, spawn=spawner):
-                        short, long = (self.said(text + command, f'{number}-{len(text)}') for text in ('# x\n', self.LONG))
+                    patched = unittest.mock.patch.multiple(self.launcher, shell=shell, spawn=spawner)
+                    with self.subTest(shell=shell, command=command), patched:
+                        short, long = (self.said(text + command, f'{number}-{len(text)}')
+                                       for text in ('# x\n', self.LONG))
                         self.assertEqual(short, long)
                         self.assertTrue(short[0] or short[1])
 
     def said(self, command: str, name: str) -> Tuple[int, str, str]:
         """Return code and output of a command, without what only names the way by which the shell got it."""
         end = self.end_of(self.start(command, name))
-        return end.return_code, self.world.read('out'), re.sub(r'-c: |eval: |\d+ Killed', '', self.world.read('err'))
+        errors = re.sub(r'-c: |eval: |\d+ Killed', '', self.world.read('err'))
+        return end.return_code, self.world.read('out'), errors
 
     def test_a_command_of_several_megabytes_runs_and_none_is_ever_a_file_with_a_name(self):
         before = set(os.listdir(self.world.directory))
@@ -9940,7 +9999,8 @@ class LauncherTest(WorldTest):
         self.assertEqual({'out', 'err', 'temporary'}, set(os.listdir(self.world.directory)) - before)
 
     def test_of_a_command_that_cannot_be_read_to_its_end_nothing_runs(self):
-        with unittest.mock.patch.object(torc, 'READ_COMMAND', torc.READ_COMMAND.replace(b'command -p cat', b'{ head -c 100; kill -9 $BASHPID; }')):
+        read = torc.READ_COMMAND.replace(b'command -p cat', b'{ head -c 100; kill -9 $BASHPID; }')
+        with unittest.mock.patch.object(torc, 'READ_COMMAND', read):
             self.assertEqual(126, self.end_of(self.start('echo one\n' + self.LONG)).return_code)
         self.assertEqual('', self.world.read('out'))
 
@@ -10037,7 +10097,7 @@ class LauncherTest(WorldTest):
 
 
 def replace_commands(launcher: Any, world: World, trials: int) -> str:
-    """Long commands, while another user who owns the directory of temporary files replaces all that appears in it."""
+    """Long commands, while another user, who owns the temporary directory, replaces all files in it."""
     need('root', os.getuid() == 0, 'becomes another user')
     os.chmod(world.root, 0o755)
     os.chmod(world.directory, 0o755)
@@ -10063,30 +10123,61 @@ def replace_commands(launcher: Any, world: World, trials: int) -> str:
     stolen = 0
     try:
         for number in range(trials):    # every second one without O_TMPFILE: the file has a name for a moment
-            patched = unittest.mock.patch.multiple(tempfile, tempdir=directory, _O_TMPFILE_WORKS=number % 2 == 0)
+            nameless = {'_O_TMPFILE_WORKS': number % 2 == 0}
+            patched = unittest.mock.patch.multiple(tempfile, tempdir=directory, **nameless)
             outputs = [torc.open_output(world.path(f'out{number}'))] * 2
-            with patched, world.inside():
+            with contextlib.ExitStack() as stack:
+                stack.callback(os.close, outputs[0])
+                stack.enter_context(patched)
+                stack.enter_context(world.inside())
+                stack.enter_context(contextlib.suppress(FileNotFoundError))     # the thief was first
                 process = launcher.start(LauncherTest.LONG + 'echo ran', {}, outputs, f'{number}-1')
-            os.close(outputs[0])
-            world.wait(lambda: process in launcher.poll(), 20, 'the end of the command')
-            stolen += (process.end.return_code, world.read(f'out{number}')) != (0, 'ran\n')
+                world.wait(lambda: process in launcher.poll(), 20, 'the end of the command')
+                stolen += (process.end.return_code, world.read(f'out{number}')) != (0, 'ran\n')
     finally:
         os.kill(thief, signal.SIGKILL)
         os.waitpid(thief, 0)
+    os.chmod(world.root, 0o700)
     return f'{stolen} of {trials} long commands were replaced'
+
+
+def guardians_of(runner: int) -> List[int]:
+    """Children of a runner that run its own program: no jobs."""
+    def program(pid: int) -> str:
+        with contextlib.suppress(OSError):
+            return os.readlink(f'/proc/{pid}/exe')
+        return ''
+    return [pid for pid in torc.read_proc_children(runner) if program(pid) == program(runner)]
+
+
+def steal_commands(world: World, trials: int) -> str:
+    """The same with a launcher of its own; none may be replaced."""
+    if os.getuid():
+        return 'not tried: it needs root'
+    with world.inside():
+        launcher = torc.Launcher()
+    try:
+        said = replace_commands(launcher, world, trials)
+    finally:
+        launcher.close()
+    assert said.startswith('0 of '), said
+    return said
 
 
 class GuardianTest(WorldTest):
     """What happens when a runner dies without a word."""
 
-    def run_and_die(self, command: str, *pid_files: str) -> None:
-        """A process that owns a launcher starts a command, and is killed when the command has written its pids."""
+    def fork_runner(self, command: str, uid: int = 0) -> int:
+        """A process that owns a launcher and starts a command; its pid."""
         pid = os.fork()
         if pid == 0:
             try:
                 os.setsid()
                 os.chdir(self.world.directory)
                 os.environ[MARK] = self.world.mark
+                if uid:
+                    os.setgid(uid)
+                    os.setuid(uid)
                 launcher = torc.Launcher()
                 null = os.open(os.devnull, os.O_WRONLY)
                 launcher.start(command, {}, (null, null), '1-1')
@@ -10095,18 +10186,117 @@ class GuardianTest(WorldTest):
                     select.select([], [], [], 0.01)
             finally:
                 os._exit(1)
-        try:
-            self.pids = [int(self.world.wait(lambda: self.world.read(name).strip(), 10, name)) for name in pid_files]
-            self.world.wait(self.is_settled, 10, 'the guardian to look')
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        for child in self.pids:
-            self.world.wait(lambda: not torc.read_process_start_ticks(child), 10, f'the end of {child}')
+        self.addCleanup(self.kill, pid)
+        return pid
 
-    def is_settled(self) -> bool:
-        """Nothing to wait for, as a rule."""
-        return True
+    @staticmethod
+    def kill(*pids: int) -> None:
+        """kill -9, and reap what is ours."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pids[-1], 0)
+
+    def pids_in(self, *names: str) -> List[int]:
+        """Pids that a command has written to files."""
+        return [int(self.world.wait(lambda: self.world.read(name).strip(), 10, name)) for name in names]
+
+    def assertGone(self, *pids: int) -> None:
+        """These processes end soon."""
+        for pid in pids:
+            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 10, f'the end of {pid}')
+
+    def run_and_die(self, command: str, *names: str) -> None:
+        """A runner is killed when its command has written its pids."""
+        runner = self.fork_runner(command)
+        pids = self.pids_in(*names)
+        self.kill(runner)
+        self.assertGone(*pids)
+
+    def left_behind(self, command: str, *names: str, uid: int = 0) -> List[int]:
+        """Pids of what is left when a runner was killed together with all that guards it."""
+        runner = self.fork_runner(command, uid)
+        pids = self.pids_in(*names)
+        self.kill(*guardians_of(runner), runner)
+        self.addCleanup(self.kill, *pids)
+        self.assertTrue(all(map(torc.read_process_start_ticks, pids)))
+        return pids
+
+    def test_the_next_runner_ends_what_an_earlier_one_left_and_nothing_of_a_live_one(self):
+        runner = self.fork_runner('echo $$ > live; exec sleep 1000')
+        live, = self.pids_in('live')
+        pids = self.left_behind(
+            'echo $$ > a; env -i setsid /bin/sh -c '
+            '"(setsid /bin/sh -c \'echo \\$\\$ > b; exec sleep 1000\' &)"; sleep 1000', 'a', 'b')
+        self.assertGreaterEqual(torc.end_leftovers(), 2)
+        self.assertGone(*pids)
+        self.assertTrue(torc.read_process_start_ticks(live) and torc.read_process_start_ticks(runner))
+        self.assertEqual({}, torc.find_leftovers())
+
+    def test_run_serve_and_jobs_list_end_what_an_earlier_runner_left_and_say_so(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        commands = ('run w.yaml', 'jobs list 1', '-f json jobs list 1', 'serve --port 0')
+        said = 'Ended 1 process of jobs whose runner was killed on this host\n'
+        for number, words in enumerate(map(str.split, commands)):
+            with self.subTest(words):
+                pids = self.left_behind(f'echo $$ > a{number}; exec sleep 1000', f'a{number}')
+                process = self.world.start(*words)
+                self.world.wait(lambda: said in process.err, 20, 'the message')
+                self.assertGone(*pids)
+                if words[0] != 'serve':
+                    self.assertExit(0, process.finish())
+
+    def test_what_does_not_bear_the_mark_of_a_dead_runner_of_this_user_is_let_alone(self):
+        dead = subprocess.Popen(['true'])
+        dead.wait()
+        ticks = torc.read_process_start_ticks(os.getpid())
+        own = torc.runner_mark(os.getpid(), ticks).number
+        gone = torc.runner_mark(dead.pid, 7).number
+        numbers = [(own, False), (torc.runner_mark(os.getpid(), ticks + 1).number, True), (gone, True),
+                   (gone ^ 1 << torc.TICKS_BITS + torc.PID_BITS, False)]     # another realm
+        for number, is_left in numbers:
+            torc.set_mark_number(number << torc.SERIAL_BITS | 5)
+            self.addCleanup(torc.set_mark_number, -1)
+            processes = [subprocess.Popen(['sleep', '1000'])]
+            if os.getuid() == 0:    # another user's with the same mark
+                processes.append(subprocess.Popen(['sleep', '1000'], preexec_fn=lambda: os.setuid(65534)))
+            torc.set_mark_number(-1)
+            try:
+                self.assertEqual([processes[0].pid] * is_left, list(torc.find_leftovers()))
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+        self.assertTrue(torc.is_runner_alive(own))
+        zombie = subprocess.Popen(['true'])
+        self.addCleanup(zombie.wait)
+        self.world.wait(lambda: ') Z ' in read_text(f'/proc/{zombie.pid}/stat'), 10, 'a zombie')
+        self.assertFalse(torc.is_runner_alive(torc.runner_mark(zombie.pid, 0).number))
+
+    def test_another_users_runner_that_proc_hides_counts_as_alive(self):
+        need('root', os.getuid() == 0, 'becomes another user')
+        seen = os.fork()
+        if seen == 0:
+            try:
+                os.setuid(65534)
+                torc.read_process_start_ticks = lambda pid: 0
+                os._exit(torc.is_runner_alive(torc.runner_mark(1, 0).number))
+            finally:
+                os._exit(99)
+        self.assertEqual(1, os.WEXITSTATUS(os.waitpid(seen, 0)[1]))
+
+    def test_a_set_user_id_program_does_not_outlive_its_runner(self):
+        need('root', os.getuid() == 0, 'becomes another user')
+        os.chmod(self.world.root, 0o755)
+        os.chmod(self.world.directory, 0o777)
+        program = shutil.copy(shutil.which('sleep'), self.world.path('sleep'))
+        os.chmod(program, 0o4755)
+        runner = self.fork_runner('echo $$ > a; exec ./sleep 1000', 65534)
+        pid, = self.pids_in('a')
+        self.world.wait(lambda: 'Uid:\t65534\t0' in read_text(f'/proc/{pid}/status'), 10, 'the program')
+        self.kill(runner)
+        self.assertGone(pid)
 
     def test_a_killed_runner_leaves_no_job_behind(self):
         self.run_and_die('echo $$ > a; sleep 1000 & echo $! > b; wait', 'a', 'b')
@@ -10115,8 +10305,6 @@ class GuardianTest(WorldTest):
         self.run_and_die("echo $$ > a; setsid sh -c 'trap \"\" TERM HUP; (sleep 1000 & echo $! > c); echo $$ > b; sleep 1000' & wait", 'a', 'b', 'c')
 
     def test_a_killed_runner_leaves_nothing_behind_that_has_hidden_its_origin(self):
-        began = time.monotonic()
-        self.is_settled = lambda: time.monotonic() > began + 2 * torc.GUARD_INTERVAL_S + 0.5    # it looks once a second
         self.run_and_die("echo $$ > a; (env -i setsid sh -c 'echo $$ > b; exec sleep 1000' &); sleep 1000", 'a', 'b')
 
 
@@ -14118,6 +14306,87 @@ def share_jobs(world: World, count: int) -> None:
     ledger.check(os.path.join(world.root, 'home', 'state', 'torc', 'torc.db'))
 
 
+# -------- runners that are killed with those that guard their jobs --------
+
+ORPHAN_SPEC = '''
+name: orphans
+jobs:
+  - {name: plain, command: "echo $$ > plain; exec sleep 1000"}
+  - {name: child, command: "sleep 1000 & echo $! > child; wait"}
+  - {name: daemon, command: "setsid sh -c 'echo $$ > daemon; sleep 1000; true' & wait"}
+  - name: hidden
+    command: |
+      until test -e go; do sleep 0.01; done
+      env -i setsid /bin/sh -c '(setsid /bin/sh -c "echo \\$\\$ > hidden; exec sleep 1000" &)'
+      sleep 1000
+'''
+ORPHANS = ('plain', 'child', 'daemon', 'hidden')
+KILLS = ('runner', 'together', 'by name', 'guardians first', 'all')     # with one guardian, or both
+
+
+def kill_runner(world: World, runner: Background, how: str, chance: random.Random) -> float:
+    """kill -9, as a user or a system might do it. How long the runner had no guardian, if they were first."""
+    guardians, gap_s = guardians_of(runner.pid), 0.0
+    assert guardians, str(runner)
+    named = [pid for pid, words in processes_with(world.mark).items() if 'stub.py run' in words]
+    pids = {'together': guardians[:1], 'all': guardians, 'by name': named}.get(how, []) + [runner.pid]
+    if how == 'guardians first':
+        for pid in guardians:
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        world.wait(lambda: set(guardians_of(runner.pid)) - set(guardians), 5, 'another guardian', [runner])
+        gap_s = time.monotonic() - began
+    for pid in sorted(set(pids), key=lambda pid: chance.random()):
+        os.kill(pid, signal.SIGKILL)
+    runner.kill()
+    return gap_s
+
+
+def orphan_trial(world: World, number: int, how: str, chance: random.Random) -> Tuple[int, int, float]:
+    """Kill a runner with four jobs; how many processes the next command ends, how many live on; the gap."""
+    folder = f'{how} {number}'
+    spec = world.write(f'{folder}/spec.yaml', ORPHAN_SPEC)
+    runner = world.start('run', '--num-cpus', 4, spec, cwd=world.path(folder))
+    pids = {}   # type: Dict[str, int]
+    for name in ORPHANS:
+        if name == ORPHANS[-1]:     # later than the others: it must not be noticed for their sake
+            select.select([], [], [], chance.uniform(0.2, 1.2))
+            world.write(f'{folder}/go', '')
+        pids[name] = int(world.wait(lambda: world.read(f'{folder}/{name}').strip(), 20, name, [runner]))
+    select.select([], [], [], chance.uniform(0, 0.6))
+    ticks = {name: torc.read_process_start_ticks(pid) for name, pid in pids.items()}
+    assert all(ticks.values()), ticks
+    gap_s = kill_runner(world, runner, how, chance)
+
+    def living() -> Dict[str, int]:
+        return {name: pid for name, pid in pids.items() if torc.read_process_start_ticks(pid) == ticks[name]}
+    with contextlib.suppress(AssertionError):
+        world.wait(lambda: not living(), 3 if how != 'all' else 0, 'the end of all')
+    waiting = living()
+    if waiting and how == 'all':    # nobody was there to end them: the next command does it
+        world.wait(lambda: world.cli('jobs', 'list') and not living(), 20, 'the next command')
+    left = living()
+    for pid in left.values():
+        os.kill(pid, signal.SIGKILL)
+    return len(waiting) - len(left), len(left), gap_s
+
+
+def outlive_runners(world: World, trials: int, seed: int) -> str:
+    """Runners are killed in all ways: of their jobs nothing may live on."""
+    world.serve()
+    left, gap_s, told = 0, 0.0, []
+    for how in KILLS:
+        chance = random.Random(f'{seed} {how}')
+        rows = [orphan_trial(world, number, how, chance) for number in range(trials)]
+        told.append(f'{how}: {sum(row[1] > 0 for row in rows)} of {trials}')
+        left += sum(row[1] for row in rows)
+        gap_s = max([gap_s] + [row[2] for row in rows])
+    told.append(f'then {sum(row[0] > 0 for row in rows)} times the next command ended what was left')
+    told.append(f'new guardians within {gap_s * 1e3:.0f} ms')
+    assert not left, told
+    return ', '.join(told)
+
+
 # -------- a server that is killed again and again, under clients that retry --------
 
 class Nursery:
@@ -14780,6 +15049,9 @@ class FaultTest(WorldTest):
         need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
         self.assertIn('422: ', fuzz(self.world, 1000, 4))
 
+    def test_nothing_of_a_killed_runner_lives_on_however_it_was_killed(self):
+        self.assertIn('by name: 0 of 1, guardians first: 0 of 1', outlive_runners(self.world, 1, 5))
+
     def test_a_killed_server_that_is_started_again_has_lost_nothing(self):
         kill_lasting_server(self.world, 100, 1, 1)
         self.assertEqual(101, len(os.listdir(self.world.path('ledger'))) + 1)
@@ -14797,12 +15069,16 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
     """`test_torc.py faults [PART...]`: every fault in a world of its own; parts are words of their titles. 1 if one did harm."""
     seed = random.SystemRandom().randrange(10 ** 9) if seed is None else seed
     print(f'seed {seed}: repeat with --seed {seed}')
-    count, kills, many, requests = (200, 2, 20, 2000) if is_quick else (1000, 5, 300, 20000)
+    count, kills, many, requests, orphans = (200, 2, 20, 2000, 2) if is_quick else (1000, 5, 300, 20000, 30)
     works = ((f'kill -9 of serve, {kills} times in {count} jobs of two runners', lambda world: kill_lasting_server(world, count, kills, seed)),
              (f'kill -9 of an embedded server, {kills} times in {count} jobs', lambda world: kill_embedded_server(world, count, kills, seed)),
              (f'two runners share {count} jobs', lambda world: share_jobs(world, count)),
              (f'kill -9 of serve, {many} times under six clients', lambda world: kill_under_clerks(world, many, seed)),
-             (f'{requests:,} malformed requests', lambda world: fuzz(world, requests, seed)))
+             (f'{requests:,} malformed requests', lambda world: fuzz(world, requests, seed)),
+             (f'kill -9 of runners, {orphans} times in {len(KILLS)} ways',
+              lambda world: outlive_runners(world, orphans, seed)),
+             (f'{4 * orphans} long commands beside a thief',
+              lambda world: steal_commands(world, 4 * orphans)))
     works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0
     for title, work in works:

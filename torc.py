@@ -78,7 +78,6 @@ import signal
 import socket
 import sqlite3
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
@@ -13804,13 +13803,24 @@ def is_own_name(host: str) -> bool:
 #
 # Owns starting, reaping and stopping. Every process is a session of its own with stdin /dev/null. Invariants:
 #
-# * No process outlives its job. What a job leaves behind is found by its session, by its mark in the environment
-#   (TORC_RUN_TAG), or as a descendant of such a process; it gets SIGTERM, soon after SIGKILL. The runner is a
-#   subreaper (prctl(2)), so that a daemon becomes its child instead of init's and cannot get lost.
-# * No job outlives its runner. The guardian, a forked child in a session of its own, reads what starts and ends from
-#   a pipe. End of file without a farewell means that the runner died: it kills all of the above, then leaves.
-# * Nobody else's process is ever signalled. A process group is signalled before its leader is reaped, while its
-#   number cannot be used again; any other process only when pid and start time still fit.
+# * No process outlives its job. What a job leaves behind is found by its session, by its mark, or as a
+#   descendant of such a process; it gets SIGTERM, soon after SIGKILL. The runner is a subreaper (prctl(2)),
+#   so that a daemon becomes its child instead of init's.
+# * A mark is what no process loses by accident: a soft limit on uninterrupted real-time CPU
+#   (RLIMIT_RTTIME), so high that it limits nothing (146,000 years), that names runner and job. Whatever a
+#   job starts inherits it; setsid(2), double forks and `env -i` change nothing. Where limits cannot be
+#   used, TORC_RUN_TAG in the environment says the same.
+# * No job outlives its runner. Guardians, forked children in sessions of their own and under another name,
+#   read a pipe whose only writing end is the runner's. End of file means that the runner is gone: they kill
+#   whatever carries its mark. There are two, since one may be killed with the runner; one that dies is
+#   replaced at once.
+# * What outlives even that is ended by the same user's next runner on this host, by `serve` or `jobs list`.
+# * Nobody else's process is ever signalled. A process group is signalled before its leader is reaped, while
+#   its number cannot be used again; any other process only when pid and start time still fit.
+#
+# PR_SET_PDEATHSIG is not used: only the process itself can set it, so that each start would need a fork in
+# Python (3 times as long as posix_spawn) or setpriv(1) (1.7 times), and it ends the shell, not what the
+# shell waits for.
 #
 # The usual job, which leaves nothing behind, pays one killpg and one read of the list of children for this.
 # Callers do their own waiting: `poll` after SIGCHLD, or at `next_deadline`.
@@ -13818,25 +13828,28 @@ def is_own_name(host: str) -> bool:
 # -------- what to run --------
 
 MAX_ARGUMENT_BYTES = 128 * 1024 - 1     # one argv string: MAX_ARG_STRLEN of Linux, less its NUL
-PR_SET_CHILD_SUBREAPER = 36             # linux/prctl.h
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36    # linux/prctl.h
 POSIX_SPAWN_FLAGS = 0x04 | 0x08 | 0x80  # SETSIGDEF | SETSIGMASK | SETSID (glibc 2.26, musl): spawn.h
 SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, file actions or signal set
 EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault, not the job's
 SWEEP_INTERVAL_S = 0.05
-GUARD_INTERVAL_S = 1.0
+NUM_GUARDIANS = 2
+MENDS_AT_ONCE, MEND_PAUSE_S = 20, 1.0   # so many dead guardians are replaced, then one a pause
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
-FAREWELL_WAIT_S = 2.0                   # for the guardian to leave
 UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is given up then
 RUN_TAG = 'TORC_RUN_TAG'
-# The shell reads a command that is too long for argv from its own standard input, a file without a name; a trailing
-# newline is all that is lost. What it runs has /dev/null there, and finds $0, $- and its functions as with `-c COMMAND`.
+# The shell reads a command that is too long for argv from its standard input, a file without a name; trailing
+# newlines are all that is lost. What it runs has /dev/null there, and $0 and $- are those of `-c COMMAND`.
 READ_COMMAND = (b'TORC_COMMAND=$(command -p cat) || exit 126; '
                 b'eval "unset TORC_COMMAND; exec </dev/null; $TORC_COMMAND"')
 SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
 RESET_SIGNALS = tuple(getattr(signal, name) for name in ('SIGPIPE', 'SIGXFSZ', 'SIGINT', 'SIGQUIT', 'SIGTERM', 'SIGHUP',
                                                          'SIGUSR1', 'SIGUSR2', 'SIGCHLD'))
-GUARD_RECORD = struct.Struct('=ii')     # pid, and one of these
-ENDED, STARTED, FOREIGN, FAREWELL = range(4)    # FOREIGN: not a job's, leave it alone
+# A mark, from its highest bit: one that is always set, the runner's realm (bits of a digest of its PID
+# namespace, where alone its pid means something, and its user's state directory), pid (at most 22 bits:
+# PID_MAX_LIMIT of Linux), start time (low bits), and a number that no other of its jobs has now.
+MARK_BIT = 1 << 62                      # Python takes limits up to 2**63 - 1
+REALM_BITS, PID_BITS, TICKS_BITS, SERIAL_BITS = 12, 22, 12, 16
 
 
 def encode_text(text: str) -> bytes:
@@ -13944,11 +13957,63 @@ def read_proc_table() -> Dict[int, ProcRow]:
     return {pid: row for pid, row in rows if row}
 
 
-def find_family(sessions: Set[int], marks: Sequence[bytes]) -> Dict[int, int]:
+class Mark(NamedTuple):
+    """What all processes of a job, or of a runner, have in common."""
+    text: bytes     # part of TORC_RUN_TAG
+    number: int     # of the soft limit RLIMIT_RTTIME, without the lowest `shift` bits
+    shift: int      # 0 for a job, SERIAL_BITS for all jobs of a runner
+
+
+def runner_mark(pid: int, start_ticks: int) -> Mark:
+    """The mark of all that a runner starts."""
+    try:
+        namespace = os.stat('/proc/self/ns/pid').st_ino
+    except OSError:     # not Linux
+        namespace = 0
+    realm = hashlib.sha256(f'{namespace} {state_directory()}'.encode('utf-8', 'surrogateescape')).digest()
+    number = MARK_BIT >> SERIAL_BITS | start_ticks % (1 << TICKS_BITS) | pid << TICKS_BITS | \
+        int.from_bytes(realm, 'big') % (1 << REALM_BITS) << TICKS_BITS + PID_BITS
+    return Mark(b'%x-' % number, number, SERIAL_BITS)
+
+
+def read_mark_number(pid: int) -> int:
+    """Soft limit RLIMIT_RTTIME of a process; -1 if it has none, or may not be signalled by us."""
+    try:
+        return resource.prlimit(pid, resource.RLIMIT_RTTIME)[0]
+    except PermissionError:     # another user's, or a set-user-ID program, whose limits proc(5) shows to all
+        pass
+    except (OSError, AttributeError):   # AttributeError: not Linux
+        return -1
+    try:
+        os.kill(pid, 0)
+        with open(f'/proc/{pid}/limits', 'rb') as file:
+            found = re.search(rb'^Max realtime timeout +([0-9]+)', file.read(), re.MULTILINE)
+    except OSError:
+        return -1
+    return int(found.group(1)) if found else -1
+
+
+def set_mark_number(number: int) -> None:
+    """Mark what this process starts from now on; -1 for no mark."""
+    try:
+        resource.setrlimit(resource.RLIMIT_RTTIME, (number, resource.getrlimit(resource.RLIMIT_RTTIME)[1]))
+    except (OSError, ValueError, AttributeError):   # a lower hard limit: TORC_RUN_TAG must do
+        pass
+
+
+def has_mark(pid: int, marks: Sequence[Mark]) -> bool:
+    """Whether a process carries one of the marks."""
+    number = read_mark_number(pid)
+    if any(number >> mark.shift == mark.number for mark in marks):
+        return True
+    environ = read_proc_environ(pid)
+    return any(mark.text in environ for mark in marks)
+
+
+def find_family(sessions: Set[int], marks: Sequence[Mark]) -> Dict[int, int]:
     """Processes of these sessions, those that carry one of the marks, and all their descendants: pid -> start ticks."""
     table = read_proc_table()
-    family = {pid for pid, row in table.items()
-              if row.session in sessions or any(mark in environ for environ in (read_proc_environ(pid),) for mark in marks)}
+    family = {pid for pid, row in table.items() if row.session in sessions or has_mark(pid, marks)}
     size = -1
     while size != len(family):
         size = len(family)
@@ -14012,7 +14077,10 @@ class Spawner:
 
     def __call__(self, argv: Sequence[bytes], environment: Sequence[bytes], outputs: Sequence[int],
                  source: Optional[int] = None) -> int:
-        """Start a program in a session of its own, with /dev/null or `source` as stdin; its pid. OSError as for execve(2)."""
+        """Start a program in a session of its own; its pid. OSError as for execve(2).
+
+        Without `source`, its standard input is /dev/null.
+        """
         library, actions = self.library, self.actions
         library.posix_spawn_file_actions_init(actions)
         for number, descriptor in enumerate((self.devnull if source is None else source, *outputs)):
@@ -14037,8 +14105,9 @@ class PopenSpawner:
     def __call__(self, argv: Sequence[bytes], environment: Sequence[bytes], outputs: Sequence[int],
                  source: Optional[int] = None) -> int:
         variables = dict(entry.split(b'=', 1) for entry in environment)
-        process = subprocess.Popen(list(argv), env=variables, stdin=subprocess.DEVNULL if source is None else source,
-                                   stdout=outputs[0], stderr=outputs[1], start_new_session=True)
+        process = subprocess.Popen(
+            list(argv), env=variables, stdin=subprocess.DEVNULL if source is None else source,
+            stdout=outputs[0], stderr=outputs[1], start_new_session=True)
         process.returncode = 0      # reaping is ours: Popen's destructor would take the child's status away
         return process.pid
 
@@ -14065,19 +14134,14 @@ class ProcessEnd(NamedTuple):
     has_core: bool = False  # the kernel has written a core dump
 
 
-class Stranger(NamedTuple):
-    """A process that became our child when its parent ended."""
-    environment: bytes
-    suspects: Set[int]      # jobs that ran when it was first seen: it comes from one of them
-
-
 class Process:
     """A started command. Held by the Launcher until nothing of it lives."""
-    __slots__ = ('pid', 'mark', 'started_at', 'started', 'end', 'kill_at', 'is_swept', 'is_killed', 'give_up_at')
+    __slots__ = ('pid', 'mark', 'started_at', 'started', 'end', 'kill_at', 'is_swept', 'is_killed',
+                 'give_up_at')
 
-    def __init__(self, pid: int, mark: bytes) -> None:
+    def __init__(self, pid: int, mark: Mark) -> None:
         self.pid = pid              # also the number of its session and group
-        self.mark = mark            # as it stands in TORC_RUN_TAG
+        self.mark = mark
         self.started_at = time.time()
         self.started = time.monotonic()
         self.end: Optional[ProcessEnd] = None
@@ -14111,76 +14175,71 @@ def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -
     return line
 
 
-# -------- the guardian --------
+# -------- when a runner has died --------
 
-
-class Guardian:
-    """The child that outlives a runner by the time that it takes to clean up. `guard` is its life."""
-
-    def __init__(self, runner: int, tag: bytes) -> None:
-        self.runner = runner
-        self.tag = tag                  # part of every mark
-        self.jobs: Dict[int, int] = {}  # the runner's children, adopted ones too: pid -> start ticks
-        self.foreign: Set[int] = {os.getpid()}      # its children that are no jobs
-
-    def guard(self, pipe: int) -> None:
-        """Keep track of what runs; when the runner dies without a farewell, kill it."""
-        rest = b''
-        while True:
-            # Once a second: a daemon without mark and session is known only while it is the runner's child.
-            ready, _, _ = select.select([pipe], [], [], GUARD_INTERVAL_S if self.jobs else None)
-            data = os.read(pipe, 65536) if ready else None
-            if data == b'':
-                break
-            rest += data or b''
-            whole = len(rest) - len(rest) % GUARD_RECORD.size
-            words = dict(GUARD_RECORD.iter_unpack(rest[:whole]))    # the last word on each pid counts
-            if FAREWELL in words.values():
-                return
-            self.foreign.update(pid for pid, word in words.items() if word == FOREIGN)
-            for pid in words:
-                self.jobs.pop(pid, None)
-            self.note(set(read_proc_children(self.runner)) - self.foreign)
-            if not ready:
-                self.note_descendants()
-            rest = rest[whole:]
-            time.sleep(SWEEP_INTERVAL_S)    # so that many short jobs wake it 20 times a second, not 2,000
-        kill_orphans(self.jobs, self.tag)
-
-    def note(self, pids: Set[int]) -> None:
-        """Note the runner's children, those that it has started and those that it has adopted, while they can be told apart."""
-        for pid in pids:
-            row = None if pid in self.jobs else read_proc_row(pid)
-            if row and row.parent == self.runner:
-                self.jobs[pid] = row.start_ticks
-
-
-    def note_descendants(self) -> None:
-        """Note all that has come of the runner's children: of what hides its origin, this is the only trace."""
-        self.jobs = {pid: ticks for pid, ticks in self.jobs.items() if read_process_start_ticks(pid) == ticks}
-        queue = list(self.jobs)
-        while queue:
-            for pid in read_proc_children(queue.pop()):
-                row = None if pid in self.jobs else read_proc_row(pid)
-                if row:
-                    self.jobs[pid] = row.start_ticks
-                    queue.append(pid)
-
-
-def kill_orphans(jobs: Dict[int, int], tag: bytes) -> None:
-    """SIGKILL whatever is left of the jobs of a runner that is gone, until two looks in a row find nothing."""
+def kill_family(sessions: Set[int], marks: Sequence[Mark]) -> None:
+    """SIGKILL processes of these sessions or marks, and descendants, until two looks in a row find none."""
     quiet, give_up_at = 0, time.monotonic() + UNKILLABLE_S
-    for pid, ticks in jobs.items():
-        signal_process(pid, ticks, signal.SIGKILL)
-    # A session's number stays taken while it has members; if its leader is another process now, the session is another one.
-    sessions = {pid for pid, ticks in jobs.items() if read_process_start_ticks(pid) in (0, ticks)}
     while quiet < 2 and time.monotonic() < give_up_at:
-        family = find_family(sessions, (tag,))
+        family = find_family(sessions, marks)
         for pid, ticks in family.items():
             signal_process(pid, ticks, signal.SIGKILL)
         quiet = 0 if family else quiet + 1
         time.sleep(SWEEP_INTERVAL_S)
 
+
+def find_leftovers() -> Dict[int, int]:
+    """What runners of this user that are dead have left behind on this host: pid -> start ticks.
+
+    By its limit alone: unlike the environment, it cannot have come from elsewhere (a batch script that a job
+    submitted, a saved environment). A mark of another realm says nothing here.
+    """
+    realm = runner_mark(0, 0).number >> TICKS_BITS + PID_BITS
+    found = {}
+    for name in os.listdir('/proc') if os.path.isdir('/proc/self') else ():
+        number = read_mark_number(int(name)) >> SERIAL_BITS if name.isdigit() else -1
+        if number >> TICKS_BITS + PID_BITS == realm:
+            ticks = read_process_start_ticks(int(name))
+            with contextlib.suppress(OSError):      # it has ended
+                if ticks and os.stat(f'/proc/{name}').st_uid == os.geteuid() and not is_runner_alive(number):
+                    found[int(name)] = ticks
+    return found
+
+
+def is_runner_alive(number: int) -> bool:
+    """Whether the runner of a mark is alive, as far as this process can see."""
+    pid, ticks = number >> TICKS_BITS & (1 << PID_BITS) - 1, number & (1 << TICKS_BITS) - 1
+    try:
+        os.kill(pid, 0)
+        is_visible = True
+    except ProcessLookupError:
+        return False
+    except PermissionError:     # another user's; /proc may hide it (proc(5), hidepid)
+        is_visible = False
+    found = read_process_start_ticks(pid)   # 0 for a zombie, too
+    return found % (1 << TICKS_BITS) == ticks if found else not is_visible
+
+
+def end_leftovers() -> int:
+    """Kill what dead runners of this user have left behind on this host; how many processes that were."""
+    ended, give_up_at = set(), time.monotonic() + UNKILLABLE_S
+    found = find_leftovers()
+    while found and time.monotonic() < give_up_at:
+        ended.update(found)
+        for pid, ticks in found.items():
+            signal_process(pid, ticks, signal.SIGKILL)
+        time.sleep(SWEEP_INTERVAL_S)
+        found = find_leftovers()
+    return len(ended)
+
+
+def format_leftovers(number: int) -> str:
+    """What end_leftovers has done, for the user; '' for nothing."""
+    what = '1 process' if number == 1 else f'{number} processes'
+    return f'Ended {what} of jobs whose runner was killed on this host' if number else ''
+
+
+# -------- the guardians --------
 
 def close_descriptors(kept: int) -> None:
     """Point 0, 1, 2 to /dev/null and close all others but one."""
@@ -14199,25 +14258,35 @@ def close_descriptors(kept: int) -> None:
                 pass
 
 
-def start_guardian(tag: bytes, foreign: Iterable[int] = ()) -> Tuple[int, int]:
-    """Fork the guardian; its pid and the pipe to it. `foreign`: children that are no jobs."""
+def rename_process(name: str) -> None:
+    """Show another name to ps and pkill (proc(5), stat: the arguments lie from arg_start to arg_end)."""
+    title = name.encode()
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, title.split()[0], 0, 0, 0)     # 15 bytes of it
+        with open('/proc/self/stat', 'rb') as file:
+            start, end = map(int, file.read().rpartition(b')')[2].split()[45:47])
+        if 0 < start < end:
+            ctypes.memmove(start, title[:end - start - 1].ljust(end - start, b'\0'), end - start)
+    except (AttributeError, OSError, ValueError):   # not Linux
+        pass
+
+
+def start_guardian(mark: Mark, pipe: Tuple[int, int]) -> int:
+    """Fork a guardian, which kills what carries the mark when nobody has the pipe's writing end; its pid."""
     runner = os.getpid()
-    reader, writer = os.pipe()
     pid = os.fork()
     if pid:
-        os.close(reader)
-        os.set_blocking(writer, False)
-        return pid, writer
+        return pid
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        close_descriptors(reader)
-        guardian = Guardian(runner, tag)
-        guardian.foreign.update(foreign)
-        guardian.guard(reader)
+        close_descriptors(pipe[0])
+        rename_process(f'job-guardian of {runner}')
+        os.read(pipe[0], 1)     # nothing is ever written
+        kill_family(set(), [mark])
     finally:
         os._exit(0)
 
@@ -14229,20 +14298,26 @@ class Launcher:
     """Starts, reaps and stops the processes of one runner. Not thread-safe: one loop owns it."""
 
     def __init__(self) -> None:
-        self.tag = secrets.token_hex(8)
+        self.mark = runner_mark(os.getpid(), read_process_start_ticks(os.getpid()))
+        self.own_number = read_mark_number(os.getpid())     # of the runner whose job we are, or -1
+        self.serials = itertools.cycle(range(1 << SERIAL_BITS))
+        self.used_serials: Set[int] = set()
         self.shell = find_shell()
         self.spawn = make_spawner()
         self.running: Dict[int, Process] = {}
         self.sweeping: List[Process] = []           # ended, but something of them may live
-        self.strangers: Dict[int, Stranger] = {}    # children that we did not start, by pid
+        self.strangers: Set[int] = set()            # children that we did not start: daemons of jobs
         self.environment = {name: name + b'=' + value for name, value in os.environb.items() if os.fsdecode(name) not in SECRETS}
         self.outer_tag = os.environ.get(RUN_TAG, '')    # of a runner whose job we are: both must find our jobs
         self.next_sweep = math.inf
         self.seal_inherited_descriptors()
-        self.guardian, self.pipe = start_guardian(self.tag.encode())
+        self.pipe = os.pipe()
+        self.guardians: Set[int] = set()
+        self.mend_at = 0.0          # monotonic; no guardian is replaced before
         self.become_subreaper(True)
-        self.foreign: Set[int] = {self.guardian}    # never to be touched: children from before
+        self.foreign: Set[int] = set()      # never to be touched: children from before
         self.disown_strangers()
+        self.mend_guardians()
 
     @staticmethod
     def seal_inherited_descriptors() -> None:
@@ -14269,9 +14344,27 @@ class Launcher:
     def disown_strangers(self) -> None:
         """What is our child now and no job's is to be left alone: a server that was started through us."""
         for pid in read_proc_children(os.getpid()):
-            if pid not in self.running and pid not in self.foreign and pid not in self.strangers:
+            if not self.is_known(pid) and pid not in self.strangers:
                 self.foreign.add(pid)
-                self.tell_guardian(pid, FOREIGN)
+
+    def is_known(self, pid: int) -> bool:
+        """Whether a child was started by us, or was there before."""
+        return pid in self.running or pid in self.guardians or pid in self.foreign
+
+    def mend_guardians(self) -> None:
+        """Replace guardians that were killed."""
+        for pid in list(self.guardians):
+            try:
+                ended, _ = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file
+                ended = pid
+            if ended:
+                self.guardians.remove(pid)
+        now = time.monotonic()
+        while len(self.guardians) < NUM_GUARDIANS and now >= self.mend_at:
+            self.mend_at = max(self.mend_at, now - MENDS_AT_ONCE * MEND_PAUSE_S) + MEND_PAUSE_S
+            with contextlib.suppress(OSError):  # the node has no room for processes at present
+                self.guardians.add(start_guardian(self.mark, self.pipe))
 
     # ---- starting ----
 
@@ -14280,16 +14373,21 @@ class Launcher:
 
         OSError if it cannot be started, ValueError if it cannot even be said to the system (NUL, lone surrogate).
         """
-        mark = f'{self.tag}-{name};'
         entries = dict(self.environment)
         for key, value in ((encode_text(key), encode_text(value)) for key, value in variables.items()):
             if b'\0' in value or b'\0' in key or b'=' in key or not key:
                 raise ValueError(f'variable {os.fsdecode(key)!r} cannot be passed to a process')
             entries[key] = key + b'=' + value
-        entries[RUN_TAG.encode()] = encode_text(f'{RUN_TAG}={self.outer_tag}{mark}')
-        pid = self.spawn_shell(command, list(entries.values()), outputs)
-        process = self.running[pid] = Process(pid, mark.encode())
-        self.tell_guardian(pid, STARTED)
+        serial = next(serial for serial in self.serials if serial not in self.used_serials)
+        mark = Mark(self.mark.text + encode_text(name + ';'), self.mark.number << SERIAL_BITS | serial, 0)
+        entries[RUN_TAG.encode()] = encode_text(f'{RUN_TAG}={self.outer_tag}') + mark.text
+        set_mark_number(mark.number)
+        try:
+            pid = self.spawn_shell(command, list(entries.values()), outputs)
+        finally:
+            set_mark_number(self.own_number)
+        self.used_serials.add(serial)
+        process = self.running[pid] = Process(pid, mark)
         return process
 
     def spawn_shell(self, command: str, environment: Sequence[bytes], outputs: Sequence[int]) -> int:
@@ -14304,30 +14402,20 @@ class Launcher:
             file.seek(0)
             return self.spawn([shell, b'-c', READ_COMMAND], environment, outputs, file.fileno())
 
-    def tell_guardian(self, pid: int, word: int) -> None:
-        """Write a record to the guardian."""
-        try:
-            os.write(self.pipe, GUARD_RECORD.pack(pid, word))
-        except BrokenPipeError:     # it was killed: another one takes its place, and sees our children by itself
-            if word != FAREWELL:
-                os.close(self.pipe)
-                self.guardian, self.pipe = start_guardian(self.tag.encode(), self.foreign)
-                self.foreign.add(self.guardian)
-        except OSError:     # it is stuck: jobs go on without it
-            pass
-
     # ---- reaping ----
 
     def poll(self) -> List[Process]:
         """Processes of which nothing lives any more, each once, with `end` set."""
+        self.mend_guardians()
         ended = [process for process in list(self.running.values()) if self.reap(process)]
         if ended or self.strangers:
-            self.look_for_strangers(ended)
+            self.look_for_strangers()
         done = []
         for process in ended:
             (self.sweeping if self.has_leftovers(process) else done).append(process)
         if self.sweeping:
             done += self.sweep()
+        self.used_serials.difference_update(process.mark.number % (1 << SERIAL_BITS) for process in done)
         return done
 
     def reap(self, process: Process) -> bool:
@@ -14340,43 +14428,27 @@ class Launcher:
             return False
         process.close(status, usage)
         del self.running[process.pid]
-        self.tell_guardian(process.pid, ENDED)
         return True
 
-    def look_for_strangers(self, ended: Sequence[Process] = ()) -> None:
+    def look_for_strangers(self) -> None:
         """Reap adopted processes that have ended, and note those that are new."""
-        for pid in list(self.strangers):
+        for pid in self.strangers:
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:   # it was reaped at the last look
                 pass
-        pids = [pid for pid in read_proc_children(os.getpid()) if pid not in self.running and pid not in self.foreign]
-        suspects = set(self.running).union(process.pid for process in ended)
-        self.strangers = {pid: self.strangers.get(pid) or Stranger(read_proc_environ(pid), suspects) for pid in pids}
-        self.kill_nameless()
-
-    def kill_nameless(self) -> None:
-        """Kill the adopted processes that hide their origin (no mark), once every job that they can be from has ended."""
-        nameless = [pid for pid, stranger in self.strangers.items()
-                    if self.tag.encode() not in stranger.environment and stranger.suspects.isdisjoint(self.running)]
-        rows = {pid: read_proc_row(pid) for pid in nameless}
-        sessions = {row.session for pid, row in rows.items() if row and row.session == pid}     # of its own making
-        family = {pid: row.start_ticks for pid, row in rows.items() if row}
-        family.update(find_family(sessions, ()) if sessions else {})
-        self.signal_all(family, signal.SIGKILL)
+        self.strangers = {pid for pid in read_proc_children(os.getpid()) if not self.is_known(pid)}
 
     def has_leftovers(self, process: Process) -> bool:
         """Does anything of an ended process seem to live?"""
-        if signal_group(process.pid, 0):
-            return True
-        return any(process.mark in stranger.environment for stranger in self.strangers.values())
+        return signal_group(process.pid, 0) or any(has_mark(pid, [process.mark]) for pid in self.strangers)
 
     def sweep(self) -> List[Process]:
         """Signal what ended processes have left behind; those of which nothing is left, or that are given up."""
         now = time.monotonic()
         done = []
         for process in self.sweeping:
-            family = find_family({process.pid}, (process.mark,))
+            family = find_family({process.pid}, [process.mark])
             if not family or now >= process.give_up_at:
                 done.append(process)
             elif not process.is_swept and not process.is_killed:
@@ -14440,18 +14512,18 @@ class Launcher:
         """When `kill_due`, `give_up` or `poll` has something to do even if no SIGCHLD comes (monotonic; may be infinite)."""
         times = [process.give_up_at if process.is_killed else process.kill_at
                  for process in self.running.values() if process.kill_at is not None]
-        return min(times + [self.next_sweep])
+        return min(times + [self.next_sweep] + [self.mend_at] * (len(self.guardians) < NUM_GUARDIANS))
 
     def close(self) -> None:
-        """Kill what is left of anything started here, dismiss the guardian, give everything back."""
+        """Kill what is left of anything started here, then the guardians; give everything back."""
         for process in list(self.running.values()):
             self.stop(process, signal.SIGKILL, 0)
         self.look_for_strangers()
         if self.running or self.strangers or self.sweeping:
-            kill_orphans({pid: 0 for pid in self.running}, self.tag.encode())
+            kill_family(set(self.running), [self.mark])
         self.kill_strangers()
         self.poll()
-        self.dismiss_guardian()
+        self.dismiss_guardians()
         self.become_subreaper(False)
         self.spawn.close()
 
@@ -14465,20 +14537,15 @@ class Launcher:
             time.sleep(0.005)       # SIGKILL takes effect when the process is next scheduled
             self.look_for_strangers()
 
-    def dismiss_guardian(self) -> None:
-        """Let the guardian go; one that does not listen is killed."""
-        self.tell_guardian(0, FAREWELL)
-        os.close(self.pipe)
-        give_up_at = time.monotonic() + FAREWELL_WAIT_S
-        try:
-            while os.waitpid(self.guardian, os.WNOHANG)[0] == 0:
-                if time.monotonic() > give_up_at:
-                    os.kill(self.guardian, signal.SIGKILL)
-                    os.waitpid(self.guardian, 0)
-                    break
-                time.sleep(0.002)
-        except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file
-            pass
+    def dismiss_guardians(self) -> None:
+        """End the guardians: nothing is left to guard."""
+        for pid in self.guardians:
+            with contextlib.suppress(OSError):  # SIGCHLD is ignored by whoever imports this file
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        self.guardians.clear()
+        for descriptor in self.pipe:
+            os.close(descriptor)
 
 
 # ======== 16. Runner: a node at work ========
@@ -15398,6 +15465,9 @@ class Runner:
         try:
             self.launcher = Launcher()
             try:
+                leftovers = format_leftovers(end_leftovers())
+                if leftovers:
+                    self.say(leftovers, 'warning')
                 self.set_deadline()
                 self.register(host)
                 self.actions = Actions(self)
@@ -16738,8 +16808,16 @@ def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str
 OUTCOMES_ASKED = 20     # results that are asked for one by one; for more of them the list of all is cheaper
 
 
+def tell_leftovers(session: Session) -> None:
+    """End what killed runners have left behind on this host, and say so."""
+    text = format_leftovers(end_leftovers())
+    if text:
+        session.tell(text)
+
+
 def cmd_jobs_list(session: Session, args: Arguments) -> int:
     """Jobs of a workflow, with the return code and the run time of those that have ended."""
+    tell_leftovers(session)
     return cmd_list(session, args, add_outcomes)
 
 
@@ -18810,6 +18888,7 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     if args['require_auth'] and args['no_auth']:
         raise BadInput('--require-auth and --no-auth contradict each other')
     options = server_options(session, args)
+    tell_leftovers(session)
     if options.database == IN_MEMORY and options.snapshot_interval_s is not None:
         raise BadInput('--in-memory writes the database to a file: give one with -d FILE')
     log_dir = args['log_dir'] or os.environ.get('TORC_LOG_DIR', '')
