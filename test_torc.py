@@ -10268,11 +10268,11 @@ class GuardianTest(WorldTest):
                 for process in processes:
                     process.kill()
                     process.wait()
-        self.assertTrue(torc.is_runner_alive(own))
+        self.assertFalse(torc.is_runner_dead(own))
         zombie = subprocess.Popen(['true'])
         self.addCleanup(zombie.wait)
         self.world.wait(lambda: ') Z ' in read_text(f'/proc/{zombie.pid}/stat'), 10, 'a zombie')
-        self.assertFalse(torc.is_runner_alive(torc.runner_mark(zombie.pid, 0).number))
+        self.assertTrue(torc.is_runner_dead(torc.runner_mark(zombie.pid, 0).number))
 
     def test_another_users_runner_that_proc_hides_counts_as_alive(self):
         need('root', os.getuid() == 0, 'becomes another user')
@@ -10281,10 +10281,92 @@ class GuardianTest(WorldTest):
             try:
                 os.setuid(65534)
                 torc.read_process_start_ticks = lambda pid: 0
-                os._exit(torc.is_runner_alive(torc.runner_mark(1, 0).number))
+                os._exit(not torc.is_runner_dead(torc.runner_mark(1, 0).number))
             finally:
                 os._exit(99)
         self.assertEqual(1, os.WEXITSTATUS(os.waitpid(seen, 0)[1]))
+
+    # Sheds all marks: limit, environment, session and parent.
+    SHED = shlex.quote(sys.executable) + """ -Sc '
+import os, resource
+resource.setrlimit(resource.RLIMIT_RTTIME, (-1, resource.getrlimit(resource.RLIMIT_RTTIME)[1]))
+os.environ.clear()
+os.fork() and os._exit(0)
+os.setsid()
+os.fork() and os._exit(0)
+print(os.getpid(), file=open("shed", "w"))
+os.execv("/bin/sleep", ["sleep", "1000"])'; """
+
+    @contextlib.contextmanager
+    def control_group(self) -> Iterator[str]:
+        """Its directory: a control group that this process is in, as if it had been delegated to it."""
+        with open('/proc/self/mountinfo') as file:
+            mount = next((line.split()[4] for line in file if ' - cgroup2 ' in line), '')
+        with open('/proc/self/cgroup') as file:
+            lines = file.read().splitlines()
+        before = mount + next((line[3:] for line in lines if line.startswith('0::')), '')
+        group = os.path.join(before, f'torc-test-{self.world.mark}')
+        try:
+            os.mkdir(group if mount else '')
+        except OSError:
+            need('cgroup', False, 'makes a control group of version 2')
+        try:
+            torc.join_control_group(group)
+            need('cgroup', torc.own_control_group() == group, 'moves to a control group of version 2')
+            yield group
+        finally:
+            torc.join_control_group(before)
+            torc.kill_control_group(group)
+            self.assertFalse(os.path.exists(group))
+
+    def test_what_has_shed_all_marks_ends_with_the_control_group_of_its_runner(self):
+        with self.control_group() as group:
+            runner = self.fork_runner(self.SHED + 'echo $$ > a; exec sleep 1000')
+            pids = self.pids_in('shed', 'a')
+            own, = (path for path in glob.glob(group + '/*') if os.path.isdir(path))
+            guardians = guardians_of(runner)
+
+            def members() -> Set[int]:
+                return set(map(int, read_text(own + '/cgroup.procs').split()))
+            self.world.wait(lambda: not members() & set(guardians), 5, 'the guardians to leave')
+            self.assertLessEqual({*pids, runner}, members())
+            self.kill(runner)
+            self.assertGone(*pids)
+            self.world.wait(lambda: not os.path.exists(own), 5, 'the end of the control group')
+
+    def test_a_control_group_is_ended_by_kernels_that_cannot_kill_one_at_once(self):
+        def open_but_kill(path: str, *mode: str) -> Any:
+            if path.endswith('cgroup.kill'):    # Linux 5.14
+                raise FileNotFoundError
+            return open(path, *mode)
+        with self.control_group() as group:
+            os.makedirs(group + '/one/two')
+            processes = [subprocess.Popen(['sleep', '1000']) for _ in range(2)]
+            for process, name in zip(processes, ('/one', '/one/two')):
+                torc.join_control_group(group + name, process.pid)
+            with unittest.mock.patch.object(torc, 'open', open_but_kill, create=True):
+                torc.kill_control_group(group + '/one')
+            self.assertFalse(os.path.exists(group + '/one'))
+            self.assertEqual([-9, -9], [process.wait(5) for process in processes])
+
+    def test_the_next_runner_ends_the_control_group_that_an_earlier_one_left(self):
+        with self.control_group() as group:
+            live = self.fork_runner('echo $$ > live; exec sleep 1000')
+            job, = self.pids_in('live')
+            pids = self.left_behind(self.SHED + 'echo $$ > a; exec sleep 1000', 'shed', 'a')
+            torc.end_leftovers()
+            self.assertGone(*pids)
+            self.assertTrue(torc.read_process_start_ticks(live) and torc.read_process_start_ticks(job))
+            self.assertEqual(1, len([path for path in glob.glob(group + '/*') if os.path.isdir(path)]))
+
+    def test_a_run_in_a_delegated_control_group_leaves_its_server_alone_and_no_group(self):
+        with self.control_group() as group:
+            command = json.dumps(self.SHED + 'until test -s shed; do sleep 0.01; done')
+            self.world.write('w.yaml', f'name: w\njobs: [{{name: a, command: {command}}}]\n')
+            self.assertExit(0, self.world.cli('run', 'w.yaml'))
+            self.assertGone(*self.pids_in('shed'))
+            self.assertEqual([], [path for path in glob.glob(group + '/*') if os.path.isdir(path)])
+            self.assertExit(0, self.world.cli('jobs', 'list', 1))
 
     def test_a_set_user_id_program_does_not_outlive_its_runner(self):
         need('root', os.getuid() == 0, 'becomes another user')

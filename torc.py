@@ -13814,6 +13814,8 @@ def is_own_name(host: str) -> bool:
 #   read a pipe whose only writing end is the runner's. End of file means that the runner is gone: they kill
 #   whatever carries its mark. There are two, since one may be killed with the runner; one that dies is
 #   replaced at once.
+# * Where this process may make control groups (version 2, in one that was delegated), the runner and its
+#   jobs are in one of their own, which nothing leaves; it is killed at the end.
 # * What outlives even that is ended by the same user's next runner on this host, by `serve` or `jobs list`.
 # * Nobody else's process is ever signalled. A process group is signalled before its leader is reaped, while
 #   its number cannot be used again; any other process only when pid and start time still fit.
@@ -13838,6 +13840,7 @@ MENDS_AT_ONCE, MEND_PAUSE_S = 20, 1.0   # so many dead guardians are replaced, t
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is given up then
 RUN_TAG = 'TORC_RUN_TAG'
+GROUP_PREFIX = 'torc-runner-'           # of the name of a control group; the rest is its runner's mark
 # The shell reads a command that is too long for argv from its standard input, a file without a name; trailing
 # newlines are all that is lost. What it runs has /dev/null there, and $0 and $- are those of `-c COMMAND`.
 READ_COMMAND = (b'TORC_COMMAND=$(command -p cat) || exit 126; '
@@ -14175,6 +14178,57 @@ def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -
     return line
 
 
+# -------- control groups: what nothing can leave, where there are any to be had --------
+
+def own_control_group() -> str:
+    """Directory of this process's control group (cgroups(7), version 2), or '' if it may make none in it."""
+    try:
+        with open('/proc/self/cgroup') as file:
+            path = next((line[3:] for line in file.read().splitlines() if line.startswith('0::')), '/')
+        with open('/proc/self/mountinfo', encoding='utf-8', errors='surrogateescape') as file:
+            mount = next((line.split()[4] for line in file if ' - cgroup2 ' in line), '')
+    except OSError:     # not Linux
+        return ''
+    directory = mount + path
+    is_ours = path != '/' and '..' not in path and os.access(os.path.join(directory, 'cgroup.procs'), os.W_OK)
+    return directory if mount and is_ours and os.access(directory, os.W_OK) else ''
+
+
+def join_control_group(directory: str, pid: int = 0) -> None:
+    """Move a process, or this one, to a control group; what it starts from then on is born there."""
+    with contextlib.suppress(OSError), open(os.path.join(directory, 'cgroup.procs'), 'w') as file:
+        file.write(str(pid))
+
+
+def make_control_group(name: str) -> str:
+    """Make a control group below our own and move there; its directory, or '' if that cannot be done."""
+    parent = own_control_group()
+    with contextlib.suppress(OSError):      # as a limit of their number
+        if parent:
+            directory = os.path.join(parent, name)
+            os.mkdir(directory)
+            join_control_group(directory)
+            return directory
+    return ''
+
+
+def kill_control_group(directory: str) -> None:
+    """SIGKILL all processes of a control group, and remove it with all below it."""
+    give_up_at = time.monotonic() + UNKILLABLE_S
+    while directory and os.path.isdir(directory) and time.monotonic() < give_up_at:
+        for path, _, _ in os.walk(directory, topdown=False):
+            with contextlib.suppress(OSError):      # EBUSY: not all have gone yet
+                os.rmdir(path)
+                continue
+            with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.kill'), 'w') as file:
+                file.write('1')     # since Linux 5.14: all at once, so that none escapes by forking
+                continue
+            with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.procs')) as file:
+                for pid in file.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.005)
+
+
 # -------- when a runner has died --------
 
 def kill_family(sessions: Set[int], marks: Sequence[Mark]) -> None:
@@ -14188,41 +14242,46 @@ def kill_family(sessions: Set[int], marks: Sequence[Mark]) -> None:
         time.sleep(SWEEP_INTERVAL_S)
 
 
-def find_leftovers() -> Dict[int, int]:
-    """What runners of this user that are dead have left behind on this host: pid -> start ticks.
-
-    By its limit alone: unlike the environment, it cannot have come from elsewhere (a batch script that a job
-    submitted, a saved environment). A mark of another realm says nothing here.
-    """
-    realm = runner_mark(0, 0).number >> TICKS_BITS + PID_BITS
-    found = {}
-    for name in os.listdir('/proc') if os.path.isdir('/proc/self') else ():
-        number = read_mark_number(int(name)) >> SERIAL_BITS if name.isdigit() else -1
-        if number >> TICKS_BITS + PID_BITS == realm:
-            ticks = read_process_start_ticks(int(name))
-            with contextlib.suppress(OSError):      # it has ended
-                if ticks and os.stat(f'/proc/{name}').st_uid == os.geteuid() and not is_runner_alive(number):
-                    found[int(name)] = ticks
-    return found
-
-
-def is_runner_alive(number: int) -> bool:
-    """Whether the runner of a mark is alive, as far as this process can see."""
+def is_runner_dead(number: int) -> bool:
+    """Whether a mark is that of a runner which would be seen here, and is not; -1 is no mark."""
+    if number >> TICKS_BITS + PID_BITS != runner_mark(0, 0).number >> TICKS_BITS + PID_BITS:
+        return False    # another realm
     pid, ticks = number >> TICKS_BITS & (1 << PID_BITS) - 1, number & (1 << TICKS_BITS) - 1
     try:
         os.kill(pid, 0)
         is_visible = True
     except ProcessLookupError:
-        return False
+        return True
     except PermissionError:     # another user's; /proc may hide it (proc(5), hidepid)
         is_visible = False
     found = read_process_start_ticks(pid)   # 0 for a zombie, too
-    return found % (1 << TICKS_BITS) == ticks if found else not is_visible
+    return found % (1 << TICKS_BITS) != ticks if found else is_visible
+
+
+def find_leftovers() -> Dict[int, int]:
+    """What runners of this user that are dead have left behind on this host: pid -> start ticks.
+
+    By its limit alone: unlike the environment, it cannot have come from elsewhere (a batch script that a job
+    submitted, a saved environment).
+    """
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir('/proc') if os.path.isdir('/proc/self') else ())):
+        number = read_mark_number(pid)
+        ticks = read_process_start_ticks(pid) if number >= MARK_BIT else 0
+        if ticks and is_runner_dead(number >> SERIAL_BITS):
+            with contextlib.suppress(OSError):      # it has ended
+                if os.stat(f'/proc/{pid}').st_uid == os.geteuid():
+                    found[pid] = ticks
+    return found
 
 
 def end_leftovers() -> int:
     """Kill what dead runners of this user have left behind on this host; how many processes that were."""
     ended, give_up_at = set(), time.monotonic() + UNKILLABLE_S
+    parent = own_control_group()
+    for name in os.listdir(parent) if parent else ():
+        if name.startswith(GROUP_PREFIX) and is_runner_dead(int('0' + name[len(GROUP_PREFIX):], 16)):
+            kill_control_group(os.path.join(parent, name))
     found = find_leftovers()
     while found and time.monotonic() < give_up_at:
         ended.update(found)
@@ -14271,8 +14330,11 @@ def rename_process(name: str) -> None:
         pass
 
 
-def start_guardian(mark: Mark, pipe: Tuple[int, int]) -> int:
-    """Fork a guardian, which kills what carries the mark when nobody has the pipe's writing end; its pid."""
+def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
+    """Fork a guardian, which kills what carries the mark when nobody has the pipe's writing end; its pid.
+
+    `group`: directory of the control group of the runner and its jobs, or ''.
+    """
     runner = os.getpid()
     pid = os.fork()
     if pid:
@@ -14285,7 +14347,10 @@ def start_guardian(mark: Mark, pipe: Tuple[int, int]) -> int:
         os.setsid()
         close_descriptors(pipe[0])
         rename_process(f'job-guardian of {runner}')
+        if group:
+            join_control_group(os.path.dirname(group))
         os.read(pipe[0], 1)     # nothing is ever written
+        kill_control_group(group)
         kill_family(set(), [mark])
     finally:
         os._exit(0)
@@ -14311,6 +14376,7 @@ class Launcher:
         self.outer_tag = os.environ.get(RUN_TAG, '')    # of a runner whose job we are: both must find our jobs
         self.next_sweep = math.inf
         self.seal_inherited_descriptors()
+        self.group = make_control_group(f'{GROUP_PREFIX}{self.mark.number:x}')
         self.pipe = os.pipe()
         self.guardians: Set[int] = set()
         self.mend_at = 0.0          # monotonic; no guardian is replaced before
@@ -14346,6 +14412,8 @@ class Launcher:
         for pid in read_proc_children(os.getpid()):
             if not self.is_known(pid) and pid not in self.strangers:
                 self.foreign.add(pid)
+                if self.group:
+                    join_control_group(os.path.dirname(self.group), pid)
 
     def is_known(self, pid: int) -> bool:
         """Whether a child was started by us, or was there before."""
@@ -14364,7 +14432,7 @@ class Launcher:
         while len(self.guardians) < NUM_GUARDIANS and now >= self.mend_at:
             self.mend_at = max(self.mend_at, now - MENDS_AT_ONCE * MEND_PAUSE_S) + MEND_PAUSE_S
             with contextlib.suppress(OSError):  # the node has no room for processes at present
-                self.guardians.add(start_guardian(self.mark, self.pipe))
+                self.guardians.add(start_guardian(self.mark, self.pipe, self.group))
 
     # ---- starting ----
 
@@ -14523,6 +14591,10 @@ class Launcher:
             kill_family(set(self.running), [self.mark])
         self.kill_strangers()
         self.poll()
+        if self.group:
+            join_control_group(os.path.dirname(self.group))
+            if own_control_group() == os.path.dirname(self.group):
+                kill_control_group(self.group)
         self.dismiss_guardians()
         self.become_subreaper(False)
         self.spawn.close()
