@@ -9998,8 +9998,14 @@ class LauncherTest(WorldTest):
         self.assertEqual('ran\n', self.world.read('out'))
         self.assertEqual({'out', 'err', 'temporary'}, set(os.listdir(self.world.directory)) - before)
 
+    def test_what_the_shell_runs_first_takes_nothing_of_a_long_command(self):
+        startup = self.world.write('startup', 'cat; exec 8<&0; PATH=/nowhere; set +x\n')
+        for text in ('# x\n', self.LONG):
+            end = self.end_of(self.start(text + 'echo "ran $PATH"', f'{len(text)}-1', BASH_ENV=startup))
+            self.assertEqual((0, 'ran /nowhere\n'), (end.return_code, self.world.read('out')))
+
     def test_of_a_command_that_cannot_be_read_to_its_end_nothing_runs(self):
-        read = torc.READ_COMMAND.replace(b'command -p cat', b'{ head -c 100; kill -9 $BASHPID; }')
+        read = torc.READ_COMMAND.replace(b'command -p cat <&9', b'{ head -c 100 <&9; kill -9 $BASHPID; }')
         with unittest.mock.patch.object(torc, 'READ_COMMAND', read):
             self.assertEqual(126, self.end_of(self.start('echo one\n' + self.LONG)).return_code)
         self.assertEqual('', self.world.read('out'))

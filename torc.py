@@ -51,6 +51,7 @@ import datetime
 import decimal
 import difflib
 import errno
+import fcntl
 import functools
 import gc
 import getpass
@@ -13841,10 +13842,11 @@ LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job
 UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is given up then
 RUN_TAG = 'TORC_RUN_TAG'
 GROUP_PREFIX = 'torc-runner-'           # of the name of a control group; the rest is its runner's mark
-# The shell reads a command that is too long for argv from its standard input, a file without a name; trailing
-# newlines are all that is lost. What it runs has /dev/null there, and $0 and $- are those of `-c COMMAND`.
-READ_COMMAND = (b'TORC_COMMAND=$(command -p cat) || exit 126; '
-                b'eval "unset TORC_COMMAND; exec </dev/null; $TORC_COMMAND"')
+# The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
+# that is lost. What it runs finds stdin, $0, $- and the open descriptors as with `-c COMMAND`.
+COMMAND_DESCRIPTOR = 9                  # sh knows no larger ones
+READ_COMMAND = (b'TORC_COMMAND=$(command -p cat <&9) || exit 126; exec 9<&-; '
+                b'eval "unset TORC_COMMAND; $TORC_COMMAND"')
 SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
 RESET_SIGNALS = tuple(getattr(signal, name) for name in ('SIGPIPE', 'SIGXFSZ', 'SIGINT', 'SIGQUIT', 'SIGTERM', 'SIGHUP',
                                                          'SIGUSR1', 'SIGUSR2', 'SIGCHLD'))
@@ -14082,12 +14084,14 @@ class Spawner:
                  source: Optional[int] = None) -> int:
         """Start a program in a session of its own; its pid. OSError as for execve(2).
 
-        Without `source`, its standard input is /dev/null.
+        It may read `source`, a descriptor of more than one digit, as COMMAND_DESCRIPTOR.
         """
         library, actions = self.library, self.actions
         library.posix_spawn_file_actions_init(actions)
-        for number, descriptor in enumerate((self.devnull if source is None else source, *outputs)):
+        for number, descriptor in enumerate((self.devnull, *outputs)):
             library.posix_spawn_file_actions_adddup2(actions, descriptor, number)
+        if source is not None:
+            library.posix_spawn_file_actions_adddup2(actions, source, COMMAND_DESCRIPTOR)
         pid = ctypes.c_int()
         code = library.posix_spawn(ctypes.byref(pid), argv[0], actions, self.attributes,
                                    (ctypes.c_char_p * (len(argv) + 1))(*argv),
@@ -14109,8 +14113,9 @@ class PopenSpawner:
                  source: Optional[int] = None) -> int:
         variables = dict(entry.split(b'=', 1) for entry in environment)
         process = subprocess.Popen(
-            list(argv), env=variables, stdin=subprocess.DEVNULL if source is None else source,
-            stdout=outputs[0], stderr=outputs[1], start_new_session=True)
+            list(argv), env=variables, stdin=subprocess.DEVNULL, stdout=outputs[0], stderr=outputs[1],
+            start_new_session=True, close_fds=source is None,   # else execve(2) closes ours
+            preexec_fn=None if source is None else functools.partial(os.dup2, source, COMMAND_DESCRIPTOR))
         process.returncode = 0      # reaping is ours: Popen's destructor would take the child's status away
         return process.pid
 
@@ -14468,7 +14473,11 @@ class Launcher:
         with tempfile.TemporaryFile() as file:     # O_EXCL, 0600, and no name from then on
             file.write(text)
             file.seek(0)
-            return self.spawn([shell, b'-c', READ_COMMAND], environment, outputs, file.fileno())
+            source = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1)
+        try:
+            return self.spawn([shell, b'-c', READ_COMMAND], environment, outputs, source)
+        finally:
+            os.close(source)
 
     # ---- reaping ----
 
