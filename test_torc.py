@@ -49,6 +49,7 @@ import copy
 import ctypes
 import faulthandler
 import fcntl
+import filecmp
 import fnmatch
 import functools
 import gc
@@ -2205,14 +2206,187 @@ class StoreTest(unittest.TestCase):
         open(self.path, 'w').close()
         self.assertEqual(torc.SCHEMA_VERSION, self.open().value('PRAGMA user_version'))
 
-    def test_a_file_that_was_removed_or_replaced_takes_no_more(self):
-        for change in (os.unlink, lambda path: os.replace(shutil.copy(path, path + '.copy'), path)):
+    def add(self, store: Any, *names: str) -> None:
+        """A transaction that adds a workflow of each name."""
+        with store.transaction():
+            for name in names:
+                store.insert('workflow', {'name': name, 'user': 'u', 'timestamp': 't'})
+
+    def names(self, path: str) -> List[str]:
+        """Workflows in a database that nobody has open."""
+        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
+        return [name for name, in ask_sqlite(path, self.BY_AGE)]
+
+    BY_AGE = 'SELECT name FROM workflow ORDER BY id'
+
+    def other(self) -> str:
+        """Another database, made in another directory."""
+        folder = os.path.join(self.directory, 'other')
+        os.mkdir(folder)
+        with contextlib.closing(torc.Store(os.path.join(folder, 'torc.db'))) as store:
+            for number in range(20):
+                self.add(store, 'theirs')
+        return store.path
+
+    def replace(self, path: str) -> None:
+        """Put another database in the place of a file."""
+        os.replace(shutil.copy(os.path.join(self.directory, 'other', 'torc.db'), path + '.copy'), path)
+
+    def clear(self) -> None:
+        """Remove all but the other database."""
+        for name in set(os.listdir(self.directory)) - {'other'}:
+            os.unlink(os.path.join(self.directory, name))
+
+    def test_a_file_that_was_removed_or_replaced_or_overwritten_takes_no_more_and_what_it_held_is_saved(self):
+        def overwrite(path: str) -> None:
+            shutil.copyfile(other, path)
+
+        other = self.other()
+        for change, word in ((os.unlink, 'removed or replaced'), (self.replace, 'removed or replaced'), (overwrite, 'cut off or overwritten'),
+                             (lambda path: os.rename(path, path + '.away'), 'removed or replaced'),
+                             (lambda path: os.truncate(path, 0), 'cut off or overwritten'),
+                             (lambda path: os.truncate(path, os.path.getsize(path) + 4096), 'cut off or overwritten')):
+            with self.subTest(word):
+                self.clear()
+                store = self.open()
+                self.add(store, 'first')
+                self.add(store, 'second')
+                change(self.path)
+                for _ in range(2):
+                    with self.assertRaises(torc.Conflict) as caught, store.transaction():
+                        self.fail('the block must not run')
+                said = caught.exception.message
+                self.assertIn(f'the database file {self.path} was {word} while it was in use; nothing more can be stored in it. ', said)
+                store.close()
+                if change in (overwrite, self.replace):     # nothing is written to what somebody has put there
+                    self.assertTrue(filecmp.cmp(other, self.path, shallow=False))
+                with self.assertRaises(torc.Refused) as caught:     # nor does anybody go on without a word
+                    torc.Store(self.path)
+                self.assertEqual(said, caught.exception.message)
+                if change == overwrite:
+                    self.assertIn('could not be saved ([Errno 5] something else was written into it): go back to a copy, and rm ', said)
+                    continue
+                self.assertEqual(0o600, os.stat(self.path + '.rescued').st_mode & 0o777)
+                self.assertEqual(['first', 'second'], self.names(self.path + '.rescued'))
+                subprocess.check_call(['sh', '-c', said.partition('to go on with that: ')[2]])
+                self.assertEqual(['first', 'second'], self.open().ids(self.BY_AGE))
+
+    def test_of_a_log_that_was_cut_off_nothing_is_lost_either(self):
+        for change in (lambda path: os.truncate(path, 0), lambda path: os.truncate(path, os.path.getsize(path) - 1)):
+            self.clear()
             store = self.open()
-            change(self.path)
-            with self.assertRaises(torc.Conflict) as caught, store.transaction():
-                self.fail('the block must not run')
-            self.assertIn('was removed or replaced', caught.exception.message)
+            self.add(store, 'first')
+            self.add(store, 'second')
+            change(self.path + '-wal')
+            with self.assertLogs('torc', 'WARNING'), self.assertRaisesRegex(torc.Conflict, 'all that was stored is in .*torc.db, start again'):
+                self.add(store, 'third')
             store.close()
+            self.assertEqual({'torc.db'}, set(os.listdir(self.directory)))
+            self.assertEqual(['first', 'second'], self.open().ids(self.BY_AGE))
+
+    def test_what_cannot_be_read_any_more_is_not_called_saved(self):
+        store = self.open()
+        for _ in range(40):
+            self.add(store, *(['x' * 4000] * 500))  # more than SQLite keeps in memory
+        os.truncate(self.path, 4096)
+        with self.assertRaisesRegex(torc.Conflict, 'could not be saved .*: go back to a copy'):
+            self.add(store, 'late')
+        self.assertFalse(os.path.exists(self.path + '.rescued'))
+
+    def test_a_log_that_was_removed_or_replaced_is_written_to_its_database_and_work_goes_on(self):
+        self.other()
+        store = self.open()
+        for number, change in enumerate((os.unlink, self.replace, lambda path: os.rename(path, path + '.away'))):
+            self.add(store, f'before {number}')
+            change(self.path + '-wal')
+            with self.assertLogs('torc', 'WARNING') as said:
+                self.add(store, f'after {number}')
+            self.assertIn('torc.db-wal was removed or replaced while it was in use: all that it held was written to', said.output[0])
+            code = 'import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute("BEGIN IMMEDIATE")'
+            self.assertIn(b'database is locked', subprocess.run([sys.executable, '-c', code, self.path], stderr=subprocess.PIPE).stderr)
+        self.assertTrue(filecmp.cmp(self.path + '-wal.replaced', os.path.join(self.directory, 'other', 'torc.db'), shallow=False))
+        self.assertEqual(['wal'], store.ids('PRAGMA journal_mode'))
+        copy = os.path.join(self.directory, 'copy')     # what a kill would leave now
+        for end in ('', '-wal'):
+            shutil.copy(self.path + end, copy + end)
+        self.assertEqual([f'{when} {number}' for number in range(3) for when in ('before', 'after')], self.names(copy))
+
+    def test_files_that_go_while_a_transaction_runs_are_missed_before_it_counts(self):
+        store = self.open()
+        with self.assertLogs('torc', 'WARNING'), store.transaction():
+            store.insert('workflow', {'name': 'one', 'user': 'u', 'timestamp': 't'})
+            os.unlink(self.path + '-wal')
+        self.assertEqual(['one'], store.ids(self.BY_AGE))
+        with self.assertRaisesRegex(torc.Conflict, 'was removed or replaced .* was saved as'), store.transaction():
+            store.insert('workflow', {'name': 'two', 'user': 'u', 'timestamp': 't'})
+            os.unlink(self.path)
+        store.close()
+        self.assertEqual(['one', 'two'], self.names(self.path + '.rescued'))
+
+    def leave_log(self, *names: str) -> None:
+        """What a killed process leaves: a database, and its write-ahead log."""
+        code = ('import os, sys; sys.path.insert(0, sys.argv[1]); import torc\nstore = torc.Store(sys.argv[2])\n'
+                'for name in sys.argv[3:]:\n'
+                '    if name == "CHECKPOINT": store.rows("PRAGMA wal_checkpoint(PASSIVE)"); store.note_files()\n'
+                '    else:\n'
+                '        with store.transaction(): store.insert("workflow", dict(name=name, user="u", timestamp="t"))\n'
+                'os.kill(os.getpid(), 9)')
+        subprocess.run([sys.executable, '-B', '-c', code, os.path.dirname(stub_path()), self.path, *names])
+
+    def test_a_log_without_its_database_is_an_error_with_the_cure_and_never_an_empty_database(self):
+        for spoil, word in ((os.unlink, 'does not exist'), (lambda path: os.truncate(path, 0), 'is empty')):
+            with self.subTest(word):
+                self.leave_log('one', 'two')
+                spoil(self.path)
+                self.assertRaisesRegex(torc.Refused, f'{word}, but .*-wal holds changes to it. To do without', torc.Store, self.path)
+                with self.assertRaises(torc.Refused) as caught:
+                    torc.Store(self.path)
+                subprocess.check_call(['sh', '-c', caught.exception.message.partition('these changes: ')[2].partition('. To keep')[0]])
+                self.assertEqual([], self.open().ids(self.BY_AGE))
+                os.unlink(self.path)
+                os.unlink(self.path + '-wal')
+
+    def test_a_log_beside_another_state_of_its_database_is_an_error(self):
+        self.open().close()
+        self.leave_log('a', 'b', 'CHECKPOINT', 'c', 'd', 'CHECKPOINT', 'e', 'f', 'CHECKPOINT', 'g', 'h')
+        copy = self.path + '.copy'
+        shutil.copy(self.path, copy)
+        for old in (['a', 'b'], ['a', 'b', 'CHECKPOINT', 'c', 'd'], None):
+            if old:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path + '.early')
+                os.rename(self.path + '-wal', self.path + '-wal.late')
+                os.unlink(self.path)
+                self.leave_log('x', *old)
+                with contextlib.closing(torc.Store(self.path)):
+                    pass        # a whole main file, as a backup would be
+                os.rename(self.path + '-wal.late', self.path + '-wal')
+                self.assertRaisesRegex(torc.Refused, 'holds changes to another state of the database than ', torc.Store, self.path)
+        os.replace(copy, self.path)
+        self.assertEqual(list('abcdefgh'), self.open().ids(self.BY_AGE))
+
+    def test_a_database_that_was_cut_off_is_an_error(self):
+        self.open().close()
+        with open(self.path, 'r+b') as file:
+            whole = file.read()
+            file.truncate(len(whole) - 4096)
+        self.assertRaisesRegex(torc.Refused, f'was cut off: it has {len(whole) - 4096} bytes of {len(whole)}. Put the right', torc.Store, self.path)
+        with open(self.path, 'wb') as file:
+            file.write(whole)
+        self.leave_log('one')
+        os.truncate(self.path, 4096)
+        self.assertRaisesRegex(torc.Refused, 'was cut off', torc.Store, self.path)
+
+    def test_a_log_that_is_killed_in_any_state_belongs_to_its_database(self):
+        kept = []
+        for number in range(12):
+            words = [f'{number}.{word}' for word in range(number % 4)]
+            self.leave_log(*words[:2], *(['CHECKPOINT'] if number % 3 else []), *words[2:])
+            kept += words
+            if number % 5 == 4:
+                with contextlib.closing(torc.Store(self.path)) as store:
+                    self.assertEqual(kept, store.ids(self.BY_AGE))
+        self.assertEqual(kept, self.open().ids(self.BY_AGE))
 
     def test_a_missing_directory_is_a_clear_error(self):
         with self.assertRaises(torc.BadInput) as caught:
@@ -7212,22 +7386,64 @@ class LeaseTest(WorldTest):
         self.assertEqual((heir.mine['id'], 2), (heir.read()['id'], heir.read()['generation']))
         self.assertFalse(os.path.exists(self.database + '.lease.takeover'))
 
+    def watch(self, holder: Any, last_sign: int) -> Any:
+        """Another host waits for a lease whose holder gives signs until a second."""
+        heir, passed = self.lease(), itertools.count(1)
+
+        def pass_time(_: float) -> None:
+            self.now += 1
+            if next(passed) == last_sign:
+                holder.write()
+        with unittest.mock.patch.object(torc.time, 'sleep', pass_time), self.assertLogs('torc', 'WARNING') as said:
+            try:
+                heir.take(wait_s=60)
+            finally:
+                self.assertRegex('\n'.join(said.output), r'process \d+ on host elsewhere until 20.* Waiting for 60 s to see whether it lives$')
+        return heir
+
     def test_another_host_loses_it_after_three_periods_of_silence_by_our_clock(self) -> None:
         holder = self.lease(host='elsewhere')
         holder.take()
-        heir, pauses = self.lease(), []
-        sleep, torc.time.sleep = torc.time.sleep, lambda pause_s: (pauses.append(pause_s), self.pass_time(holder, len(pauses)))
-        self.addCleanup(setattr, torc.time, 'sleep', sleep)
-        heir.take(wait_s=60)
-        self.assertAlmostEqual(5 + 30, self.now - 1000, delta=1.5)
+        heir = self.watch(holder, 0)
+        self.assertAlmostEqual(30, self.now - 1000, delta=1.5)
         self.assertRaisesRegex(torc.Conflict, 'taken the database over', holder.renew)
         heir.renew()
 
-    def pass_time(self, holder: Any, count: int) -> None:
-        """A second goes by; in the fifth the holder gives a last sign."""
-        self.now += 1
-        if count == 5:
-            holder.write()
+    def test_another_host_that_gives_a_sign_keeps_it(self) -> None:
+        holder = self.lease(host='elsewhere')
+        holder.take()
+        with self.assertRaisesRegex(torc.Conflict, r'on host elsewhere until 20\S+, or longer if it lives .* --takeover'):
+            self.watch(holder, 5)
+        self.assertEqual(5, self.now - 1000)
+
+    def test_a_living_process_of_this_host_is_not_replaced_by_force_either(self) -> None:
+        self.lease().take()
+        for how in ({}, {'takes_over': True}, {'wait_s': 60}):
+            self.assertRaisesRegex(torc.Conflict, f'process {os.getpid()} on host', self.lease().take, **how)
+
+    def test_after_a_long_silence_it_is_not_renewed_while_another_takes_it(self) -> None:
+        holder = self.lease(host='elsewhere')
+        holder.take()
+        self.now += 25
+        guard = self.world.write('torc.db.lease.takeover', '')
+        self.assertRaisesRegex(torc.Conflict, 'another process is taking the database over', holder.renew)
+        os.unlink(guard)
+        holder.renew()
+
+    def test_who_takes_it_over_from_another_host_gets_files_that_the_old_holder_does_not_have_open(self) -> None:
+        for changes, is_renewed in ((dict(host='elsewhere'), True), (dict(start_ticks=1), False)):
+            inodes = []
+            for name in ('torc.db', 'torc.db-wal'):
+                inodes.append(os.stat(self.world.write(name, name)).st_ino)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.database + '.lease')
+            self.lease(**changes).take()
+            with open(self.database + '-wal') as old:       # so that its inode is not used again
+                self.lease().take(takes_over=True)
+                now = [os.stat(self.world.path(name)).st_ino for name in ('torc.db', 'torc.db-wal')]
+                self.assertEqual([is_renewed] * 2, [a != b for a, b in zip(inodes, now)])
+                self.assertEqual(['torc.db', 'torc.db-wal'], [self.world.read(name) for name in ('torc.db', 'torc.db-wal')])
+                old.close()
 
     def test_a_person_may_take_it_over(self) -> None:
         self.lease(host='elsewhere').take()
@@ -14965,6 +15181,200 @@ def resident_kb_of(pid: int) -> int:
     return int(re.search(r'VmRSS:\s*(\d+) kB', read_text(f'/proc/{pid}/status')).group(1))
 
 
+# -------- a server whose files, host or disk fail --------
+
+class Scribe:
+    """Adds events to a workflow of a server, and knows which were acknowledged."""
+
+    def __init__(self, url: str, token_file: str) -> None:
+        self.client, self.told, self.said = torc.Client(url=url, token_file=token_file), [], 0     # type: Any, List[int], int
+        self.workflow_id = self.client.create_workflow({'name': 'w', 'user': 'u'})['id']
+
+    def write(self, size: int = 100, deadline_s: float = 5) -> bool:
+        """One more; whether it was acknowledged."""
+        self.said += 1
+        try:
+            self.client.call('create_event', {'workflow_id': self.workflow_id, 'data': {'number': self.said, 'x': 'x' * size}}, deadline_s)
+        except torc.TorcError:
+            return False
+        self.told.append(self.said)
+        return True
+
+    def move(self, url: str) -> None:
+        """Go on at another server of the database."""
+        self.client.close()
+        self.client = torc.Client(url=url, token_file=self.client.token_file)
+
+    def missing(self) -> List[int]:
+        """What was acknowledged and is not there, or is there more than once."""
+        there = collections.Counter(event['data'].get('number') for event in self.client.pages('list_events', workflow_id=self.workflow_id))
+        return [number for number in self.told if there[number] != 1]
+
+
+def spoil_file(path: str, chance: random.Random) -> str:
+    """Do something to a database file in use that people do. What it was."""
+    file = chance.choice(['', '', '-wal'])
+    how = chance.choice(['rm', 'mv', 'empty', 'cut', 'replace'])
+    if how == 'rm':
+        os.unlink(path + file)
+    elif how == 'mv':
+        os.rename(path + file, path + file + '.away')
+    elif how == 'replace':
+        with open(path + '.other', 'wb') as other:
+            other.write(os.urandom(5000))
+        os.replace(path + '.other', path + file)
+    else:
+        os.truncate(path + file, 0 if how == 'empty' else chance.randrange(os.path.getsize(path + file)))
+    return f'{how} torc.db{file}'
+
+
+def spoil_files(world: World, times: int, seed: int) -> str:
+    """A server whose files are removed, replaced or cut off: what it acknowledged is there again, or its loss was told. What was seen."""
+    chance, seen, told = random.Random(seed), collections.Counter(), 0      # type: Any, Dict[str, int], int
+    for number in range(times):
+        database, flags = world.path(str(number), 'torc.db'), ('--db', world.path(str(number), 'torc.db'))
+        scribe = Scribe(world.serve(*flags), database + '.token')
+        if chance.random() < 0.5:       # much of it is in the main file, and not in memory
+            world.server.send(signal.SIGTERM)
+            world.server.finish()
+            scribe.move(world.serve(*flags))
+        for _ in range(chance.randrange(60)):
+            assert scribe.write(chance.randrange(20000))
+        how = spoil_file(database, chance)
+        more = sum(scribe.write(deadline_s=1) for _ in range(3))
+        world.server.send(signal.SIGKILL if chance.random() < 0.5 else signal.SIGTERM)
+        words = world.server.finish().err
+        end = restart_spoilt(world, scribe, flags)
+        assert 'Traceback' not in words + world.server.err, words + world.server.err
+        seen[f'{how}: {"went on, " if more else ""}{end}'] += 1
+        told += len(scribe.told)
+        scribe.client.close()
+        if not world.server.has_ended():
+            world.server.send(signal.SIGTERM)
+            world.server.finish()
+    return f'{told:,} acknowledged; ' + '; '.join(f'{times} {what}' for what, times in sorted(seen.items()))
+
+
+def restart_spoilt(world: World, scribe: Scribe, flags: Sequence[str]) -> str:
+    """Start a server again, with the cure that it names; how it went. Fails if what was acknowledged is missing without a word."""
+    for end in ('nothing lost', 'nothing lost, after the cure'):
+        try:
+            scribe.move(world.serve(*flags))
+        except AssertionError:
+            said = world.server.finish().err
+            cure = said.partition('to go on with that: ')[2]
+            if not cure:
+                assert 'could not be saved' in said or 'To do without these changes' in said, said
+                return 'told that it is lost'
+            subprocess.check_call(['sh', '-c', cure])
+        else:
+            assert not scribe.missing(), (end, scribe.missing()[:10], len(scribe.told))
+            return end
+    raise AssertionError(f'the cure did not help: {world.server.err}')
+
+
+OTHER_HOST = ('import sys, socket; sys.path.insert(0, sys.argv[1]); import torc\n'
+              'torc.LOCAL_FILESYSTEMS, torc.Lease.PERIOD_S, name = frozenset(), float(sys.argv[3]), sys.argv[2]\n'
+              'socket.gethostname = lambda: name\n'
+              'sys.exit(torc.main(sys.argv[4:]))')
+
+
+def serve_on_host(world: World, name: str, database: str, period_s: float) -> Background:
+    """A server as on another host, with the database on a network file system that both have."""
+    words = [sys.executable, '-B', '-c', OTHER_HOST, os.path.dirname(stub_path()), name, period_s, 'serve', '--db', database, '--port', 0]
+    stem = os.path.join(world.root, 'logs', str(len(world.started)))
+    process = Background([os.fsencode(str(word)) for word in words], world.directory, world.environment, stem)
+    world.started.append(process)
+    return process
+
+
+def url_of(world: World, server: Background) -> str:
+    """Where a server answers, as soon as it does."""
+    return world.wait(lambda: re.search(r'^torc: serving (http\S+)$', server.out, re.MULTILINE), 20, 'the server', [server]).group(1)
+
+
+def freeze_holder(world: World, times: int, seed: int) -> str:
+    """A server is stopped under load for longer than its lease, another takes over, then the first wakes. What was seen."""
+    chance, period_s, told = random.Random(seed), 0.3, [0, 0]
+    for number in range(times):
+        database = world.path(str(number), 'torc.db')
+        first = serve_on_host(world, 'one', database, period_s)
+        scribe = Scribe(url_of(world, first), database + '.token')
+        pause = threading.Event()
+        writer = threading.Thread(target=lambda: [scribe.write(3000, 30) for _ in iter(pause.is_set, True)])
+        writer.start()
+        pause.wait(chance.uniform(0.05, 0.4))
+        first.send(signal.SIGSTOP)
+        second = serve_on_host(world, 'two', database, period_s)
+        others = Scribe(url_of(world, second), database + '.token')
+        for _ in range(20):
+            assert others.write()
+        first.send(signal.SIGCONT)
+        outcome = first.finish(20)
+        pause.set()
+        writer.join()
+        assert outcome.code == 4 and 'another server has taken the database over' in outcome.err and 'Traceback' not in outcome.err, str(outcome)
+        assert 'to see whether it lives' in second.err, second.err
+        for _ in range(20):
+            assert others.write()
+        scribe.move(others.client.named_url)
+        assert not scribe.missing() and not others.missing(), (scribe.missing(), others.missing())
+        told = [told[0] + len(scribe.told), told[1] + len(others.told)]
+        for client in (scribe.client, others.client):
+            client.close()
+        second.send(signal.SIGTERM)
+        assert second.finish(20).code == 0
+        assert ask_sqlite(database, 'PRAGMA integrity_check') == [('ok',)]
+    return f'{told[0]:,} acknowledged before, {told[1]:,} after the others took over'
+
+
+@contextlib.contextmanager
+def small_disk(path: str, size: str) -> Iterator[None]:
+    """A file system in memory at a new directory, for a while."""
+    os.mkdir(path, 0o700)
+    words = ['mount', '-t', 'tmpfs', '-o', f'mode=700,size={size}', 'tmpfs', path]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) if shutil.which('mount') else None
+    need('mount', done and done.returncode == 0, 'root, and a kernel that mounts a small tmpfs')
+    try:
+        yield
+    finally:
+        subprocess.check_call(['umount', '--lazy', path])
+
+
+def fill_disk(world: World, times: int, seed: int) -> str:
+    """The disk of a server and its log gets full, and empty again, again and again. What was seen."""
+    chance, told, refused = random.Random(seed), 0, 0
+    for number in range(times):
+        place = world.path(f'small {number}')
+        with small_disk(place, '6m'):
+            flags = ('--db', place + '/torc.db', '--log-dir', place)
+            scribe = Scribe(world.serve(*flags), place + '/torc.db.token')
+            ballast = open(place + '/ballast', 'wb')
+            for _ in range(4):
+                with contextlib.suppress(OSError):
+                    free = os.statvfs(place)
+                    os.posix_fallocate(ballast.fileno(), 0, ballast.seek(0, 2) + max(1, free.f_bavail * free.f_frsize - chance.randrange(200000)))
+                said = scribe.said
+                while scribe.said < said + 200 and scribe.said - said < len(scribe.told) + 30:
+                    refused += not scribe.write(chance.choice([100, 5000, 100000]), 20)
+                if chance.random() < 0.3:
+                    ballast.truncate(0)
+                    world.server.kill()
+                    scribe.move(world.serve(*flags))
+                ballast.truncate(0)
+                for _ in range(10):
+                    assert scribe.write(), 'there is room again, and it does not go on'
+            ballast.close()
+            assert not scribe.missing(), scribe.missing()
+            told += len(scribe.told)
+            scribe.client.close()
+            world.server.send(signal.SIGTERM)
+            outcome = world.server.finish(20)
+            assert outcome.code == 0 and len(outcome.err) < 5000 and 'Traceback' not in outcome.err, str(outcome)
+            assert ask_sqlite(place + '/torc.db', 'PRAGMA integrity_check') == [('ok',)]
+    return f'{told:,} acknowledged, {refused:,} refused'
+
+
 @slow
 class OutputOwnerTest(WorldTest):
     """An output directory belongs to one database."""
@@ -15148,6 +15558,15 @@ class FaultTest(WorldTest):
         kill_embedded_server(self.world, 100, 1, 2)
         self.assertEqual(101, len(os.listdir(self.world.path('ledger'))) + 1)
 
+    def test_files_that_are_spoilt_under_a_server_are_missed_before_it_says_yes(self):
+        self.assertIn('nothing lost', spoil_files(self.world, 6, 5))
+
+    def test_a_server_that_wakes_after_another_took_over_commits_nothing(self):
+        self.assertIn('acknowledged before, 40 after', freeze_holder(self.world, 1, 6))
+
+    def test_a_server_whose_disk_was_full_goes_on_when_there_is_room(self):
+        self.assertRegex(fill_disk(self.world, 1, 7), r'acknowledged, [1-9]\d* refused')
+
     def test_two_runners_share_the_jobs_of_one_server_and_none_runs_twice(self):
         share_jobs(self.world, 150)
         self.assertEqual(151, len(os.listdir(self.world.path('ledger'))) + 1)
@@ -15157,16 +15576,19 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
     """`test_torc.py faults [PART...]`: every fault in a world of its own; parts are words of their titles. 1 if one did harm."""
     seed = random.SystemRandom().randrange(10 ** 9) if seed is None else seed
     print(f'seed {seed}: repeat with --seed {seed}')
-    count, kills, many, requests, orphans = (200, 2, 20, 2000, 2) if is_quick else (1000, 5, 300, 20000, 30)
+    count, kills, many, requests, rounds = (200, 2, 20, 2000, 2) if is_quick else (1000, 5, 300, 20000, 30)
     works = ((f'kill -9 of serve, {kills} times in {count} jobs of two runners', lambda world: kill_lasting_server(world, count, kills, seed)),
              (f'kill -9 of an embedded server, {kills} times in {count} jobs', lambda world: kill_embedded_server(world, count, kills, seed)),
              (f'two runners share {count} jobs', lambda world: share_jobs(world, count)),
              (f'kill -9 of serve, {many} times under six clients', lambda world: kill_under_clerks(world, many, seed)),
              (f'{requests:,} malformed requests', lambda world: fuzz(world, requests, seed)),
-             (f'kill -9 of runners, {orphans} times in {len(KILLS)} ways',
-              lambda world: outlive_runners(world, orphans, seed)),
-             (f'{4 * orphans} long commands beside a thief',
-              lambda world: steal_commands(world, 4 * orphans)))
+             (f'kill -9 of runners, {rounds} times in {len(KILLS)} ways',
+              lambda world: outlive_runners(world, rounds, seed)),
+             (f'{4 * rounds} long commands beside a thief',
+              lambda world: steal_commands(world, 4 * rounds)),
+             (f'database files removed, replaced or cut off, {rounds} times', lambda world: spoil_files(world, rounds, seed)),
+             (f'a server stopped beyond its lease, {rounds} times', lambda world: freeze_holder(world, rounds, seed)),
+             (f'a full disk, {rounds} times four', lambda world: fill_disk(world, rounds, seed)))
     works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0
     for title, work in works:

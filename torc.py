@@ -778,6 +778,20 @@ def digest_file(path: str) -> Iterator[Optional[Tuple[float, int, str]]]:
     yield found.st_mtime, found.st_size, digest.hexdigest()
 
 
+def give_memory_back() -> None:
+    """Return what was freed to the system, which glibc keeps otherwise (malloc_trim(3))."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def uptime_s() -> float:
+    """A clock that goes on while the machine is suspended (Linux: CLOCK_BOOTTIME, named since Python 3.7)."""
+    try:
+        return time.clock_gettime(7)
+    except (AttributeError, OSError):
+        return time.monotonic()
+
+
 def filesystem_type(path: str) -> str:
     """Type of the file system that holds a path, such as 'ext4' or 'nfs4', or '' if unknown (proc(5), mountinfo)."""
     best, kind = '', ''
@@ -5220,6 +5234,12 @@ ALTER TABLE workflow_action ADD COLUMN failure TEXT;
 # where a file system refuses WAL). Every change happens inside transaction(); a verb that fails inside a savepoint()
 # leaves nothing behind. Rows come back as dicts in which NULL columns are left out.
 #
+# Its files are looked at before and after every transaction: SQLite writes on to a file that was removed, where
+# nobody finds it. A write-ahead log that was removed is written to the main file, and work goes on; after any other
+# loss what SQLite still has is copied, and nothing more is accepted. Each log raises the number that the header calls
+# application id by one, so that a start knows a log that was written for another state of the main file: SQLite would
+# mix them, and drop the log of a file that is empty.
+#
 # What happened is also told to those who listen: verbs append to Store.news, a savepoint or transaction that fails takes
 # its part back, and the server takes the list after the commit. It is empty as long as nobody listens.
 #
@@ -5237,7 +5257,7 @@ PRAGMAS = (
     ('secure_delete', 'OFF'),       # EL 8 builds zero-fill freed pages; we store no secrets
     ('temp_store', 'MEMORY'),
     ('trusted_schema', 'OFF'),      # a file from elsewhere calls no function with effects; since SQLite 3.31, passed over before
-    ('cache_size', '-65536'),       # KiB
+    ('cache_size', '-16384'),       # KiB; four times as much claims and completes 300,000 jobs no faster
     ('wal_autocheckpoint', '4000'), # pages: a fourth of the checkpoints, a tenth of a completion's time; 16 MB beside the database
 )
 # How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
@@ -5258,6 +5278,9 @@ BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 FOREIGN_SQL_S = 5.0                 # an administrator's statement may hold up everybody so long; one call of a function of SQLite, longer
 FOREIGN_SQL_STEPS = 10000           # of SQLite's machine between looks at the clock
 MAX_FOREIGN_BYTES = 64 * 1024 ** 2  # of one answer, about
+HEAD_BYTES = 100                    # of a database file: SQLite's header; of its log: its header, and more
+LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
+ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
 MAX_NEWS = 4000                     # of one transaction, fewer than a feed keeps; of more only the number is kept
 READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURSIVE (sqlite.org/c3ref/c_alter_table.html)
 WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
@@ -5322,6 +5345,13 @@ class ForeignAnswer(NamedTuple):
     tables: Set[str]            # that it wrote to
 
 
+class FileState(NamedTuple):
+    """What tells that nobody else has touched a file. All empty: there is none."""
+    identity: Tuple[int, int] = (0, 0)
+    size: int = 0
+    head: bytes = b''
+
+
 class Store:
     """The workflow database. All verbs of the Service run on one."""
 
@@ -5330,6 +5360,8 @@ class Store:
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
         self.snapshots = None               # type: Any  # the SnapshotWriter of a database in memory
+        self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
+        self.loss = ''                      # why nothing more can be stored
         self.now = now                      # the clock; seconds since the epoch
         self.caller = ''                    # who asks, for events and new workflows; set for each request
         self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
@@ -5343,27 +5375,45 @@ class Store:
         self._guard = None                  # type: Optional[ForeignGuard]
         self._depth = 0                     # of savepoints
         self._columns = {}                  # type: Dict[str, List[TableColumn]]
-        self._descriptor = -1               # of the main file, for copies
+        self._descriptors = []              # type: List[int]  # of the main file and, if it has one, its write-ahead log
+        self._files = ()                    # type: Tuple[FileState, ...]  # of both, as we left them
+        self._is_frozen = False             # between freeze() and thaw()
+        self._is_new_log = False            # it does not say yet for which state of the main file it is
+        self._room_look = (0, 0.0)          # its size at the last look at the free space, and when that was (monotonic)
+        check_log(path)
         prepare_database_file(path)
-        self._file = file_identity(path)    # before it is opened: it may be replaced until it is locked
+        identity = file_identity(path)      # before it is opened: it may be replaced until it is locked
         self._db = open_database(path)
         try:
-            self._db.execute('BEGIN IMMEDIATE')     # takes the lock that holds until close()
-            self._db.execute('COMMIT')
+            self.open_files()
+            if self._files[0].identity != identity:
+                raise Conflict(f'the database {path} was replaced while it was opened: try again')
             prepare_schema(self._db, path)
-        except sqlite3.Error as error:
-            self._db.close()
-            raise explain_database_error(error, path) from None
-        except TorcError:
-            self._db.close()
+            self.note_files()
+            self._is_new_log = self._files[-1].size == 0
+        except (sqlite3.Error, OSError, TorcError) as error:
+            self.close()
+            if isinstance(error, sqlite3.Error):
+                raise explain_database_error(error, path) from None
             raise
+
+    def open_files(self) -> None:
+        """Take the lock that holds until close(), and open both files for looks at them."""
+        self._db.execute('BEGIN IMMEDIATE')
+        self._db.execute('COMMIT')
+        for path in (self.path, self.path + '-wal')[len(self._descriptors):]:
+            with contextlib.suppress(FileNotFoundError):    # no write-ahead log
+                self._descriptors.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        self._files = self.look()
 
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
-        self._db.close()
-        if self._descriptor >= 0:   # last: closing any descriptor of a file drops its locks (fcntl(2))
-            os.close(self._descriptor)
-            self._descriptor = -1
+        is_spoilt = self.loss and file_identity(self.path) == self._files[0].identity
+        with keeping_aside(self.path) if is_spoilt else contextlib.suppress():  # what somebody has put into it stays
+            self._db.close()
+        for descriptor in self._descriptors:    # last: closing any descriptor of a file drops its locks (fcntl(2))
+            os.close(descriptor)
+        self._descriptors = []
 
     def copy_to(self, path: str) -> None:
         """Write the whole database, as it is now, to another file. Between transactions only."""
@@ -5380,9 +5430,7 @@ class Store:
 
     def main_file(self) -> int:
         """Descriptor of the main file, to be read only; it stays good when the file is removed."""
-        if self._descriptor < 0:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._descriptor
+        return self._descriptors[0]
 
     def freeze(self) -> bool:
         """Checkpoint, and keep the main file as it is until thaw(): changes go to the write-ahead log.
@@ -5390,7 +5438,9 @@ class Store:
         Between transactions only. False where there is no such log: the next transaction changes the file.
         """
         self._db.execute('PRAGMA wal_autocheckpoint = 0')
+        self._is_frozen = True
         is_busy, pages, _ = self._db.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
+        self.note_files()
         if is_busy:
             self.thaw()
             raise sqlite3.OperationalError('the write-ahead log is in use')
@@ -5398,12 +5448,135 @@ class Store:
 
     def thaw(self) -> None:
         """End freeze()."""
+        self._is_frozen = False
         self._db.execute('PRAGMA wal_autocheckpoint = %s' % dict(PRAGMAS)['wal_autocheckpoint'])
 
+    # ---- the files ----
+
+    def look(self) -> Tuple[FileState, ...]:
+        """The files as they are now: what has their names, with the heads of what we have open."""
+        paths = (self.path, self.path + '-wal')
+        return tuple(look_at_file(path, descriptor) for path, descriptor in zip(paths, self._descriptors))
+
+    def note_files(self) -> None:
+        """Remember what we have changed in the files. Whether they are still the same ones is seen by the next look."""
+        self._files = tuple(now._replace(identity=then.identity) for then, now in zip(self._files, self.look()))
+
     def check_in_place(self) -> None:
-        """Conflict if the file was removed or replaced under us: what is written to it would be lost without a word."""
-        if file_identity(self.path) != self._file:
-            raise Conflict(f'the database {self.path} was removed or replaced while it was in use; nothing more can be stored in it')
+        """Conflict if the database is no longer ours, or somebody has touched its files: writes would be lost silently."""
+        if not self.loss:
+            self.check_lease()
+            found = self.look()
+            if found != self._files:
+                self.on_touched(found)
+        if self.loss:
+            raise Conflict(self.loss)
+
+    def check_lease(self, is_sure: bool = False) -> None:
+        """Conflict if another process has the database, where only a lease can tell."""
+        try:
+            if self.lease is not None:
+                self.lease.renew(is_sure)
+        except Conflict as error:
+            self.loss = error.message
+            raise
+
+    def on_commit(self) -> None:
+        """Look whether what was just committed can be found again, and keep the log small."""
+        before, self._files = self._files, self.look()
+        for then, now in zip(before, self._files):
+            if now.identity != then.identity or now.size < then.size:   # a commit makes none of them smaller
+                found, self._files = self._files, before
+                self.on_touched(found)
+                return self.check_in_place()
+        has_begun = [state.head[:32] for state in before[1:]] != [state.head[:32] for state in self._files[1:]]
+        self._is_new_log = has_begun and not self._is_new_log       # if it was, mark_log() has been called
+        self.keep_room()
+
+    def mark_log(self) -> None:
+        """Say in the log for which state of the main file it was written. In a transaction."""
+        number = (self.value('PRAGMA application_id') + 1) % 2 ** 31 or new_log_number()
+        self._db.execute(f'PRAGMA application_id = {number}')
+
+    def keep_room(self) -> None:
+        """Empty the log before it fills the disk: that takes room in the main file, at most as much as the log has."""
+        size, now = self._files[-1].size, time.monotonic()
+        is_early = size < self._room_look[0] + LOG_STEP_BYTES and now < self._room_look[1] + ROOM_LOOK_S
+        if is_early or self._is_frozen or len(self._files) < 2:
+            return
+        room = os.fstatvfs(self.main_file())
+        if room.f_bavail * room.f_frsize < size:
+            with contextlib.suppress(sqlite3.Error):    # there is not even so much: a later commit tries again
+                self._db.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
+            self.note_files()
+        self._room_look = self._files[1].size, now
+
+    def roll_back(self) -> None:
+        """Take a transaction back, with the room that it took: to empty the log of a full disk needs it."""
+        if self._db.in_transaction:     # SQLite has rolled back by itself when the disk is full
+            self._db.execute('ROLLBACK')
+        found = self.look()
+        if found[1:] and found[1].identity == self._files[1].identity and found[1].size > self._files[1].size:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path + '-wal', self._files[1].size)    # what was committed ends before it
+        self.note_files()
+
+    def on_touched(self, found: Tuple[FileState, ...]) -> None:
+        """Somebody has removed, replaced or changed a file: mend that or, if it is impossible, save what we still have."""
+        self.check_lease(True)      # who takes a database over replaces its files
+        number = next(number for number, now in enumerate(found) if now != self._files[number])
+        then, now = self._files[number], found[number]
+        is_same, is_whole = then.identity == now.identity, os.fstat(self._descriptors[number]).st_size >= then.size
+        what = (f"the database file {self.path}{'-wal' if number else ''} was "
+                f"{'cut off or overwritten' if is_same else 'removed or replaced'} while it was in use")
+        if number and not self._is_frozen and not (is_same and is_whole):
+            try:
+                self.renew_log() if is_whole else self.renew_main()
+            except (sqlite3.Error, OSError) as error:
+                log.error('%s, and cannot be written anew: %s', what, error)
+            else:
+                log.warning('%s: all that it held was written to %s, nothing is lost', what, self.path)
+                self.loss = '' if is_whole else f'{what}: all that was stored is in {self.path}, start again'
+                return
+        self.loss = f'{what}; nothing more can be stored in it'
+        self.loss += self.rescue(is_mixed=is_same and is_whole and then.head != now.head)
+
+    def renew_log(self) -> None:
+        """Write the log, which has lost its name, to the main file, and begin a new one."""
+        if os.path.lexists(self.path + '-wal'):     # SQLite would remove it
+            os.rename(self.path + '-wal', free_name(self.path + '-wal.replaced'))
+        if self._db.execute('PRAGMA journal_mode = DELETE').fetchone()[0] != 'delete':
+            raise OSError(errno.EBUSY, 'the write-ahead log is in use')
+        self._db.execute('PRAGMA journal_mode = WAL').fetchone()
+        os.close(self._descriptors.pop())
+        self.open_files()
+
+    def renew_main(self) -> None:
+        """Put a copy in the place of the main file, with what SQLite has of the log in memory. Fails if that is not all."""
+        copy = free_name(self.path + '.rescued')
+        self.copy_to(copy)
+        os.replace(copy, self.path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path + '-wal')
+
+    def rescue(self, is_mixed: bool) -> str:
+        """Save what we still have, if nothing else is mixed with it, and see that no server begins without it; the cure."""
+        if self.snapshots is not None:      # it is in memory, and writes its last snapshot
+            return ''
+        copy, note = free_name(self.path + '.rescued'), self.path + '.loss'
+        try:
+            if is_mixed:
+                raise OSError(errno.EIO, 'something else was written into it')
+            self.copy_to(copy)
+            restore = words_to_restore(self.path, copy)
+            cure = f'. What could still be read was saved as {copy}; to go on with that: {restore}'
+        except (sqlite3.Error, OSError) as error:
+            with contextlib.suppress(OSError):
+                os.unlink(copy)
+            cure = f'. What it held could not be saved ({error}): go back to a copy, and rm {shlex.quote(note)}'
+        with contextlib.suppress(OSError):
+            write_atomically(note, (self.loss + cure).encode())
+        return cure
 
     # ---- transactions ----
 
@@ -5414,19 +5587,24 @@ class Store:
         self._db.execute('BEGIN IMMEDIATE')
         told = len(self.news)
         try:
+            if self._is_new_log:
+                self.mark_log()
             yield
+            self.check_lease()      # the block may have taken long, or the process been stopped meanwhile
         except BaseException:
             del self.news[told:]
-            if self._db.in_transaction:     # SQLite has rolled back by itself when the disk is full
-                self._db.execute('ROLLBACK')
+            self.roll_back()
             raise
         try:
             self._db.execute('COMMIT')
+            self.on_commit()
         except sqlite3.Error as error:
             del self.news[told:]
-            if self._db.in_transaction:
-                self._db.execute('ROLLBACK')
+            self.roll_back()
             raise explain_database_error(error, self.path) from None
+        except Conflict:        # it is on disk, but nobody may find it there
+            del self.news[told:]
+            raise
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -5711,6 +5889,112 @@ def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
     return rows
 
 
+def look_at_file(path: str, descriptor: int) -> FileState:
+    """What has this name, with the first bytes of the file that we have opened as that."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return FileState()
+    return FileState((found.st_dev, found.st_ino), found.st_size, os.pread(descriptor, HEAD_BYTES, 0))
+
+
+@contextlib.contextmanager
+def keeping_aside(path: str) -> Iterator[None]:
+    """While the block runs, a file has another name: SQLite then does not write its log to it."""
+    aside = path + '.aside'
+    os.rename(path, aside)
+    yield
+    if not os.path.lexists(path):
+        os.rename(aside, path)
+
+
+def free_name(stem: str) -> str:
+    """A path that nothing has yet."""
+    names = (f'{stem}{number or ""}' for number in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
+
+
+class LogContent(NamedTuple):
+    """A write-ahead log, as far as it tells for which main file it was written."""
+    numbers: List[int]      # application ids of its copies of the first page
+    pages: Set[int]         # that it holds
+
+
+def read_log(path: str) -> Optional[LogContent]:
+    """The write-ahead log of a database, None if nothing is in it (sqlite.org/fileformat2.html, section 4)."""
+    found = LogContent([], set())
+    try:
+        with open(path + '-wal', 'rb') as file:
+            head = file.read(32)
+            page_bytes = int.from_bytes(head[8:12], 'big')
+            while len(head) == 32 and 512 <= page_bytes <= 65536:
+                frame = file.read(24 + page_bytes)
+                if len(frame) < 24 + page_bytes or frame[8:16] != head[16:24]:  # of an earlier log, a longer one
+                    break
+                found.pages.add(int.from_bytes(frame[:4], 'big'))
+                if frame[:4] == b'\0\0\0\1':
+                    found.numbers.append(int.from_bytes(frame[92:96], 'big'))
+    except OSError:
+        return None
+    return found if found.pages else None
+
+
+def read_main(path: str) -> Optional[Tuple[int, int, int]]:
+    """Application id, pages and bytes of a page, by the main file alone. None if it is no database, or an empty one.
+
+    Through SQLite: closing a descriptor of our own would drop the locks that this process may have on it.
+    """
+    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=ro&immutable=1'
+    try:
+        with contextlib.closing(sqlite3.connect(url, uri=True)) as connection:
+            number, pages, page_bytes = (connection.execute(f'PRAGMA {name}').fetchone()[0]
+                                         for name in ('application_id', 'page_count', 'page_size'))
+    except sqlite3.Error as error:
+        if 'malformed' not in str(error):
+            return None
+        with open(path, 'rb') as file:      # shorter than its header says: between its own transactions none is
+            head = file.read(HEAD_BYTES)
+        page_bytes, pages, number = (int.from_bytes(head[start:end], 'big')
+                                     for start, end in ((16, 18), (28, 32), (68, 72)))
+    return (number, pages, page_bytes) if pages and page_bytes > 1 else None
+
+
+def check_log(path: str) -> None:
+    """Refused if a main file is not the one that its log was written for, or was cut off. Before SQLite joins them."""
+    with contextlib.suppress(FileNotFoundError), open(path + '.loss', encoding='utf-8', errors='replace') as note:
+        raise Refused(printable(note.read(4096)))
+    held, main = read_log(path), read_main(path)
+    if main is None:
+        if held is not None and not (os.path.exists(path) and os.path.getsize(path)):
+            what = 'is empty' if os.path.exists(path) else 'does not exist'
+            raise Refused(f'the database {path} {what}, but {path}-wal holds changes to it. {log_cures(path)}')
+        return      # new, or something else
+    number, pages, page_bytes = main
+    if held is not None and number and held.numbers and number not in [held.numbers[0] - 1, *held.numbers]:
+        raise Refused(f'{path}-wal holds changes to another state of the database than {path}. {log_cures(path)}')
+    size = os.path.getsize(path)
+    missing = set(range(size // page_bytes + 1, pages + 1)) - (held.pages if held is not None else set())
+    if missing and not os.path.exists(path + '-journal'):
+        what = f'the database {path} was cut off: it has {size} bytes of {pages * page_bytes}'
+        raise Refused(f"{what}. {file_cures(path, 'Put')}")
+
+
+def log_cures(path: str) -> str:
+    """What to do about a write-ahead log that does not belong to the file beside it."""
+    name = shlex.quote(path + '-wal')
+    return file_cures(path, f'To do without these changes: mv {name} {shlex.quote(path + "-wal.old")}. To keep them, put')
+
+
+def file_cures(path: str, words: str) -> str:
+    """What to do about a database file that is not what it should be."""
+    return f'{words} the right file back, or give another place with --db'
+
+
+def words_to_restore(path: str, copy: str) -> str:
+    """Commands that put a whole copy in the place of a database."""
+    return f'rm -f {shlex.quote(path + "-wal")} {shlex.quote(path + ".loss")} && mv {shlex.quote(copy)} {shlex.quote(path)}'
+
+
 def file_identity(path: str) -> Tuple[int, int]:
     """What tells a file from another one of the same name; (0, 0) if there is none."""
     try:
@@ -5796,6 +6080,11 @@ def keep_copy(connection: sqlite3.Connection, path: str) -> None:
         copy.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').fetchone()[0]}")
 
 
+def new_log_number() -> int:
+    """The first of the numbers by which a database and its write-ahead logs know each other."""
+    return 1 + secrets.randbelow(2 ** 30)
+
+
 def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     """Make the tables in a new database, or bring an older one up to date with a copy kept beside it."""
     version = connection.execute('PRAGMA user_version').fetchone()[0]
@@ -5812,7 +6101,7 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     if version:
         with writing(f'{path}.v{version}', '--db'):
             keep_copy(connection, f'{path}.v{version}')
-    steps = [SCHEMA] if version == 0 else [MIGRATIONS[step] for step in range(version + 1, SCHEMA_VERSION + 1)]
+    steps = [SCHEMA, f'PRAGMA application_id = {new_log_number()};'] if version == 0 else [MIGRATIONS[step] for step in range(version + 1, SCHEMA_VERSION + 1)]
     script = ''.join(steps)
     connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
 
@@ -10601,9 +10890,7 @@ def answer_request(store: Store, method: str, path: str, query: str, body: bytes
     except sqlite3.IntegrityError:
         return 422, format_error(Refused('the request refers to something that does not exist, or to what exists already'))
     except sqlite3.Error as error:
-        explained = explain_database_error(error, store.path)
-        log.error('%s %s: %s', method, printable(path), explained.message)
-        return 503, format_error(explained)
+        return 503, format_error(explain_database_error(error, store.path))
     except Exception:  # border: one request; a bug must not take the server and the other requests with it
         log.error('%s %s failed; please report this bug\n%s', method, printable(path), traceback.format_exc())
         return 500, {'error': {'error': 'InternalServerError', 'message': "a bug in torc.py; the server's log has the traceback"}}
@@ -10807,6 +11094,7 @@ MAX_FEED_BYTES = 4 * 1024 ** 2      # ... and of them together
 PIECE_BYTES = 65536                 # sent to a reader at once, about
 RESUME_S = 600.0                    # a feed that nobody reads any more is kept so long, for those who come back
 MAX_IDLE_FEEDS = 20                 # ... unless there are more of them
+LARGE_BYTES = 2 ** 20               # of a request or an answer, after which memory is given back
 MAX_SHOWN_BODY_BYTES = 2 ** 20      # larger bodies are left out of the stream of requests
 SHOWN_BODY_BYTES = 8192             # ... and of others the beginning is shown
 MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
@@ -11040,36 +11328,42 @@ class Lease:
 
     A file `<database>.lease`, made with O_EXCL and renewed by rename. A lease is taken over at once from a dead
     process of this host, and from another host's when it was not renewed for three periods by our own clock. Its
-    holder reads it again before it commits anything a period after its last look, and ends when it has lost it.
+    holder reads it again before it commits anything a period after its last look, and ends when it has lost it. Who
+    takes over from another host puts copies in the place of the database's files first: should the old holder, stopped
+    in the middle of a commit, wake up, it writes to files that have no name any more.
     """
     PERIOD_S = 10.0
 
-    def __init__(self, database: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, database: str, clock: Callable[[], float] = uptime_s) -> None:
+        self.database = database
         self.path = database + '.lease'
         self.clock = clock
         self.mine = dict(describe_process(), id=secrets.token_hex(8), generation=1, renewals=0)
         self.renewed_at = -math.inf     # by clock
 
     def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
-        """Become the holder. Conflict if another one lives, after wait_s of watching it."""
-        first, seen_at = self.read(), self.clock()
+        """Become the holder. Conflict if another one lives; one of another host is watched for wait_s, which is told."""
+        first, seen_at, is_told = self.read(), self.clock(), False
         while True:
             found = self.read()
             if found is None and self.create():
                 return
-            if found != first:
-                first, seen_at = found, self.clock()
-            silent_s = self.clock() - seen_at
-            if found is not None and (takes_over or process_lives(found) is False or silent_s >= 3 * self.PERIOD_S):
-                return self.replace(found)
-            if silent_s >= wait_s:
-                raise Conflict(self.describe(found or {}))
+            found = found or {}     # {}: it was made this moment
+            lives, silent_s = process_lives(found), self.clock() - seen_at
+            if lives is False or not lives and (takes_over or silent_s >= 3 * self.PERIOD_S):
+                return self.replace(found, lives is False)
+            if lives or found != first or silent_s >= wait_s:
+                raise Conflict(self.describe(found))
+            if not is_told:
+                is_told = True
+                log.warning('%s. Waiting for %g s to see whether it lives', self.describe(found), wait_s)
             time.sleep(0.2)
 
     def describe(self, found: Dict[str, Any]) -> str:
         """Who has it, and the cure."""
-        return (f'the database is served by process {found.get("pid")} on host {found.get("host")} ({self.path}); '
-                'if that one is gone for certain, `torc.py serve --takeover` takes it')
+        until = f' until {found["until"]}, or longer if it lives' if found.get('until') else ''
+        return (f'the database is served by process {found.get("pid")} on host {found.get("host")}{until} ({self.path}): '
+                'stop that one; if it is gone for certain, `torc.py serve --takeover` takes its place')
 
     def read(self) -> Optional[Dict[str, Any]]:
         """The lease as it stands; None if nobody has it."""
@@ -11087,12 +11381,17 @@ class Lease:
         except FileExistsError:
             return False
         with os.fdopen(descriptor, 'wb') as file:
-            file.write(format_json(self.mine).encode())
-        self.renewed_at = self.clock()
+            file.write(self.format())
         return True
 
-    def replace(self, found: Dict[str, Any]) -> None:
-        """Take over from a holder that was found dead. One at a time: a second file guards the exchange."""
+    def format(self) -> bytes:
+        """Our lease as a file's content, from now on."""
+        self.renewed_at = self.clock()
+        self.mine['until'] = format_time(time.time() + 3 * self.PERIOD_S)
+        return format_json(self.mine).encode()
+
+    def replace(self, found: Dict[str, Any], is_dead: bool = True) -> None:
+        """Write ours in place of another one, whose holder may wake up unless it is dead. One at a time: a second file guards it."""
         guard = self.path + '.takeover'
         try:
             os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -11102,6 +11401,8 @@ class Lease:
             if self.read() != found:
                 raise Conflict(self.describe(found))
             self.mine['generation'] = int(found.get('generation') or 0) + 1
+            if not is_dead:
+                renew_files(self.database)
             self.write()
         finally:
             os.unlink(guard)
@@ -11109,20 +11410,24 @@ class Lease:
     def write(self) -> None:
         """Put our lease in place."""
         self.mine['renewals'] += 1
-        write_atomically(self.path, format_json(self.mine).encode())
-        self.renewed_at = self.clock()
+        write_atomically(self.path, self.format())
 
-    def renew(self) -> None:
-        """Once a period: see that it is still ours, and say so again. Conflict if it was lost, or may be soon."""
-        silent_s = self.clock() - self.renewed_at
-        if silent_s < self.PERIOD_S:
+    def renew(self, is_sure: bool = False) -> None:
+        """Once a period, or now: see that it is still ours, and say so again. Conflict if it was lost, or may be soon."""
+        begun = self.renewed_at
+        silent_s = self.clock() - begun
+        if silent_s < self.PERIOD_S and not is_sure:
             return
         try:
             found = self.read()
             if found is None or found.get('id') != self.mine['id']:
                 raise Conflict('another server has taken the database over: ' + self.describe(found or {}))
-            self.write()
+            if silent_s > 2 * self.PERIOD_S:    # somebody may be about to take it
+                self.replace(found)
+            else:
+                self.write()
         except (OSError, Denied) as error:      # a full disk, or a file system that comes back
+            self.renewed_at = begun
             if silent_s > 2 * self.PERIOD_S:
                 raise Conflict(f'the lease {self.path} could not be renewed, others may take it: {error}') from None
 
@@ -11131,6 +11436,13 @@ class Lease:
         found = self.read()
         if found is not None and found.get('id') == self.mine['id']:
             os.unlink(self.path)
+
+
+def renew_files(database: str) -> None:
+    """Put copies of a database's files in their place. Nobody has them open who may write to them."""
+    for path in (database + '-wal', database):
+        with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
+            replace_database(file.fileno(), path)
 
 
 def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
@@ -11146,6 +11458,7 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
         if lease is not None:
             stack.callback(lease.release)
         store = open_in_memory(database, takes_over) if in_memory else open_on_disk(database, takes_over)
+        store.lease = lease
         stack.callback(store.close)
         with store.transaction():
             fail_open_tasks(store)
@@ -11985,7 +12298,7 @@ class Admission(NamedTuple):
 class Server:
     """Answers HTTP on a listening socket, with the verbs on a store. See the section's preface."""
 
-    def __init__(self, store: Store, listener: socket.socket, admission: Admission = Admission(), lease: Optional[Lease] = None,
+    def __init__(self, store: Store, listener: socket.socket, admission: Admission = Admission(),
                  is_embedded: bool = False, tick: Callable[[Store], bool] = tend, tls: Any = None) -> None:
         self.store = store
         self.listener = listener
@@ -11994,11 +12307,13 @@ class Server:
         self.users = admission.users
         self.lets_anonymous = admission.lets_anonymous
         self.owner = Caller(user_name(), True) if self.token else Caller(ANONYMOUS, False)    # who asks with the token, or where there is none
-        self.lease = lease
         self.tick = tick                        # called now and then inside a transaction; true: call again soon
         self.attempts = {}                      # type: Dict[bytes, Attempt]  # by digest
         self.refusals = 0                       # requests without the right token or password, not yet told
         self.refusals_told_at = -math.inf
+        self.is_swollen = False                 # by a large request or answer
+        self.failures = 0                       # requests that could not be stored, not yet told
+        self.failures_told_at = -math.inf
         self.feeds = Feeds()                    # what is told to open streams
         self.traffic = store.traffic = Traffic(store.now)
         store.watched = self.feeds.by_subject
@@ -12085,6 +12400,9 @@ class Server:
         self.on_clock(time.monotonic())
         if self.store.news or self.feeds.changed:
             self.publish()
+        if self.is_swollen and not any(connection.unsent for connection in self.connections):
+            self.is_swollen = False
+            give_memory_back()
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
@@ -12094,7 +12412,7 @@ class Server:
         times = [self.leave_at, self.tick_at, self.accept_at, self.sweep_at, self.keep_alive_at]
         if self.store.snapshots is not None:
             times.append(self.store.snapshots.next_at())
-        if self.lease is not None:
+        if self.store.lease is not None:
             times.append(now + Lease.PERIOD_S / 2)
         first = min(times)
         return None if first == math.inf else max(0.0, first - now)
@@ -12379,6 +12697,7 @@ class Server:
         for (connection, request), answer in zip(batch, answers):
             connection.is_queued = False
             connection.is_last = not request.head.keeps_alive
+            self.is_swollen = self.is_swollen or max(len(request.body), len(answer)) > LARGE_BYTES
             self.note_request(connection, request, answer)
             self.attempt(connection, self.open_stream if isinstance(answer, Opening) else self.deliver, answer)
 
@@ -12389,21 +12708,31 @@ class Server:
 
     def answer_all(self, requests: List[Request]) -> List[Union[bytes, Opening]]:
         """Answers to requests that share one transaction. If they cannot, each is tried alone."""
-        if self.lease is not None:
-            self.lease.renew()
         if len(requests) > 1 and any(ADMIN_SQL_PATH in request.head.path for request in requests):
             return [answer for request in requests for answer in self.answer_all([request])]
         is_reading = all(request.head.method in ('GET', 'HEAD') for request in requests)
         try:
             with self.store.reading() if is_reading else self.store.transaction():
-                return [self.answer(request) for request in requests]
+                answers = [self.answer(request) for request in requests]
+            if not is_reading and self.failures_told_at > -math.inf:
+                log.warning('requests are carried out again')
+                self.failures, self.failures_told_at = 0, -math.inf
+            return answers
         except (sqlite3.Error, TorcError) as error:
-            log.error('%d requests could not be carried out: %s', len(requests), error)
+            self.store.check_in_place()     # if that is the reason, it is the end
+            self.on_failure(len(requests) == 1, error)
             reason = error
         if len(requests) == 1:
             failure = Unreachable(f'the database could not be written ({reason}); nothing was changed')
             return [format_refusal(failure, 'retry-after: 1\r\n')]
         return [answer for request in requests for answer in self.answer_all([request])]
+
+    def on_failure(self, count: int, reason: Exception) -> None:
+        """Tell that requests cannot be stored: at once, then once a minute, for clients ask again and again."""
+        self.failures += count
+        if time.monotonic() >= self.failures_told_at + REFUSALS_TOLD_S:
+            log.error('%d requests could not be carried out: %s', self.failures, reason)
+            self.failures, self.failures_told_at = 0, time.monotonic()
 
     def answer(self, request: Request) -> Union[bytes, Opening]:
         """Run one request inside the turn's transaction."""
@@ -12601,6 +12930,7 @@ class Server:
 
     def on_clock(self, now: float) -> None:
         """Do what is due."""
+        self.store.check_lease()
         if self.sweep_at <= now:
             self.sweep(now)
         if self.accept_at <= now:
@@ -12610,8 +12940,6 @@ class Server:
             self.on_tick(now)
         if self.keep_alive_at <= now:
             self.keep_alive(now)
-        if self.lease is not None:
-            self.lease.renew()
         if self.store.snapshots is not None:
             self.store.snapshots.act(now)
         if self.leave_at <= now:
@@ -12641,6 +12969,10 @@ class Server:
         try:
             with self.store.transaction():
                 goes_on = self.tick(self.store)
+        except (sqlite3.Error, TorcError) as error:     # a full disk
+            self.store.check_in_place()
+            self.on_failure(0, error)
+            goes_on = True
         except Exception:  # border: one look at the clock; the server goes on, and looks again
             log.exception('the look for lost nodes failed')
             goes_on = True
@@ -12686,7 +13018,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
     with contextlib.ExitStack() as stack:
         if options.database == IN_MEMORY:
             options = options._replace(database=stack.enter_context(memory_database()))
-        store, lease = hold_served_database(stack, options, announce)
+        store = hold_served_database(stack, options, announce)
         store.allows_sql, store.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
@@ -12698,7 +13030,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
             set_administrators(store, options.administrators)
         store.enforces_access = options.enforces_access
         admission = Admission(token, names, users, lets_anonymous=not options.needs_token)
-        server = Server(store, listener, admission, lease, options.is_embedded, tls=tls)
+        server = Server(store, listener, admission, options.is_embedded, tls=tls)
         stack.callback(server.close)
         if store.snapshots is not None:
             store.snapshots.wake = server.wake
@@ -12716,12 +13048,13 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         announce(f'torc: serving {urls[0]}\nTORC_SERVER_PORT={port}\n')
         if options.ends_with_input:
             server.end_with_input(0)
+        give_memory_back()      # a third of it is left over from compiling this file
         server.serve_forever()
         log.info('no longer serving %s', options.database)
 
 
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
-                         announce: Callable[[str], Any]) -> Tuple[Store, Optional[Lease]]:
+                         announce: Callable[[str], Any]) -> Store:
     """The database to serve, until the stack ends."""
     wait_s = 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
     in_memory = options.snapshot_interval_s is not None
@@ -12734,7 +13067,7 @@ def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
     if in_memory:
         store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
         stack.callback(store.snapshots.close)
-    return store, lease
+    return store
 
 
 def raise_descriptor_limit() -> None:
@@ -12865,7 +13198,25 @@ def push_back(path: str, kept: int) -> None:
 
 # -------- log files --------
 
-class LogFile(logging.StreamHandler):
+class LogStream(logging.StreamHandler):
+    """Log lines in a stream. Those that cannot be written, on a full disk, are lost and counted."""
+    lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        before = self.lost
+        super().emit(record)
+        if before and self.lost == before:
+            self.lost, level = 0, logging.WARNING
+            super().emit(logging.makeLogRecord({'name': log.name, 'levelno': level, 'levelname': logging.getLevelName(level),
+                                                'msg': f'{before} lines before this one could not be written'}))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line could not be written. The base class would write a traceback to stderr for each."""
+        self.lost += 1
+
+
+class LogFile(LogStream):
     """Log lines in a private file, which makes room for a new one when it has grown long: FILE.1 is the one before."""
 
     def __init__(self, path: str, limit_bytes: int = MAX_LOG_BYTES, kept: int = LOGS_KEPT) -> None:
@@ -12892,11 +13243,13 @@ class LogFile(logging.StreamHandler):
         else:
             os.unlink(self.path)
         full, self.stream = self.stream, self.open()
-        full.close()
+        with contextlib.suppress(OSError):
+            full.close()
 
     def close(self) -> None:
         """Close the file, too."""
-        self.stream.close()
+        with contextlib.suppress(OSError):      # a full disk
+            self.stream.close()
         super().close()
 
 
@@ -12962,7 +13315,7 @@ def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to:
                 log.setLevel(logging.INFO)      # whatever the command that needed it tells
             serve_database(options, functools.partial(say_once, pipe, 'ready '))
     except Conflict as error:
-        log.info('not needed: %s', error)
+        log.log(logging.ERROR if pipe.closed else logging.INFO, '%s%s', '' if pipe.closed else 'not needed: ', error)
         say_once(pipe, 'taken ', error.message)
     except TorcError as error:
         log.error('%s', error)
@@ -19907,7 +20260,7 @@ def tell_error(session: Session, error: TorcError) -> int:
 @contextlib.contextmanager
 def logging_to(stream: Any, level: str) -> Iterator[None]:
     """Log lines of this program go to a stream for a while."""
-    handler = logging.StreamHandler(stream)
+    handler = LogStream(stream)
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     before = log.level
     log.addHandler(handler)
