@@ -466,6 +466,46 @@ class World:
         assert not problems, '\n'.join(problems)
 
 
+@contextlib.contextmanager
+def open_directory() -> Iterator[str]:
+    """A directory like /tmp, where every user may make files, for a while. Skips where this process cannot become another user."""
+    need('root', os.geteuid() == 0, 'root, to be several users')
+    path = tempfile.mkdtemp(prefix='torc test ')
+    os.chmod(path, 0o1777)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def main_as(uid: int, directory: str, *argv: Any) -> Outcome:
+    """`torc.main(ARGV)` in a child that is another user, in a directory that it may enter."""
+    home = os.path.join(directory, f'home of {uid}')
+    if not os.path.exists(home):
+        os.mkdir(home, 0o700)
+        os.chown(home, uid, uid)
+    'x'.encode('idna')      # loaded now: that user may not be able to read this Python's library
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            os.chdir(directory)
+            os.environ.update(HOME=home, XDG_STATE_HOME=home, USER=f'user{uid}')
+            out, err = io.StringIO(), io.StringIO()
+            code = torc.main([str(word) for word in argv], out, err)
+            os.write(writer, json.dumps([code, out.getvalue(), err.getvalue()]).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, 'rb') as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return Outcome(*json.loads(said.decode()))
+
+
 class WorldTest(unittest.TestCase):
     """A test with a world of its own, in self.world."""
     maxDiff = None
@@ -7279,6 +7319,38 @@ class StateFilesTest(WorldTest):
         os.chmod(self.world.directory, 0o700)
         self.database = self.world.path('torc.db')
 
+    def test_what_another_user_has_put_beside_a_database_is_an_error_with_the_cure(self) -> None:
+        with open_directory() as place:
+            database = os.path.join(place, 'torc.db')
+            spec = os.path.join(place, 'spec.yaml')
+            with open(spec, 'w') as file:
+                file.write('name: w\njobs: [{name: a, command: "true"}]\n')
+            ways = {'serve': ('serve', '-d', database, '-p', 0), 'run': ('--db', database, 'run', spec, '-o', os.path.join(place, 'home of 65533', 'out')),
+                    'create': ('--db', database, 'create', spec)}
+            for name, texts, words in (
+                    ('.connection', ('', '{}', '{"url": 1}'), ('serve', 'run', 'create')), ('.token', ('x',), ('serve',)), ('.memory', ('{}',), ('serve', 'create')),
+                    ('-wal', ('', 'x' * 9000), ('serve', 'run', 'create')), ('-journal', ('x' * 9000,), ('serve', 'create'))):
+                for text, mode, way in itertools.product(texts, (0o600, 0o644, 0o666), words):
+                    with self.subTest(name, mode=oct(mode), way=way):
+                        with open(database + name, 'w') as file:
+                            file.write(text)
+                        os.chmod(database + name, mode)
+                        os.chown(database + name, 65532, 65532)
+                        outcome = self.assertExit(2 if (name, way) == ('.connection', 'serve') else 4, main_as(65533, place, *ways[way]))
+                        self.assertIn(f'{database}{name} ', outcome.err.replace(name + ':', name + ' '))
+                        self.assertIn('belongs to user 65532: have it removed, or ', outcome.err)
+                        os.unlink(database + name)
+                        for left in glob.glob(glob.escape(database) + '*'):
+                            os.unlink(left)
+
+    def test_what_another_user_says_of_a_loss_is_passed_over(self) -> None:
+        with open_directory() as place:
+            database = os.path.join(place, 'torc.db')
+            with open(database + '.loss', 'w') as file:
+                file.write('rubbish')
+            os.chown(database + '.loss', 65532, 65532)
+            self.assertExit(0, main_as(65533, place, '--db', database, 'workflows', 'new', '--name', 'w'))
+
     def test_a_token_is_made_once_and_is_private(self) -> None:
         path = self.database + '.token'
         mask = os.umask(0)
@@ -8751,6 +8823,51 @@ class ServeTest(WorldTest):
             self.assertEqual(0o600, os.stat(self.world.path(name)).st_mode & 0o777)
         self.assertFalse(os.path.exists(os.path.dirname(database)))
         self.world.serve('-d', 'copy.db')       # it is a database like any other
+
+    def copy_beside(self, server: Background, path: str) -> None:
+        """Let a server copy its database, and see that it is a private file of its own."""
+        before = server.out.count('TORC_SNAPSHOT_DONE=')
+        server.send(signal.SIGUSR1)
+        self.world.wait(lambda: server.out.count(f'TORC_SNAPSHOT_DONE={path}\n') > before, 10, 'a copy', [server])
+        found = os.lstat(path)
+        self.assertEqual((True, 0o600, 1), (stat.S_ISREG(found.st_mode), found.st_mode & 0o777, found.st_nlink))
+        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
+
+    def test_a_copy_is_put_beside_its_database_and_never_through_what_lies_there(self) -> None:
+        os.mkdir(self.world.path('own'), 0o700)
+        os.mkdir(self.world.path('open'))
+        os.chmod(self.world.path('open'), 0o777)
+        mask = os.umask(0)
+        self.addCleanup(os.umask, mask)
+        server = self.world.start('serve', '-d', self.world.path('own', 'my.db'), '-p', 0, cwd=self.world.path('open'))
+        self.world.wait(lambda: 'TORC_SERVER_PORT' in server.out, 20, 'the server', [server])
+        copy, target = self.world.path('own', 'torc-server-snapshot.db'), self.world.write('target', 'precious')
+        self.copy_beside(server, copy)
+        for name in (copy, copy + '.tmp'):
+            for lay in (lambda path: os.symlink(target, path), lambda path: os.link(target, path),
+                        lambda path: os.close(os.open(path, os.O_CREAT, 0o666)), os.mkfifo):
+                if not (name == copy and lay == os.mkfifo):     # refused: it is no file
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name)
+                    lay(name)
+                    self.copy_beside(server, copy)
+                    self.assertEqual('precious', read_text(target))
+        self.assertEqual([], os.listdir(self.world.path('open')))
+
+    def test_a_copy_is_not_put_where_others_could_replace_it(self) -> None:
+        os.mkdir(self.world.path('open'))
+        os.chmod(self.world.path('open'), 0o777)
+        self.world.environment['TORC_SERVER_SNAPSHOT_PATH'] = self.world.path('open', 'copy.db')
+        self.world.serve('-d', 'my.db')
+        self.world.server.send(signal.SIGUSR1)
+        self.world.wait(lambda: 'could not be copied' in self.world.server.err, 10, 'a word', [self.world.server])
+        self.assertIn('or give another place with TORC_SERVER_SNAPSHOT_PATH', self.world.server.err)
+        self.assertEqual([], os.listdir(self.world.path('open')))
+
+    def test_a_copy_of_a_database_without_a_place_goes_to_the_state_directory(self) -> None:
+        server = self.world.start('serve', '-d', ':memory:', '-p', 0)
+        self.world.wait(lambda: 'TORC_SERVER_PORT' in server.out, 20, 'the server', [server])
+        self.copy_beside(server, os.path.join(self.world.environment['XDG_STATE_HOME'], 'torc', 'torc-server-snapshot.db'))
 
     def test_old_sqlite_copies_too(self) -> None:
         with contextlib.closing(torc.Store(self.world.path('torc.db'))) as store:

@@ -67,6 +67,7 @@ import logging
 import math
 import operator
 import os
+import pwd
 import queue
 import re
 import resource
@@ -208,7 +209,7 @@ ENVIRONMENT = (
     Variable('TORC_TLS_KEY',                'you',  '`serve`: the key of its certificate'),
     Variable('TORC_LOG_DIR',                'you',  '`serve`: directory for torc-server.log'),
     Variable('DATABASE_URL',                'you',  '`serve`: its database, as sqlite:PATH'),
-    Variable('TORC_SERVER_SNAPSHOT_PATH',   'you',  '`serve`: where SIGUSR1 puts a copy of the database (default ./torc-server-snapshot.db; with --in-memory: its file)'),
+    Variable('TORC_SERVER_SNAPSHOT_PATH',   'you',  '`serve`: where SIGUSR1 puts a copy of the database (default torc-server-snapshot.db beside it; with --in-memory: its file)'),
     Variable('TORC_SERVER_SNAPSHOT_KEEP',   'you',  '`serve`: how many such copies are kept (default 5)'),
     Variable('TORC_USERNAME',               'you',  'owner of new workflows, and user of TORC_PASSWORD; else USER'),
     Variable('TORC_PASSWORD',               'you',  'password for the server that --url or TORC_API_URL names (kept from jobs)'),
@@ -659,11 +660,34 @@ def is_private_group(found: os.stat_result) -> bool:
     return not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
 
 
+def is_own_file(found: os.stat_result) -> bool:
+    """Whether this is a plain file of ours that nobody else may write to."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and (not found.st_mode & 0o022 or is_private_group(found))
+
+
+def describe_owner(found: os.stat_result) -> str:
+    """What is wrong with something that is no file of ours."""
+    if found.st_uid == os.geteuid():
+        return 'other users may write to it' if stat.S_ISREG(found.st_mode) else 'is no plain file'
+    try:
+        return f'belongs to user {pwd.getpwuid(found.st_uid).pw_name}'
+    except KeyError:
+        return f'belongs to user {found.st_uid}'
+
+
 def open_new_private(path: str, flags: int) -> int:
-    """Open a file of our own; if it is new, only the owner may read and write it, whatever the umask. The descriptor."""
+    """Open a file of our own; if it is new, only the owner may read and write it, whatever the umask. The descriptor.
+
+    With O_TRUNC it is always new: what has the name is removed, never written to.
+    """
+    if flags & os.O_TRUNC:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError:
+        if flags & os.O_TRUNC:
+            raise
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
     os.fchmod(descriptor, 0o600)
     return descriptor
@@ -5417,11 +5441,12 @@ class Store:
 
     def copy_to(self, path: str) -> None:
         """Write the whole database, as it is now, to another file. Between transactions only."""
-        os.close(open_new_private(path, os.O_WRONLY | os.O_TRUNC))
-        if sqlite3.sqlite_version_info >= (3, 27):
-            self._db.execute('VACUUM INTO ?', (path,))
-        else:
-            keep_copy(self._db, path)
+        with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
+            if sqlite3.sqlite_version_info >= (3, 27):
+                self._db.execute('VACUUM INTO ?', (path,))
+            else:
+                copy_rows(self._db, path)
+            os.fsync(file.fileno())
 
     @property
     def changes(self) -> int:
@@ -5961,8 +5986,15 @@ def read_main(path: str) -> Optional[Tuple[int, int, int]]:
 
 def check_log(path: str) -> None:
     """Refused if a main file is not the one that its log was written for, or was cut off. Before SQLite joins them."""
-    with contextlib.suppress(FileNotFoundError), open(path + '.loss', encoding='utf-8', errors='replace') as note:
-        raise Refused(printable(note.read(4096)))
+    with contextlib.suppress(OSError), open(path + '.loss', encoding='utf-8', errors='replace') as note:
+        if os.fstat(note.fileno()).st_uid == os.geteuid():      # another user's says nothing
+            raise Refused(printable(note.read(4096)))
+    for name in (path + '-wal', path + '-journal'):     # what is in them becomes part of the database
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(name)
+            if not is_own_file(found):
+                raise Denied(f'{name} would be taken for a part of the database, and {describe_owner(found)}: '
+                             'have it removed, or give another place with --db')
     held, main = read_log(path), read_main(path)
     if main is None:
         if held is not None and not (os.path.exists(path) and os.path.getsize(path)):
@@ -6075,6 +6107,11 @@ def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
 def keep_copy(connection: sqlite3.Connection, path: str) -> None:
     """Copy a whole database to another file, through its connection: reading the file itself would drop our locks on it."""
     os.close(open_new_private(path, os.O_WRONLY | os.O_TRUNC))
+    copy_rows(connection, path)
+
+
+def copy_rows(connection: sqlite3.Connection, path: str) -> None:
+    """Write a whole database to an empty file."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as copy:
         copy.executescript('\n'.join(connection.iterdump()))   # Connection.backup came with Python 3.7
         copy.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').fetchone()[0]}")
@@ -11143,16 +11180,21 @@ def prepare_database_directory(database: str) -> None:
     directory = os.path.dirname(os.path.abspath(database))
     try:
         make_private_directory(directory)
-        found = os.stat(directory)
+        check_directory(directory, 'the database', '--db')
     except OSError as error:
         raise BadInput(f'cannot make the directory {directory}: {error.strerror}; '
                        'give another place with --db') from None
+
+
+def check_directory(directory: str, what: str, option: str) -> None:
+    """Denied if somebody else could replace our files in a directory."""
+    found = os.stat(directory)
     if found.st_uid not in (os.geteuid(), 0):
-        raise Denied(f'{directory} belongs to another user, who could replace the database in it; '
-                     'give another place with --db')
+        raise Denied(f'{directory} belongs to another user, who could replace {what} in it; '
+                     f'give another place with {option}')
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not is_private_group(found):
-        raise Denied(f'other users may write to {directory} and could replace the database in it: '
-                     f'`chmod go-w {shlex.quote(directory)}`, or give another place with --db')
+        raise Denied(f'other users may write to {directory} and could replace {what} in it: '
+                     f'`chmod go-w {shlex.quote(directory)}`, or give another place with {option}')
 
 
 def open_private(path: str, flags: int) -> int:
@@ -11163,6 +11205,8 @@ def open_private(path: str, flags: int) -> int:
     if is_private and stat.S_ISREG(found.st_mode) and found.st_nlink < 2:   # 0: replaced since it was opened
         return descriptor
     os.close(descriptor)
+    if found.st_uid != os.geteuid():
+        raise Denied(f'{path} is not a private file of yours: {private_cure(path)}')
     raise Denied(f'{path} is not a private file of yours: it must belong to you, be readable by nobody else, '
                  'and have one name; remove it')
 
@@ -11175,7 +11219,15 @@ def read_private(path: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(path) from None
     except OSError as error:
-        raise Denied(f'cannot read {path}: {error.strerror}; it must be a private file of yours') from None
+        raise Denied(f'cannot read {path}: {error.strerror}; {private_cure(path)}') from None
+
+
+def private_cure(path: str) -> str:
+    """What to do about a state file that we cannot use."""
+    found = os.lstat(path) if os.path.lexists(path) else None
+    if found is None or found.st_uid == os.geteuid():
+        return 'it must be a private file of yours: remove it'
+    return f'it {describe_owner(found)}: have it removed, or use a database in a directory of your own'
 
 
 def read_token(path: str) -> str:
@@ -13144,8 +13196,11 @@ def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
     paths = [path, '' if options.is_embedded else register_server(content)]
     try:
-        with writing(path, '--db'):
+        try:
             write_atomically(path, format_json(content).encode())
+        except OSError as error:
+            raise BadInput(f'cannot write {path}: {error.strerror}; {private_cure(path)}' if os.path.lexists(path) else
+                           f'cannot write {path}: {error.strerror}; give another place with --db') from None
         yield
     finally:
         for path in filter(None, paths):
@@ -13179,12 +13234,13 @@ def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str]
     path = options.snapshot
     try:
         refuse_special_file(path)
+        check_directory(os.path.dirname(path), 'a copy', 'TORC_SERVER_SNAPSHOT_PATH')
         store.copy_to(path + '.tmp')
         push_back(path, options.snapshots_kept)
         os.replace(path + '.tmp', path)
         log.info('the database was copied to %s', path)
         announce(f'TORC_SNAPSHOT_DONE={path}\n')
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, Denied) as error:
         log.error('the database could not be copied to %s: %s', path, error)
 
 
@@ -19351,15 +19407,22 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
     kept = os.environ.get('TORC_SERVER_SNAPSHOT_KEEP') or str(SNAPSHOTS_KEPT)
     if not re.match(r'[1-9][0-9]{0,5}\Z', kept):
         raise BadInput(printable(f'TORC_SERVER_SNAPSHOT_KEEP={kept}: write how many copies are kept, from 1'))
+    database = served_database(session, args)
     return ServerOptions(
-        database=served_database(session, args), host=args['host'], port=args['port'], needs_token=not args['no_auth'],
+        database=database, host=args['host'], port=args['port'], needs_token=not args['no_auth'],
         new_token=bool(args['new_token']), takes_over=bool(args['takeover']), tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
-        snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH') or 'torc-server-snapshot.db'), snapshots_kept=int(kept),
+        snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH')) or snapshot_path(database), snapshots_kept=int(kept),
         allows_sql=not args['disable_admin_sql'], allows_sql_writes=not args['disable_admin_sql_writes'],
         auth_file=args['auth_file'] or os.environ.get('TORC_AUTH_FILE', ''), known_s=read_known_s(args),
         enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args),
         snapshot_interval_s=session.snapshot_interval_s)
+
+
+def snapshot_path(database: str) -> str:
+    """Where a copy of a database goes: beside it, or, if it has no place of its own, where that of other servers is."""
+    directory = state_directory() if database == IN_MEMORY else os.path.dirname(database)
+    return os.path.join(directory, 'torc-server-snapshot.db')
 
 
 def absolute(path: Optional[str]) -> str:
