@@ -660,9 +660,10 @@ def is_private_group(found: os.stat_result) -> bool:
     return not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
 
 
-def is_own_file(found: os.stat_result) -> bool:
+def is_writable_by_us_only(found: os.stat_result) -> bool:
     """Whether this is a plain file of ours that nobody else may write to."""
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and (not found.st_mode & 0o022 or is_private_group(found))
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and (not found.st_mode & 0o022 or is_private_group(found))
 
 
 def describe_owner(found: os.stat_result) -> str:
@@ -676,7 +677,7 @@ def describe_owner(found: os.stat_result) -> str:
 
 
 def open_new_private(path: str, flags: int) -> int:
-    """Open a file of our own; if it is new, only the owner may read and write it, whatever the umask. The descriptor.
+    """Open a file of our own; if it is new, only the owner may read and write it, whatever the umask.
 
     With O_TRUNC it is always new: what has the name is removed, never written to.
     """
@@ -5258,11 +5259,11 @@ ALTER TABLE workflow_action ADD COLUMN failure TEXT;
 # where a file system refuses WAL). Every change happens inside transaction(); a verb that fails inside a savepoint()
 # leaves nothing behind. Rows come back as dicts in which NULL columns are left out.
 #
-# Its files are looked at before and after every transaction: SQLite writes on to a file that was removed, where
-# nobody finds it. A write-ahead log that was removed is written to the main file, and work goes on; after any other
-# loss what SQLite still has is copied, and nothing more is accepted. Each log raises the number that the header calls
-# application id by one, so that a start knows a log that was written for another state of the main file: SQLite would
-# mix them, and drop the log of a file that is empty.
+# Its files are looked at before and after every transaction: SQLite writes on to a file that was removed, and
+# nobody finds it there. A write-ahead log that was removed is written to the main file, and work goes on;
+# after any other loss what SQLite still has is copied, and nothing more is accepted. Each log raises the
+# number that the header calls application id by one, so that a start knows a log that was written for another
+# state of the main file: SQLite would mix them, and drop the log of a file that is empty.
 #
 # What happened is also told to those who listen: verbs append to Store.news, a savepoint or transaction that fails takes
 # its part back, and the server takes the list after the commit. It is empty as long as nobody listens.
@@ -5302,6 +5303,7 @@ BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 FOREIGN_SQL_S = 5.0                 # an administrator's statement may hold up everybody so long; one call of a function of SQLite, longer
 FOREIGN_SQL_STEPS = 10000           # of SQLite's machine between looks at the clock
 MAX_FOREIGN_BYTES = 64 * 1024 ** 2  # of one answer, about
+PUT_BACK = 'the right file back, or give another place with --db'
 HEAD_BYTES = 100                    # of a database file: SQLite's header; of its log: its header, and more
 LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
@@ -5399,11 +5401,11 @@ class Store:
         self._guard = None                  # type: Optional[ForeignGuard]
         self._depth = 0                     # of savepoints
         self._columns = {}                  # type: Dict[str, List[TableColumn]]
-        self._descriptors = []              # type: List[int]  # of the main file and, if it has one, its write-ahead log
+        self._descriptors = []              # type: List[int]  # of the main file and, if any, the log
         self._files = ()                    # type: Tuple[FileState, ...]  # of both, as we left them
         self._is_frozen = False             # between freeze() and thaw()
         self._is_new_log = False            # it does not say yet for which state of the main file it is
-        self._room_look = (0, 0.0)          # its size at the last look at the free space, and when that was (monotonic)
+        self._room_look = (0, 0.0)          # its size when free space was looked at, and when (monotonic)
         check_log(path)
         prepare_database_file(path)
         identity = file_identity(path)      # before it is opened: it may be replaced until it is locked
@@ -5433,9 +5435,9 @@ class Store:
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
         is_spoilt = self.loss and file_identity(self.path) == self._files[0].identity
-        with keeping_aside(self.path) if is_spoilt else contextlib.suppress():  # what somebody has put into it stays
+        with keeping_aside(self.path) if is_spoilt else contextlib.suppress():      # nothing is written to it
             self._db.close()
-        for descriptor in self._descriptors:    # last: closing any descriptor of a file drops its locks (fcntl(2))
+        for descriptor in self._descriptors:    # last: closing any of a file drops its locks (fcntl(2))
             os.close(descriptor)
         self._descriptors = []
 
@@ -5484,11 +5486,12 @@ class Store:
         return tuple(look_at_file(path, descriptor) for path, descriptor in zip(paths, self._descriptors))
 
     def note_files(self) -> None:
-        """Remember what we have changed in the files. Whether they are still the same ones is seen by the next look."""
-        self._files = tuple(now._replace(identity=then.identity) for then, now in zip(self._files, self.look()))
+        """Remember what we have changed in the files. The next look tells whether they are still the same."""
+        found = self.look()
+        self._files = tuple(now._replace(identity=then.identity) for then, now in zip(self._files, found))
 
     def check_in_place(self) -> None:
-        """Conflict if the database is no longer ours, or somebody has touched its files: writes would be lost silently."""
+        """Conflict if the database is not ours any more, or its files were touched: writes would be lost."""
         if not self.loss:
             self.check_lease()
             found = self.look()
@@ -5514,8 +5517,8 @@ class Store:
                 found, self._files = self._files, before
                 self.on_touched(found)
                 return self.check_in_place()
-        has_begun = [state.head[:32] for state in before[1:]] != [state.head[:32] for state in self._files[1:]]
-        self._is_new_log = has_begun and not self._is_new_log       # if it was, mark_log() has been called
+        old, new = ([state.head[:32] for state in files[1:]] for files in (before, self._files))
+        self._is_new_log = old != new and not self._is_new_log      # if it was, mark_log() has been called
         self.keep_room()
 
     def mark_log(self) -> None:
@@ -5524,14 +5527,14 @@ class Store:
         self._db.execute(f'PRAGMA application_id = {number}')
 
     def keep_room(self) -> None:
-        """Empty the log before it fills the disk: that takes room in the main file, at most as much as the log has."""
+        """Empty the log before it fills the disk: the main file may need as much room as the log has."""
         size, now = self._files[-1].size, time.monotonic()
         is_early = size < self._room_look[0] + LOG_STEP_BYTES and now < self._room_look[1] + ROOM_LOOK_S
         if is_early or self._is_frozen or len(self._files) < 2:
             return
         room = os.fstatvfs(self.main_file())
         if room.f_bavail * room.f_frsize < size:
-            with contextlib.suppress(sqlite3.Error):    # there is not even so much: a later commit tries again
+            with contextlib.suppress(sqlite3.Error):    # not even that is left: a later commit tries again
                 self._db.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
             self.note_files()
         self._room_look = self._files[1].size, now
@@ -5547,11 +5550,12 @@ class Store:
         self.note_files()
 
     def on_touched(self, found: Tuple[FileState, ...]) -> None:
-        """Somebody has removed, replaced or changed a file: mend that or, if it is impossible, save what we still have."""
+        """Somebody has removed, replaced or changed a file: mend that or else save what we still have."""
         self.check_lease(True)      # who takes a database over replaces its files
         number = next(number for number, now in enumerate(found) if now != self._files[number])
         then, now = self._files[number], found[number]
-        is_same, is_whole = then.identity == now.identity, os.fstat(self._descriptors[number]).st_size >= then.size
+        is_same = then.identity == now.identity
+        is_whole = os.fstat(self._descriptors[number]).st_size >= then.size
         what = (f"the database file {self.path}{'-wal' if number else ''} was "
                 f"{'cut off or overwritten' if is_same else 'removed or replaced'} while it was in use")
         if number and not self._is_frozen and not (is_same and is_whole):
@@ -5577,7 +5581,7 @@ class Store:
         self.open_files()
 
     def renew_main(self) -> None:
-        """Put a copy in the place of the main file, with what SQLite has of the log in memory. Fails if that is not all."""
+        """Put a copy in the place of the main file, with what memory has of the log, or fail."""
         copy = free_name(self.path + '.rescued')
         self.copy_to(copy)
         os.replace(copy, self.path)
@@ -5585,7 +5589,7 @@ class Store:
             os.unlink(self.path + '-wal')
 
     def rescue(self, is_mixed: bool) -> str:
-        """Save what we still have, if nothing else is mixed with it, and see that no server begins without it; the cure."""
+        """Save what we have, unless other data is mixed with it; no server begins without it. The cure."""
         if self.snapshots is not None:      # it is in memory, and writes its last snapshot
             return ''
         copy, note = free_name(self.path + '.rescued'), self.path + '.loss'
@@ -5598,7 +5602,8 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             with contextlib.suppress(OSError):
                 os.unlink(copy)
-            cure = f'. What it held could not be saved ({error}): go back to a copy, and rm {shlex.quote(note)}'
+            cure = (f'. What it held could not be saved ({error}): '
+                    f'go back to a copy, and rm {shlex.quote(note)}')
         with contextlib.suppress(OSError):
             write_atomically(note, (self.loss + cure).encode())
         return cure
@@ -5946,7 +5951,7 @@ class LogContent(NamedTuple):
 
 
 def read_log(path: str) -> Optional[LogContent]:
-    """The write-ahead log of a database, None if nothing is in it (sqlite.org/fileformat2.html, section 4)."""
+    """The log of a database; None if nothing is in it (sqlite.org/fileformat2.html, section 4)."""
     found = LogContent([], set())
     try:
         with open(path + '-wal', 'rb') as file:
@@ -5954,7 +5959,7 @@ def read_log(path: str) -> Optional[LogContent]:
             page_bytes = int.from_bytes(head[8:12], 'big')
             while len(head) == 32 and 512 <= page_bytes <= 65536:
                 frame = file.read(24 + page_bytes)
-                if len(frame) < 24 + page_bytes or frame[8:16] != head[16:24]:  # of an earlier log, a longer one
+                if len(frame) < 24 + page_bytes or frame[8:16] != head[16:24]:  # it is of an earlier log
                     break
                 found.pages.add(int.from_bytes(frame[:4], 'big'))
                 if frame[:4] == b'\0\0\0\1':
@@ -5965,7 +5970,7 @@ def read_log(path: str) -> Optional[LogContent]:
 
 
 def read_main(path: str) -> Optional[Tuple[int, int, int]]:
-    """Application id, pages and bytes of a page, by the main file alone. None if it is no database, or an empty one.
+    """Application id, pages and bytes of a page, by the main file alone. None if it is no database, or empty.
 
     Through SQLite: closing a descriptor of our own would drop the locks that this process may have on it.
     """
@@ -5977,7 +5982,7 @@ def read_main(path: str) -> Optional[Tuple[int, int, int]]:
     except sqlite3.Error as error:
         if 'malformed' not in str(error):
             return None
-        with open(path, 'rb') as file:      # shorter than its header says: between its own transactions none is
+        with open(path, 'rb') as file:      # shorter than its header says: none is that a process has locked
             head = file.read(HEAD_BYTES)
         page_bytes, pages, number = (int.from_bytes(head[start:end], 'big')
                                      for start, end in ((16, 18), (28, 32), (68, 72)))
@@ -5985,46 +5990,39 @@ def read_main(path: str) -> Optional[Tuple[int, int, int]]:
 
 
 def check_log(path: str) -> None:
-    """Refused if a main file is not the one that its log was written for, or was cut off. Before SQLite joins them."""
-    with contextlib.suppress(OSError), open(path + '.loss', encoding='utf-8', errors='replace') as note:
+    """Refused if a main file was cut off, or is not that which its log is for. Before SQLite joins them."""
+    with contextlib.suppress(OSError), open(path + '.loss', 'rb') as note:
         if os.fstat(note.fileno()).st_uid == os.geteuid():      # another user's says nothing
-            raise Refused(printable(note.read(4096)))
+            raise Refused(printable(note.read(4096).decode('utf-8', 'replace')))
     for name in (path + '-wal', path + '-journal'):     # what is in them becomes part of the database
         with contextlib.suppress(FileNotFoundError):
             found = os.lstat(name)
-            if not is_own_file(found):
+            if not is_writable_by_us_only(found):
                 raise Denied(f'{name} would be taken for a part of the database, and {describe_owner(found)}: '
                              'have it removed, or give another place with --db')
     held, main = read_log(path), read_main(path)
+    name = shlex.quote(path + '-wal')
+    aside = shlex.quote(path + '-wal.old')
+    cure = f'To do without these changes: mv {name} {aside}. To keep them, put {PUT_BACK}'
     if main is None:
         if held is not None and not (os.path.exists(path) and os.path.getsize(path)):
             what = 'is empty' if os.path.exists(path) else 'does not exist'
-            raise Refused(f'the database {path} {what}, but {path}-wal holds changes to it. {log_cures(path)}')
+            raise Refused(f'the database {path} {what}, but {path}-wal holds changes to it. {cure}')
         return      # new, or something else
     number, pages, page_bytes = main
     if held is not None and number and held.numbers and number not in [held.numbers[0] - 1, *held.numbers]:
-        raise Refused(f'{path}-wal holds changes to another state of the database than {path}. {log_cures(path)}')
+        raise Refused(f'{path}-wal holds changes to another state of the database than {path}. {cure}')
     size = os.path.getsize(path)
     missing = set(range(size // page_bytes + 1, pages + 1)) - (held.pages if held is not None else set())
     if missing and not os.path.exists(path + '-journal'):
         what = f'the database {path} was cut off: it has {size} bytes of {pages * page_bytes}'
-        raise Refused(f"{what}. {file_cures(path, 'Put')}")
-
-
-def log_cures(path: str) -> str:
-    """What to do about a write-ahead log that does not belong to the file beside it."""
-    name = shlex.quote(path + '-wal')
-    return file_cures(path, f'To do without these changes: mv {name} {shlex.quote(path + "-wal.old")}. To keep them, put')
-
-
-def file_cures(path: str, words: str) -> str:
-    """What to do about a database file that is not what it should be."""
-    return f'{words} the right file back, or give another place with --db'
+        raise Refused(f'{what}. Put {PUT_BACK}')
 
 
 def words_to_restore(path: str, copy: str) -> str:
     """Commands that put a whole copy in the place of a database."""
-    return f'rm -f {shlex.quote(path + "-wal")} {shlex.quote(path + ".loss")} && mv {shlex.quote(copy)} {shlex.quote(path)}'
+    log, note, copy, path = map(shlex.quote, (path + '-wal', path + '.loss', copy, path))
+    return f'rm -f {log} {note} && mv {copy} {path}'
 
 
 def file_identity(path: str) -> Tuple[int, int]:
@@ -6138,7 +6136,9 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     if version:
         with writing(f'{path}.v{version}', '--db'):
             keep_copy(connection, f'{path}.v{version}')
-    steps = [SCHEMA, f'PRAGMA application_id = {new_log_number()};'] if version == 0 else [MIGRATIONS[step] for step in range(version + 1, SCHEMA_VERSION + 1)]
+    steps = [SCHEMA, f'PRAGMA application_id = {new_log_number()};']
+    if version:
+        steps = [MIGRATIONS[step] for step in range(version + 1, SCHEMA_VERSION + 1)]
     script = ''.join(steps)
     connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
 
@@ -11380,9 +11380,9 @@ class Lease:
 
     A file `<database>.lease`, made with O_EXCL and renewed by rename. A lease is taken over at once from a dead
     process of this host, and from another host's when it was not renewed for three periods by our own clock. Its
-    holder reads it again before it commits anything a period after its last look, and ends when it has lost it. Who
-    takes over from another host puts copies in the place of the database's files first: should the old holder, stopped
-    in the middle of a commit, wake up, it writes to files that have no name any more.
+    holder reads it again before it commits anything a period after its last look, and ends when it has lost it.
+    Who takes over from another host puts copies in the place of the database's files first: should the old
+    holder, stopped in the middle of a commit, wake up, it writes to files that have no name any more.
     """
     PERIOD_S = 10.0
 
@@ -11394,7 +11394,7 @@ class Lease:
         self.renewed_at = -math.inf     # by clock
 
     def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
-        """Become the holder. Conflict if another one lives; one of another host is watched for wait_s, which is told."""
+        """Become the holder. Conflict if another one lives: one of another host is watched for wait_s."""
         first, seen_at, is_told = self.read(), self.clock(), False
         while True:
             found = self.read()
@@ -11414,8 +11414,9 @@ class Lease:
     def describe(self, found: Dict[str, Any]) -> str:
         """Who has it, and the cure."""
         until = f' until {found["until"]}, or longer if it lives' if found.get('until') else ''
-        return (f'the database is served by process {found.get("pid")} on host {found.get("host")}{until} ({self.path}): '
-                'stop that one; if it is gone for certain, `torc.py serve --takeover` takes its place')
+        return (f'the database is served by process {found.get("pid")} on host {found.get("host")}{until} '
+                f'({self.path}): stop that one; if it is gone for certain, `torc.py serve --takeover` '
+                'takes its place')
 
     def read(self) -> Optional[Dict[str, Any]]:
         """The lease as it stands; None if nobody has it."""
@@ -11443,7 +11444,7 @@ class Lease:
         return format_json(self.mine).encode()
 
     def replace(self, found: Dict[str, Any], is_dead: bool = True) -> None:
-        """Write ours in place of another one, whose holder may wake up unless it is dead. One at a time: a second file guards it."""
+        """Write ours in place of one whose holder is dead, or may wake up. A second file guards this."""
         guard = self.path + '.takeover'
         try:
             os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -11465,7 +11466,7 @@ class Lease:
         write_atomically(self.path, self.format())
 
     def renew(self, is_sure: bool = False) -> None:
-        """Once a period, or now: see that it is still ours, and say so again. Conflict if it was lost, or may be soon."""
+        """Once a period, or now: see that it is ours, and say so again. Conflict if it is lost or may be."""
         begun = self.renewed_at
         silent_s = self.clock() - begun
         if silent_s < self.PERIOD_S and not is_sure:
@@ -12780,7 +12781,7 @@ class Server:
         return [answer for request in requests for answer in self.answer_all([request])]
 
     def on_failure(self, count: int, reason: Exception) -> None:
-        """Tell that requests cannot be stored: at once, then once a minute, for clients ask again and again."""
+        """Tell that requests cannot be stored: at once, then once a minute, as clients ask again."""
         self.failures += count
         if time.monotonic() >= self.failures_told_at + REFUSALS_TOLD_S:
             log.error('%d requests could not be carried out: %s', self.failures, reason)
@@ -13199,8 +13200,8 @@ def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
         try:
             write_atomically(path, format_json(content).encode())
         except OSError as error:
-            raise BadInput(f'cannot write {path}: {error.strerror}; {private_cure(path)}' if os.path.lexists(path) else
-                           f'cannot write {path}: {error.strerror}; give another place with --db') from None
+            cure = private_cure(path) if os.path.lexists(path) else 'give another place with --db'
+            raise BadInput(f'cannot write {path}: {error.strerror}; {cure}') from None
         yield
     finally:
         for path in filter(None, paths):
@@ -13263,9 +13264,9 @@ class LogStream(logging.StreamHandler):
         before = self.lost
         super().emit(record)
         if before and self.lost == before:
-            self.lost, level = 0, logging.WARNING
-            super().emit(logging.makeLogRecord({'name': log.name, 'levelno': level, 'levelname': logging.getLevelName(level),
-                                                'msg': f'{before} lines before this one could not be written'}))
+            self.lost = 0
+            super().emit(logging.makeLogRecord({'name': log.name, 'levelname': 'WARNING',
+                                                'msg': f'{before} lines before this could not be written'}))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """A line could not be written. The base class would write a traceback to stderr for each."""
@@ -13371,7 +13372,10 @@ def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to:
                 log.setLevel(logging.INFO)      # whatever the command that needed it tells
             serve_database(options, functools.partial(say_once, pipe, 'ready '))
     except Conflict as error:
-        log.log(logging.ERROR if pipe.closed else logging.INFO, '%s%s', '' if pipe.closed else 'not needed: ', error)
+        if pipe.closed:     # it has served, and another process has the database now
+            log.error('%s', error)
+        else:
+            log.info('not needed: %s', error)
         say_once(pipe, 'taken ', error.message)
     except TorcError as error:
         log.error('%s', error)
@@ -19412,7 +19416,8 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
         database=database, host=args['host'], port=args['port'], needs_token=not args['no_auth'],
         new_token=bool(args['new_token']), takes_over=bool(args['takeover']), tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
-        snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH')) or snapshot_path(database), snapshots_kept=int(kept),
+        snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH')) or snapshot_path(database),
+        snapshots_kept=int(kept),
         allows_sql=not args['disable_admin_sql'], allows_sql_writes=not args['disable_admin_sql_writes'],
         auth_file=args['auth_file'] or os.environ.get('TORC_AUTH_FILE', ''), known_s=read_known_s(args),
         enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args),
@@ -19420,7 +19425,7 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
 
 
 def snapshot_path(database: str) -> str:
-    """Where a copy of a database goes: beside it, or, if it has no place of its own, where that of other servers is."""
+    """Where a copy of a database goes: beside it, or, if it has no place, where that of other servers is."""
     directory = state_directory() if database == IN_MEMORY else os.path.dirname(database)
     return os.path.join(directory, 'torc-server-snapshot.db')
 
