@@ -486,7 +486,9 @@ def main_as(uid: int, directory: str, *argv: Any) -> Outcome:
         os.chown(home, uid, uid)
     'x'.encode('idna')      # loaded now: that user may not be able to read this Python's library
     reader, writer = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')     # of threads that other tests have left to end
+        child = os.fork()
     if child == 0:
         try:
             os.setgroups([])
