@@ -2326,6 +2326,22 @@ class StoreTest(unittest.TestCase):
             self.assertEqual({'torc.db'}, set(os.listdir(self.directory)))
             self.assertEqual(['first', 'second'], self.open().ids(self.BY_AGE))
 
+    def test_what_was_written_into_a_log_does_not_reach_its_database(self):
+        store = self.open()
+        self.add(store, 'first')
+        self.add(store, 'second')
+        store.rows('PRAGMA wal_checkpoint(PASSIVE)')
+        store.note_files()
+        before = os.path.getsize(self.path)
+        self.add(store, 'third')
+        with open(self.path + '-wal', 'r+b') as file:
+            file.write(os.urandom(os.path.getsize(file.name)))
+        with self.assertRaisesRegex(torc.Conflict, '-wal was cut off or overwritten .* something else was written into it'):
+            self.add(store, 'fourth')
+        store.close()
+        os.unlink(self.path + '.loss')
+        self.assertEqual((before, ['first', 'second']), (os.path.getsize(self.path), self.open().ids(self.BY_AGE)))
+
     def test_what_cannot_be_read_any_more_is_not_called_saved(self):
         store = self.open()
         for _ in range(40):
@@ -15685,6 +15701,25 @@ class FaultTest(WorldTest):
 
     def test_a_server_whose_disk_was_full_goes_on_when_there_is_room(self):
         self.assertRegex(fill_disk(self.world, 1, 7), r'acknowledged, [1-9]\d* refused')
+
+    def test_a_run_whose_database_files_are_removed_goes_on_at_once_or_after_the_cure(self):
+        spec = self.world.write('spec.yaml', """
+            name: w
+            jobs:
+              - {name: gate, command: "until test -e go; do sleep 0.02; done"}
+              - {name: after, command: "true", depends_on: [gate]}
+            """)
+        database, run = self.world.path('torc_output', 'torc.db'), self.world.start('run', '-p', '0.2', spec)
+        self.world.wait(lambda: os.path.exists(self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')), 20, 'the gate', [run])
+        os.unlink(database + '-wal')
+        self.world.wait(lambda: 'nothing is lost' in read_text(database + '.log'), 20, 'a word', [run])
+        self.assertNotIn('trying again', run.err)
+        os.unlink(database)
+        self.world.wait(lambda: 'to go on with that: ' in run.err.rpartition('\n')[0], 20, 'the cure', [run])
+        self.assertIn(f'{database} was removed or replaced while it was in use', run.err)
+        subprocess.check_call(['sh', '-c', run.err.partition('to go on with that: ')[2].splitlines()[0]])
+        self.world.write('go', '')
+        self.assertExit(0, run.finish(), 'complete after', '2 completed')
 
     def test_two_runners_share_the_jobs_of_one_server_and_none_runs_twice(self):
         share_jobs(self.world, 150)

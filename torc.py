@@ -5388,6 +5388,7 @@ class Store:
         self.snapshots = None               # type: Any  # the SnapshotWriter of a database in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
+        self._is_spoilt = False             # ... because somebody has written to the files
         self.now = now                      # the clock; seconds since the epoch
         self.caller = ''                    # who asks, for events and new workflows; set for each request
         self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
@@ -5434,7 +5435,7 @@ class Store:
 
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
-        is_spoilt = self.loss and file_identity(self.path) == self._files[0].identity
+        is_spoilt = self._is_spoilt and file_identity(self.path) == self._files[0].identity
         with keeping_aside(self.path) if is_spoilt else contextlib.suppress():      # nothing is written to it
             self._db.close()
         for descriptor in self._descriptors:    # last: closing any of a file drops its locks (fcntl(2))
@@ -5567,7 +5568,7 @@ class Store:
                 log.warning('%s: all that it held was written to %s, nothing is lost', what, self.path)
                 self.loss = '' if is_whole else f'{what}: all that was stored is in {self.path}, start again'
                 return
-        self.loss = f'{what}; nothing more can be stored in it'
+        self.loss, self._is_spoilt = f'{what}; nothing more can be stored in it', is_same
         self.loss += self.rescue(is_mixed=is_same and is_whole and then.head != now.head)
 
     def renew_log(self) -> None:
@@ -5627,11 +5628,12 @@ class Store:
             raise
         try:
             self._db.execute('COMMIT')
-            self.on_commit()
         except sqlite3.Error as error:
             del self.news[told:]
             self.roll_back()
             raise explain_database_error(error, self.path) from None
+        try:
+            self.on_commit()
         except Conflict:        # it is on disk, but nobody may find it there
             del self.news[told:]
             raise
@@ -6013,8 +6015,9 @@ def check_log(path: str) -> None:
     if held is not None and number and held.numbers and number not in [held.numbers[0] - 1, *held.numbers]:
         raise Refused(f'{path}-wal holds changes to another state of the database than {path}. {cure}')
     size = os.path.getsize(path)
-    missing = set(range(size // page_bytes + 1, pages + 1)) - (held.pages if held is not None else set())
-    if missing and not os.path.exists(path + '-journal'):
+    there = held.pages if held is not None else set()
+    is_short = any(page not in there for page in range(size // page_bytes + 1, pages + 1))
+    if is_short and not os.path.exists(path + '-journal'):
         what = f'the database {path} was cut off: it has {size} bytes of {pages * page_bytes}'
         raise Refused(f'{what}. Put {PUT_BACK}')
 
@@ -13106,12 +13109,16 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         log.info('no longer serving %s', options.database)
 
 
+def lease_wait_s(options: ServerOptions) -> float:
+    """How long a server watches the lease of another host before it takes it over."""
+    return 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
+
+
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
                          announce: Callable[[str], Any]) -> Store:
     """The database to serve, until the stack ends."""
-    wait_s = 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
     in_memory = options.snapshot_interval_s is not None
-    store, lease = hold_database(options.database, options.takes_over, wait_s, in_memory)
+    store, lease = hold_database(options.database, options.takes_over, lease_wait_s(options), in_memory)
     if lease is not None:
         stack.callback(lease.release)
     if in_memory:
@@ -13351,8 +13358,9 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     except ChildProcessError:
         pass    # the caller ignores SIGCHLD
     with os.fdopen(reader, encoding='utf-8', errors='replace') as pipe:
-        answered, _, _ = select.select([pipe], [], [], START_DEADLINE_S)
-        said = pipe.read() if answered else f'no answer within {START_DEADLINE_S:g} s'
+        wait_s = START_DEADLINE_S + lease_wait_s(options)
+        answered, _, _ = select.select([pipe], [], [], wait_s)
+        said = pipe.read() if answered else f'no answer within {wait_s:g} s'
     word, _, rest = said.partition(' ')
     if word == 'ready':
         return rest
