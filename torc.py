@@ -6000,7 +6000,7 @@ def check_log(path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             found = os.lstat(name)
             if not is_writable_by_us_only(found):
-                raise Denied(f'{name} would be taken for a part of the database, and {describe_owner(found)}: '
+                raise Denied(f'{name} would count as a part of the database, and {describe_owner(found)}: '
                              'have it removed, or give another place with --db')
     held, main = read_log(path), read_main(path)
     name = shlex.quote(path + '-wal')
