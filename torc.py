@@ -11476,8 +11476,10 @@ class Lease:
             return
         try:
             found = self.read()
-            if found is None or found.get('id') != self.mine['id']:
-                raise Conflict('another server has taken the database over: ' + self.describe(found or {}))
+            if found is None:
+                raise Conflict(f'the lease {self.path} was removed, so that others may have the database')
+            if found.get('id') != self.mine['id']:
+                raise Conflict('another server has taken the database over: ' + self.describe(found))
             if silent_s > 2 * self.PERIOD_S:    # somebody may be about to take it
                 self.replace(found)
             else:
