@@ -47,6 +47,7 @@ import collections
 import contextlib
 import copy
 import ctypes
+import errno
 import faulthandler
 import fcntl
 import filecmp
@@ -214,6 +215,37 @@ def prepare_process() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.umask(0o022)
+
+
+OTHER_UID = 47011       # an account without a name, for tests that are run by root
+
+
+def run_as(work: Callable[[], Any], uid: int = OTHER_UID, gid: int = OTHER_UID, mask: int = 0o022) -> int:
+    """Do something as another user, in a forked child, whose pid is returned. `end_child` waits for it."""
+    need('root', os.geteuid() == 0, 'root, to act as another user')
+    'a'.encode('idna')      # what is loaded at its first use may lie where only root can read
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        os.setgroups([])
+        os.setgid(gid)
+        os.setuid(uid)
+        os.umask(mask)
+        code = int(work() or 0)
+    except BaseException:   # border: nothing of the parent's may run in the child
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def end_child(pid: int, number: int = 0) -> int:
+    """Wait for a forked child, after a signal if there is one; its exit code."""
+    if number:
+        os.kill(pid, number)
+    status = os.waitpid(pid, 0)[1]
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
 @functools.lru_cache(None)
@@ -908,6 +940,110 @@ class AtomicWriteTest(WorldTest):
         os.chmod(path, 0o755)
         torc.make_private_directory(path)
         self.assertEqual(0o755, stat.S_IMODE(os.stat(path).st_mode))
+
+
+class HeldDirectoryTest(WorldTest):
+    """Files are opened in the directory that was checked, and nothing that lies there is trusted."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('d/old', 'old')
+        self.directory = torc.HeldDirectory(self.world.path('d'))
+        self.addCleanup(self.directory.close)
+        self.world.write('precious', 'kept')
+        os.symlink('../precious', self.world.path('d', 'link'))
+        os.symlink('../nothing', self.world.path('d', 'dangling'))
+        os.mkfifo(self.world.path('d', 'pipe'))
+        os.mkfifo(self.world.path('d', 'read_pipe'))
+        self.addCleanup(os.close, os.open(self.world.path('d', 'read_pipe'), os.O_RDONLY | os.O_NONBLOCK))
+        os.mkdir(self.world.path('d', 'folder'))
+
+    def write(self, descriptor: int) -> None:
+        """Write a word and close."""
+        os.write(descriptor, b'new')
+        os.close(descriptor)
+
+    def test_a_new_file_takes_the_place_of_one_of_ours_and_of_nothing_else(self):
+        os.link(self.world.path('d', 'old'), self.world.path('second_name'))
+        for name in ('new', 'old'):
+            self.write(self.directory.create(name))
+            self.assertEqual('new', self.world.read('d/' + name))
+        self.assertEqual('old', self.world.read('second_name'))
+        for name in ('link', 'dangling', 'pipe', 'read_pipe', 'folder'):
+            words = 'not a regular file of yours: .*/d/' + name
+            with self.subTest(name):
+                self.assertRaisesRegex(FileExistsError, words, self.directory.create, name)
+        self.assertEqual('kept', self.world.read('precious'))
+        self.assertFalse(os.path.exists(self.world.path('nothing')))
+
+    def test_text_is_added_only_to_a_file_of_ours_that_has_no_other_name(self):
+        for name in ('new', 'old'):
+            self.write(self.directory.append(name))
+        self.assertEqual(['new', 'oldnew'], [self.world.read('d/' + name) for name in ('new', 'old')])
+        os.link(self.world.path('precious'), self.world.path('d', 'second_name'))
+        for name in ('link', 'dangling', 'pipe', 'read_pipe', 'folder', 'second_name'):
+            with self.subTest(name), self.assertRaises(OSError):
+                self.directory.append(name)
+        self.assertEqual('kept', self.world.read('precious'))
+        self.assertFalse(os.path.exists(self.world.path('nothing')))
+
+    def test_what_is_no_plain_file_is_not_read_and_holds_up_nobody(self):
+        with open('old', opener=self.directory.opener) as file:
+            self.assertEqual('old', file.read())
+        for name in ('link', 'dangling', 'pipe', 'read_pipe', 'folder', 'none'):
+            with self.subTest(name):
+                self.assertRaises(OSError, open, name, opener=self.directory.opener)
+                self.assertEqual('', torc.read_last_line(name, self.directory.opener))
+                self.assertFalse(self.directory.has_file(name))
+
+    def test_names_mean_the_directory_that_is_held_whatever_is_put_in_its_place(self):
+        os.rename(self.world.path('d'), self.world.path('moved'))
+        os.mkdir(self.world.path('d'))
+        self.write(self.directory.create('a'))
+        self.write(self.directory.append('b'))
+        torc.write_atomically('c', b'new', dir_fd=self.directory.descriptor)
+        self.directory.remove('old')
+        self.assertEqual([], os.listdir(self.world.path('d')))
+        self.assertLessEqual({'a', 'b', 'c'}, set(os.listdir(self.world.path('moved'))) - {'old'})
+        self.assertNotIn('old', os.listdir(self.world.path('moved')))
+
+    def test_another_users_file_is_neither_replaced_nor_added_to_nor_read(self):
+        need('root', os.geteuid() == 0, 'root, to act as another user')
+        os.chown(self.world.path('d', 'old'), OTHER_UID, OTHER_UID)
+        for work in (self.directory.create, self.directory.append):
+            self.assertRaisesRegex(FileExistsError, 'of yours', work, 'old')
+        self.assertEqual(('old', False), (self.world.read('d/old'), self.directory.has_file('old')))
+
+    def test_when_a_file_system_is_full(self):
+        rows = rows_of('''
+            blocks  bfree  bavail  files  ffree  root  full
+            10000   100    100     9      9      -     -
+            10000   100    10      9      9      -     yes
+            10000   100    10      9      9      yes   -
+            10000   10     10      9      9      yes   yes
+            10000   100    100     9      0      -     yes
+            10000   100    100     0      0      -     -
+            0       0      0       0      0      -     -
+            10      2      2       9      9      -     -
+            ''')
+        for row in rows:
+            values = {'f_' + name: int(row[name]) for name in ('blocks', 'bfree', 'bavail', 'files', 'ffree')}
+            found = types.SimpleNamespace(f_frsize=4096, **values)
+            with self.subTest(row), unittest.mock.patch('os.fstatvfs', lambda _: found), \
+                    unittest.mock.patch('os.geteuid', lambda: 0 if row['root'] else 1000):
+                self.assertEqual(bool(row['full']), self.directory.is_full())
+
+    def test_directories_of_our_own_are_made_by_the_umask_and_writable_for_nobody_else(self):
+        for mask, expected in ((0o000, 0o755), (0o002, 0o755), (0o007, 0o750), (0o022, 0o755), (0o077, 0o700),
+                               (0o277, 0o700), (0o777, 0o700)):
+            before = os.umask(mask)
+            try:
+                torc.make_own_directory(self.world.path(f'{mask:o}', 'b'))
+                self.assertEqual(mask, torc.current_umask())
+            finally:
+                os.umask(before)
+            for path in (self.world.path(f'{mask:o}'), self.world.path(f'{mask:o}', 'b')):
+                self.assertEqual(expected, stat.S_IMODE(os.stat(path).st_mode), oct(mask))
 
 
 # ======== 4. Formats ========
@@ -10188,7 +10324,8 @@ class LauncherTest(WorldTest):
 
     def start(self, command: str, name: str = '1-1', **variables: str) -> Any:
         """Start a command whose output goes to the files out and err."""
-        outputs = [torc.open_output(self.world.path(stem)) for stem in ('out', 'err')]
+        with torc.HeldDirectory(self.world.directory) as directory:
+            outputs = [directory.create(stem) for stem in ('out', 'err')]
         try:
             with self.world.inside():
                 return self.launcher.start(command, dict(variables, HERE=self.world.directory), outputs, name)
@@ -10340,14 +10477,6 @@ class LauncherTest(WorldTest):
         self.assertIn('/dev/null', self.world.read('fds'))
         self.assertNotIn('pipe:', self.world.read('fds'))
 
-    def test_a_pipe_that_lies_where_output_goes_holds_up_nobody(self):
-        path = self.world.path('pipe')
-        os.mkfifo(path)
-        self.assertRaises(OSError, torc.open_output, path)
-        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        self.addCleanup(os.close, reader)
-        self.assertRaises(FileExistsError, torc.open_output, path)
-
     LONG = '# ' + 'x' * 300000 + '\n'
     SHELLS = ('bash', 'dash')
 
@@ -10405,15 +10534,6 @@ class LauncherTest(WorldTest):
                 self.start(command, **variables)
         with self.assertRaises(OSError):
             self.start('true', A='x' * 200000)
-
-    def test_an_output_file_is_emptied_and_never_reached_through_a_link(self):
-        self.world.write('out', 'old')
-        os.symlink(self.world.write('precious', 'kept'), self.world.path('link'))
-        with self.assertRaises(OSError):
-            torc.open_output(self.world.path('link'))
-        self.assertEqual('kept', self.world.read('precious'))
-        self.end_of(self.start('echo new'))
-        self.assertEqual('new\n', self.world.read('out'))
 
     def test_without_posix_spawn_popen_does_the_same(self):
         self.launcher.spawn.close()
@@ -10945,6 +11065,30 @@ class RunnerTest(WorldTest):
         path, = glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*')
         self.assertEqual(0o600, stat.S_IMODE(os.stat(path).st_mode))
 
+    def test_the_log_begins_anew_when_it_has_grown_long_and_keeps_one_older_part(self):
+        os.mkdir(self.world.path('out'))
+        limit = unittest.mock.patch('torc.MAX_LOG_BYTES', 2000)
+        with torc.OutputDirectory(self.world.path('out')) as output, limit:
+            logs = [torc.RunLog(output, 'x.log', 'info') for _ in range(2)]     # two runners of one host write one
+            for number, log in enumerate(logs):
+                log.write(f'Job runner starting {number}')
+                log.head = log.lines[-1]
+            for number in range(200):
+                for log in logs:
+                    log.write(f'line {number}')
+                    log.flush()
+            for log in logs:
+                log.close()
+        self.assertEqual({'x.log', 'x.log.1', 'job_stdio'}, set(os.listdir(self.world.path('out'))))
+        parts = [self.world.read('out/' + name) for name in ('x.log.1', 'x.log')]
+        for part in parts:
+            self.assertLess(len(part), 2300)
+            self.assertRegex(part, '^.* INFO Job runner starting [01]\n')
+        self.assertGreater(len(parts[0]), 2000)
+        numbers = re.findall('INFO line ([0-9]+)\n', ''.join(parts))
+        self.assertEqual([str(number // 2) for number in range(400 - len(numbers), 400)], numbers)
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('out', 'x.log')).st_mode))
+
     def test_a_job_sees_its_variables_and_never_a_token(self):
         self.create({'command': 'env', 'env': {'MINE': 'job', 'TORC_JOB_ID': 'mine'}}, env={'SHARED': 'all', 'MINE': 'workflow'})
         self.run_it(env={'TORC_PASSWORD': 'sesame', 'OUTER': 'yes'})
@@ -11153,11 +11297,89 @@ class RunnerTest(WorldTest):
         self.assertIn('2 ended jobs could not be reported: j1, j2', str(caught.exception))
         self.assertTrue(os.path.exists(self.world.path('ended')))
 
-    def test_a_deleted_output_directory_fails_the_job_with_the_reason(self):
-        self.create('rm -rf out', {'command': 'true', 'depends_on': ['j1']})
+    LOST = 'no more jobs are started until that is mended'
+
+    def lose_output(self, fault: str, cure: str, *jobs: Any, **fields: Any) -> Any:
+        """Run a workflow whose first job spoils the output directory, which is mended when the runner has said so."""
+        self.create(fault, *(dict({'depends_on': ['j1']}, **job) for job in jobs), **fields)
+        mended = []     # type: List[str]
+
+        def mend() -> None:
+            self.world.wait(lambda: self.LOST in ' '.join(self.progress.messages), 30, 'the loss to be noticed')
+            mended.extend(glob.glob(glob.escape(self.world.directory) + '/ran_*'))
+            subprocess.check_call(['sh', '-c', cure], cwd=self.world.directory)
+        thread = threading.Thread(target=mend)
+        thread.start()
+        try:
+            outcome = self.run_it()
+        finally:
+            thread.join()
+        self.assertEqual([], mended, 'none was started before')
+        return outcome
+
+    def test_without_its_output_directory_a_runner_starts_nothing_and_goes_on_when_it_is_back(self):
+        for number, (fault, cure, words) in enumerate((
+                ('mv out away', 'mv away out', 'is gone'),
+                ('rm -rf out', 'mkdir out', 'is gone'),
+                ('mv out away; mkdir out', 'rmdir out; mv away out', 'was replaced by another one'),
+                ('mv out away; ln -s /tmp out', 'rm out; mv away out', 'was replaced by another one'),
+                ('mv out away; mkdir -m 777 out', 'rmdir out; mv away out', 'all users may write to'),
+                ('mv out away; touch out', 'rm out; mv away out', 'Not a directory'),
+                ('chmod 777 out; mv out/job_stdio out/away; ln -s away out/job_stdio',
+                 'rm out/job_stdio; mv out/away out/job_stdio; chmod 755 out', 'job_stdio is a link'))):
+            with self.subTest(fault):
+                if number:
+                    self.doCleanups()
+                    self.setUp()
+                jobs = [{'command': f'touch ran_{place}; echo {place}'} for place in range(6)]
+                outcome = self.lose_output(fault, cure, *jobs)
+                self.assertEqual((7, 0, True), (outcome.completed, outcome.failed, outcome.is_complete))
+                said = [message for message in self.progress.messages if re.search(self.LOST + '|again', message)]
+                self.assertEqual(2, len(said), said)
+                self.assertIn(words, said[0])
+                self.assertIn('can be written to again: jobs are started', said[1])
+                self.assertEqual('5\n', self.stdio(7))
+                self.assertEqual([(job_id, 1, 0, 'completed') for job_id in range(1, 8)], self.results())
+
+    def test_jobs_that_run_go_on_without_the_output_directory(self):
+        self.create('mv out away; touch gone', 'until test -e gone; do sleep 0.02; done; echo still; sleep 0.5',
+                    {'command': 'true', 'depends_on': ['j1']}, compute_node_wait_for_new_jobs_seconds=1)
         outcome = self.run_it()
-        self.assertEqual({'j1': 'completed', 'j2': 'failed'}, self.statuses())
-        self.assertIn('No such file or directory', outcome.failed_jobs[0][3])
+        self.assertEqual({'j1': 'completed', 'j2': 'completed', 'j3': 'ready'}, self.statuses())
+        self.assertEqual('still\n', self.world.read('away/job_stdio/job_wf1_j2_r1_a1.o'))
+        self.assertEqual(('output', 1), (outcome.reason, torc.outcome_exit(outcome)))
+        since = f"since the output directory {self.world.path('out')} is gone"
+        self.assertIn('leaving: for 1 seconds nothing could be started, ' + since, self.progress.messages)
+
+    def test_a_job_stdio_that_was_removed_is_made_anew(self):
+        self.create('rm -rf out/job_stdio', {'command': 'echo here', 'depends_on': ['j1']})
+        self.assertTrue(self.run_it().is_complete)
+        self.assertEqual('here\n', self.stdio(2))
+        self.assertEqual(1, ' '.join(self.progress.messages).count('job_stdio was removed or replaced'))
+
+    def test_a_recovery_script_runs_although_its_log_cannot_be_written(self):
+        rule = {'exit_codes': [7], 'recovery_script': 'echo lost; touch recovered; mkdir out'}
+        self.create({'command': 'test -e recovered || { rm -rf out; exit 7; }', 'failure_handler': 'fix'},
+                    failure_handlers=[{'name': 'fix', 'rules': [rule]}])
+        self.assertTrue(self.run_it().is_complete)
+        self.assertEqual([(1, 1, 7, 'failed'), (1, 2, 0, 'completed')], self.results())
+
+    def test_a_quota_that_only_a_try_shows_stops_claims_until_a_try_succeeds(self):
+        real, tries = torc.HeldDirectory.create, []
+
+        def create(directory: Any, name: str, mode: int = 0o666) -> int:
+            tries.append(name)
+            if name.endswith('.o') and len(tries) == 3:
+                raise OSError(errno.EDQUOT, 'Disk quota exceeded')
+            return real(directory, name, mode)
+        self.create('true', {'command': 'true', 'depends_on': ['j1']}, {'command': 'true', 'depends_on': ['j2']})
+        with unittest.mock.patch('torc.HeldDirectory.create', create):
+            outcome = self.run_it()
+        self.assertEqual((3, 0), (outcome.completed, outcome.failed))
+        start = f"the output directory {self.world.path('out')} "
+        self.assertEqual([start + 'cannot be written to (Disk quota exceeded); ' + self.LOST,
+                          start + 'can be written to again: jobs are started'],
+                         [message for message in self.progress.messages if 'output directory' in message])
 
     def test_without_room_for_processes_jobs_are_given_back_and_tried_again(self):
         self.create('true')
@@ -13411,19 +13633,6 @@ class OutcomeTest(FlowTest):
         self.assertEqual({'wall': 'completed', 'stuck': 'failed', 'other': 'completed'}, self.statuses())
         self.assertIn('job_wf1_j2_r1_a1.o', outcome.out + outcome.err)
 
-    def test_a_full_disk_fails_the_jobs_that_meet_it_and_not_the_runner(self):
-        small = self.world.path('small')
-        os.mkdir(small)
-        mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k,nr_inodes=12', 'tmpfs', small], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) \
-            if shutil.which('mount') else None
-        need('mount', mounted and mounted.returncode == 0, 'root, and a kernel that mounts a small tmpfs')
-        self.addCleanup(subprocess.check_call, ['umount', small])
-        outcome = self.assertExit(1, self.world.cli('exec', '-o', small + '/out', '-c', 'head -c 20000 /dev/zero; echo {i}', '--param', 'i=1:10'))
-        self.assertIn('No space left on device', outcome.err)
-        counts = collections.Counter(self.statuses().values())
-        self.assertEqual({'completed', 'failed'}, set(counts))
-        self.assertEqual(10, sum(counts.values()))
-
     def test_a_failure_handler_retries_and_every_attempt_leaves_its_result(self):
         self.run_text('''
             name: stubborn
@@ -15627,9 +15836,15 @@ class OutputOwnerTest(WorldTest):
         """Take a directory; None if it is refused."""
         os.makedirs(self.world.path(name), exist_ok=True)
         try:
-            return torc.take_output_dir(self.world.path(name), database)
+            with torc.HeldDirectory(self.world.path(name)) as directory:
+                return torc.take_output_dir(directory, database)
         except torc.Refused:
             return None
+
+    def record(self) -> Tuple[int, Dict[str, Any]]:
+        """What names the database of a directory."""
+        with torc.HeldDirectory(self.world.path('out')) as directory:
+            return torc.read_output_record(directory)
 
     def test_whether_the_database_of_a_directory_still_exists(self) -> None:
         ours, there = self.database('ours.db'), {'host': 'node7'}
@@ -15697,7 +15912,8 @@ class OutputOwnerTest(WorldTest):
                 thread.join()
             winners = [name for name, answer in answers.items() if answer is not None]
             self.assertEqual((1, 12 - round), (len(winners), len(answers)))
-            self.assertEqual((round + 1, winners[0]), (lambda number, record: (number, record['id']))(*torc.read_output_record(self.world.path('out'))))
+            number, record = self.record()
+            self.assertEqual((round + 1, winners[0]), (number, record['id']))
             os.unlink(self.world.path(winners[0]))
             candidates = [one for one in candidates if one['id'] != winners[0]]
 
@@ -15708,10 +15924,213 @@ class OutputOwnerTest(WorldTest):
             self.assertEqual(expected, os.stat(self.world.path(oct(mode), '.torc_database.1')).st_mode & 0o777)
         for text in ('', '{', '[]', '{"id": 1}'):
             path = self.world.write('out/.torc_database.1', text)
-            self.assertRaisesRegex(torc.Denied, 'remove it, or give another directory with -o DIR', torc.read_output_record, self.world.path('out'))
+            self.assertRaisesRegex(torc.Denied, 'remove it, or give another directory with -o DIR', self.record)
         os.unlink(path)
         os.symlink(self.world.write('target', '{}'), path)
-        self.assertRaises(torc.Denied, torc.read_output_record, self.world.path('out'))
+        self.assertRaises(torc.Denied, self.record)
+
+
+class OutputSafetyTest(FlowTest):
+    """An output directory in which others could replace files is refused, and what lies there is not trusted."""
+
+    SPEC = 'name: w\njobs: [{name: a, command: echo mine}]\n'
+
+    def run_in(self, path: str, code: int = 0, *texts: str) -> Outcome:
+        """`run` into a directory; refused ones create nothing."""
+        spec = self.world.write('w.yaml', self.SPEC)
+        outcome = self.assertExit(code, self.world.cli('--db', 'a.db', 'run', '-o', path, spec, timeout=20), *texts)
+        if code:
+            self.assertNotIn('Created', outcome.err)
+        return outcome
+
+    def ask(self, *words: Any, directory: str = 'out') -> Outcome:
+        """A command about an output directory."""
+        return self.world.cli('--db', 'a.db', *words, '-o', directory, timeout=20)
+
+    def test_who_may_write_to_an_output_directory(self):
+        rows = rows_of('''
+            owner  group  mode  umask  top  refused
+            1000   50     755   022    yes  -
+            1000   50     700   077    yes  -
+            1000   50     775   022    yes  the users of its group
+            1000   50     775   002    yes  -
+            1000   50     2770  007    yes  -
+            1000   1000   775   022    yes  -
+            1000   50     777   002    yes  all users
+            1000   1000   777   022    yes  all users
+            1000   50     1777  022    yes  -
+            1000   50     1777  022    -    all users
+            1000   50     1775  022    yes  -
+            1000   50     1775  022    -    the users of its group
+            1000   50     775   002    -    -
+            1000   50     755   022    -    -
+            0      0      755   022    yes  -
+            0      50     775   022    yes  the users of its group
+            0      50     2775  002    yes  -
+            0      0      1777  022    yes  -
+            0      0      777   022    yes  all users
+            0      0      755   022    -    belongs to another user
+            1001   50     755   022    yes  belongs to another user
+            1001   50     2775  002    yes  belongs to another user
+            1001   50     1777  022    yes  belongs to another user
+            65534  50     755   022    yes  belongs to another user
+            ''')
+        for row in rows:
+            mode, mask = 0o40000 | int(row['mode'], 8), int(row['umask'], 8)
+            found = types.SimpleNamespace(st_uid=int(row['owner']), st_gid=int(row['group']), st_mode=mode)
+            directory = types.SimpleNamespace(found=found, path='/some where')
+            with self.subTest(row), unittest.mock.patch('os.geteuid', lambda: 1000), \
+                    unittest.mock.patch('torc.current_umask', lambda: mask):
+                danger = torc.explain_danger(directory, row['top'] == 'yes')
+                self.assertEqual(bool(row['refused']), bool(danger))
+                self.assertIn(row['refused'], danger)
+                self.assertEqual('may write' in danger and row['owner'] == '1000', 'chmod ' in danger)
+                self.assertEqual(bool(danger), 'give another directory with -o DIR' in danger)
+
+    def test_a_directory_to_which_others_may_write_is_refused_with_the_cure(self):
+        out = self.world.path('out')
+        os.mkdir(out)
+        for path, is_top in ((out, True), (out + '/job_stdio', False)):
+            os.makedirs(path, exist_ok=True)
+            os.chmod(path, 0o777)
+            cure = f'`chmod go-w {shlex.quote(path)}`, or give another directory with -o DIR'
+            self.run_in('out', 4, f'all users may write to {path}', cure)
+            self.assertEqual([] if is_top else ['job_stdio'], os.listdir(out))
+            os.chmod(path, 0o755)
+        os.chmod(out, 0o1777)
+        self.run_in('out')
+        self.assertEqual('mine\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
+
+    def test_a_link_or_pipe_that_lies_there_is_neither_followed_nor_waited_for(self):
+        precious = self.world.write('private/job_wf1_j1_r1_a1.o', 'kept')
+        os.mkdir(self.world.path('out'))
+        os.symlink('../private', self.world.path('out', 'job_stdio'))
+        self.run_in('out', 4, 'job_stdio is a link, and could lead anywhere')
+        os.unlink(self.world.path('out', 'job_stdio'))
+        os.mkdir(self.world.path('out', 'job_stdio'))
+        os.symlink(precious, self.world.path('out', 'job_stdio', 'job_wf1_j1_r1_a1.o'))
+        words = '--db', 'a.db', 'run', '-o', 'out', self.world.write('w.yaml', self.SPEC)
+        self.assertExit(1, self.world.cli(*words, timeout=20), 'what lies there is not a regular file of yours')
+        makers = (os.mkfifo, lambda path: os.symlink(precious, path), lambda path: os.link(precious, path), os.mkdir)
+        for number, make in enumerate(makers, 2):
+            log = f'job_runner_{socket.gethostname()}_wf{number}_r1.log'
+            make(self.world.path('out', log))
+            outcome = self.world.cli(*words, timeout=20)
+            self.assertExit(2, outcome, f'cannot write the log {log} in ', 'give another place with --output-dir')
+        self.assertEqual('kept', read_text(precious))
+
+    def test_logs_and_results_show_no_file_that_a_link_names_and_wait_for_no_pipe(self):
+        self.run_in('out')
+        private = self.world.write('private/secret', 'secret')
+        path = self.world.path('out', 'job_stdio', 'job_wf1_j1_r1_a1.')
+        for make in (os.mkfifo, lambda name: os.symlink(private, name)):
+            for end in 'oe':
+                os.unlink(path + end)
+                make(path + end)
+            self.assertExit(4, self.ask('logs', 1, 'a'), 'has left no output')
+            self.assertNotIn('secret', self.assertExit(0, self.ask('logs', 1)).out)
+            item, = self.ask('results', 'list', 1, '--include-logs').json()['items']
+            self.assertEqual((None, None), (item['job_stdout'], item['job_stderr']))
+        os.rename(self.world.path('out', 'job_stdio'), self.world.path('elsewhere'))
+        os.symlink('../elsewhere', self.world.path('out', 'job_stdio'))
+        for words in (('logs', 1), ('logs', 1, 'a'), ('results', 'list', 1, '--include-logs')):
+            self.assertEqual('', self.assertExit(4, self.ask(*words), 'job_stdio is a link').out)
+
+    def test_another_users_directory_or_link_is_refused_and_their_files_are_not_shown(self):
+        need('root', os.geteuid() == 0, 'root, to act as another user')
+        os.mkdir(self.world.path('theirs'))
+        os.chown(self.world.path('theirs'), OTHER_UID, OTHER_UID)
+        self.run_in('theirs', 4, f"{self.world.path('theirs')} belongs to another user")
+        self.assertEqual([], os.listdir(self.world.path('theirs')))
+        os.mkdir(self.world.path('ours'))
+        os.symlink('ours', self.world.path('link'))
+        os.chown(self.world.path('link'), OTHER_UID, OTHER_UID, follow_symlinks=False)
+        self.run_in('link', 4, 'is a link that another user has made')
+        os.chown(self.world.path('link'), 0, 0, follow_symlinks=False)
+        self.run_in('link')
+        os.chown(self.world.path('ours', 'job_stdio', 'job_wf1_j1_r1_a1.o'), OTHER_UID, OTHER_UID)
+        self.assertNotIn('mine', self.assertExit(0, self.ask('logs', 1, directory='ours')).out)
+        for name in ('', 'job_stdio'):
+            os.chown(self.world.path('ours', name), OTHER_UID, OTHER_UID)
+        self.assertExit(0, self.ask('logs', 1, directory='ours'), f'belongs to another user (uid {OTHER_UID})', 'mine')
+        record = self.world.path('ours', '.torc_database.1')
+        os.chown(self.world.path('ours'), 0, 0)
+        os.chown(record, OTHER_UID, OTHER_UID)
+        self.assertExit(4, self.ask('run', 1, '--retry-failed', directory='ours'), 'Is a file of another user')
+
+    def test_a_run_accepts_the_directories_that_it_has_made_under_any_umask_in_a_directory_of_a_group(self):
+        need('root', os.geteuid() == 0, 'root, to act as another user')
+        os.chmod(self.world.root, 0o755)
+        spec = self.world.write('w.yaml', self.SPEC)
+        group = self.world.path('group')
+        os.mkdir(group)
+        os.chown(group, OTHER_UID, 47012)
+        os.chmod(group, 0o2775)
+        for mask in (0o002, 0o007, 0o022, 0o077, 0o000, 0o277):
+            def work() -> int:
+                os.chdir(group)
+                env = dict.fromkeys(('HOME', 'XDG_STATE_HOME'), os.path.join(group, 'home'))
+                return max(self.world.main('run', '-o', f'{mask:o}/out', spec, env=env).code for _ in range(2))
+            with self.subTest(oct(mask)):
+                self.world.directory = group
+                self.assertEqual(0, end_child(run_as(work, OTHER_UID, 47012, mask)))
+                for name in ('', 'out', 'out/job_stdio'):
+                    found = os.stat(os.path.join(group, f'{mask:o}', name))
+                    self.assertEqual((0o700, 47012), (found.st_mode & 0o722, found.st_gid))
+
+    def test_in_a_directory_that_was_made_read_only_no_more_jobs_are_started(self):
+        spec = self.world.write('w.yaml', '''
+            name: w
+            jobs:
+              - {name: spoil, command: chmod 500 out}
+              - {name: mend, command: "while test -w out; do sleep 0.02; done; sleep 0.5; chmod 700 out"}
+              - {name: "j{i}", command: "test -w out", depends_on: [spoil], parameters: {i: "1:5"}}
+            ''')
+        os.chmod(self.world.root, 0o755)
+        folder = self.world.path('theirs')
+        os.mkdir(folder)
+        os.chown(folder, OTHER_UID, OTHER_UID)
+
+        def work() -> int:
+            self.world.directory = folder
+            outcome = self.world.main('--db', 'db/a.db', 'run', '-p', 0.2, '--num-cpus', 2, '-o', 'out', spec,
+                                      env={'HOME': folder, 'XDG_STATE_HOME': folder})
+            loss = f'{folder}/out is read-only; no more jobs are started until that is mended\n'
+            self.assertEqual(1, outcome.err.count(loss), str(outcome))
+            self.assertIn('7 completed', outcome.err)
+            return outcome.code
+        self.assertEqual(0, end_child(run_as(work)))
+
+    def test_where_a_file_system_keeps_no_owners_and_modes_nothing_is_refused(self):
+        os.mkdir(self.world.path('out'), 0o700)
+        os.chmod(self.world.path('out'), 0o777)
+        with self.world.inside():
+            self.assertRaises(torc.Denied, torc.OutputDirectory, 'out')
+            for uid, mode in ((65534, 0o100600), (os.geteuid(), 0o100777)):
+                found = types.SimpleNamespace(st_uid=uid, st_mode=mode)
+                with unittest.mock.patch('torc.try_to_write', lambda directory: found):
+                    torc.OutputDirectory('out').close()
+
+    def test_on_a_disk_that_fills_up_no_more_jobs_are_started(self):
+        small = self.world.path('small')
+        os.mkdir(small)
+        mount = ['mount', '-t', 'tmpfs', '-o', 'size=200k', 'tmpfs', small]
+        mounted = subprocess.run(mount, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) if shutil.which('mount') else None
+        need('mount', mounted and mounted.returncode == 0, 'root, and a kernel that mounts a small tmpfs')
+        self.addCleanup(subprocess.check_call, ['umount', small])
+        spec = self.world.write('fill.yaml', '''
+            name: fill
+            compute_node_wait_for_new_jobs_seconds: 1
+            jobs:
+              - {name: "j{i}", command: "head -c 30000 /dev/zero; sleep 0.1", parameters: {i: "1:30"}}
+            ''')
+        outcome = self.world.cli('run', '-p', 0.2, '--num-cpus', 1, '-o', small + '/out', spec)
+        self.assertExit(1, outcome, f'the disk of the output directory {small}/out is full')
+        counts = collections.Counter(self.statuses().values())
+        self.assertEqual({'completed', 'ready'} | ({'failed'} & set(counts)), set(counts))
+        self.assertEqual((30, True), (sum(counts.values()), counts['failed'] <= 2), counts)
+        self.assertEqual(1, outcome.err.count('no more jobs are started'))
+        self.assertExit(2, self.world.cli('run', 1, '-o', small + '/out'), 'is full: name another one with --output-dir')
 
 
 @slow

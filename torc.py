@@ -643,6 +643,10 @@ def account_name() -> str:
         return str(os.getuid())
 
 
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+FULL_BYTES = 65536      # a file system with less free is full
+
+
 def make_private_directory(path: str) -> None:
     """Make a directory, with its parents, that only the owner may enter. An existing one is left as it is."""
     if not os.path.isdir(path):
@@ -711,38 +715,152 @@ def refuse_special_file(path: str) -> None:
         raise OSError(errno.EINVAL, kind, path)
 
 
-def write_atomically(path: str, data: bytes, mode: int = 0o600, is_new: bool = False) -> None:
+def write_atomically(path: str, data: bytes, mode: int = 0o600, is_new: bool = False,
+                     dir_fd: Optional[int] = None) -> None:
     """Put a file in place as a whole: readers see the old content or the new, never a part.
 
     With `is_new` FileExistsError if there is one: exactly one of several callers succeeds, over NFS too.
+    With `dir_fd` the path is a name in that directory.
     """
-    if not is_new:
+    if not is_new and dir_fd is None:
         refuse_special_file(path)
-    descriptor, temporary = tempfile.mkstemp(prefix='.' + os.path.basename(path), dir=os.path.dirname(os.path.abspath(path)))
+    temporary = os.path.join(os.path.dirname(path), f'.{os.path.basename(path)}.{secrets.token_hex(4)}')
+    descriptor = os.open(temporary, NEW_FILE, 0o600, dir_fd=dir_fd)
     try:
         with os.fdopen(descriptor, 'wb') as file:
             os.fchmod(descriptor, mode)
             file.write(data)
             file.flush()
             os.fsync(descriptor)
-        if not is_new or not link_new(temporary, path):
-            os.replace(temporary, path)
+        if not is_new or not link_new(temporary, path, dir_fd):
+            os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
-        os.unlink(temporary)
+        os.unlink(temporary, dir_fd=dir_fd)
         raise
 
 
-def link_new(temporary: str, path: str) -> bool:
+def link_new(temporary: str, path: str, dir_fd: Optional[int] = None) -> bool:
     """Move a file to a name that is free, else FileExistsError. False if the name was only reserved."""
     try:
-        os.link(temporary, path)
+        os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except FileExistsError:
         raise
     except OSError:     # no hard links (FAT, some FUSE mounts): readers may see an empty file for a moment
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        os.close(os.open(path, NEW_FILE, 0o600, dir_fd=dir_fd))
         return False
-    os.unlink(temporary)
+    os.unlink(temporary, dir_fd=dir_fd)
     return True
+
+
+def make_own_directory(path: str, dir_fd: Optional[int] = None) -> None:
+    """Make a directory, and its parents, by the umask, but writable for nobody else."""
+    parent = os.path.dirname(path)
+    if dir_fd is None and not os.path.isdir(parent):
+        make_own_directory(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o755, dir_fd=dir_fd)
+        mode = os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode
+        if mode & 0o700 != 0o700:       # such a umask would keep us out, too
+            os.chmod(path, stat.S_IMODE(mode) | 0o700, dir_fd=dir_fd)
+
+
+def current_umask() -> int:
+    """The umask, which can be read only by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def open_regular(path: str, flags: int, dir_fd: Optional[int] = None) -> int:
+    """Open a regular file, never through a link nor waiting for the end of a pipe. An opener (see `open`)."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor       # O_NONBLOCK means nothing to files (open(2))
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, 'Is not a regular file', path)
+
+
+class HeldDirectory:
+    """A directory held open: a name in it means this very directory, whatever is put under its path later."""
+
+    def __init__(self, path: str, dir_fd: Optional[int] = None) -> None:
+        """Open a directory by its path, or by its last name, which may be no link, in an open one."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
+        self.path = path
+        self.descriptor = (os.open(path, flags) if dir_fd is None else
+                           os.open(os.path.basename(path), flags | os.O_NOFOLLOW, dir_fd=dir_fd))
+        self.found = os.fstat(self.descriptor)
+        self.opener = functools.partial(open_regular, dir_fd=self.descriptor)
+
+    def __enter__(self) -> 'HeldDirectory':
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let it go."""
+        os.close(self.descriptor)
+
+    def stat(self, name: str) -> os.stat_result:
+        """What lies under a name: a link itself, not what it points to."""
+        return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+
+    def has_file(self, name: str) -> bool:
+        """Whether a regular file of ours, or of the directory's owner, lies under a name."""
+        try:
+            return self.is_own_file(self.stat(name))
+        except OSError:
+            return False
+
+    def is_own_file(self, found: os.stat_result) -> bool:
+        """Whether it is a regular file of ours, or of the directory's owner, who may be us by another number."""
+        return stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), self.found.st_uid)
+
+    def refuse(self, name: str) -> OSError:
+        """The error for a name under which something else lies than a file of ours."""
+        path = os.path.join(self.path, name)
+        return FileExistsError(errno.EEXIST, 'what lies there is not a regular file of yours', path)
+
+    def create(self, name: str, mode: int = 0o666) -> int:
+        """Open a new file for writing, in the place of one of ours, never of anything else."""
+        for _ in range(3):      # somebody may remove or make it at the same moment
+            try:
+                return os.open(name, NEW_FILE, mode, dir_fd=self.descriptor)
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):
+                    if not self.is_own_file(self.stat(name)):
+                        break
+                    os.unlink(name, dir_fd=self.descriptor)
+        raise self.refuse(name)
+
+    def append(self, name: str, mode: int = 0o666) -> int:
+        """Open a file of ours that has no other name, or a new one, for writing at its end."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(name, flags, mode, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):   # a link; a pipe that nobody reads
+                raise self.refuse(name) from None
+            raise
+        found = os.fstat(descriptor)
+        if self.is_own_file(found) and found.st_nlink < 2:
+            return descriptor
+        os.close(descriptor)
+        raise self.refuse(name)
+
+    def remove(self, name: Optional[str]) -> None:
+        """Remove a file that may be gone already."""
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self.descriptor)
+
+    def is_full(self) -> bool:
+        """Whether hardly anything more can be written here. A file system that tells no sizes is not full."""
+        found = os.fstatvfs(self.descriptor)
+        free = found.f_bavail if os.geteuid() else found.f_bfree
+        needed_bytes = min(FULL_BYTES, found.f_blocks * found.f_frsize // 8)
+        return free * found.f_frsize < needed_bytes or bool(found.f_files and not found.f_ffree)
 
 
 def load_ssl() -> Any:
@@ -845,9 +963,10 @@ def is_deleted(path: str) -> bool:
     return os.path.isdir(os.path.dirname(path)) and not os.path.exists(path)
 
 
-def stdio_paths(output_dir: str, workflow_id: int, job_id: int, run_id: int, attempt_id: int, mode: str) -> Tuple[Optional[str], Optional[str]]:
-    """Where an attempt's stdout and stderr go, by stdio mode; None is /dev/null. The two are the same file in mode combined."""
-    stem = os.path.join(output_dir, 'job_stdio', f'job_wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}')
+def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
+                mode: str) -> Tuple[Optional[str], Optional[str]]:
+    """Files of an attempt's stdout and stderr, by stdio mode; None is /dev/null. Both are the same in mode combined."""
+    stem = f'job_wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'
     return {
         'separate': (stem + '.o', stem + '.e'),
         'combined': (stem + '.log', stem + '.log'),
@@ -14308,23 +14427,12 @@ def gpu_environment(devices: Sequence[str]) -> Dict[str, str]:
     return dict.fromkeys(names, ','.join(devices)) if devices else {}
 
 
-def open_output(path: Optional[str]) -> int:
-    """Open a job's output file for writing, emptied, never through a link or a pipe that lies there. None is /dev/null."""
-    if path is None:
-        return os.open(os.devnull, os.O_WRONLY)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor   # O_NONBLOCK means nothing to files (open(2))
-    os.close(descriptor)
-    raise FileExistsError(errno.EEXIST, 'something lies there that is no file', path)
-
-
-def read_last_line(path: Optional[str]) -> str:
+def read_last_line(path: Optional[str], opener: Callable[[str, int], int] = open_regular) -> str:
     """Last line of a job's output that is not blank, made printable, at most 300 characters."""
     if path is None:
         return ''
     try:
-        with open(path, 'rb') as file:
+        with open(path, 'rb', opener=opener) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
             lines = file.read(4096).decode('utf-8', 'replace').split('\n')
     except OSError:
@@ -14594,13 +14702,14 @@ class Process:
             bool(number and os.WCOREDUMP(status)))
 
 
-def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -> str:
+def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str],
+                opener: Callable[[str, int], int] = open_regular) -> str:
     """Why a process failed: the signal that killed it, else its last line of output; '' if there is none."""
-    line = read_last_line(stderr)
+    line = read_last_line(stderr, opener)
     if end.signal_number:
         core = ' (core dumped)' if end.has_core else ''
         return f'killed by {format_signal(end.signal_number)}{core}' + (f': {line}' if line else '')
-    line = line or read_last_line(stdout)
+    line = line or read_last_line(stdout, opener)
     if not line and 128 < end.return_code <= 128 + 64:      # as a shell reports a child killed by a signal
         return f'killed by {format_signal(end.return_code - 128)}, judging by its return code'
     return line
@@ -15086,6 +15195,8 @@ RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 DIGEST_TURN_S = 0.02                # of reading output files, in a turn
+LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
+TAKEN = frozenset((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG))     # not the directory's fault, but a name's
 
 
 class RunnerOptions(NamedTuple):
@@ -15131,29 +15242,30 @@ class NodeSize(NamedTuple):
 # other's files. So an output directory belongs to one database. Records .torc_database.1, .2, ... name it,
 # and the last one counts: number N+1 is made when the database of number N no longer exists, with link(2), so
 # that exactly one of several runners succeeds, also over NFS. They hold no secret and are readable for
-# whoever may read the directory, since runners of several users of a server share it. A directory without a
-# record belongs to the first runner that comes.
+# whoever may read the directory. A directory without a record belongs to the first runner that comes.
 
-def output_record_path(directory: str, number: int) -> str:
-    """Path of a record of an output directory's database."""
-    return os.path.join(directory, f'.torc_database.{number}')
+def output_record_name(number: int) -> str:
+    """Name of a record of an output directory's database."""
+    return f'.torc_database.{number}'
 
 
-def read_output_record(directory: str) -> Tuple[int, Dict[str, Any]]:
+def read_output_record(directory: HeldDirectory) -> Tuple[int, Dict[str, Any]]:
     """Number and content of the record that counts in an output directory; (0, {}) if there is none."""
     number, found = 0, {}   # type: int, Dict[str, Any]
     while True:
-        path = output_record_path(directory, number + 1)
+        name = output_record_name(number + 1)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(descriptor, encoding='utf-8') as file:
+            with open(name, encoding='utf-8', opener=directory.opener) as file:
+                if os.fstat(file.fileno()).st_uid not in (0, os.geteuid(), directory.found.st_uid):
+                    raise PermissionError(errno.EPERM, 'Is a file of another user')
                 found = parse_json(file.read(65536))
             if [type(found[key]) for key in ('id', 'path', 'host')] != [str] * 3:
                 raise ValueError
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return number, found
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = getattr(error, 'strerror', None) or 'damaged'
+            path = os.path.join(directory.path, name)
             raise Denied(f'{path}, which names the database of this output directory, cannot be read '
                          f'({reason}): remove it, or give another directory with -o DIR') from None
         number += 1
@@ -15197,22 +15309,224 @@ def refuse_foreign_output(directory: str, record: Dict[str, Any], ours: Dict[str
                   f'this one is {own}: give another directory with -o DIR')
 
 
-def take_output_dir(directory: str, database: Dict[str, Any]) -> str:
+def take_output_dir(held: HeldDirectory, database: Dict[str, Any]) -> str:
     """Make a database the owner of an output directory. Path of the former owner if that is gone, else ''."""
-    mode = 0o600 | os.stat(directory).st_mode & 0o044
+    directory, mode = held.path, 0o600 | held.found.st_mode & 0o044
     while True:
-        number, record = read_output_record(directory)
+        number, record = read_output_record(held)
         ours = locate_database(directory, database)
         if record == ours:
             return ''
         is_ours = record.get('id') == ours['id'] and not is_copied(directory, record, database)
         if record and not is_ours and not is_database_gone(directory, record, ours):
             refuse_foreign_output(directory, record, database)
-        path = output_record_path(directory, number if is_ours else number + 1)
+        name = output_record_name(number if is_ours else number + 1)
         with contextlib.suppress(FileExistsError):      # another runner was faster: look again
-            write_atomically(path, format_json(ours).encode(), mode, not is_ours)
+            write_atomically(name, format_json(ours).encode(), mode, not is_ours, held.descriptor)
             if record and not is_ours:
                 return os.path.abspath(os.path.join(directory, record['path']))
+
+
+# -------- an output directory in use --------
+#
+# Whoever may replace what lies in an output directory can have a runner write over its user's other files, or read
+# and forge what jobs print. So `run` uses only a directory that is its user's or root's, with a job_stdio of its
+# user's, where nobody else may write: not all users, unless the sticky bit keeps them off others' entries (as in
+# /tmp), and the group only if it is the user's private one, or if their umask lets it write anyway. What is checked
+# is held open, and all files are opened in it by name, new ones with O_EXCL. Where the file system keeps no owners
+# and modes (FAT, CIFS, NFS that maps all users to one), nothing can be known, and nothing is refused.
+#
+# A runner goes on only while the directory that it holds is the one under its path and can be written to.
+
+def explain_danger(directory: HeldDirectory, is_top: bool) -> str:
+    """Who else could replace what is written to a directory, and the cure; or ''. `is_top`: it may be root's."""
+    found, path = directory.found, directory.path
+    is_sticky = is_top and found.st_mode & stat.S_ISVTX
+    elsewhere = 'give another directory with -o DIR'
+    if found.st_uid not in ((os.geteuid(), 0) if is_top else (os.geteuid(),)):
+        return f'{path} belongs to another user, who could replace what is written to it: {elsewhere}'
+    is_open = found.st_mode & 0o002 and not is_sticky
+    is_shared = found.st_mode & 0o020 and not (is_sticky or is_private_group(found))
+    if not (is_open or is_shared and current_umask() & 0o020):
+        return ''
+    others, word = ('all users', 'go-w') if is_open else ('the users of its group', 'g-w')
+    cure = f'`chmod {word} {shlex.quote(path)}`, or ' if found.st_uid == os.geteuid() else ''
+    return f'{others} may write to {path}, and could replace what is written to it: {cure}{elsewhere}'
+
+
+def try_to_write(directory: HeldDirectory) -> os.stat_result:
+    """Make a file and remove it: quotas and strange file systems show in no other way. OSError."""
+    name = f'.torc_{secrets.token_hex(8)}'
+    descriptor = os.open(name, NEW_FILE, 0o600, dir_fd=directory.descriptor)
+    found = os.fstat(descriptor)
+    os.close(descriptor)
+    directory.remove(name)
+    return found
+
+
+def keeps_owners(directory: HeldDirectory) -> bool:
+    """Whether a file system says who owns a file and who may write to it."""
+    try:
+        found = try_to_write(directory)
+    except OSError:
+        return True
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def hold_stdio(output_dir: str, dir_fd: Optional[int] = None) -> HeldDirectory:
+    """The job_stdio of an output directory, which must be no link. OSError."""
+    path = os.path.join(output_dir, 'job_stdio')
+    if dir_fd is None:
+        with HeldDirectory(output_dir) as top:
+            return hold_stdio(output_dir, top.descriptor)
+    try:
+        return HeldDirectory(path, dir_fd)
+    except OSError:     # Linux says ENOTDIR of a link, others ELOOP
+        if os.path.islink(path):
+            raise Denied(f'{path} is a link, and could lead anywhere: replace it by a directory, '
+                         'or give another directory with -o DIR') from None
+        raise
+
+
+def open_stdio_file(path: str, flags: int) -> int:
+    """Open DIR/job_stdio/NAME for reading, as open_regular. An opener (see `open`)."""
+    directory, name = os.path.split(path)
+    with hold_stdio(os.path.dirname(directory)) as stdio:
+        return stdio.opener(name, flags)
+
+
+def hold_top(path: str) -> HeldDirectory:
+    """An output directory, checked. OSError, or Denied if others could replace what is written there."""
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
+        raise Denied(f'{path} is a link that another user has made: give another directory with -o DIR')
+    return refuse_danger(HeldDirectory(path), True)
+
+
+def hold_own_stdio(top: HeldDirectory) -> HeldDirectory:
+    """The job_stdio of an output directory, made if it is missing, and checked. OSError, or Denied."""
+    make_own_directory('job_stdio', top.descriptor)
+    return refuse_danger(hold_stdio(top.path, top.descriptor), False)
+
+
+def refuse_danger(directory: HeldDirectory, is_top: bool) -> HeldDirectory:
+    """The directory, if nobody else could replace what is written to it; else Denied."""
+    danger = explain_danger(directory, is_top)
+    if danger and keeps_owners(directory):
+        directory.close()
+        raise Denied(danger)
+    return directory
+
+
+class OutputDirectory:
+    """An output directory and its job_stdio, held open by who writes to them, and whether that goes on."""
+
+    def __init__(self, path: str) -> None:
+        """Make what is missing. OSError, or Denied."""
+        self.path = os.path.abspath(path)
+        self.loss = ''              # why nothing can be written there at present
+        self.notice = ''            # to be told once
+        self.next_look = 0.0        # monotonic; whether it is full, or a loss is over, is asked then
+        make_own_directory(self.path)
+        with contextlib.ExitStack() as stack:
+            self.top = stack.enter_context(hold_top(self.path))
+            self.record = read_output_record(self.top)[1]
+            self.stdio = hold_own_stdio(self.top)
+            stack.pop_all()
+
+    def close(self) -> None:
+        """Let both go."""
+        self.top.close()
+        self.stdio.close()
+
+    def __enter__(self) -> 'OutputDirectory':
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def look(self, now: float) -> str:
+        """Why nothing can be written there, '' if all is well. Costlier questions are asked once a second."""
+        is_due = now >= self.next_look
+        if self.loss and not is_due:
+            return self.loss
+        try:
+            loss = self.find_move() or self.find_obstacle(is_due, bool(self.loss))
+        except FileNotFoundError:
+            loss = f'the output directory {self.path} is gone'
+        except OSError as error:
+            loss = f'the output directory {self.path} cannot be used ({error.strerror})'
+        except Denied as error:
+            loss = error.message
+        if loss or is_due:
+            self.next_look = now + LOOK_S
+        self.loss = loss
+        return loss
+
+    def find_move(self) -> str:
+        """Whether another directory lies under the path, of which nothing is known.
+
+        One with our record is ours, mounted anew; and if ours was deleted, a new one may take its place.
+        """
+        if not os.path.samestat(os.stat(self.path), self.top.found):
+            with contextlib.ExitStack() as stack:
+                top = stack.enter_context(hold_top(self.path))
+                record = read_output_record(top)[1]
+                is_new = not record and self.was_deleted()
+                if not is_new and (not record or record != self.record):
+                    return f'the output directory {self.path} was replaced by another one'
+                stdio = hold_own_stdio(top)
+                if is_new and self.record:
+                    text = format_json(self.record)
+                    write_atomically(output_record_name(1), text.encode(), 0o600, True, top.descriptor)
+                stack.pop_all()
+            self.close()
+            self.top, self.stdio = top, stdio
+        elif not self.has_own_stdio():
+            stdio = hold_own_stdio(self.top)
+            self.stdio.close()
+            self.stdio = stdio
+            self.notice = f'{stdio.path} was removed or replaced: output goes to what lies there now'
+        return ''
+
+    def was_deleted(self) -> bool:
+        """Whether the directory that is held can never come back."""
+        try:
+            return not os.fstat(self.top.descriptor).st_nlink
+        except OSError:     # ESTALE: another host has deleted it (NFS)
+            return True
+
+    def has_own_stdio(self) -> bool:
+        """Whether job_stdio is still the directory that is held."""
+        try:
+            return os.path.samestat(self.top.stat('job_stdio'), self.stdio.found)
+        except FileNotFoundError:
+            return False
+
+    def find_obstacle(self, asks_size: bool, tries: bool) -> str:
+        """Whether files cannot be made there any more. OSError."""
+        held = (self.top, self.stdio)
+        if not all(os.access('.', os.W_OK | os.X_OK, dir_fd=directory.descriptor) for directory in held):
+            return f'the output directory {self.path} is read-only'
+        if asks_size and self.stdio.is_full():
+            return f'the disk of the output directory {self.path} is full'
+        for directory in held if tries else ():
+            try_to_write(directory)
+        return ''
+
+    def is_full(self) -> bool:
+        """Whether nothing more can be written there; the next look will tell the same."""
+        self.next_look = 0.0
+        with contextlib.suppress(OSError):      # it is gone altogether
+            return self.stdio.is_full()
+        return False
+
+    def on_failure(self, error: OSError, now: float) -> str:
+        """A file could not be made: why, until the next look."""
+        self.next_look = 0.0
+        loss = f'the output directory {self.path} cannot be written to ({error.strerror})'
+        self.loss = self.look(now) or loss
+        return self.loss
 
 
 # -------- a node's size --------
@@ -15367,10 +15681,19 @@ class RunLog:
     """The runner's own log: lines 'TIME LEVEL Message key=value', written once a turn."""
     LEVELS = ('debug', 'info', 'warning', 'error')
 
-    def __init__(self, path: str, level: str) -> None:
+    def __init__(self, output: OutputDirectory, name: str, level: str) -> None:
         self.lines = []     # type: List[str]
+        self.head = ''      # the line with which each file begins
+        self.output, self.name = output, name
         self.least = self.LEVELS.index(level) if level in self.LEVELS else 1
-        self.descriptor = open_new_private(path, os.O_WRONLY | os.O_APPEND)
+        self.open()
+
+    def open(self) -> None:
+        """The file, which nobody else may read."""
+        self.held = self.output.top     # the directory in which it is open
+        self.descriptor = self.held.append(self.name, 0o600)
+        with contextlib.suppress(OSError):      # a file system without modes
+            os.fchmod(self.descriptor, 0o600)
 
     def write(self, message: str, level: str = 'info', **values: Any) -> None:
         """Add a line; values that are None are left out."""
@@ -15383,9 +15706,21 @@ class RunLog:
         if self.lines:
             text, self.lines = ''.join(self.lines), []
             try:
+                if self.held is not self.output.top or os.fstat(self.descriptor).st_size > MAX_LOG_BYTES:
+                    self.begin_anew()
+                    text = self.head + text
                 os.write(self.descriptor, text.encode('utf-8', 'replace'))
             except OSError:     # nobody could be told
                 pass
+
+    def begin_anew(self) -> None:
+        """Make a long file NAME.1, unless another runner of this host has, and open a new one."""
+        full, held = self.descriptor, self.held
+        with contextlib.suppress(FileNotFoundError):
+            if held is self.output.top and os.path.samestat(held.stat(self.name), os.fstat(full)):
+                os.rename(self.name, self.name + '.1', src_dir_fd=held.descriptor, dst_dir_fd=held.descriptor)
+        self.open()
+        os.close(full)
 
     def close(self) -> None:
         """Write the rest and close."""
@@ -15409,7 +15744,7 @@ class Task:
         self.kind = kind
         self.rules = rules              # of its failure handler
         self.grant = None               # type: Optional[Grant]
-        self.stdout = None              # type: Optional[str]
+        self.stdout = None              # type: Optional[str]  # name in job_stdio
         self.stderr = None              # type: Optional[str]
         self.deletes_stdio = False      # after success
         self.process = None             # type: Optional[Process]
@@ -15424,14 +15759,18 @@ class Task:
 
 
 def open_outputs(task: Task, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
-    """Open a job's output files into `outputs`, by its stdio mode. `stem` is output directory, workflow and run."""
+    """Open a job's output files into `outputs`, by its stdio mode. `stem` is job_stdio, workflow and run."""
     own = (config['job_stdio_overrides'] or {}).get(task.name)      # as in Torc it inherits nothing
     stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
     directory, workflow_id, run_id = stem
     task.deletes_stdio = bool(stdio.get('delete_on_success'))
-    task.stdout, task.stderr = stdio_paths(directory, workflow_id, task.id, run_id, task.attempt_id, stdio['mode'])
-    outputs.append(open_output(task.stdout))
-    outputs.append(outputs[0] if task.stderr is not None and task.stderr == task.stdout else open_output(task.stderr))
+    names = stdio_names(workflow_id, task.id, run_id, task.attempt_id, stdio['mode'])
+    task.stdout, task.stderr = names
+    for name in names:
+        if name is None:
+            outputs.append(os.open(os.devnull, os.O_WRONLY))
+        else:
+            outputs.append(outputs[0] if outputs and name == task.stdout else directory.create(name))
 
 
 def job_variables(task: Task, common: Dict[str, str]) -> Dict[str, str]:
@@ -15520,15 +15859,6 @@ class Digests:
         """There is no time left for it."""
         self.waiting.clear()
         self.current = None
-
-
-def is_disk_full(path: str) -> bool:
-    """Whether nothing more can be written where a path lies."""
-    try:
-        found = os.statvfs(path)
-    except OSError:     # it is gone altogether; the reason of a failure is told otherwise
-        return False
-    return found.f_bavail * found.f_frsize < 65536
 
 
 def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
@@ -15702,7 +16032,8 @@ class Ends:
         if file_times:
             completion['file_times'] = file_times
         if verdict.status != 'completed':
-            task.reason = printable(verdict.message) or explain_end(end, task.stdout, task.stderr)
+            opener = self.runner.output.stdio.opener
+            task.reason = printable(verdict.message) or explain_end(end, task.stdout, task.stderr, opener)
             completion['reason'] = task.reason
         if verdict.status == 'terminated' and task.stopped_for == 'interrupt':
             completion['interrupted'] = True
@@ -15786,20 +16117,12 @@ class Ends:
         self.counts['failed' if status == 'pending_failed' else status] += 1
         if status == 'completed':
             if task.deletes_stdio:
-                remove_files(task.stdout, task.stderr)
+                self.runner.output.stdio.remove(task.stdout)
+                self.runner.output.stdio.remove(task.stderr)
         elif status != 'canceled':
             code = task.completion['return_code']
             self.failed_jobs.append((task.id, task.name, code, task.reason))
             self.runner.progress.on_failed_job(task.name, code, task.reason)
-
-
-def remove_files(*paths: Optional[str]) -> None:
-    """Remove files that may be gone already."""
-    for path in set(paths) - {None}:
-        try:
-            os.unlink(path)
-        except OSError:     # by somebody else
-            pass
 
 
 # -------- claiming --------
@@ -15933,6 +16256,7 @@ class Runner:
         self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
                        'jobs_by_status': {}}    # type: Dict[str, Any]
         self.answers = 0
+        self.told_loss = ''         # of the output directory
         self.told = set()           # type: Set[str]  # why jobs cannot run here, as said, without its numbers
         self.has_survey = False     # the server has said which jobs will never run here
         self.leaving = ''           # why, once it is decided
@@ -15961,10 +16285,16 @@ class Runner:
     def run(self) -> RunOutcome:
         """Register, work, leave."""
         host = socket.gethostname()
-        path = os.path.join(self.output_dir, f'job_runner_{host}_wf{self.workflow_id}_r{self.run_id}.log')
-        with writing(f'the log {path}', '--output-dir'):
-            os.makedirs(os.path.join(self.output_dir, 'job_stdio'), exist_ok=True)
-            self.log = RunLog(path, self.options.log_level)
+        name = f'job_runner_{host}_wf{self.workflow_id}_r{self.run_id}.log'
+        with contextlib.ExitStack() as stack:
+            with writing(f'the log {name} in {self.output_dir}', '--output-dir'):
+                self.output = stack.enter_context(OutputDirectory(self.output_dir))
+                self.log = RunLog(self.output, name, self.options.log_level)
+            self.work_with_log(host)
+        return self.outcome()
+
+    def work_with_log(self, host: str) -> None:
+        """The same, once there is a place to write to."""
         self.wakeup = Wakeup()
         try:
             self.launcher = Launcher()
@@ -15982,7 +16312,6 @@ class Runner:
         finally:
             self.wakeup.close()
             self.log.close()
-        return self.outcome()
 
     def live(self) -> None:
         """From the first action to the last."""
@@ -16021,6 +16350,7 @@ class Runner:
                        num_gpus=len(size.devices), job_completion_poll_interval=f'{options.poll_interval_s:g}s',
                        claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s', max_parallel_jobs=options.max_parallel_jobs,
                        end_time=body.get('end_time'), execution_mode='Direct', limit_resources=str(self.config['limit_resources']).lower())
+        self.log.head = ''.join(self.log.lines[-1:])
 
     def lease_s(self) -> float:
         """How long the server should trust us without another word."""
@@ -16050,6 +16380,7 @@ class Runner:
         """One round of the loop."""
         self.reap()
         self.stop_in_time()
+        self.watch_output()
         self.start_jobs()
         if self.digests.is_busy:
             self.link.contents += self.digests.work(DIGEST_TURN_S)
@@ -16074,6 +16405,8 @@ class Runner:
             times.append(max(self.appetite.moved_at + STALE_AHEAD_S, self.appetite.not_before))
         if self.digests.is_busy:
             times.append(0.0)
+        if self.output.loss:
+            times.append(self.output.next_look)
         for number in self.wakeup.wait(max(0.0, min(min(times) - time.monotonic(), 3600.0)), self.link.pending):
             if number != signal.SIGCHLD:
                 self.on_signal(number)
@@ -16089,7 +16422,8 @@ class Runner:
         """Send one request: all news, the wish for work, due actions."""
         now = time.monotonic()
         self.is_poll = now >= self.poll_at
-        want = self.appetite.want(self.end - now) if claims and not self.leaving else None
+        may_claim = claims and not (self.leaving or self.output.loss)
+        want = self.appetite.want(self.end - now) if may_claim else None
         self.sent_at, self.report_at = now, math.inf
         is_first_silence = self.link.silent_since is None
         self.asks_survey = want is not None and not self.has_survey
@@ -16176,8 +16510,24 @@ class Runner:
 
     # ---- starting ----
 
+    def watch_output(self, error: Optional[OSError] = None) -> None:
+        """Claim and start nothing while the output directory cannot be written to; say so, once."""
+        output, before, now = self.output, self.output.loss, time.monotonic()
+        loss = output.look(now) if error is None else output.on_failure(error, now)
+        if loss and loss != self.told_loss:
+            self.say(f'{loss}; no more jobs are started until that is mended', 'warning')
+        elif before and not loss:
+            self.say(f'the output directory {self.output_dir} can be written to again: jobs are started')
+            self.poll_at, self.worked_at = 0.0, now
+        self.told_loss = loss
+        if output.notice:
+            self.say(output.notice, 'warning')
+            output.notice = ''
+
     def start_jobs(self) -> None:
         """Start from the backlog what fits; give back what has waited too long. Actions come first: jobs may count on them."""
+        if self.output.loss:
+            return self.give_back(self.appetite.drop())
         if self.leaving or self.actions.is_busy or time.monotonic() < self.appetite.not_before:
             return
         for task in self.appetite.startable():
@@ -16191,7 +16541,7 @@ class Runner:
         """Start one job. False if the node has no room for processes at present."""
         outputs = []    # type: List[int]
         try:
-            open_outputs(task, (self.output_dir, self.workflow_id, self.run_id), self.config, outputs)
+            open_outputs(task, (self.output.stdio, self.workflow_id, self.run_id), self.config, outputs)
             task.process = self.launcher.start(compose_command(task.job['invocation_script'], task.job['command']),
                                                job_variables(task, self.variables), outputs, f'{task.id}-{task.attempt_id}')
         except (OSError, ValueError) as error:
@@ -16215,6 +16565,10 @@ class Runner:
             self.appetite.note_exhaustion()
             self.give_back([task] + self.appetite.drop())
             return False
+        if len(outputs) < 2 and isinstance(error, OSError) and error.errno not in TAKEN:
+            self.watch_output(error)
+            self.give_back([task] + self.appetite.drop())
+            return False
         has_no_shell = len(outputs) == 2 and isinstance(error, FileNotFoundError)
         reason = f'cannot be started: {error}'
         if has_no_shell:
@@ -16235,13 +16589,22 @@ class Runner:
 
     def start_script(self, command: str, variables: Dict[str, str], log_name: str, name: str, owner: Callable[[Process], None]) -> None:
         """Start an action's command or a recovery script; its output is added to a log in the output directory."""
-        path = os.path.join(self.output_dir, f'{log_name}_wf{self.workflow_id}_r{self.run_id}.log')
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        descriptor = self.open_script_log(f'{log_name}_wf{self.workflow_id}_r{self.run_id}.log')
         try:
             process = self.launcher.start(command, variables, (descriptor, descriptor), name)
         finally:
             os.close(descriptor)
         self.owners[process] = owner
+
+    def open_script_log(self, name: str) -> int:
+        """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
+        try:
+            return self.output.top.append(name)
+        except OSError as error:
+            if error.errno in TAKEN:
+                raise
+            self.log.write(f'What is to be added to {name} is lost: {error.strerror}', 'warning')
+            return os.open(os.devnull, os.O_WRONLY)
 
     # ---- ends ----
 
@@ -16264,7 +16627,7 @@ class Runner:
             file_times, missing = stat_outputs(task.job['outputs'])
             if missing:
                 verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
-        if verdict.status == 'failed' and not verdict.message and is_disk_full(self.output_dir):
+        if verdict.status == 'failed' and not verdict.message and self.output.is_full():
             verdict = verdict._replace(message=f'the disk of the output directory {self.output_dir} is full')
         if verdict.status == 'completed' and self.workflow.get('enable_ro_crate'):
             self.digests.waiting.extend(task.job['outputs'])
@@ -16352,6 +16715,11 @@ class Runner:
         if self.appetite.is_too_late(self.end - now):
             self.leave('deadline')
             self.say(f'leaving: no job is started when less than {self.appetite.min_time_s} s are left')
+        elif self.output.loss:
+            if limit_s and now - self.worked_at >= limit_s:
+                self.leave('output')
+                waited_s = f'{now - self.worked_at:.0f} seconds'
+                self.say(f'leaving: for {waited_s} nothing could be started, since {self.output.loss}', 'warning')
         elif not (self.answer.get('claimable', True) or pending or ignores or self.options.is_persistent):
             self.leave('stuck')
             self.say(f"leaving: of the jobs that are left ({self.answer['unfinished']}) none can run here")
@@ -18297,18 +18665,24 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
     """The directory that runners of a workflow wrote to. Refused if it belongs to another database."""
     directory = os.path.join(base_directory(workflow), args['output_dir'])
     database = call_addition(session, 'get_database')
-    if database:
-        refuse_foreign_output(directory, read_output_record(directory)[1], database)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        with HeldDirectory(directory) as held:
+            if database:
+                refuse_foreign_output(directory, read_output_record(held)[1], database)
+        with hold_stdio(directory) as stdio:
+            if stdio.found.st_uid != os.geteuid():      # a colleague, or who has put it in the place of ours
+                session.tell(printable(f'torc: {stdio.path} belongs to another user (uid {stdio.found.st_uid})'))
     return directory
 
 
 def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int]) -> Tuple[Optional[str], Optional[str]]:
     """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was; None where there is no file."""
     found: List[Optional[str]] = [None, None]
-    for mode in STDIO_MODES:
-        for place, path in enumerate(stdio_paths(output_dir, workflow_id, job_id, *attempt, mode)):
-            if found[place] is None and path and os.path.exists(path):
-                found[place] = path
+    with contextlib.suppress(OSError), hold_stdio(output_dir) as stdio:     # there may be no such directory
+        for mode in STDIO_MODES:
+            for place, name in enumerate(stdio_names(workflow_id, job_id, *attempt, mode)):
+                if found[place] is None and name and stdio.has_file(name):
+                    found[place] = os.path.join(stdio.path, name)
     return found[0], found[1]
 
 
@@ -18447,7 +18821,7 @@ class Tail:
         """Print what is new in a file, below its title if another file was shown before."""
         offset, decoder = self.known.get(path) or (0, codecs.getincrementaldecoder('utf-8')('replace'))
         try:
-            file = open(path, 'rb')
+            file = open(path, 'rb', opener=open_stdio_file)
         except OSError as error:
             self.session.tell(printable(f'torc: cannot read {path}: {error.strerror}'))
             return
@@ -18484,7 +18858,8 @@ def reason_of(result: Dict[str, Any]) -> str:
 def tell_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
     """After the output of one job: if there was none, and why it failed, unless that was the last line."""
     words = [] if paths else ['has written nothing']
-    if attempt['status'] in BROKEN_WORDS and reason_of(attempt) not in map(read_last_line, paths):
+    lines = [read_last_line(path, open_stdio_file) for path in paths]
+    if attempt['status'] in BROKEN_WORDS and reason_of(attempt) not in lines:
         words.append(f"{attempt['status']}: {reason_of(attempt)}")
     if words:
         session.tell(printable(f"torc: job {attempt['job_name']} {'; '.join(words)}"))
@@ -18828,14 +19203,15 @@ def runner_options(args: Arguments) -> RunnerOptions:
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
     """Make the output directory and see that it is this database's, before anything is created or claimed."""
     try:
-        os.makedirs(os.path.join(options.output_dir, 'job_stdio'), exist_ok=True)
-        with tempfile.TemporaryFile(dir=options.output_dir):
-            pass    # a look at the mode bits would not tell of full, read-only or strange file systems
-        database = call_addition(session, 'get_database')
-        if not database:
-            raise Refused(f'{session.client.location} is not served by this version of torc.py, as runners need: '
-                          'stop that server, and start it again with this one')
-        gone = take_output_dir(options.output_dir, database)
+        with OutputDirectory(options.output_dir) as output:
+            obstacle = output.find_obstacle(True, True)
+            if obstacle:
+                raise BadInput(f'{obstacle}: name another one with --output-dir')
+            database = call_addition(session, 'get_database')
+            if not database:
+                raise Refused(f'{session.client.location} is not served by this version of torc.py, as runners need: '
+                              'stop that server, and start it again with this one')
+            gone = take_output_dir(output.top, database)
         if gone and not session.options['quiet']:
             session.tell(printable(f'The output directory {options.output_dir} belonged to the database '
                                    f"{gone}, which no longer exists; it now belongs to {database['path']}"))
@@ -19099,6 +19475,7 @@ def words_to_go_on(outcome: RunOutcome) -> Optional[List[str]]:
 
 
 REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no job could be claimed',
+                    'output': 'its output directory could not be written to',
                     'deadline': "the runner's time is over"}
 
 
