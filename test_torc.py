@@ -16101,6 +16101,30 @@ class OutputSafetyTest(FlowTest):
             return outcome.code
         self.assertEqual(0, end_child(run_as(work)))
 
+    def test_a_run_goes_on_when_its_directory_comes_back_with_the_embedded_database(self):
+        spec = self.world.write('w.yaml', '''
+            name: w
+            jobs:
+              - {name: gate, command: "touch there; until test -e go; do sleep 0.02; done"}
+              - {name: "j{i}", command: echo, depends_on: [gate], parameters: {i: "1:5"}}
+            ''')
+        runner = self.world.start('run', '-p', 0.2, spec)
+        self.world.wait(lambda: os.path.exists(self.world.path('there')), 20, 'the gate', [runner])
+        os.rename(self.world.path('torc_output'), self.world.path('away'))
+        self.world.wait(lambda: 'torc_output is gone; no more jobs are started' in runner.err, 20, 'the loss', [runner])
+        self.world.write('go', '')
+        database = self.world.path('torc_output', 'torc.db')
+        self.world.wait(lambda: self.told_by(runner, f'the directory of the database {database} is gone'), 20, 'silence', [runner])
+        self.assertFalse(os.path.exists(self.world.path('torc_output')))
+        os.rename(self.world.path('away'), self.world.path('torc_output'))
+        self.assertExit(0, runner.finish(), 'can be written to again', 'is complete', '6 completed')
+        self.assertEqual({1}, {row[2] for row in self.results()})
+
+    def told_by(self, runner: Background, text: str) -> bool:
+        """Whether a runner's open log, which has moved with its directory, or its user was told something."""
+        path, = glob.glob(glob.escape(self.world.path('away')) + '/job_runner_*')
+        return text in runner.err or text in read_text(path)
+
     def test_where_a_file_system_keeps_no_owners_and_modes_nothing_is_refused(self):
         os.mkdir(self.world.path('out'), 0o700)
         os.chmod(self.world.path('out'), 0o777)

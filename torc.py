@@ -13950,6 +13950,7 @@ class Client(Operations):
         self.has_changed = False                # something was asked for that is more than reading
         self.server_file = ''                   # registration of the lasting server; '': none
         self.servers_started = 0                # embedded ones, by this client
+        self.was_open = False                   # before: what it used is not to be made anew
         self.is_lasting = False                 # the database was served by a lasting server: wait for it, fork none
         self._wire = None                       # type: Optional[Wire]
         self._store = None                      # type: Optional[Store]
@@ -14155,7 +14156,9 @@ class Client(Operations):
         deadline, pause_s = time.monotonic() + wait_s, 0.005
         while True:
             try:
-                return self.open()
+                self.open()
+                self.was_open = True
+                return
             except (Unreachable, Conflict):
                 if time.monotonic() + pause_s > deadline:
                     raise
@@ -14185,6 +14188,8 @@ class Client(Operations):
         elif self.is_lasting:
             raise Unreachable(f'the server of {self.database} is gone; start it again with '
                               f'`torc.py serve -d {shlex.quote(self.database)}`')
+        elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
+            raise Unreachable(f'the directory of the database {self.database} is gone')     # not to be made anew
         elif not self.needs_server:
             self._store, self._lease = hold_database(self.database)
             self._store.caller = user_name()
