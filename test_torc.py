@@ -15763,6 +15763,174 @@ def fill_disk(world: World, times: int, seed: int) -> str:
     return f'{told:,} acknowledged, {refused:,} refused'
 
 
+# -------- another user in the directory that holds the output directory --------
+
+SHARED_GID = 47012
+
+
+class Intruder:
+    """A user who may write to the directory in which another one's output directory is made, and lays traps there."""
+
+    def __init__(self, shared: str, output: str, private: str, secret: str, workflow_id: int,
+                 chance: random.Random) -> None:
+        self.shared, self.output, self.private, self.secret = shared, output, private, secret
+        self.chance = chance
+        self.pipes = []     # type: List[int]
+        log = f'job_runner_{socket.gethostname()}_wf{workflow_id}_r1.log'
+        names = ['job_stdio', 'job_stdio', log, log, '.torc_database.1', '.torc_database.2']
+        self.targets = [output] * 3 * (output != shared) + [os.path.join(output, name) for name in names]
+
+    def work(self) -> int:
+        """Lay traps until the file `over` is there. 7 if the secret was seen."""
+        self.pause(0.5)
+        while not os.path.exists(os.path.join(self.shared, 'over')):
+            with contextlib.suppress(OSError):
+                lay = self.chance.choice((self.link, self.link, self.pipe, self.folder, self.file, self.hard_link,
+                                          self.clear, self.swap))
+                lay(self.chance.choice(self.targets))
+            self.pause(0.004)
+        return 7 if self.has_seen() else 0
+
+    def pause(self, most_s: float) -> None:
+        """Let the victim go on for a while that chance decides."""
+        select.select([], [], [], self.chance.random() * most_s)
+
+    def link(self, path: str) -> None:
+        """Point to the victim's own files."""
+        is_folder = os.path.basename(path) in ('job_stdio', os.path.basename(self.output))
+        os.symlink(self.private if is_folder else os.path.join(self.private, 'precious'), path)
+
+    def pipe(self, path: str) -> None:
+        """A pipe, and an ear at it."""
+        os.mkfifo(path, 0o666)
+        os.chmod(path, 0o666)
+        if len(self.pipes) < 200:
+            self.pipes.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+
+    def folder(self, path: str) -> None:
+        """A directory of the intruder's, with a forged output."""
+        os.mkdir(path, 0o777)
+        os.chmod(path, 0o777)
+        stdio = path if path.endswith('job_stdio') else os.path.join(path, 'job_stdio')
+        os.makedirs(stdio, exist_ok=True)
+        os.chmod(stdio, 0o777)
+        for number in range(1, 100):
+            with open(os.path.join(stdio, f'job_wf{number}_j1_r1_a1.o'), 'w') as file:
+                file.write('forged')
+            os.chmod(file.name, 0o666)
+
+    def file(self, path: str) -> None:
+        """A file that everybody may write to."""
+        with open(path, 'x') as file:
+            file.write('forged')
+        os.chmod(path, 0o666)
+
+    def hard_link(self, path: str) -> None:
+        """Another name for a file of the victim's."""
+        os.link(os.path.join(self.shared, 'known'), path)
+
+    def clear(self, path: str) -> None:
+        """Take a trap away."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)
+
+    def swap(self, path: str) -> None:
+        """Move something away, and perhaps back."""
+        os.rename(path, path + '.away')
+        if self.chance.random() < 0.3:
+            self.pause(0.02)
+            os.rename(path + '.away', path)
+
+    def has_seen(self) -> bool:
+        """Whether the victim has written the secret to where the intruder can read it."""
+        heard = []
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                heard.append(os.read(pipe, 65536).decode('utf-8', 'replace'))
+        for folder, _, names in os.walk(self.shared):
+            for path in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(OSError):
+                    if stat.S_ISREG(os.lstat(path).st_mode):
+                        heard.append(read_text(path))
+        return any(self.secret in text for text in heard)
+
+
+def tree_of(path: str) -> Dict[str, Any]:
+    """Everything below a directory: path -> what a write would change."""
+    found = {}
+    for folder, folders, names in os.walk(path):
+        for name in folders + names + ['']:
+            place = os.path.join(folder, name)
+            state = os.lstat(place)
+            found[place] = state.st_ino, state.st_size, state.st_mtime_ns, state.st_mode
+    return found
+
+
+def race_intruder(world: World, kind: str, trials: int, seed: int) -> str:
+    """`run` beside an intruder who has a user id of their own. Kinds: where the output directory is, and who may write there."""
+    need('root', os.geteuid() == 0, 'root, to act as another user')
+    os.chmod(world.root, 0o711)
+    os.chmod(world.directory, 0o711)
+    private = world.path('private')
+    for name in ('precious', 'job_stdio/precious', *(f'job_stdio/job_wf{number}_j1_r1_a1.o' for number in range(1, trials + 1)),
+                 *(f'job_wf{number}_j1_r1_a1.o' for number in range(1, trials + 1))):
+        world.write('private/' + name, 'kept')
+    os.chmod(private, 0o700)
+    secret, before = f'secret{seed}x', tree_of(private)
+    world.write('w.yaml', f'name: w\ncompute_node_wait_for_new_jobs_seconds: 1\njobs: [{{name: a, command: "sleep 0.1; echo {secret}"}},'
+                f' {{name: b, command: "sleep 0.1; echo {secret}", depends_on: [a]}}]\n')
+    world.serve()
+    counts = collections.Counter()      # type: collections.Counter
+    for number in range(trials):
+        shared = world.path(f'shared{number}')
+        os.mkdir(shared)
+        world.write(f'shared{number}/known', 'kept')
+        os.chown(shared, 0, SHARED_GID)
+        os.chmod(shared, 0o2775 if kind == 'group' else 0o1777)
+        output = shared if kind == 'top' else os.path.join(shared, 'out')
+        chance, next_id = random.Random(f'{seed} {kind} {number}'), number + 1 - counts['refused']
+        intruder = Intruder(shared, output, private, secret, next_id, chance)
+        child = run_as(intruder.work, OTHER_UID, SHARED_GID)
+        mask = os.umask(0o002 if kind == 'group' else 0o077)
+        try:
+            run = world.start('run', '-p', 0.2, '-o', output, 'w.yaml')
+            os.umask(mask)
+            outcome = run.finish(60)
+            counts[judge_intrusion(world, kind, outcome, output, secret)] += 1
+        finally:
+            os.umask(mask)
+            world.write(f'shared{number}/over', '')
+            code = end_child(child)
+        assert code == 0 or kind == 'group' and code == 7, f'the intruder has seen the output, or failed: {code}\n{outcome}'
+        assert tree_of(private) == before, sorted(set(tree_of(private).items()) ^ set(before.items()))
+        for place, _, names in os.walk(shared):
+            for path in (os.path.join(place, name) for name in names):
+                state = os.lstat(path)
+                assert not (stat.S_ISREG(state.st_mode) and state.st_uid and secret in read_text(path)), path
+        assert world.read(f'shared{number}/known') == 'kept'
+    return ', '.join(f'{count} {what}' for what, count in sorted(counts.items()))
+
+
+def judge_intrusion(world: World, kind: str, outcome: Outcome, output: str, secret: str) -> str:
+    """How a run beside an intruder ended, if that is one of the right ways."""
+    assert 'Traceback' not in outcome.err, str(outcome)
+    created = re.search('Created workflow ([0-9]+)', outcome.err)
+    if outcome.code in (2, 4):
+        return 'refused'
+    workflow_id = int(created.group(1))
+    statuses = {job['status'] for job in world.cli('-f', 'json', 'jobs', 'list', workflow_id).json()['items']}
+    shown = world.cli('logs', workflow_id, '-o', output)
+    assert 'forged' not in shown.out or 'belongs to another user' in shown.err, f'{outcome}\n{shown}'
+    if outcome.code == 1:
+        assert 'no more jobs are started' in outcome.err and 'failed' not in statuses, str(outcome)
+        return 'stopped'
+    assert outcome.code == 0 and statuses == {'completed'}, f'{statuses} {outcome}'
+    assert kind == 'group' or shown.out.count(secret) == 2, str(shown)
+    return 'run to their end'
+
+
 @slow
 class OutputOwnerTest(WorldTest):
     """An output directory belongs to one database."""
@@ -15841,9 +16009,9 @@ class OutputOwnerTest(WorldTest):
         except torc.Refused:
             return None
 
-    def record(self) -> Tuple[int, Dict[str, Any]]:
+    def record(self, name: str = 'out') -> Tuple[int, Dict[str, Any]]:
         """What names the database of a directory."""
-        with torc.HeldDirectory(self.world.path('out')) as directory:
+        with torc.HeldDirectory(self.world.path(name)) as directory:
             return torc.read_output_record(directory)
 
     def test_whether_the_database_of_a_directory_still_exists(self) -> None:
@@ -15895,7 +16063,7 @@ class OutputOwnerTest(WorldTest):
         self.assertExit(0, self.world.cli('run', 'a.yaml'))
         self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
         os.link(database, self.world.path('same.db'))
-        first = torc.read_output_record(self.world.path('torc_output'))[1]
+        first = self.record('torc_output')[1]
         self.assertEqual('', self.take(dict(first, path=self.world.path('same.db')), 'torc_output'))
         os.unlink(database)
         os.unlink(self.world.path('same.db'))
@@ -15930,6 +16098,7 @@ class OutputOwnerTest(WorldTest):
         self.assertRaises(torc.Denied, self.record)
 
 
+@slow
 class OutputSafetyTest(FlowTest):
     """An output directory in which others could replace files is refused, and what lies there is not trusted."""
 
@@ -16057,6 +16226,7 @@ class OutputSafetyTest(FlowTest):
         os.chown(self.world.path('ours'), 0, 0)
         os.chown(record, OTHER_UID, OTHER_UID)
         self.assertExit(4, self.ask('run', 1, '--retry-failed', directory='ours'), 'Is a file of another user')
+        self.assertExit(0, self.ask('logs', 1, directory='ours'), 'mine')
 
     def test_a_run_accepts_the_directories_that_it_has_made_under_any_umask_in_a_directory_of_a_group(self):
         need('root', os.geteuid() == 0, 'root, to act as another user')
@@ -16209,6 +16379,14 @@ class FaultTest(WorldTest):
         self.world.write('go', '')
         self.assertExit(0, run.finish(), 'complete after', '2 completed')
 
+    def test_an_intruder_in_the_directory_above_changes_sees_and_forges_nothing(self):
+        for kind in ('sticky', 'top', 'group'):
+            with self.subTest(kind):
+                if kind != 'sticky':
+                    self.doCleanups()
+                    self.setUp()
+                self.assertRegex(race_intruder(self.world, kind, 2, 5), 'refused|stopped|run')
+
     def test_two_runners_share_the_jobs_of_one_server_and_none_runs_twice(self):
         share_jobs(self.world, 150)
         self.assertEqual(151, len(os.listdir(self.world.path('ledger'))) + 1)
@@ -16231,7 +16409,10 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'database files spoilt, {rounds} times', lambda world: spoil_files(world, rounds, seed)),
              (f'a server stopped beyond its lease, {rounds} times',
               lambda world: freeze_holder(world, rounds, seed)),
-             (f'a full disk, {rounds} times four', lambda world: fill_disk(world, rounds, seed)))
+             (f'a full disk, {rounds} times four', lambda world: fill_disk(world, rounds, seed)),
+             ('intruder where all users may write (sticky bit), 30 runs', lambda world: race_intruder(world, 'sticky', 30, seed)),
+             ('intruder in the output directory itself (sticky bit), 30 runs', lambda world: race_intruder(world, 'top', 30, seed)),
+             ('intruder of the group that may write above it, 30 runs', lambda world: race_intruder(world, 'group', 30, seed)))
     works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0
     for title, work in works:

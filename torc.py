@@ -15254,15 +15254,20 @@ def output_record_name(number: int) -> str:
     return f'.torc_database.{number}'
 
 
-def read_output_record(directory: HeldDirectory) -> Tuple[int, Dict[str, Any]]:
-    """Number and content of the record that counts in an output directory; (0, {}) if there is none."""
+def read_output_record(directory: HeldDirectory, is_for_writing: bool = True) -> Tuple[int, Dict[str, Any]]:
+    """Number and content of the record that counts in an output directory; (0, {}) if there is none.
+
+    What other users have laid under such a name, as they may in /tmp, keeps us from writing, not from reading.
+    """
     number, found = 0, {}   # type: int, Dict[str, Any]
     while True:
         name = output_record_name(number + 1)
         try:
+            if directory.stat(name).st_uid not in (0, os.geteuid(), directory.found.st_uid):
+                if not is_for_writing:
+                    return number, found
+                raise PermissionError(errno.EPERM, 'Is a file of another user')
             with open(name, encoding='utf-8', opener=directory.opener) as file:
-                if os.fstat(file.fileno()).st_uid not in (0, os.geteuid(), directory.found.st_uid):
-                    raise PermissionError(errno.EPERM, 'Is a file of another user')
                 found = parse_json(file.read(65536))
             if [type(found[key]) for key in ('id', 'path', 'host')] != [str] * 3:
                 raise ValueError
@@ -18673,7 +18678,7 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         with HeldDirectory(directory) as held:
             if database:
-                refuse_foreign_output(directory, read_output_record(held)[1], database)
+                refuse_foreign_output(directory, read_output_record(held, False)[1], database)
         with hold_stdio(directory) as stdio:
             if stdio.found.st_uid != os.geteuid():      # a colleague, or who has put it in the place of ours
                 session.tell(printable(f'torc: {stdio.path} belongs to another user (uid {stdio.found.st_uid})'))
