@@ -224,7 +224,9 @@ def run_as(work: Callable[[], Any], uid: int = OTHER_UID, gid: int = OTHER_UID, 
     """Do something as another user, in a forked child, whose pid is returned. `end_child` waits for it."""
     need('root', os.geteuid() == 0, 'root, to act as another user')
     'a'.encode('idna')      # what is loaded at its first use may lie where only root can read
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', DeprecationWarning)     # there may be threads, none of which the child needs
+        pid = os.fork()
     if pid:
         return pid
     code = 99
@@ -11088,6 +11090,17 @@ class RunnerTest(WorldTest):
         numbers = re.findall('INFO line ([0-9]+)\n', ''.join(parts))
         self.assertEqual([str(number // 2) for number in range(400 - len(numbers), 400)], numbers)
         self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('out', 'x.log')).st_mode))
+
+    def test_a_log_whose_older_part_cannot_be_put_away_goes_on(self):
+        os.makedirs(self.world.path('out', 'x.log.1', 'in the way'))
+        with torc.OutputDirectory(self.world.path('out')) as output, unittest.mock.patch('torc.MAX_LOG_BYTES', 200):
+            log = torc.RunLog(output, 'x.log', 'info')
+            for number in range(20):
+                log.write(f'line {number}')
+                log.flush()
+            log.close()
+        numbers = re.findall('INFO line ([0-9]+)\n', self.world.read('out/x.log'))
+        self.assertEqual(list(map(str, range(20))), numbers)
 
     def test_a_job_sees_its_variables_and_never_a_token(self):
         self.create({'command': 'env', 'env': {'MINE': 'job', 'TORC_JOB_ID': 'mine'}}, env={'SHARED': 'all', 'MINE': 'workflow'})

@@ -814,7 +814,7 @@ class HeldDirectory:
             return False
 
     def is_own_file(self, found: os.stat_result) -> bool:
-        """Whether it is a regular file of ours, or of the directory's owner, who may be us by another number."""
+        """Whether it is a regular file of ours, or of the directory's owner, who may be us, mapped."""
         return stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), self.found.st_uid)
 
     def refuse(self, name: str) -> OSError:
@@ -965,7 +965,7 @@ def is_deleted(path: str) -> bool:
 
 def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
                 mode: str) -> Tuple[Optional[str], Optional[str]]:
-    """Files of an attempt's stdout and stderr, by stdio mode; None is /dev/null. Both are the same in mode combined."""
+    """Files of an attempt's stdout and stderr, by stdio mode; None is /dev/null. Combined: both are one."""
     stem = f'job_wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'
     return {
         'separate': (stem + '.o', stem + '.e'),
@@ -14189,7 +14189,7 @@ class Client(Operations):
             raise Unreachable(f'the server of {self.database} is gone; start it again with '
                               f'`torc.py serve -d {shlex.quote(self.database)}`')
         elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
-            raise Unreachable(f'the directory of the database {self.database} is gone')     # not to be made anew
+            raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
         elif not self.needs_server:
             self._store, self._lease = hold_database(self.database)
             self._store.caller = user_name()
@@ -15201,7 +15201,7 @@ RETRY_MAX_S = 30.0
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 DIGEST_TURN_S = 0.02                # of reading output files, in a turn
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
-TAKEN = frozenset((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG))     # not the directory's fault, but a name's
+TAKEN = frozenset((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG))     # the fault of one name
 
 
 class RunnerOptions(NamedTuple):
@@ -15257,7 +15257,7 @@ def output_record_name(number: int) -> str:
 def read_output_record(directory: HeldDirectory, is_for_writing: bool = True) -> Tuple[int, Dict[str, Any]]:
     """Number and content of the record that counts in an output directory; (0, {}) if there is none.
 
-    What other users have laid under such a name, as they may in /tmp, keeps us from writing, not from reading.
+    What other users have laid under such a name, as they may in /tmp, keeps us from writing, not reading.
     """
     number, found = 0, {}   # type: int, Dict[str, Any]
     while True:
@@ -15339,17 +15339,18 @@ def take_output_dir(held: HeldDirectory, database: Dict[str, Any]) -> str:
 
 # -------- an output directory in use --------
 #
-# Whoever may replace what lies in an output directory can have a runner write over its user's other files, or read
-# and forge what jobs print. So `run` uses only a directory that is its user's or root's, with a job_stdio of its
-# user's, where nobody else may write: not all users, unless the sticky bit keeps them off others' entries (as in
-# /tmp), and the group only if it is the user's private one, or if their umask lets it write anyway. What is checked
-# is held open, and all files are opened in it by name, new ones with O_EXCL. Where the file system keeps no owners
-# and modes (FAT, CIFS, NFS that maps all users to one), nothing can be known, and nothing is refused.
+# Whoever may replace what lies in an output directory can have a runner write over its user's other files,
+# or read and forge what jobs print. So `run` uses only a directory that is its user's or root's, with a
+# job_stdio of its user's, where nobody else may write: not all users, unless the sticky bit keeps them off
+# others' entries (as in /tmp), and the group only if it is the user's private one, or if their umask lets
+# it write anyway. What is checked is held open, and all files are opened in it by name, new ones with
+# O_EXCL. Where the file system keeps no owners and modes (FAT, CIFS, NFS that maps all users to one),
+# nothing can be known, and nothing is refused.
 #
 # A runner goes on only while the directory that it holds is the one under its path and can be written to.
 
 def explain_danger(directory: HeldDirectory, is_top: bool) -> str:
-    """Who else could replace what is written to a directory, and the cure; or ''. `is_top`: it may be root's."""
+    """Who else could replace what is written to a directory, and the cure; or ''. A top may be root's."""
     found, path = directory.found, directory.path
     is_sticky = is_top and found.st_mode & stat.S_ISVTX
     elsewhere = 'give another directory with -o DIR'
@@ -15700,8 +15701,8 @@ class RunLog:
 
     def open(self) -> None:
         """The file, which nobody else may read."""
+        self.descriptor = self.output.top.append(self.name, 0o600)
         self.held = self.output.top     # the directory in which it is open
-        self.descriptor = self.held.append(self.name, 0o600)
         with contextlib.suppress(OSError):      # a file system without modes
             os.fchmod(self.descriptor, 0o600)
 
@@ -15715,13 +15716,12 @@ class RunLog:
         """Write what has gathered. A full disk costs the lines, not the runner."""
         if self.lines:
             text, self.lines = ''.join(self.lines), []
-            try:
+            with contextlib.suppress(OSError):      # what lies in the way: the old file goes on
                 if self.held is not self.output.top or os.fstat(self.descriptor).st_size > MAX_LOG_BYTES:
                     self.begin_anew()
                     text = self.head + text
+            with contextlib.suppress(OSError):      # nobody could be told
                 os.write(self.descriptor, text.encode('utf-8', 'replace'))
-            except OSError:     # nobody could be told
-                pass
 
     def begin_anew(self) -> None:
         """Make a long file NAME.1, unless another runner of this host has, and open a new one."""
@@ -16728,8 +16728,8 @@ class Runner:
         elif self.output.loss:
             if limit_s and now - self.worked_at >= limit_s:
                 self.leave('output')
-                waited_s = f'{now - self.worked_at:.0f} seconds'
-                self.say(f'leaving: for {waited_s} nothing could be started, since {self.output.loss}', 'warning')
+                waited = f'for {now - self.worked_at:.0f} seconds nothing could be started'
+                self.say(f'leaving: {waited}, since {self.output.loss}', 'warning')
         elif not (self.answer.get('claimable', True) or pending or ignores or self.options.is_persistent):
             self.leave('stuck')
             self.say(f"leaving: of the jobs that are left ({self.answer['unfinished']}) none can run here")
@@ -18681,7 +18681,8 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
                 refuse_foreign_output(directory, read_output_record(held, False)[1], database)
         with hold_stdio(directory) as stdio:
             if stdio.found.st_uid != os.geteuid():      # a colleague, or who has put it in the place of ours
-                session.tell(printable(f'torc: {stdio.path} belongs to another user (uid {stdio.found.st_uid})'))
+                owner = f'belongs to another user (uid {stdio.found.st_uid})'
+                session.tell(printable(f'torc: {stdio.path} {owner}'))
     return directory
 
 
