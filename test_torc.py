@@ -989,6 +989,16 @@ class HeldDirectoryTest(WorldTest):
         self.assertEqual('kept', self.world.read('precious'))
         self.assertFalse(os.path.exists(self.world.path('nothing')))
 
+    def test_a_second_name_that_is_taken_away_at_the_right_moment_is_seen(self):
+        os.link(self.world.path('precious'), self.world.path('d', 'log'))
+        real = os.fstat
+
+        def fstat(descriptor: int) -> os.stat_result:
+            os.unlink(self.world.path('d', 'log'))
+            return real(descriptor)
+        with unittest.mock.patch('os.fstat', fstat):
+            self.assertRaises(FileExistsError, self.directory.append, 'log')
+
     def test_what_is_no_plain_file_is_not_read_and_holds_up_nobody(self):
         with open('old', opener=self.directory.opener) as file:
             self.assertEqual('old', file.read())
@@ -16240,6 +16250,20 @@ class OutputSafetyTest(FlowTest):
         os.chown(record, OTHER_UID, OTHER_UID)
         self.assertExit(4, self.ask('run', 1, '--retry-failed', directory='ours'), 'Is a file of another user')
         self.assertExit(0, self.ask('logs', 1, directory='ours'), 'mine')
+
+    def test_a_link_that_takes_the_place_of_the_directory_just_before_it_is_opened_is_not_followed(self):
+        private = os.path.dirname(self.world.write('private/precious', 'kept'))
+        os.mkdir(self.world.path('out'))
+        before, real = os.stat(self.world.path('out')), os.lstat
+
+        def lstat(path: str) -> os.stat_result:
+            found = real(path)
+            os.rename(self.world.path('out'), self.world.path('away'))
+            os.symlink('private', self.world.path('out'))
+            return found
+        with unittest.mock.patch('os.lstat', lstat), torc.OutputDirectory(self.world.path('out')) as output:
+            self.assertTrue(os.path.samestat(before, output.top.found))
+        self.assertEqual(['precious'], os.listdir(private))
 
     def test_a_run_accepts_the_directories_that_it_has_made_under_any_umask_in_a_directory_of_a_group(self):
         need('root', os.geteuid() == 0, 'root, to act as another user')

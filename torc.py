@@ -783,12 +783,11 @@ def open_regular(path: str, flags: int, dir_fd: Optional[int] = None) -> int:
 class HeldDirectory:
     """A directory held open: a name in it means this very directory, whatever is put under its path later."""
 
-    def __init__(self, path: str, dir_fd: Optional[int] = None) -> None:
-        """Open a directory by its path, or by its last name, which may be no link, in an open one."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
+    def __init__(self, path: str, dir_fd: Optional[int] = None, follows: bool = True) -> None:
+        """Open a directory by its path, or by its last name in an open one. OSError for a link if none is followed."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
         self.path = path
-        self.descriptor = (os.open(path, flags) if dir_fd is None else
-                           os.open(os.path.basename(path), flags | os.O_NOFOLLOW, dir_fd=dir_fd))
+        self.descriptor = os.open(path if dir_fd is None else os.path.basename(path), flags, dir_fd=dir_fd)
         self.found = os.fstat(self.descriptor)
         self.opener = functools.partial(open_regular, dir_fd=self.descriptor)
 
@@ -844,8 +843,9 @@ class HeldDirectory:
                 raise self.refuse(name) from None
             raise
         found = os.fstat(descriptor)
-        if self.is_own_file(found) and found.st_nlink < 2:
-            return descriptor
+        with contextlib.suppress(FileNotFoundError):    # a second name that was taken away since: it was a link
+            if self.is_own_file(found) and found.st_nlink < 2 and os.path.samestat(self.stat(name), found):
+                return descriptor
         os.close(descriptor)
         raise self.refuse(name)
 
@@ -15391,7 +15391,7 @@ def hold_stdio(output_dir: str, dir_fd: Optional[int] = None) -> HeldDirectory:
         with HeldDirectory(output_dir) as top:
             return hold_stdio(output_dir, top.descriptor)
     try:
-        return HeldDirectory(path, dir_fd)
+        return HeldDirectory(path, dir_fd, False)
     except OSError:     # Linux says ENOTDIR of a link, others ELOOP
         if os.path.islink(path):
             raise Denied(f'{path} is a link, and could lead anywhere: replace it by a directory, '
@@ -15408,10 +15408,16 @@ def open_stdio_file(path: str, flags: int) -> int:
 
 def hold_top(path: str) -> HeldDirectory:
     """An output directory, checked. OSError, or Denied if others could replace what is written there."""
-    found = os.lstat(path)
-    if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
-        raise Denied(f'{path} is a link that another user has made: give another directory with -o DIR')
-    return refuse_danger(HeldDirectory(path), True)
+    try:
+        top = HeldDirectory(path, follows=False)
+    except OSError:     # perhaps a link: only one of ours is followed
+        found = os.lstat(path)
+        if not stat.S_ISLNK(found.st_mode):
+            raise
+        if found.st_uid not in (os.geteuid(), 0):
+            raise Denied(f'{path} is a link that another user has made: give another directory with -o DIR') from None
+        top = HeldDirectory(path)
+    return refuse_danger(top, True)
 
 
 def hold_own_stdio(top: HeldDirectory) -> HeldDirectory:
