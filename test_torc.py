@@ -11387,6 +11387,14 @@ class RunnerTest(WorldTest):
         self.assertTrue(self.run_it().is_complete)
         self.assertEqual([(1, 1, 7, 'failed'), (1, 2, 0, 'completed')], self.results())
 
+    def test_an_action_runs_in_no_other_directory_than_the_one_that_was_checked(self):
+        action = {'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands', 'jobs': ['j1'], 'commands': ['touch ran']}
+        self.create('mv out away; mkdir out', actions=[action])
+        self.run_it()
+        self.assertEqual([], os.listdir(self.world.path('out')))
+        done, = self.client.call('get_workflow_actions', workflow_id=1)
+        self.assertEqual('command 1 cannot be started: the output directory is not there', done['failure'])
+
     def test_a_quota_that_only_a_try_shows_stops_claims_until_a_try_succeeds(self):
         real, tries = torc.HeldDirectory.create, []
 

@@ -15506,6 +15506,13 @@ class OutputDirectory:
             self.notice = f'{stdio.path} was removed or replaced: output goes to what lies there now'
         return ''
 
+    def is_in_place(self) -> bool:
+        """Whether the path leads to the directory that is held."""
+        try:
+            return not self.find_move()
+        except (OSError, Denied):
+            return False
+
     def was_deleted(self) -> bool:
         """Whether the directory that is held can never come back."""
         try:
@@ -15995,6 +16002,9 @@ class Actions:
         commands = self.current['action_config'].get('commands') or ()
         if self.place >= len(commands):
             self.finish(True, f'{len(commands)} commands completed')
+            return
+        if not self.runner.output.is_in_place():    # whose directory lies there now?
+            self.finish(False, f'command {self.place + 1} cannot be started: the output directory is not there')
             return
         try:
             self.runner.start_script(f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.place]}', self.runner.variables,
