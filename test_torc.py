@@ -11084,7 +11084,6 @@ class RunnerTest(WorldTest):
             logs = [torc.RunLog(output, 'x.log', 'info') for _ in range(2)]     # two runners of one host write one
             for number, log in enumerate(logs):
                 log.write(f'Job runner starting {number}')
-                log.head = log.lines[-1]
             for number in range(200):
                 for log in logs:
                     log.write(f'line {number}')

@@ -15707,7 +15707,7 @@ class RunLog:
 
     def __init__(self, output: OutputDirectory, name: str, level: str) -> None:
         self.lines = []     # type: List[str]
-        self.head = ''      # the line with which each file begins
+        self.head = ''      # the first line, which says what runs: each file begins with it
         self.output, self.name = output, name
         self.least = self.LEVELS.index(level) if level in self.LEVELS else 1
         self.open()
@@ -15724,6 +15724,7 @@ class RunLog:
         if self.LEVELS.index(level) >= self.least:
             words = ''.join(f' {key}={value}' for key, value in values.items() if value is not None)
             self.lines.append(f'{format_time(time.time())} {level.upper()} {printable(message + words)}\n')
+            self.head = self.head or self.lines[0]
 
     def flush(self) -> None:
         """Write what has gathered. A full disk costs the lines, not the runner."""
@@ -16376,7 +16377,6 @@ class Runner:
                        num_gpus=len(size.devices), job_completion_poll_interval=f'{options.poll_interval_s:g}s',
                        claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s', max_parallel_jobs=options.max_parallel_jobs,
                        end_time=body.get('end_time'), execution_mode='Direct', limit_resources=str(self.config['limit_resources']).lower())
-        self.log.head = ''.join(self.log.lines[-1:])
 
     def lease_s(self) -> float:
         """How long the server should trust us without another word."""
