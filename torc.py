@@ -773,11 +773,17 @@ def current_umask() -> int:
 
 def open_regular(path: str, flags: int, dir_fd: Optional[int] = None) -> int:
     """Open a regular file, never through a link nor waiting for the end of a pipe. An opener (see `open`)."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, 'Is a link', path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
         return descriptor       # O_NONBLOCK means nothing to files (open(2))
     os.close(descriptor)
-    raise OSError(errno.EINVAL, 'Is not a regular file', path)
+    raise OSError(errno.EINVAL, 'Is a directory' if stat.S_ISDIR(mode) else 'Is not a regular file', path)
 
 
 class HeldDirectory:
@@ -809,6 +815,13 @@ class HeldDirectory:
         """Whether a regular file of ours, or of the directory's owner, lies under a name."""
         try:
             return self.is_own_file(self.stat(name))
+        except OSError:
+            return False
+
+    def has_name(self, name: str) -> bool:
+        """Whether anything lies under a name."""
+        try:
+            return bool(self.stat(name))
         except OSError:
             return False
 
@@ -15403,7 +15416,11 @@ def open_stdio_file(path: str, flags: int) -> int:
     """Open DIR/job_stdio/NAME for reading, as open_regular. An opener (see `open`)."""
     directory, name = os.path.split(path)
     with hold_stdio(os.path.dirname(directory)) as stdio:
-        return stdio.opener(name, flags)
+        descriptor = stdio.opener(name, flags)
+        if stdio.is_own_file(os.fstat(descriptor)):
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EPERM, 'Is a file of another user', path)
 
 
 def hold_top(path: str) -> HeldDirectory:
@@ -16314,7 +16331,7 @@ class Runner:
         host = socket.gethostname()
         name = f'job_runner_{host}_wf{self.workflow_id}_r{self.run_id}.log'
         with contextlib.ExitStack() as stack:
-            with writing(f'the log {name} in {self.output_dir}', '--output-dir'):
+            with writing(f'the log {os.path.join(self.output_dir, name)}', '--output-dir'):
                 self.output = stack.enter_context(OutputDirectory(self.output_dir))
                 self.log = RunLog(self.output, name, self.options.log_level)
             self.work_with_log(host)
@@ -18702,13 +18719,14 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
     return directory
 
 
-def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int]) -> Tuple[Optional[str], Optional[str]]:
+def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int],
+               has: Callable[[HeldDirectory, str], bool] = HeldDirectory.has_file) -> Tuple[Optional[str], Optional[str]]:
     """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was; None where there is no file."""
     found: List[Optional[str]] = [None, None]
     with contextlib.suppress(OSError), hold_stdio(output_dir) as stdio:     # there may be no such directory
         for mode in STDIO_MODES:
             for place, name in enumerate(stdio_names(workflow_id, job_id, *attempt, mode)):
-                if found[place] is None and name and stdio.has_file(name):
+                if found[place] is None and name and has(stdio, name):
                     found[place] = os.path.join(stdio.path, name)
     return found[0], found[1]
 
@@ -18806,7 +18824,7 @@ class LogReader:
     def stdio_of(self, attempt: Dict[str, Any]) -> Tuple[Optional[str], Optional[str]]:
         """Paths of an attempt's stdout and stderr that exist."""
         key = attempt['run_id'], attempt['attempt_id']
-        return find_stdio(self.output_dir, self.id, attempt['job_id'], key)
+        return find_stdio(self.output_dir, self.id, attempt['job_id'], key, HeldDirectory.has_name)
 
     def files_of(self, attempt: Dict[str, Any]) -> Dict[str, Any]:
         """An attempt with its files, as JSON has it."""
@@ -18826,11 +18844,12 @@ WHERE_OUTPUT_IS = 'name the directory that `run` wrote to with -o, or look at th
 
 
 def size_of(path: str) -> int:
-    """Size of a file in bytes; 0 if it is gone: a job with delete_on_success has ended."""
+    """Size of a file in bytes; 0 if it is gone: a job with delete_on_success has ended. Of no plain file: 1."""
     try:
-        return os.path.getsize(path)
+        found = os.lstat(path)
     except OSError:
         return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 1
 
 
 class Tail:
@@ -18841,6 +18860,7 @@ class Tail:
         self.is_of_one = is_of_one  # the file that comes first needs no title
         self.is_safe = not session.out.isatty()     # a terminal must not obey what a job has written
         self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
+        self.refused = set()        # type: Set[str]  # told as not to be read
         self.last_path = ''         # shown last
         self.ends_line = True       # what was shown last ends in a newline
 
@@ -18850,7 +18870,9 @@ class Tail:
         try:
             file = open(path, 'rb', opener=open_stdio_file)
         except OSError as error:
-            self.session.tell(printable(f'torc: cannot read {path}: {error.strerror}'))
+            if path not in self.refused:
+                self.session.tell(printable(f'torc: cannot read {path}: {error.strerror}'))
+            self.refused.add(path)
             return
         with file:
             file.seek(offset)
