@@ -2235,6 +2235,7 @@ class StoreTest(unittest.TestCase):
         for pattern in self.ADDED_SINCE_1:
             old, count = re.subn(pattern, '', old)
             self.assertGreater(count, 0, pattern)
+        old = old.replace('lease_s', 'lease_until')
         with contextlib.closing(sqlite3.connect(self.path)) as connection:
             connection.executescript(old + rows + 'PRAGMA user_version = 1;')
         return self.open()
@@ -2262,6 +2263,17 @@ class StoreTest(unittest.TestCase):
         self.assertEqual(('no luck', 'a'), (row['reason'], row['job_name']))
         with contextlib.closing(torc.Store(self.path + '.new')) as new:
             self.assertEqual(new.columns('result'), store.columns('result'))
+
+    def test_a_runner_of_the_first_version_keeps_its_jobs_until_its_next_word_is_due(self):
+        node = ("(workflow_id, hostname, pid, start_time, is_active, num_cpus, memory_gb, num_gpus, num_nodes, "
+                "compute_node_type, lease_until) VALUES (1, 'h', 1, 't', 1, 1, 1, 0, 1, 'local', ")
+        store = self.open_first_version(f"""
+            INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('old', 'u', 't', 1);
+            INSERT INTO compute_node {node} 1700000000.5); INSERT INTO compute_node {node} NULL);
+            """)
+        self.assertEqual([630.0, None], store.ids('SELECT lease_s FROM compute_node'))
+        with store.transaction():
+            self.assertEqual([], torc.release_lost_nodes(store, lambda *runner: None))
 
     def test_a_database_of_the_first_version_knows_its_runs_by_one_number(self):
         store = self.open_first_version("INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('begun', 'u', 't', 1), "
@@ -2651,6 +2663,7 @@ class ServiceTest(unittest.TestCase):
         self.addCleanup(shutil.rmtree, self.directory)
         self.clock = 1700000000.0
         self.store = torc.Store(os.path.join(self.directory, 'torc.db'), lambda: self.clock)
+        self.store.clock = self.store.now
         self.store.caller = 'tester'
         self.addCleanup(self.store.close)
 
@@ -3472,9 +3485,51 @@ class NodeTest(ServiceTest):
         self.assertRefused('was given up', 'runner_sync', {'compute_node_id': node_id, 'run_id': 1}, id=workflow_id)
         self.assertWhole()
 
-    def release(self, alive: bool = True) -> List[int]:
+    def release(self, alive: Optional[bool] = None) -> List[int]:
         with self.store.transaction():
             return torc.release_lost_nodes(self.store, lambda hostname, pid, identity: alive)
+
+    def test_a_runner_that_is_proved_alive_is_not_given_up_however_long_it_is_silent(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id)
+        self.clock += 1e6
+        self.assertEqual([], self.release(alive=True))
+        self.assertEqual({'a': 'pending'}, self.statuses(workflow_id))
+        self.assertEqual([node_id], self.release())
+
+    def test_a_lease_begins_anew_with_each_server_and_with_the_longest_pause_of_a_runner_on_top(self):
+        workflow_id = self.create('a:')
+        first, second = self.node(workflow_id), self.node(workflow_id, lease_s=300.0)
+        self.clock += 1e6       # without a server
+        self.store.close()
+        self.store = torc.Store(self.store.path, lambda: self.clock)
+        self.store.clock = self.store.now
+        self.assertEqual([], self.release())
+        self.clock += 60 + torc.MAX_RETRY_PAUSE_S
+        self.assertEqual([], self.release())
+        self.sync(workflow_id, first)
+        self.clock += 59
+        self.assertEqual([], self.release())
+        self.clock += 2
+        self.assertEqual([first], self.release())
+        self.clock += 180
+        self.assertEqual([second], self.release())
+
+    def test_leases_do_not_follow_a_clock_that_is_set(self):
+        workflow_id = self.create('a:')
+        self.node(workflow_id)
+        self.store.now = lambda: self.clock + 3600
+        self.assertEqual([], self.release())
+
+    def test_what_says_nothing_new_writes_nothing(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        before = self.store.changes
+        for lease_s, written in ((60.0, 0), (90.0, 1), (90.0, 0)):
+            self.sync(workflow_id, node_id, lease_s=lease_s)
+            self.assertEqual(written, self.store.changes - before)
+            before = self.store.changes
 
     def test_only_a_node_that_says_so_is_at_work(self):
         workflow_id = self.create('a:')
@@ -8794,6 +8849,33 @@ class CountingStore:
             self.reads += 1
 
 
+class NodeLifeTest(unittest.TestCase):
+    """Whether a runner lives, as far as this host can know."""
+
+    def test_only_pid_and_start_time_prove_life_and_what_cannot_be_read_proves_nothing(self) -> None:
+        host, boot, own = socket.gethostname(), torc.read_boot_id(), os.getpid()
+        ticks = torc.read_process_start_ticks(own)
+        need('proc', ticks, 'start times of processes')
+        child = subprocess.Popen([sys.executable, '-c', ''])
+        self.addCleanup(child.wait)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        unreadable = unittest.mock.patch.object(torc, 'read_process_start_ticks', lambda pid: 0)    # hidden, or no descriptor is left
+        for case, runner, expected in (
+                ('this one', (host, own, f'{boot}/{ticks}'), True),
+                ('its number is used again', (host, own, f'{boot}/{ticks + 1}'), False),
+                ('before a reboot', (host, own, f'x/{ticks}'), False),
+                ('on another host', ('elsewhere', own, f'{boot}/{ticks}'), None),
+                ('nobody has said', (host, own, ''), None),
+                ('a number alone', (host, own, f'{boot}/0'), None),
+                ('a number alone, not in use', (host, 2 ** 22 + 1, f'{boot}/0'), False)):
+            with self.subTest(case):
+                self.assertIs(expected, torc.node_lives(*runner))
+        with unreadable:
+            self.assertIsNone(torc.node_lives(host, own, f'{boot}/{ticks}'))
+            self.assertIs(False, torc.node_lives(host, 2 ** 22 + 1, f'{boot}/{ticks}'))
+        self.assertIsNot(True, torc.node_lives(host, child.pid, f'{boot}/{ticks}'), 'a zombie')
+
+
 class TurnTest(WorldTest):
     """Turns of the loop, one by one."""
 
@@ -8823,6 +8905,51 @@ class TurnTest(WorldTest):
         self.assertEqual([200] * 10, self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')))
         self.assertEqual((1, 0), (self.store.writes, self.store.reads))
         self.assertEqual(10, self.store.value('SELECT count(*) FROM workflow'))
+
+    def test_leases_begin_anew_when_nobody_could_speak_or_a_clock_was_set(self) -> None:
+        rows = rows_of('''
+            case                                 running  wall    anew
+            nothing                              0        0       -
+            a long request                       8        8       -
+            it was stopped                       100      100     yes
+            the machine was suspended            3600     3600    yes
+            the clock was set                    0.1      3600    yes
+            the clock was set back               0.1      -3600   yes
+            the clock is pulled to the right     5        5.5     -
+            the hypervisor had stopped both      0.1      600     yes
+            ''')
+        for row in rows:
+            with self.subTest(row['case']):
+                now = torc.read_clocks()
+                self.server.clocks = torc.Clocks(now.running - float(row['running']), now.wall - float(row['wall']))
+                self.store.leases[1] = 5.0
+                self.assertEqual([200] * 10, self.ask_all(http_request()))
+                self.assertEqual({} if row['anew'] else {1: 5.0}, self.store.leases)
+
+    def test_a_server_that_is_stopped_in_the_middle_of_a_turn_gives_nobody_up(self) -> None:
+        store = self.store.store
+        with store.transaction():
+            workflow_id = torc.call_operation(store, 'create_workflow', {}, {'name': 'w', 'user': 'u'})['id']
+            node = dict(workflow_id=workflow_id, hostname='h', pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4,
+                        memory_gb=8.0, num_gpus=0, num_nodes=1, compute_node_type='local', is_active=True, lease_s=60.0)
+            torc.call_operation(store, 'create_compute_node', {}, node)
+        lost = []   # type: List[List[int]]
+        self.server.tick = lambda store: lost.append(torc.release_lost_nodes(store, lambda *runner: None))
+        self.server.on_tick(0.0)
+        real = torc.read_clocks
+        with unittest.mock.patch.object(torc, 'read_clocks', lambda: torc.Clocks(*(now + 3600 for now in real()))):
+            self.server.on_tick(0.0)        # stopped between its look at the clocks and this
+            self.assertEqual([200] * 10, self.ask_all(http_request()))
+            self.server.on_tick(0.0)
+        self.assertEqual([[], [], []], lost)
+
+    def test_a_wait_that_was_planned_is_no_absence(self) -> None:
+        for planned_s, kept in ((100.0, {1: 5.0}), (math.inf, {1: 5.0}), (80.0, {})):
+            self.store.leases[1] = 5.0
+            now = torc.read_clocks()
+            self.server.clocks = torc.Clocks(now.running - 100, now.wall - 100)
+            self.server.look_at_clocks(planned_s)
+            self.assertEqual(kept, self.store.leases)
 
     def test_a_turn_of_readers_writes_nothing(self) -> None:
         self.assertEqual([200] * 10, self.ask_all(http_request()))

@@ -268,6 +268,7 @@ EXECUTION_DEFAULTS = {
 DEFAULT_MAX_RETRIES = 3             # attempts in all, as Torc counts
 DEFAULT_MAX_ITERATIONS = 1000       # generations of a lineage of spawned jobs
 ORPHAN_RETURN_CODE = -128           # of a job whose runner went away
+MAX_RETRY_PAUSE_S = 120.0           # between two tries of a runner whose server is silent: Torc's drain_ping_interval_secs
 COMMAND_NOT_FOUND = 127             # POSIX shell
 
 
@@ -898,6 +899,21 @@ def ask(argv: Sequence[str], timeout_s: float = 10.0) -> Reply:
     except OSError as error:
         return Reply(COMMAND_NOT_FOUND, '', f'{argv[0]}: {error.strerror}')
     return Reply(done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stdout, done.stderr)
+
+
+class Clocks(NamedTuple):
+    """One moment by two clocks, in seconds."""
+    running: float      # since boot, suspension included, also while this process is stopped: nobody can set it
+    wall: float         # since the epoch
+
+
+def read_clocks() -> Clocks:
+    """Now. Where the system has no CLOCK_BOOTTIME (clock_gettime(2)), the monotonic clock must do."""
+    try:
+        running = time.clock_gettime(7)     # the constant came with Python 3.7
+    except (AttributeError, OSError):
+        running = time.monotonic()
+    return Clocks(running, time.time())
 
 
 def read_boot_id() -> str:
@@ -4939,7 +4955,7 @@ def format_field_help() -> str:
 # barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
 # claim looks at kinds (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5059,10 +5075,10 @@ CREATE TABLE compute_node (
     peak_memory_bytes   INTEGER,
     avg_memory_bytes    INTEGER,
     identity            TEXT,                           -- boot id and start ticks of the runner's process: tells a reused pid
-    lease_until         REAL                            -- silent beyond this time, the node counts as gone; NULL: never
+    lease_s             REAL                            -- silent for so long, the node counts as lost; NULL: never
 );
 CREATE INDEX compute_node_of ON compute_node (workflow_id);
-CREATE INDEX compute_node_active ON compute_node (lease_until) WHERE is_active = 1;
+CREATE INDEX compute_node_active ON compute_node (lease_s) WHERE is_active = 1;
 
 CREATE TABLE job_kind (
     id                       INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -5381,6 +5397,10 @@ UPDATE workflow_action SET is_declared = 1 WHERE is_recovery = 0;
 CREATE INDEX job_by_name ON job (workflow_id, name);
 ALTER TABLE workflow_action ADD COLUMN failure TEXT;
 """,
+    8: """
+ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
+UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- a runner's longest, until its next word
+""",
 }
 
 
@@ -5448,7 +5468,7 @@ FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
 CELL_KINDS = {'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer',), 'REAL': ('real', 'integer')}     # others: text
 CELL_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dict}     # of JSON that verbs look into
 MOST_FOREIGN_ID = 2 ** 53           # SQLite gives ids above the highest: after its last one, nothing could be added
-PRIVATE_COLUMNS = frozenset(['identity', 'lease_until', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
+PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared'])
 
@@ -5522,6 +5542,8 @@ class Store:
         self.loss = ''                      # why nothing more can be stored
         self._is_spoilt = False             # ... because somebody has written to the files
         self.now = now                      # the clock; seconds since the epoch
+        self.clock = time.monotonic         # ... of leases, which nobody can set; a server gives it its own
+        self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
         self.caller = ''                    # who asks, for events and new workflows; set for each request
         self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
         self.knows_users = False            # callers are told apart: groups are managed by those who may
@@ -9392,8 +9414,6 @@ def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     store.job_counts(body['workflow_id'])       # so that no turn of a runner has to count them
     labels = sorted(set(body['labels'])) if body.get('labels') else None
     values = dict(body, labels=labels)
-    if body.get('lease_s') is not None:
-        values['lease_until'] = store.now() + body['lease_s']
     if body.get('identity') and keeps_crate(store, body['workflow_id']):    # a runner of ours
         put_software(store, body['workflow_id'], 'torc')
     node = get_row(store, 'compute_node', store.insert('compute_node', values))
@@ -9449,7 +9469,8 @@ def delete_compute_nodes(store: Store, workflow_id: int) -> Dict[str, Any]:
 def release_node(store: Store, node_id: int) -> None:
     """A node went away: its claims come back, its running jobs have failed as orphans, its unreported actions are due again."""
     workflow_id, host = store.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
-    store.run('UPDATE compute_node SET is_active = 0, lease_until = NULL WHERE id = ?', (node_id,))
+    store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
+    store.leases.pop(node_id, None)
     store.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
               'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     state = workflow_state(store, workflow_id)
@@ -9467,16 +9488,20 @@ def release_node(store: Store, node_id: int) -> None:
     note_if_complete(store, workflow_id)
 
 
-def release_lost_nodes(store: Store, is_alive: Callable[[str, int, str], bool]) -> List[int]:
-    """Release the active nodes whose lease is over or whose runner is known to be dead. Their ids.
+def release_lost_nodes(store: Store, lives: Callable[[str, int, str], Optional[bool]]) -> List[int]:
+    """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
 
-    is_alive(hostname, pid, identity) is asked for every active node; it answers True when it cannot know.
+    lives(hostname, pid, identity) is asked for every active node; it answers None when it cannot know.
     """
     lost = []
-    rows = store.rows('SELECT id, hostname, pid, identity, lease_until FROM compute_node '
-                      'WHERE is_active = 1 AND lease_until IS NOT NULL')
-    for node_id, hostname, pid, identity, lease_until in rows:
-        if lease_until < store.now() or not is_alive(hostname, pid, identity or ''):
+    rows = store.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
+                      'WHERE is_active = 1 AND lease_s IS NOT NULL')
+    for node_id, hostname, pid, identity, lease_s in rows:
+        ends_at = store.leases.setdefault(node_id, store.clock() + lease_s + MAX_RETRY_PAUSE_S)
+        is_alive = lives(hostname, pid, identity or '')
+        if is_alive is None:
+            is_alive = store.clock() <= ends_at
+        if not is_alive:
             try:
                 with store.savepoint():
                     announce_node(store, 'compute_node_stopped', get_row(store, 'compute_node', node_id), STOPPED_KEYS)
@@ -9544,7 +9569,8 @@ def renew_lease(store: Store, workflow_id: int, node_id: int, lease_s: Optional[
     if not row[0]:
         raise Refused(f'compute node {node_id} was given up, because nothing was heard of it; register a new one', gone=True)
     if lease_s is not None:
-        store.run('UPDATE compute_node SET lease_until = ? WHERE id = ?', (store.now() + lease_s, node_id))
+        store.leases[node_id] = store.clock() + lease_s
+        store.run('UPDATE compute_node SET lease_s = ? WHERE id = ? AND lease_s IS NOT ?', (lease_s, node_id, lease_s))
 
 
 def take_back_unheard(store: Store, node_id: int, held_jobs: Set[int], held_actions: Set[int]) -> None:
@@ -11250,6 +11276,7 @@ CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client
 SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate
 DRAIN_S = 2.0                       # reading on after a refusal: to close at once would destroy it (RFC 9112, 9.6)
 TICK_S = 5.0                        # between looks for lost nodes, and tries of a task
+ABSENCE_S = 2 * TICK_S              # a turn that takes so much longer than planned was no time to speak in
 EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
 EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
 START_DEADLINE_S = 30.0             # for an embedded server to answer
@@ -11402,11 +11429,16 @@ def process_lives(process: Dict[str, Any]) -> Optional[bool]:
         return False
     if start_ticks:
         return read_process_start_ticks(pid) == start_ticks
-    try:    # no /proc here
+    return pid_exists(pid)      # no /proc here
+
+
+def pid_exists(pid: int) -> bool:
+    """Whether a process has this number."""
+    try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:     # it lives, under another user
+    except PermissionError:     # another user's
         pass
     return True
 
@@ -12419,13 +12451,17 @@ def read_fingerprint(path: str) -> str:
 
 # -------- the loop --------
 
-def is_node_alive(hostname: str, pid: int, identity: str) -> bool:
-    """Whether a runner may still live. `identity` is its BOOT_ID/START_TICKS. True when this host cannot know."""
+def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
+    """Whether a runner lives. `identity` is its BOOT_ID/START_TICKS. None when this host cannot know."""
     boot_id, _, start_ticks = identity.partition('/')
     if not start_ticks.isdigit():
-        return True
-    runner = {'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks)}
-    return process_lives(runner) is not False
+        return None
+    lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks)})
+    if lives:       # a number alone proves no life: it may be another process's by now
+        return True if int(start_ticks) else None
+    # Another user's process may be hidden (proc(5), hidepid), and no file can be opened when descriptors run out.
+    is_hidden = lives is False and pid_exists(pid) and not read_process_start_ticks(pid)
+    return None if is_hidden else lives
 
 
 def tend(store: Store) -> bool:
@@ -12436,7 +12472,7 @@ def tend(store: Store) -> bool:
 
 def watch_nodes(store: Store) -> bool:
     """Take the jobs of lost nodes back. True while there are nodes to watch."""
-    release_lost_nodes(store, is_node_alive)
+    release_lost_nodes(store, node_lives)
     return store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
@@ -12520,6 +12556,9 @@ class Server:
         self.is_embedded = is_embedded
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
+        self.clocks = read_clocks()             # when this turn began
+        # Leases end by this moment only: if we are stopped in the middle of a turn, that is seen before any ends.
+        store.clock = lambda: self.clocks.running
         self.accept_at = math.inf               # when to listen again, after descriptors ran out
         self.reserve = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]    # given up to refuse a client when they do
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # further signals, and what they mean
@@ -12580,7 +12619,9 @@ class Server:
 
     def turn(self) -> None:
         """Wait for something, read it, answer what is complete."""
-        ready = self.selector.select(self.wait_s())
+        wait_s = self.wait_s()
+        ready = self.selector.select(wait_s)
+        self.look_at_clocks(math.inf if wait_s is None else wait_s)
         self.traffic.begin_turn()
         for key, mask in ready:
             key.data(mask)
@@ -12593,6 +12634,22 @@ class Server:
         if self.is_swollen and not any(connection.unsent for connection in self.connections):
             self.is_swollen = False
             give_memory_back()
+
+    def look_at_clocks(self, planned_s: float) -> None:
+        """Begin all leases anew if nobody could speak: we or the machine stood still, or were busy with something else.
+
+        A machine whose hypervisor had stopped it may know that by its wall clock alone, once that is set.
+        """
+        before, self.clocks = self.clocks, read_clocks()
+        took_s = self.clocks.running - before.running
+        set_s = self.clocks.wall - before.wall - took_s
+        if took_s <= planned_s + ABSENCE_S and abs(set_s) <= ABSENCE_S:
+            return
+        if self.store.leases:
+            log.warning('this server did not answer for %.0f s (it was stopped, suspended or busy), and the clock '
+                        'was set by %+.0f s: the leases of %d compute nodes begin anew',
+                        max(0.0, took_s - planned_s), set_s, len(self.store.leases))
+        self.store.leases.clear()
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
@@ -13208,7 +13265,10 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
     with contextlib.ExitStack() as stack:
         if options.database == IN_MEMORY:
             options = options._replace(database=stack.enter_context(memory_database()))
+        changed_at = last_change(options.database)      # before it is opened, which may change it
         store = hold_served_database(stack, options, announce)
+        if options.snapshot_interval_s is None:     # of one in memory the file may be older
+            note_absence(store, changed_at)
         store.allows_sql, store.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
@@ -13246,6 +13306,23 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
 def lease_wait_s(options: ServerOptions) -> float:
     """How long a server watches the lease of another host before it takes it over."""
     return 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
+
+
+def last_change(database: str) -> float:
+    """When something was last written to a database, seconds since the epoch."""
+    times = [time.time()]
+    with contextlib.suppress(OSError):      # there is none yet; or no write-ahead log
+        times = [os.stat(database).st_mtime]
+        times.append(os.stat(database + '-wal').st_mtime)
+    return max(times)
+
+
+def note_absence(store: Store, changed_at: float) -> None:
+    """Say since when nobody served a database whose runners go on. Their leases begin with this server."""
+    count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
+    if count:
+        log.info('nobody has served this database since %s at the latest: the leases of %d compute nodes begin anew',
+                 format_time(changed_at), count)
 
 
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
