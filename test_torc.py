@@ -252,13 +252,16 @@ def end_child(pid: int, number: int = 0) -> int:
 
 @functools.lru_cache(None)
 def stub_path() -> str:
-    """A two-line program that imports torc.py, compiled beforehand: compiling it anew would be most of the time of most tests."""
+    """A program that imports torc.py, compiled beforehand: compiling it anew would be most of the time of most tests.
+
+    What TORC_TEST_SETUP in its environment says is carried out before: other constants, say.
+    """
     folder = tempfile.mkdtemp(prefix='torc stub ')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.symlink(TORC, os.path.join(folder, 'torc.py'))
     py_compile.compile(os.path.join(folder, 'torc.py'), doraise=True)
     with open(os.path.join(folder, 'stub.py'), 'w') as file:
-        file.write('import sys, torc\nsys.exit(torc.main())\n')
+        file.write('import os, sys, torc\nexec(os.environ.get("TORC_TEST_SETUP", ""))\nsys.exit(torc.main())\n')
     return file.name
 
 
@@ -3480,8 +3483,9 @@ class NodeTest(ServiceTest):
         self.clock += 2
         self.assertEqual([node_id], self.release())
         self.assertEqual({'a': 'failed', 'b': 'ready', 'c': 'canceled'}, self.statuses(workflow_id))
-        result = self.call('list_results', workflow_id=workflow_id)['items'][0]
-        self.assertEqual((-128, 'failed'), (result['return_code'], result['status']))
+        results = {row['job_name']: (row['attempt_id'], row['return_code'], row['status'])
+                   for row in self.call('list_results', workflow_id=workflow_id)['items']}
+        self.assertEqual({'a': (1, -128, 'failed'), 'b': (1, -128, 'canceled')}, results)
         self.assertRefused('was given up', 'runner_sync', {'compute_node_id': node_id, 'run_id': 1}, id=workflow_id)
         self.assertWhole()
 
@@ -3504,6 +3508,7 @@ class NodeTest(ServiceTest):
         self.clock += 1e6       # without a server
         self.store.close()
         self.store = torc.Store(self.store.path, lambda: self.clock)
+        self.addCleanup(self.store.close)
         self.store.clock = self.store.now
         self.assertEqual([], self.release())
         self.clock += 60 + torc.MAX_RETRY_PAUSE_S
@@ -3586,6 +3591,178 @@ class NodeTest(ServiceTest):
         self.claim(workflow_id, node_id)
         self.assertEqual([node_id], self.release(alive=False))
         self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+
+    # -------- those that come back --------
+
+    def lose(self, workflow_id: int, node_id: int, started: Sequence[Dict[str, Any]]) -> None:
+        """A node starts some of its jobs, and is given up."""
+        self.sync(workflow_id, node_id, started=[self.start(job) for job in started])
+        self.assertIn(node_id, self.release(alive=False))
+
+    def start(self, job: Dict[str, Any]) -> List[Any]:
+        return [job['id'], job['attempt_id'], torc.format_time(self.clock)]
+
+    def return_codes(self, workflow_id: int) -> Dict[str, List[Tuple[int, int, str]]]:
+        """Job -> (attempt, return code, status) of its results."""
+        found = collections.defaultdict(list)   # type: Dict[str, List[Tuple[int, int, str]]]
+        for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']:
+            found[row['job_name']].append((row['attempt_id'], row['return_code'], row['status']))
+        return dict(found)
+
+    def test_what_really_happened_to_a_lost_attempt_replaces_what_was_assumed(self):
+        workflow_id = self.create('a:\nb:\nc: a b\nd: c\ne!: a\nf: e', actions=[{
+            'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+            'job_indexes': None, 'persistent': False}])
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.lose(workflow_id, node_id, [jobs['a'], jobs['b']])
+        lost = {'a': 'failed', 'b': 'failed', 'c': 'canceled', 'd': 'canceled', 'e': 'ready', 'f': 'blocked'}
+        self.assertEqual(lost, self.statuses(workflow_id))
+        again = self.node(workflow_id)
+        answer = self.sync(workflow_id, again, completions=[self.end(jobs['a'])])
+        self.assertEqual([[jobs['a']['id'], 1, 'completed']], answer['accepted'])
+        self.assertEqual(dict(lost, a='completed'), self.statuses(workflow_id), 'c waits for b too')
+        self.assertFalse(answer['is_complete'])
+        self.assertWhole()
+        self.sync(workflow_id, again, completions=[self.end(jobs['b'])])
+        self.assertEqual(dict(lost, a='completed', b='completed', c='ready', d='blocked'), self.statuses(workflow_id))
+        self.assertEqual({'a': [(1, 0, 'completed')], 'b': [(1, 0, 'completed')]}, self.return_codes(workflow_id))
+        self.assertWhole()
+        events = self.call('list_events', workflow_id=workflow_id, category='job')['items']
+        self.assertEqual(['a', 'b'], [event['data']['job_name'] for event in events
+                                      if event['data']['event_type'] == 'job_recovered'])
+        self.assertEqual({'completed'}, set(self.drive(workflow_id, {}).values()))
+
+    def test_the_same_end_again_gets_the_same_answer_and_another_one_is_refused(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        again = self.node(workflow_id)
+        end = self.end(job, 'failed', 3)
+        for _ in range(2):
+            self.assertEqual('failed', self.sync(workflow_id, again, completions=[end])['accepted'][0][2])
+        refused = self.sync(workflow_id, again, completions=[self.end(job)])['errors'][0]['message']
+        self.assertIn('is already complete, as failed with return code 3', refused)
+        self.assertEqual({'a': [(1, 3, 'failed')]}, self.return_codes(workflow_id))
+
+    def test_what_a_lost_node_still_runs_is_its_own_again(self):
+        workflow_id = self.create('a:\nb: a\nc:\nd:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.lose(workflow_id, node_id, [jobs['a']])      # c was started without our being told, d was not
+        again = self.node(workflow_id)
+        held = [[jobs[name]['id'], 1] for name in 'ac']
+        answer = self.sync(workflow_id, again, started=[self.start(jobs['a']), self.start(jobs['c'])], held=held)
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual({'d': [(1, -128, 'canceled')]}, self.return_codes(workflow_id))
+        job = self.call('get_job', id=jobs['c']['id'])
+        self.assertEqual((1, None, again), (job['attempt_id'], job.get('origin'), job['compute_node_id']))
+        self.sync(workflow_id, again, completions=[self.end(jobs['a']), self.end(jobs['c'])])
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'completed', 'd': 'ready'}, self.statuses(workflow_id))
+        self.assertWhole()
+
+    def test_a_lost_attempt_does_not_count_once_a_later_one_may_have_begun(self):
+        def claim(workflow_id: int, job: Dict[str, Any]) -> None:
+            self.call('retry_job', id=job['id'], run_id=1, max_retries=3)
+            self.assertEqual(2, self.claim(workflow_id, self.node(workflow_id))['a']['attempt_id'])
+
+        def reset(workflow_id: int, job: Dict[str, Any]) -> None:
+            self.call('reset_job_status', id=workflow_id, failed_only=True)
+
+        def initialize(workflow_id: int, job: Dict[str, Any]) -> None:
+            reset(workflow_id, job)
+            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        for change in (claim, reset, initialize):
+            with self.subTest(change.__name__):
+                workflow_id = self.create('a:\nb: a')
+                node_id = self.node(workflow_id)
+                job = self.claim(workflow_id, node_id)['a']
+                self.lose(workflow_id, node_id, [job])
+                change(workflow_id, job)
+                before, again = self.statuses(workflow_id), self.node(workflow_id)
+                answer = self.sync(workflow_id, again, completions=[self.end(job)], held=[[job['id'], 1]])
+                self.assertEqual((1, [[job['id'], 1]]), (len(answer['errors']), answer['revoked']))
+                answer = self.sync(workflow_id, again, started=[self.start(job)], held=[[job['id'], 1]])
+                self.assertEqual([[job['id'], 1]], answer['revoked'])
+                self.assertEqual(before, self.statuses(workflow_id))
+
+    def test_a_retry_that_has_not_begun_gives_way_to_the_attempt_that_came_back(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        self.call('retry_job', id=job['id'], run_id=1, max_retries=3)
+        self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
+        self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual({'a': [(1, 0, 'completed')]}, self.return_codes(workflow_id))
+        self.assertWhole()
+
+    def test_a_failure_that_comes_late_is_retried_as_any_other(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        end = self.end(job, 'failed', 3, retry=True, max_retries=3)
+        self.sync(workflow_id, self.node(workflow_id), completions=[end])
+        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+        self.assertWhole()
+        self.assertEqual({'a': 'completed', 'b': 'completed'}, self.drive(workflow_id, {}))
+
+    def test_in_a_canceled_workflow_nothing_waits_again(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        self.call('cancel_workflow', id=workflow_id)
+        self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
+        self.assertEqual({'a': 'completed', 'b': 'canceled'}, self.statuses(workflow_id))
+
+    def test_a_result_that_a_journal_or_another_client_brings_late_counts_too(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        result = dict(completion_of(job['id'], workflow_id, node_id), attempt_id=1)
+        entry = {'job_id': job['id'], 'status': 'completed', 'run_id': 1, 'result': result}
+        answer = self.call('batch_complete_jobs', {'completions': [entry]}, workflow_id=workflow_id)
+        self.assertEqual(([job['id']], []), (answer['completed'], answer['errors']))
+        self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual(node_id, self.call('list_results', workflow_id=workflow_id)['items'][0]['compute_node_id'])
+
+    def test_what_was_never_started_spends_no_retry(self):
+        workflow_id = self.create('a:')
+        for _ in range(5):
+            node_id = self.node(workflow_id)
+            job = self.claim(workflow_id, node_id)['a']
+            self.release(alive=False)
+        self.assertEqual((5, 4), (job['attempt_id'], job['interruptions']))
+        node_id = self.node(workflow_id)
+        for attempt_id, status in ((6, 'ready'), (7, 'failed')):
+            job = self.claim(workflow_id, node_id)['a']
+            end = self.end(job, 'failed', 1, retry=True, max_retries=2)
+            answer = self.sync(workflow_id, node_id, completions=[end])
+            self.assertEqual([[job['id'], attempt_id, status]], answer['accepted'])
+
+    def test_a_word_that_another_has_overtaken_is_not_listened_to(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        want = {'strategy': 'queue', 'limit': 1}
+        self.sync(workflow_id, node_id, turn=2, held=[], want=want)
+        self.assertRefused('a later request', 'runner_sync',
+                           {'compute_node_id': node_id, 'run_id': 1, 'turn': 1, 'want': want}, id=workflow_id)
+        self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
+        self.sync(workflow_id, node_id, turn=2, held=[])    # its transaction was carried out again
+        self.sync(workflow_id, node_id, turn=3, held=[])
+
+    def test_a_registration_whose_answer_was_lost_leaves_no_second_node(self):
+        workflow_id = self.create('a:')
+        runner = {'hostname': 'h', 'pid': 7, 'identity': 'boot/1'}
+        nodes = [self.node(workflow_id, **dict(runner, **other)) for other in
+                 ({}, {}, {}, {'hostname': 'g'}, {'pid': 8}, {'identity': 'boot/2'})]
+        active = self.call('list_compute_nodes', workflow_id=workflow_id, is_active=True)['items']
+        self.assertEqual(nodes[2:], [node['id'] for node in active])
 
     def test_a_deleted_node_leaves_nothing_running(self):
         workflow_id = self.create('a:\nb:')
@@ -3691,6 +3868,27 @@ class ActionTest(ServiceTest):
         with self.store.transaction():
             torc.release_node(self.store, second)
         self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
+
+    def test_what_a_node_that_comes_back_is_at_or_has_done_is_not_carried_out_again(self):
+        workflow_id = self.create('a:', actions=[
+            self.action('on_workflow_start'), self.action('on_jobs_ready', [0]), self.action('on_jobs_ready', [0], True)])
+        first = self.node(workflow_id)
+        self.assertEqual(3, len(self.due(workflow_id, first)))
+        started, ready, persistent = (action['id'] for action in self.call('get_workflow_actions', id=workflow_id))
+        with self.store.transaction():
+            torc.release_node(self.store, first)
+        again = self.node(workflow_id)
+        answer = self.sync(workflow_id, again, action_results=[{'action_id': started, 'success': True}],
+                           held=[], held_actions=[ready, persistent], actions=list(torc.TRIGGERS))
+        self.assertEqual(([], []), (answer['actions'], answer['revoked_actions']))
+        other = self.node(workflow_id)
+        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, other), 'the persistent one')
+        with self.store.transaction():
+            torc.release_node(self.store, again)
+        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, other), 'it was not reported')
+        last = self.node(workflow_id)
+        answer = self.sync(workflow_id, last, held=[], held_actions=[ready, persistent, 99])
+        self.assertEqual([ready, 99], answer['revoked_actions'])
 
     def test_a_partial_run_repeats_only_what_belongs_to_it(self):
         workflow_id = self.create('a:\nb:', actions=[
@@ -8859,7 +9057,8 @@ class NodeLifeTest(unittest.TestCase):
         child = subprocess.Popen([sys.executable, '-c', ''])
         self.addCleanup(child.wait)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        unreadable = unittest.mock.patch.object(torc, 'read_process_start_ticks', lambda pid: 0)    # hidden, or no descriptor is left
+        # It is hidden, or no descriptor is left.
+        unreadable = unittest.mock.patch.object(torc, 'read_process_start_ticks', lambda pid: 0)
         for case, runner, expected in (
                 ('this one', (host, own, f'{boot}/{ticks}'), True),
                 ('its number is used again', (host, own, f'{boot}/{ticks + 1}'), False),
@@ -9856,6 +10055,25 @@ class FindServerTest(WorldTest):
         self.assertEqual(['local'], self.names('-s'))
         os.unlink(shlex.split(outcome.err.rpartition(' rm ')[2])[0])
         self.assertEqual(['local'], self.names())
+
+    def test_a_runner_of_a_workflow_waits_for_a_server_that_is_started_again(self) -> None:
+        spec = self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        url = self.world.serve('-d', self.world.path('my.db'))
+        port = urllib.parse.urlsplit(url).port
+        for number, (flags, text) in enumerate(((('--url', url), 'Connection refused'), ((), 'was killed')), 1):
+            self.assertExit(0, self.cli('create', spec))
+            self.world.server.kill()
+            runner = self.world.start(*flags, 'run', number)
+            self.world.wait(lambda: 'waiting for the server for up to 20 minutes' in runner.err, 20, 'its word', [runner])
+            self.world.serve('-d', self.world.path('my.db'), '--port', port)
+            self.assertExit(0, runner.finish(), text, 'the server answers after ', 'is complete')
+
+    def test_what_does_not_pass_is_not_waited_for(self) -> None:
+        url = self.world.serve('-d', self.world.path('my.db'))
+        for flags, text in ((('--url', 'http://no-such-host.invalid:1'), 'does not answer'),
+                            (('--url', url.replace('http:', 'https:')), 'write http://')):
+            outcome = self.assertExit(3, self.cli(*flags, 'run', 1), text)
+            self.assertNotIn('waiting', outcome.err)
 
     def test_a_killed_server_is_in_nobodys_way_who_names_another_place(self) -> None:
         self.kill()
@@ -11105,7 +11323,7 @@ class StoreClient:
         pending = torc.Pending()
         try:
             pending.value = self.call(op, body, deadline_s, **params)
-        except torc.Unreachable as error:
+        except torc.TorcError as error:
             pending.finish = functools.partial(self.fail, error)
         return pending
 
@@ -11445,6 +11663,200 @@ class RunnerTest(WorldTest):
             self.run_it()
         self.assertIn('2 ended jobs could not be reported: j1, j2', str(caught.exception))
         self.assertTrue(os.path.exists(self.world.path('ended')))
+
+    def fail_to_register(self, times: int) -> List[str]:
+        """Let so many registrations fail; what was called."""
+        real, ops = self.client.call, []    # type: Any, List[str]
+
+        def call(op: str, *arguments: Any, **params: Any) -> Any:
+            ops.append(op)
+            if op == 'create_compute_node' and ops.count(op) <= times:
+                raise torc.Unreachable('Connection refused')
+            return real(op, *arguments, **params)
+        self.client.call = call
+        return ops
+
+    def test_a_runner_registers_as_soon_as_the_server_answers(self):
+        self.create('true')
+        self.fail_to_register(3)
+        self.assertEqual(1, self.run_it().completed)
+        self.assertEqual('no answer from the server, trying again: Connection refused', self.progress.messages[0])
+        self.assertRegex(self.progress.messages[1], r'\Athe server answers again after \d')
+        self.assertEqual([False], self.nodes())
+
+    def test_a_runner_that_cannot_register_leaves_when_its_window_is_over(self):
+        self.create('true', compute_node_wait_for_healthy_database_minutes=0)
+        self.fail_to_register(99)
+        self.assertRaisesRegex(torc.Unreachable, 'Connection refused', self.run_it)
+
+    def test_a_runner_that_cannot_register_can_be_interrupted(self):
+        self.create('true')
+        ops = self.fail_to_register(99)
+        self.client.reconnect = lambda wait_s=0: os.kill(os.getpid(), signal.SIGINT)
+        self.assertRaises(KeyboardInterrupt, self.run_it)
+        self.assertEqual(1, ops.count('create_compute_node'))
+
+    # -------- sleepers, and runners that were given up --------
+
+    WAITING = 'echo $TORC_ATTEMPT_ID >> ran{0}; until test -e go{0}; do sleep 0.02; done'
+
+    def give_up(self, node_id: int = 1) -> None:
+        """The server has heard nothing of a node for too long."""
+        with self.client.store.transaction():
+            torc.release_node(self.client.store, node_id)
+
+    def at(self, moment: Callable[[], Any], act: Callable[[], Any]) -> None:
+        """Do something once, before the first request for which a moment has come."""
+        acted = []      # type: List[int]
+
+        def look(number: int) -> None:
+            if not acted and moment():
+                acted.append(number)
+                act()
+        before = self.client.before
+        self.client.before = lambda number: (before(number), look(number))
+
+    def is_running(self, name: str) -> bool:
+        """Whether the server knows that a job runs."""
+        return self.statuses()[name] == 'running'
+
+    def nodes(self) -> List[Optional[bool]]:
+        """Which nodes are active."""
+        return [node.get('is_active') for node in self.client.rows('list_compute_nodes', workflow_id=1)]
+
+    def test_a_runner_that_was_given_up_registers_anew_and_goes_on_with_its_children(self):
+        self.create(self.WAITING.format(1), self.WAITING.format(2) + '; exit 3',
+                    {'command': 'true', 'depends_on': ['j1']})
+
+        def lose() -> None:
+            self.give_up()
+            self.assertEqual({'j1': 'failed', 'j2': 'failed', 'j3': 'canceled'}, self.statuses())
+            self.world.write('go2', '')         # it ends before the server hears of it again
+
+        self.at(lambda: self.is_running('j1') and self.is_running('j2'), lose)
+        self.at(lambda: self.results() == [(2, 1, 3, 'failed')], lambda: self.world.write('go1', ''))
+        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
+        self.assertEqual((2, 1, 'complete'), (outcome.completed, outcome.failed, outcome.reason))
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed'), (3, 1, 0, 'completed')], self.results())
+        self.assertEqual(('1\n', '1\n'), (self.world.read('ran1'), self.world.read('ran2')))
+        self.assertEqual([False, False], self.nodes())
+        self.assertRegex(', '.join(text for text in self.progress.messages if 'given' in text),
+                         r'\Athe server had given this runner up \(compute node 1\) while it heard nothing of it; '
+                         r'it goes on as compute node 2, with [12] running jobs\Z')
+
+    def test_a_runner_that_was_given_up_and_cannot_register_goes_on_and_tries_again(self):
+        self.create(self.WAITING.format(1))
+        tries = []      # type: List[str]
+
+        def lose() -> None:
+            self.give_up()
+            tries.extend(self.fail_to_register(2))
+        self.at(lambda: self.is_running('j1'), lose)
+        self.at(lambda: len(self.nodes()) == 2, lambda: self.world.write('go1', ''))
+        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
+        self.assertEqual((1, [(1, 1, 0, 'completed')]), (outcome.completed, self.results()))
+        self.assertIn('no answer from the server, trying again: Connection refused', self.progress.messages)
+
+    def sleep(self, while_asleep: Callable[[], Any]) -> None:
+        """This machine stands still for an hour, while others do something."""
+        real = torc.read_clocks
+        patch = unittest.mock.patch.object(torc, 'read_clocks', lambda: torc.Clocks(*(now + 3600 for now in real())))
+        patch.start()
+        self.addCleanup(patch.stop)
+        while_asleep()
+
+    def test_a_sleeper_asks_before_it_starts_what_it_had_claimed(self):
+        self.create(*['echo $TORC_ATTEMPT_ID >> ran'] * 6)
+        asleep = []     # type: List[int]
+
+        def fall_asleep(number: int) -> None:
+            claimed = [job['name'] for job in self.client.rows('list_jobs', workflow_id=1, status='pending')]
+            if claimed and not asleep:      # their start is what would come next
+                asleep.append(len(claimed))
+                self.sleep(self.give_up)
+        self.client.after = fall_asleep
+        outcome = self.run_it(num_cpus=6, poll_interval_s=0.05)
+        self.assertEqual((6, 6), (outcome.completed, asleep[0]))
+        self.assertEqual('2\n' * 6, self.world.read('ran'))
+        first = next(request for request in self.client.requests if 'held' in request)
+        self.assertEqual((6, None, []), (len(first['held']), first['want'], first['started']))
+
+    def test_a_sleeper_that_falls_asleep_at_a_start_asks_too(self):
+        self.create(*['echo $TORC_ATTEMPT_ID >> ran$TORC_JOB_ID'] * 4)
+        real, seen = torc.Launcher.shell_words, []
+
+        def shell_words(launcher: Any, command: str) -> Any:
+            seen.append(command)
+            if len(seen) == 3:
+                self.sleep(self.give_up)
+            return real(launcher, command)
+        with unittest.mock.patch.object(torc.Launcher, 'shell_words', shell_words):
+            self.assertEqual(4, self.run_it(num_cpus=4, poll_interval_s=0.05).completed)
+        self.assertEqual(['1\n', '1\n', '2\n', '2\n'], [self.world.read(f'ran{number}') for number in (1, 2, 3, 4)])
+        self.assertEqual([(3, 1, -128, 'canceled'), (3, 2, 0, 'completed')],
+                         [row for row in self.results() if row[0] == 3])
+
+    def test_a_recovery_script_waits_until_the_server_has_spoken(self):
+        rule = {'match_all_exit_codes': True, 'max_retries': 2, 'recovery_script': 'echo >> recovered'}
+        self.create({'command': self.WAITING.format(1) + '; test $TORC_ATTEMPT_ID = 2', 'failure_handler': 'fix'},
+                    failure_handlers=[{'name': 'fix', 'rules': [rule]}])
+        ended, recovered = [], []   # type: List[int], List[str]
+        real = torc.Ends.tries_again
+
+        def tries_again(ends: Any, task: Any) -> bool:
+            ended.append(task.attempt_id)
+            return real(ends, task)
+
+        def fail(number: int) -> None:
+            ended.extend(ended[:1])     # once for the end, and once for each request since
+            if len(ended) < 5:
+                raise torc.Unreachable('nobody there')
+
+        def sleep() -> None:
+            self.sleep(lambda: self.world.write('go1', ''))
+            self.client.before = fail
+            self.client.after = lambda number: recovered.append(self.world.read('recovered'))
+        self.at(lambda: self.is_running('j1'), sleep)
+        with unittest.mock.patch.object(torc.Ends, 'tries_again', tries_again):
+            outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
+        self.assertEqual((1, ['', ''], '\n'), (outcome.completed, recovered[:2], self.world.read('recovered')))
+
+    def test_a_sleeper_stops_what_others_have_begun_again_before_anything_else(self):
+        self.create(self.WAITING.format(1) + '; echo over >> over', self.WAITING.format(2))
+
+        def sleep_and_lose() -> None:
+            self.world.write('go2', '')
+            self.give_up()
+            self.client.call('retry_job', job_id=1, run_id=1, max_retries=3)
+            self.add_node()
+            job, = self.client.call('claim_next_jobs', workflow_id=1, limit=5)['jobs']
+            self.client.call('start_job', job_id=job['id'], run_id=1, compute_node_id=2)
+
+        def complete() -> None:
+            result = dict(completion_of(1, 1, 2), attempt_id=2)
+            self.client.call('complete_job', result, job_id=1, status='completed', run_id=1)
+            self.world.write('go1', '')
+        self.at(lambda: self.is_running('j1') and self.is_running('j2'), lambda: self.sleep(sleep_and_lose))
+        self.at(lambda: any('stopped 1 jobs' in text for text in self.progress.messages), complete)
+        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
+        self.assertEqual((1, 0, 0), (outcome.completed, outcome.failed, outcome.terminated))
+        self.assertEqual([(1, 1, -128, 'failed'), (1, 2, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
+        self.assertEqual(('1\n', ''), (self.world.read('ran1'), self.world.read('over')))
+        self.assertIn('stopped 1 jobs that were reset or given to other runners: j1', self.progress.messages)
+
+    def test_an_action_that_another_runner_has_taken_is_stopped(self):
+        self.create('true', actions=[{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands',
+                                      'commands': [self.WAITING.format(1) + '; echo over >> over', 'echo over >> over']}])
+        self.add_node()
+
+        def sleep_and_lose() -> None:
+            self.give_up(2)
+            self.client.call('claim_action', {'compute_node_id': 1}, id=1, action_id=1)
+        self.at(lambda: self.world.read('out/ran1'), lambda: self.sleep(sleep_and_lose))
+        self.assertEqual(1, self.run_it(poll_interval_s=0.05).completed)
+        self.assertEqual(('\n', ''), (self.world.read('out/ran1'), self.world.read('out/over')))
+        self.assertEqual([(1, True)], [(action['executed_by'], action['executed']) for action in
+                                       self.client.call('get_workflow_actions', workflow_id=1)])
 
     LOST = 'no more jobs are started until that is mended'
 
@@ -15121,6 +15533,168 @@ def kill_embedded_server(world: World, count: int, kills: int, seed: int) -> Non
     ledger.check(world.path('torc_output', 'torc.db'))
 
 
+# -------- servers and runners that are away for longer than a lease --------
+#
+# The lease is shortened to two seconds. Every job leaves a file for each attempt that begins, named after job,
+# attempt and runner; AWAY says who is away, how, and whether the server can see that its runners live.
+
+HASTY = """
+import time
+torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S = 0.2, 0.8, 0.2
+torc.TICK_S, torc.ABSENCE_S = 0.1, 1.0
+real_time = time.time
+time.time = lambda: real_time() + (3600 if os.path.exists("later") else -3600 if os.path.exists("earlier") else 0)
+torc.Store.__init__.__defaults__ = (time.time,)
+"""
+REMOTE = 'torc.node_lives = lambda *runner: None\n'
+AWAY_S = 3.0
+
+
+class Away(NamedTuple):
+    """A way to be away."""
+    title: str
+    acts: Callable[['AwayTrial'], None]
+    is_remote: bool = False         # the server cannot tell whether its runners live
+    is_embedded: bool = False
+    is_sleeping: bool = False       # the server goes on, and gives the first runner up
+
+
+class AwayTrial:
+    """A workflow of long and short jobs and two runners, of which somebody is away for a while."""
+    LONG, SHORT = 8, 60
+
+    def __init__(self, world: World, way: Away, seed: Any) -> None:
+        self.world, self.way, self.chance = world, way, random.Random(f'{seed} {way.title}')
+        world.environment['TORC_TEST_SETUP'] = HASTY + REMOTE * way.is_remote
+        os.mkdir(world.path('ledger'))
+        lengths = [self.chance.uniform(0.5, 2 * AWAY_S) for _ in range(self.LONG)] + [0.01] * self.SHORT
+        trace = 'set -C; : > "ledger/${TORC_JOB_ID}_${TORC_ATTEMPT_ID}_$WHO"'
+        jobs = [{'name': f'job_{number}', 'command': f'{trace}; sleep {length:.2f}', 'priority': int(number < self.LONG)}
+                for number, length in enumerate(lengths)]
+        jobs.append({'name': 'last', 'command': trace, 'depends_on': [job['name'] for job in jobs]})
+        self.spec = world.write('away.json', json.dumps({'name': 'away', 'jobs': jobs}))
+        self.woken_at = 0.0
+        if not way.is_embedded:
+            self.port = urllib.parse.urlsplit(world.serve()).port
+        self.first = self.start(self.spec, 'first')
+        world.wait(lambda: len(self.begun()) >= self.LONG, 20, 'the long jobs', [self.first], self.begun)
+        self.runners = [self.first]
+
+    def start(self, what: Any, who: str) -> Background:
+        """Start a runner."""
+        return self.world.start('run', '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--num-cpus', self.LONG + 2,
+                                what, env={'WHO': who})
+
+    def begun(self) -> List[Tuple[int, int, str]]:
+        """(job, attempt, runner) of all attempts that have begun."""
+        names = (name.split('_') for name in os.listdir(self.world.path('ledger')))
+        return sorted((int(job_id), int(attempt_id), who) for job_id, attempt_id, who in names)
+
+    def server_pid(self) -> int:
+        """Process of the server."""
+        if not self.way.is_embedded:
+            return self.world.server.pid
+        return json.loads(self.world.read('torc_output/torc.db.connection'))['pid']
+
+    def pause(self) -> None:
+        """Longer than any lease."""
+        select.select([], [], [], AWAY_S)
+
+    def kill_server(self) -> None:
+        """Kill the server, and start it again."""
+        self.world.server.kill()
+        self.pause()
+        self.world.serve('--port', self.port)
+        self.wait_for_word('not served since: the leases of 1 compute nodes begin anew')
+
+    def wait_for_word(self, text: str) -> None:
+        """The server says that it was away."""
+        self.world.wait(lambda: text in self.world.server.err, 20, repr(text), [self.world.server])
+
+    def stop(self, *pids: int) -> None:
+        """Stop processes, and let them go on in any order."""
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        self.pause()
+        self.woken_at = time.time()
+        for pid in self.chance.sample(pids, len(pids)):
+            os.kill(pid, signal.SIGCONT)
+            select.select([], [], [], self.chance.choice([0, 0.1, 0.3]))
+        if not self.way.is_embedded and self.server_pid() in pids:
+            self.wait_for_word('this server was stopped, suspended or busy for ')
+
+    def sleep_beside_another(self) -> None:
+        """The first runner sleeps while a second one works."""
+        self.runners.append(self.start(1, 'second'))
+        self.stop(self.first.pid)
+
+    def set_clock(self, name: str) -> None:
+        """Set the clock of all processes of this world."""
+        self.world.write(name, '')
+        self.wait_for_word('the clock was set by %+d s: the leases of 1' % {'later': 3600, 'earlier': -3600}[name])
+
+    def carry_out(self) -> Dict[str, int]:
+        """Do it, wait for the end, and see what has become of all jobs."""
+        count = self.chance.randint(self.LONG, self.LONG + self.SHORT * 2 // 3)
+        self.world.wait(lambda: len(self.begun()) >= count, 20, f'{count} jobs', [self.first], self.begun)
+        self.way.acts(self)
+        outcomes = [runner.finish(120) for runner in self.runners]
+        assert outcomes[0].code == 0, '\n'.join(map(str, outcomes))
+        with contextlib.closing(self.world.connect()) as client:
+            jobs = {job['id']: job for job in client.pages('list_jobs', workflow_id=1)}
+            results = list(client.pages('list_results', workflow_id=1, all_runs=True))
+            events = [event['data'].get('event_type') for event in client.pages('list_events', workflow_id=1)]
+        statuses = collections.Counter(job['status'] for job in jobs.values())
+        assert statuses == {'completed': len(jobs)}, (statuses, events)
+        ends = [(row['job_id'], row['attempt_id']) for row in results if row['status'] != 'canceled']
+        assert sorted(ends) == sorted((job_id, job['attempt_id']) for job_id, job in jobs.items()), ends
+        assert {row['return_code'] for row in results if row['status'] != 'canceled'} == {0}, results
+        begun = self.begun()
+        again = [(job_id, attempt_id, who) for job_id, attempt_id, who in begun if (job_id, attempt_id) not in ends]
+        assert len(begun) == len(ends) + len(again), (begun, ends)
+        late = [row for row in again if os.stat(self.world.path('ledger', '%d_%d_%s' % row)).st_mtime > self.woken_at]
+        # One may be under way already, between its look at the lease and the system call that starts it.
+        assert len(late) <= 1, f'begun in vain after {self.woken_at}: {late}'
+        assert self.way.is_sleeping or not again and 'job_orphaned' not in events, (again, events)
+        return collections.Counter({
+            'jobs': len(jobs), 'given up': events.count('job_orphaned'), 'taken back': events.count('job_recovered'),
+            'attempts in vain': len(again), 'of them begun after the sleep': len(late)})
+
+
+AWAY = (
+    Away('a server that is killed, and started again after its leases', AwayTrial.kill_server),
+    Away('a killed server, which cannot see its runners', AwayTrial.kill_server, is_remote=True),
+    Away('a server that is stopped', lambda trial: trial.stop(trial.server_pid())),
+    Away('a server that is stopped, which cannot see its runners', lambda trial: trial.stop(trial.server_pid()),
+         is_remote=True),
+    Away('a server and its runner that are stopped',
+         lambda trial: trial.stop(trial.server_pid(), trial.first.pid)),
+    Away('a standalone run that is stopped', lambda trial: trial.stop(trial.first.pid), is_embedded=True),
+    Away('a standalone run that is stopped with its server',
+         lambda trial: trial.stop(trial.server_pid(), trial.first.pid), is_embedded=True),
+    Away('a clock that is set by an hour', lambda trial: trial.set_clock('later'), is_remote=True),
+    Away('a clock that is set back by an hour', lambda trial: trial.set_clock('earlier'), is_remote=True),
+    Away('a remote runner that sleeps alone', lambda trial: trial.stop(trial.first.pid), is_remote=True,
+         is_sleeping=True),
+    Away('a remote runner that sleeps while another works', AwayTrial.sleep_beside_another, is_remote=True,
+         is_sleeping=True),
+)
+
+
+def be_away(way: Away, times: int, seed: Any) -> str:
+    """So many trials, each in a world of its own."""
+    sums = collections.Counter()    # type: collections.Counter
+    for trial in range(1, times + 1):
+        world = World()
+        try:
+            sums.update(AwayTrial(world, way, f'{seed} {trial}').carry_out())
+        except AssertionError as error:
+            raise AssertionError(f'trial {trial} of {times}, after {dict(sums)}: {error}') from error
+        finally:
+            world.close()
+    return f'{times} trials, ' + ', '.join(f'{count} {what}' for what, count in sums.items())
+
+
 def living_server(connection: str, killed: Set[int]) -> int:
     """Pid that a connection file names, 0 if it is one of those that were killed."""
     try:
@@ -16563,6 +17137,21 @@ class FaultTest(WorldTest):
                     self.setUp()
                 self.assertRegex(race_intruder(self.world, kind, 2, 5), 'refused|stopped|run')
 
+    def be_away(self, title: str) -> None:
+        """One way to be away."""
+        way, = (way for way in AWAY if way.title == title)
+        told = AwayTrial(self.world, way, 5).carry_out()
+        self.assertEqual(AwayTrial.LONG + AwayTrial.SHORT + 1, told['jobs'])
+
+    def test_a_server_that_is_away_for_longer_than_its_leases_fails_nothing(self):
+        self.be_away('a server that is stopped, which cannot see its runners')
+
+    def test_a_standalone_run_that_is_stopped_goes_on(self):
+        self.be_away('a standalone run that is stopped with its server')
+
+    def test_a_runner_that_sleeps_for_longer_than_its_lease_doubles_nothing(self):
+        self.be_away('a remote runner that sleeps while another works')
+
     def test_two_runners_share_the_jobs_of_one_server_and_none_runs_twice(self):
         share_jobs(self.world, 150)
         self.assertEqual(151, len(os.listdir(self.world.path('ledger'))) + 1)
@@ -16588,7 +17177,8 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'a full disk, {rounds} times four', lambda world: fill_disk(world, rounds, seed)),
              ('intruder where all users may write (sticky bit), 30 runs', lambda world: race_intruder(world, 'sticky', 30, seed)),
              ('intruder in the output directory itself (sticky bit), 30 runs', lambda world: race_intruder(world, 'top', 30, seed)),
-             ('intruder of the group that may write above it, 30 runs', lambda world: race_intruder(world, 'group', 30, seed)))
+             ('intruder of the group that may write above it, 30 runs', lambda world: race_intruder(world, 'group', 30, seed)),
+             *((f'away: {way.title}', lambda world, way=way: be_away(way, rounds, seed)) for way in AWAY))
     works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0
     for title, work in works:

@@ -268,7 +268,7 @@ EXECUTION_DEFAULTS = {
 DEFAULT_MAX_RETRIES = 3             # attempts in all, as Torc counts
 DEFAULT_MAX_ITERATIONS = 1000       # generations of a lineage of spawned jobs
 ORPHAN_RETURN_CODE = -128           # of a job whose runner went away
-MAX_RETRY_PAUSE_S = 120.0           # between two tries of a runner whose server is silent: Torc's drain_ping_interval_secs
+MAX_RETRY_PAUSE_S = 120.0           # of a runner whose server is silent: Torc's drain_ping_interval_secs
 COMMAND_NOT_FOUND = 127             # POSIX shell
 
 
@@ -336,6 +336,14 @@ class Unreachable(TorcError):
     """The server did not answer: try again later."""
     exit = 3
     http = 503
+    passes = False      # it may do so by itself, as when a server is being started again
+
+
+def absent(message: str) -> Unreachable:
+    """Unreachable, since no server is there at present."""
+    error = Unreachable(message)
+    error.passes = True
+    return error
 
 
 # ======== 3. Plain tools: text <-> value pairs, files, other programs ========
@@ -903,7 +911,7 @@ def ask(argv: Sequence[str], timeout_s: float = 10.0) -> Reply:
 
 class Clocks(NamedTuple):
     """One moment by two clocks, in seconds."""
-    running: float      # since boot, suspension included, also while this process is stopped: nobody can set it
+    running: float      # since boot, suspensions included; nobody can set it
     wall: float         # since the epoch
 
 
@@ -5075,7 +5083,7 @@ CREATE TABLE compute_node (
     peak_memory_bytes   INTEGER,
     avg_memory_bytes    INTEGER,
     identity            TEXT,                           -- boot id and start ticks of the runner's process: tells a reused pid
-    lease_s             REAL                            -- silent for so long, the node counts as lost; NULL: never
+    lease_s             REAL                            -- silent for longer, the node is lost; NULL: never
 );
 CREATE INDEX compute_node_of ON compute_node (workflow_id);
 CREATE INDEX compute_node_active ON compute_node (lease_s) WHERE is_active = 1;
@@ -5544,6 +5552,7 @@ class Store:
         self.now = now                      # the clock; seconds since the epoch
         self.clock = time.monotonic         # ... of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
+        self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
         self.caller = ''                    # who asks, for events and new workflows; set for each request
         self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
         self.knows_users = False            # callers are told apart: groups are managed by those who may
@@ -8816,8 +8825,16 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and end['status'] != 'pending_failed':
         return decide_failure(store, state, job, end)
     # Run 0 may name run 1, but what has ended before the first initialize has not ended once more.
-    if is_known_end(store, job, attempt_id, end) or is_known_end(store, job, attempt_id, told):
+    ends = store.rows('SELECT return_code, status FROM result WHERE job_id = ? AND run_id IN (?, ?) '
+                      'AND attempt_id = ?', (job.id, state.run_id, told['run_id'], attempt_id))
+    if any(is_same_end(known, end) for known in ends):
         return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
+    if ends:
+        code, status = ends[-1]
+        job = take_back_lost(store, state, job, attempt_id, end.get('compute_node_id'))
+        if job is None:
+            raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
+                          f'as {STATUS_NAMES[status]} with return code {code}')
     if attempt_id != job.attempt_id:
         raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
@@ -8895,16 +8912,9 @@ def record_unwritten_data(store: Store, state: WorkflowState, job: JobState) -> 
             'run_id': state.run_id, 'attempt_id': job.attempt_id, 'message': message}, 'warning')
 
 
-def is_known_end(store: Store, job: JobState, attempt_id: int, end: Dict[str, Any]) -> bool:
-    """Whether this very end was taken in before. Refused if the attempt has ended otherwise."""
-    known = store.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
-                      (job.id, end['run_id'], attempt_id))
-    if known is None:
-        return False
-    if known[0] == end['return_code'] and (known[1] == STATUS_CODES[end['status']] or known[1] == CANCELED):
-        return True
-    raise Refused(f'attempt {attempt_id} of job {job.id} is already complete, as {STATUS_NAMES[known[1]]} '
-                  f'with return code {known[0]}')
+def is_same_end(known: Tuple[int, int], end: Dict[str, Any]) -> bool:
+    """Whether the end of an attempt, as known by return code and status, is this very one."""
+    return known[0] == end['return_code'] and known[1] in (STATUS_CODES[end['status']], CANCELED)
 
 
 def decide_failure(store: Store, state: WorkflowState, job: JobState, end: Dict[str, Any]) -> str:
@@ -9001,6 +9011,64 @@ def reverse_or_settle(store: Store, job: JobState, code: int) -> None:
 def give_back(store: Store, job_ids: Sequence[int]) -> None:
     """Claimed jobs that nobody started: pending -> ready."""
     run_by_ids(store, f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN', job_ids)
+
+
+# -------- attempts that were lost with their node --------
+#
+# A node that is given up leaves ends that nobody has seen: its running jobs have failed; what it had claimed,
+# and may have started, is to run again. Such an assumed end has return code -128 and is its job's current
+# result. It is undone if the node comes back with the attempt, running or ended, unless a later attempt may
+# have begun: what really happened beats what was assumed. What a reset has taken back is not undone.
+
+ASSUMED = (f'is_current = 1 AND return_code = {ORPHAN_RETURN_CODE} '
+           f'AND (status = {FAILED} OR is_interrupted = 1)')
+
+
+def assume_interrupted(store: Store, state: WorkflowState, job: JobState, reason: str) -> None:
+    """End an attempt that was claimed, and perhaps started: it spends no retry, but its name is used."""
+    store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
+    store.insert('result', {
+        'workflow_id': state.id, 'job_id': job.id, 'run_id': state.run_id, 'attempt_id': job.attempt_id,
+        'compute_node_id': job.compute_node_id, 'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0,
+        'completion_time': format_time(store.now()), 'status': 'canceled', 'is_current': True,
+        'is_interrupted': True, 'reason': reason})
+
+
+def take_back_lost(store: Store, state: WorkflowState, job: JobState, attempt_id: int, node_id: Optional[int],
+                   start_time: Optional[str] = None) -> Optional[JobState]:
+    """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may be at work."""
+    is_last = job.status == FAILED if attempt_id == job.attempt_id else \
+        job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
+    row = store.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ? '
+                    f'AND {ASSUMED}', (job.id, state.run_id, attempt_id))
+    if not is_last or row is None:
+        return None
+    node_id = node_id or row[1]
+    store.run('DELETE FROM result WHERE id = ?', row[:1])
+    store.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
+              "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
+              (attempt_id, start_time, node_id, attempt_id, job.id))
+    if not state.is_canceled:
+        wait_again(store, [job.id])
+    expect_completion(store, state.id)
+    record_event(store, state.id, {
+        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+        'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': node_id,
+        'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
+    return job_state(store, job.id)
+
+
+def wait_again(store: Store, job_ids: List[int]) -> None:
+    """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on."""
+    has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
+    while job_ids:
+        rows = rows_by_ids(store, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
+        sets = sorted({row[0] for row in rows})
+        run_by_ids(store, RECOUNT + 'id IN', sets)
+        job_ids = [row[0] for row in rows_by_ids(
+            store, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id WHERE failed = 0 '
+            f'AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
+        run_by_ids(store, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
 
 
 # -------- why a job failed, or does not run --------
@@ -9414,11 +9482,23 @@ def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     store.job_counts(body['workflow_id'])       # so that no turn of a runner has to count them
     labels = sorted(set(body['labels'])) if body.get('labels') else None
     values = dict(body, labels=labels)
-    if body.get('identity') and keeps_crate(store, body['workflow_id']):    # a runner of ours
-        put_software(store, body['workflow_id'], 'torc')
+    if body.get('identity'):    # a runner of ours
+        release_former(store, body)
+        if keeps_crate(store, body['workflow_id']):
+            put_software(store, body['workflow_id'], 'torc')
     node = get_row(store, 'compute_node', store.insert('compute_node', values))
     announce_node(store, 'compute_node_started', node, STARTED_KEYS)
     return node
+
+
+def release_former(store: Store, body: Dict[str, Any]) -> None:
+    """A runner that registers has no other node: it has not heard of one that it got before."""
+    keys = ('workflow_id', 'hostname', 'pid', 'identity')
+    condition = ' AND '.join(f'{key} = ?' for key in keys)
+    for node_id in store.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
+                             [body[key] for key in keys]):
+        announce_node(store, 'compute_node_stopped', get_row(store, 'compute_node', node_id), STOPPED_KEYS)
+        release_node(store, node_id)
 
 
 STARTED_KEYS = ('hostname', 'pid', 'num_cpus', 'memory_gb', 'num_gpus', 'compute_node_type')
@@ -9471,12 +9551,16 @@ def release_node(store: Store, node_id: int) -> None:
     workflow_id, host = store.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     store.leases.pop(node_id, None)
+    store.turns.pop(node_id, None)
     store.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
               'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     state = workflow_state(store, workflow_id)
     for job_id in store.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,)):
         # It may have been started without our being told: what runs now is another attempt.
-        begin_next_attempt(store, state, job_state(store, job_id))
+        job = job_state(store, job_id)
+        reason = f'compute node {node_id} ({host}), which had claimed it, went away'
+        assume_interrupted(store, state, job, reason)
+        begin_next_attempt(store, state, job)
     for job_id, start_time in store.rows(f'SELECT id, start_time FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,)):
         spent_s = store.now() - parse_time(start_time) if start_time else 0.0
         record_end(store, state, {
@@ -9523,19 +9607,23 @@ def runner_sync(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[st
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
     renew_lease(store, workflow_id, node_id, body.get('lease_s'))
-    answer = {'run_id': state.run_id, 'accepted': [], 'errors': []}  # type: Dict[str, Any]
+    refuse_overtaken(store, node_id, body.get('turn'))
+    answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
+              'revoked_actions': []}     # type: Dict[str, Any]
     for end in body.get('completions') or ():
         take_in_end(store, state, node_id, end, answer)
     note_contents(store, workflow_id, body.get('contents') or ())
-    for job_id, attempt_id, start_time in body.get('started') or ():
-        if store.one('SELECT 1 FROM job WHERE id = ? AND compute_node_id = ? AND attempt_id = ?', (job_id, node_id, attempt_id)):
-            mark_started(store, job_id, node_id, start_time)
+    for start in body.get('started') or ():
+        take_in_start(store, state, node_id, start)
     give_back(store, [job_id for job_id, _ in body.get('returned') or () if
                       store.value('SELECT compute_node_id FROM job WHERE id = ?', (job_id,)) == node_id])
     for result in body.get('action_results') or ():
         take_in_action(store, workflow_id, node_id, result)
     if body.get('held') is not None:
         take_back_unheard(store, node_id, {job_id for job_id, _ in body['held']}, set(body.get('held_actions') or ()))
+        answer['revoked'] = find_revoked(store, node_id, body['held'])
+        answer['revoked_actions'] = find_revoked_actions(store, workflow_id, node_id,
+                                                         body.get('held_actions') or ())
     want = body.get('want')
     chosen = claim(store, state, want, node_id) if want else []
     answer.update(describe_claims(store, state.run_id, chosen))
@@ -9570,7 +9658,8 @@ def renew_lease(store: Store, workflow_id: int, node_id: int, lease_s: Optional[
         raise Refused(f'compute node {node_id} was given up, because nothing was heard of it; register a new one', gone=True)
     if lease_s is not None:
         store.leases[node_id] = store.clock() + lease_s
-        store.run('UPDATE compute_node SET lease_s = ? WHERE id = ? AND lease_s IS NOT ?', (lease_s, node_id, lease_s))
+        store.run('UPDATE compute_node SET lease_s = ? WHERE id = ? AND lease_s IS NOT ?',
+                  (lease_s, node_id, lease_s))
 
 
 def take_back_unheard(store: Store, node_id: int, held_jobs: Set[int], held_actions: Set[int]) -> None:
@@ -9583,6 +9672,52 @@ def take_back_unheard(store: Store, node_id: int, held_jobs: Set[int], held_acti
     persistent = store.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND is_reported = 0', (node_id,))
     store.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
                    ((action_id, node_id) for action_id in persistent if action_id not in held_actions))
+
+
+def find_revoked(store: Store, node_id: int, held: Sequence[List[int]]) -> List[List[int]]:
+    """Of the attempts that a node believes to have, those that it has not: reset, or given to others."""
+    own = f'SELECT id, attempt_id FROM job WHERE compute_node_id = {int(node_id)} AND id IN'
+    rows = set(rows_by_ids(store, own, [key[0] for key in held]))
+    return [key for key in held if tuple(key) not in rows]
+
+
+def find_revoked_actions(store: Store, workflow_id: int, node_id: int, held: Sequence[int]) -> List[int]:
+    """Of the actions that a node believes to have, those that another has; what is free is its own again."""
+    own = (f'SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} '
+           f'AND (persistent = 1 OR executed_by = {int(node_id)}) AND id IN')
+    for action_id in held:
+        take_again(store, workflow_id, action_id, node_id)
+    return sorted(set(held).difference(row[0] for row in rows_by_ids(store, own, held)))
+
+
+def take_again(store: Store, workflow_id: int, action_id: int, node_id: int) -> bool:
+    """A node is at an action, or was: it is taken, if it was due again meanwhile. False if there is none."""
+    row = store.one('SELECT persistent, trigger_count >= required_triggers FROM workflow_action '
+                    'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
+    if row is not None and row[1]:
+        take_action(store, action_id, node_id, bool(row[0]))
+    return row is not None
+
+
+def refuse_overtaken(store: Store, node_id: int, turn: Optional[int]) -> None:
+    """Refuse what a runner had asked before its last answer: a server that was stopped finds both."""
+    if turn is not None:
+        if turn < store.turns.get(node_id, 0):
+            raise Conflict('a later request of this runner was answered already: nobody waits for this one')
+        store.turns[node_id] = turn
+
+
+def take_in_start(store: Store, state: WorkflowState, node_id: int, start: Sequence[Any]) -> None:
+    """An attempt runs on a node, which has it, or was given up with it; any other one stays as it is."""
+    job_id, attempt_id, start_time = start
+    try:
+        job = job_state(store, job_id)
+    except NotFound:    # deleted while it ran
+        return
+    if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
+        mark_started(store, job_id, node_id, start_time)
+    elif job.workflow_id == state.id:
+        take_back_lost(store, state, job, attempt_id, node_id, start_time)
 
 
 def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str, Any], answer: Dict[str, Any]) -> None:
@@ -9603,7 +9738,7 @@ def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str,
 
 def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
     """How an action ended on the node that took it."""
-    if store.value('SELECT workflow_id FROM workflow_action WHERE id = ?', (result['action_id'],)) != workflow_id:
+    if not take_again(store, workflow_id, result['action_id'], node_id):
         return      # deleted while it ran
     note_action_reported(store, result['action_id'], node_id)
     if not result['success']:
@@ -10007,8 +10142,9 @@ MODELS = {
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] started:[start] returned:[attempt] '
                          'contents:[content] '
                          'want:@RunnerWant actions:[str] action_results:[@RunnerAction] explain:bool '
-                         'survey:bool held:[attempt] held_actions:[int]',
+                         'survey:bool held:[attempt] held_actions:[int] turn:int',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! kinds:[@RunnerKind]! '
+                          'revoked:[attempt]! revoked_actions:[int]! '
                           'handlers:[[object]]! reason:str notices:[str]! actions:[@WorkflowActionModel]! '
                           'is_complete:bool! is_canceled:bool! unfinished:int! claimable:bool! '
                           'pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
@@ -12459,7 +12595,7 @@ def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
     lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks)})
     if lives:       # a number alone proves no life: it may be another process's by now
         return True if int(start_ticks) else None
-    # Another user's process may be hidden (proc(5), hidepid), and no file can be opened when descriptors run out.
+    # Another user's process may be hidden (proc(5), hidepid); without descriptors no file can be opened.
     is_hidden = lives is False and pid_exists(pid) and not read_process_start_ticks(pid)
     return None if is_hidden else lives
 
@@ -12636,7 +12772,7 @@ class Server:
             give_memory_back()
 
     def look_at_clocks(self, planned_s: float) -> None:
-        """Begin all leases anew if nobody could speak: we or the machine stood still, or were busy with something else.
+        """Begin all leases anew if no runner could be heard: this process or machine was stopped or busy.
 
         A machine whose hypervisor had stopped it may know that by its wall clock alone, once that is set.
         """
@@ -12645,10 +12781,11 @@ class Server:
         set_s = self.clocks.wall - before.wall - took_s
         if took_s <= planned_s + ABSENCE_S and abs(set_s) <= ABSENCE_S:
             return
+        reason = f'the clock was set by {set_s:+.0f} s'
+        if abs(set_s) <= ABSENCE_S:
+            reason = f'this server was stopped, suspended or busy for {took_s - planned_s:.0f} s'
         if self.store.leases:
-            log.warning('this server did not answer for %.0f s (it was stopped, suspended or busy), and the clock '
-                        'was set by %+.0f s: the leases of %d compute nodes begin anew',
-                        max(0.0, took_s - planned_s), set_s, len(self.store.leases))
+            log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.store.leases))
         self.store.leases.clear()
 
     def wait_s(self) -> Optional[float]:
@@ -13321,8 +13458,8 @@ def note_absence(store: Store, changed_at: float) -> None:
     """Say since when nobody served a database whose runners go on. Their leases begin with this server."""
     count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
     if count:
-        log.info('nobody has served this database since %s at the latest: the leases of %d compute nodes begin anew',
-                 format_time(changed_at), count)
+        log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
+                 'begin anew', format_time(changed_at), count)
 
 
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
@@ -14274,10 +14411,10 @@ class Client(Operations):
                 if not self.server_file or process_lives(found):
                     raise
                 reason = f'cannot be reached ({error.message})'
-                raise Unreachable(explain_dead_server(self.server_file, found, reason)) from None
+                raise absent(explain_dead_server(self.server_file, found, reason)) from None
         elif self.is_lasting:
-            raise Unreachable(f'the server of {self.database} is gone; start it again with '
-                              f'`torc.py serve -d {shlex.quote(self.database)}`')
+            raise absent(f'the server of {self.database} is gone; start it again with '
+                         f'`torc.py serve -d {shlex.quote(self.database)}`')
         elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
             raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
         elif not self.needs_server:
@@ -14294,13 +14431,14 @@ class Client(Operations):
 
     def open_wire(self, urls: Sequence[str]) -> Wire:
         """Connect to the first address that accepts."""
-        reasons = []
+        reasons, kind = [], Unreachable     # type: List[str], Callable[[str], Unreachable]
         for url in urls:
             try:
                 return Wire(parse_url(url), self.trust)
             except (OSError, ValueError) as error:      # a wrong certificate is a ValueError before Python 3.7
                 reasons.append(f'{url} does not answer: {explain(error)}')
-        raise Unreachable('; '.join(reasons) + '; is the server running?')
+                kind = absent if isinstance(error, (ConnectionError, socket.timeout)) else kind
+        raise kind('; '.join(reasons) + '; is the server running?')
 
     def open_proven(self, found: Dict[str, Any]) -> Wire:
         """Connect to the server of a connection file, if it is the one that wrote it: only then it gets the token."""
@@ -14322,7 +14460,7 @@ class Client(Operations):
             proof = json.loads(body.decode()).get('proof')
         except (OSError, ValueError, AttributeError) as error:
             wire.close()
-            raise Unreachable(f'no answer from {wire.address.url}: {explain(error)}') from None
+            raise absent(f'no answer from {wire.address.url}: {explain(error)}') from None
         if self.token_file:
             token = read_token(self.token_file)
             if not hmac.compare_digest(str(proof), prove_token(token.encode(), challenge, wire.address.port)):
@@ -14378,7 +14516,7 @@ def find_database() -> Tuple[str, str]:
                        f', or the database of this directory with -s:{described}')
     for path, server in servers.items():
         if process_lives(server) is False:
-            raise Unreachable(explain_dead_server(path, server, 'was killed, or the machine was restarted'))
+            raise absent(explain_dead_server(path, server, 'was killed, or the machine was restarted'))
         return server['database'], path
     return os.path.abspath(EMBEDDED_DATABASE), ''
 
@@ -15068,10 +15206,12 @@ class Launcher:
 
     # ---- starting ----
 
-    def start(self, command: str, variables: Dict[str, str], outputs: Sequence[int], name: str) -> Process:
+    def start(self, command: str, variables: Dict[str, str], outputs: Sequence[int], name: str,
+              check: Callable[[], Any] = bool) -> Process:
         """Start a shell command with these variables over our own environment. `name` makes its mark unique.
 
         OSError if it cannot be started, ValueError if it cannot even be said to the system (NUL, lone surrogate).
+        `check` is called at the last moment, and may raise an OSError in place of the start.
         """
         entries = dict(self.environment)
         for key, value in ((encode_text(key), encode_text(value)) for key, value in variables.items()):
@@ -15083,25 +15223,28 @@ class Launcher:
         entries[RUN_TAG.encode()] = encode_text(f'{RUN_TAG}={self.outer_tag}') + mark.text
         set_mark_number(mark.number)
         try:
-            pid = self.spawn_shell(command, list(entries.values()), outputs)
+            pid = self.spawn_shell(command, list(entries.values()), outputs, check)
         finally:
             set_mark_number(self.own_number)
         self.used_serials.add(serial)
         process = self.running[pid] = Process(pid, mark)
         return process
 
-    def spawn_shell(self, command: str, environment: Sequence[bytes], outputs: Sequence[int]) -> int:
-        """Start the shell with a command; its pid."""
+    def spawn_shell(self, command: str, environment: Sequence[bytes], outputs: Sequence[int],
+                    check: Callable[[], Any]) -> int:
+        """Start the shell with a command, after a last check; its pid."""
         text, shell = encode_text(command), encode_text(self.shell)
         if b'\0' in text:
             raise ValueError('the command contains a NUL character')
         if len(text) <= MAX_ARGUMENT_BYTES:
+            check()
             return self.spawn([shell, b'-c', text], environment, outputs)
         with tempfile.TemporaryFile() as file:     # O_EXCL, 0600, and no name from then on
             file.write(text)
             file.seek(0)
             source = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1)
         try:
+            check()
             return self.spawn([shell, b'-c', READ_COMMAND], environment, outputs, source)
         finally:
             os.close(source)
@@ -15286,6 +15429,7 @@ CANCEL_LEAD_S = 2.0         # from SIGTERM to SIGKILL when the workflow is cance
 FAREWELL_S = 10.0           # an interrupted runner tries so long to report to a silent server
 READ_DEADLINE_S = 5.0       # for an answer that has begun to come
 RECONNECT_S = 1.0           # a silent server is looked for so long at a time: children wait meanwhile
+MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
@@ -15866,7 +16010,7 @@ class Task:
         self.stderr = None              # type: Optional[str]
         self.deletes_stdio = False      # after success
         self.process = None             # type: Optional[Process]
-        self.stopped_for = ''           # '' or one of SIGNAL_REASONS
+        self.stopped_for = ''           # '', one of SIGNAL_REASONS, or 'revoked'
         self.completion = {}            # type: Dict[str, Any]
         self.reason = ''                # of a failure
 
@@ -15990,13 +16134,18 @@ def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dic
 # -------- words with the server --------
 
 
+class LeaseOver(OSError):
+    """Raised in place of a start: the server must be asked before."""
+
+
 class Link:
     """What this runner has to tell the server, kept until it is acknowledged, and how long the server has been silent."""
 
-    def __init__(self, client: Any, workflow_id: int, run_id: int, node_id: int) -> None:
+    def __init__(self, client: Any, workflow_id: int, run_id: int) -> None:
         self.client = client
         self.workflow_id = workflow_id
-        self.address = {'compute_node_id': node_id, 'run_id': run_id}
+        self.run_id = run_id
+        self.node_id = 0            # this runner, among the workflow's compute nodes
         self.completions = []       # type: List[Dict[str, Any]]
         self.started = []           # type: List[List[Any]]
         self.returned = []          # type: List[List[int]]
@@ -16005,15 +16154,48 @@ class Link:
         self.silent_since = None    # type: Optional[float]
         self.error = ''
         self.retry_s = RETRY_FIRST_S
-        self.is_doubtful = False    # an answer was lost, with what it may have brought
+        self.is_doubtful = False    # an answer was lost, with what it may have brought; or our lease was over
+        self.is_given_up = False    # the server has given this node up: it must register anew
         self.pending = None         # type: Optional[Pending]
         self.sent = {}              # type: Dict[str, List[Any]]
+        self.turn = 0               # number of the last request
+        self.promised_until = 0.0   # end of the lease that the last request asked for, by Clocks.running
+        self.lease_ends_at = 0.0    # ... of the last one that was answered
+        self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
 
     @property
     def has_news(self) -> bool:
         """Whether there is something to tell, or a word is still out."""
         return bool(self.pending or self.completions or self.started or self.returned or self.action_results
                     or self.contents)
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether our lease runs. If not, as after a suspension, the server may have given our jobs to others."""
+        return read_clocks().running < self.lease_ends_at
+
+    @property
+    def must_ask(self) -> bool:
+        """Whether the server must be asked before anything starts, and is not silent."""
+        return self.pending is None and self.silent_since is None and not self.has_lease
+
+    def check_lease(self) -> None:
+        """LeaseOver if others may have our jobs by now."""
+        if not self.has_lease:
+            raise LeaseOver
+
+    def under_lease(self, act: Callable[[], Any]) -> None:
+        """Start something now, or, if the lease is over, when the server has said what is still ours."""
+        if self.has_lease:
+            act()
+        else:
+            self.deferred.append(act)
+
+    def go_on(self) -> None:
+        """The server has said it."""
+        deferred, self.deferred = self.deferred, []
+        for act in deferred:
+            self.under_lease(act)
 
     def news(self) -> Dict[str, List[Any]]:
         """What a request carries of it."""
@@ -16023,7 +16205,9 @@ class Link:
     def begin(self, request: Dict[str, Any], held: Callable[[], Dict[str, Any]]) -> None:
         """Send one runner_sync with all news. The children need us: the answer is fetched when it is there."""
         self.sent = self.news()
-        body = dict(self.address, **self.sent, **request)
+        self.turn += 1
+        self.promised_until = read_clocks().running + request['lease_s']
+        body = dict(self.sent, compute_node_id=self.node_id, run_id=self.run_id, turn=self.turn, **request)
         if self.is_doubtful:
             body.update(held())
         try:
@@ -16040,6 +16224,7 @@ class Link:
             self.on_silence(error)
             return None
         self.silent_since, self.is_doubtful, self.retry_s = None, False, RETRY_FIRST_S
+        self.lease_ends_at = self.promised_until
         for name, items in self.sent.items():
             del getattr(self, name)[:len(items)]    # what came up meanwhile stays
         return answer
@@ -16058,6 +16243,107 @@ class Link:
             self.error = again.message
 
 
+class Membership:
+    """This runner among the workflow's compute nodes: one of them, and another one if that is given up."""
+
+    def __init__(self, runner: 'Runner') -> None:
+        self.runner = runner
+
+    def begin(self) -> None:
+        """Register as soon as the server answers: it may be about to start again."""
+        runner, link = self.runner, self.runner.link
+        while True:
+            try:
+                self.register()
+                break
+            except Unreachable as error:
+                is_new = link.silent_since is None
+                link.on_silence(error)
+                runner.on_silence(is_new)
+                if runner.leaving:
+                    raise
+            if set(runner.wakeup.wait(link.retry_s)) - {signal.SIGCHLD}:
+                raise KeyboardInterrupt
+        if link.silent_since is not None:
+            runner.say_answer(link.silent_since)
+            link.silent_since = None
+
+    def register(self) -> None:
+        """Become one of the workflow's compute nodes."""
+        runner, link = self.runner, self.runner.link
+        size, options = runner.ledger.size, runner.options
+        body = {'workflow_id': runner.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
+                'start_time': format_time(time.time()), 'num_cpus': size.num_cpus, 'num_nodes': 1,
+                'memory_gb': size.memory_bytes / 1024 ** 3, 'num_gpus': len(size.devices),
+                'compute_node_type': 'local', 'is_active': True, 'lease_s': runner.lease_s(),
+                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}'}
+        if options.end_time is not None:
+            body['end_time'] = format_time(options.end_time)
+        if options.labels:
+            body['labels'] = list(options.labels)
+        lease_ends_at = read_clocks().running + body['lease_s']
+        link.node_id = link.client.call('create_compute_node', body, ANSWER_DEADLINE_S)['id']
+        link.lease_ends_at = lease_ends_at
+        runner.variables = common_variables(link.client, runner.workflow, runner.output_dir)
+        runner.log.write(f'Job runner starting workflow_id={runner.workflow_id}', run_id=runner.run_id,
+                         compute_node_id=link.node_id, hostname=body['hostname'],
+                         output_dir=runner.output_dir, num_cpus=size.num_cpus,
+                         memory=format_memory(size.memory_bytes), num_gpus=len(size.devices),
+                         job_completion_poll_interval=f'{options.poll_interval_s:g}s',
+                         claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s',
+                         max_parallel_jobs=options.max_parallel_jobs, end_time=body.get('end_time'),
+                         execution_mode='Direct',
+                         limit_resources=str(runner.config['limit_resources']).lower())
+
+    def begin_again(self) -> bool:
+        """The server, which heard nothing of us, has given this node up: become another, with what runs here."""
+        runner, link, old = self.runner, self.runner.link, self.runner.link.node_id
+        is_new = link.silent_since is None
+        try:
+            self.register()
+        except Unreachable as error:
+            link.on_silence(error)
+            runner.on_silence(is_new)
+            return False
+        link.is_given_up, link.is_doubtful, link.returned = False, True, []
+        runner.appetite.drop()      # what was not started is others' now
+        ended = [task for task in runner.ends.unreported.values() if task.process is not None]
+        link.started = [[*task.key, format_time(task.process.started_at)]
+                        for task in [*runner.tasks.values(), *ended]]
+        runner.say(f'the server had given this runner up (compute node {old}) while it heard nothing of it; '
+                   f'it goes on as compute node {link.node_id}, with {len(runner.tasks)} running jobs', 'warning')
+        return True
+
+    def revoke(self, keys: Sequence[Sequence[int]]) -> None:
+        """These attempts are ours no longer: they were reset, or given to others. Stop them first of all."""
+        runner, gone = self.runner, {tuple(key) for key in keys}
+        runner.appetite.backlog = collections.deque(
+            task for task in runner.appetite.backlog if tuple(task.key) not in gone)
+        stopped = {process: task for process, task in runner.tasks.items() if tuple(task.key) in gone}
+        for process, task in stopped.items():
+            task.stopped_for = 'revoked'
+            runner.launcher.stop(process, signal.SIGKILL, 0)
+            runner.log.write('Job stopped: another runner has it', 'warning', **runner.ends.names(task))
+        runner.launcher.kill_due()
+        if stopped:
+            names = first_of([task.name for task in stopped.values()])
+            runner.say(f'stopped {len(stopped)} jobs that were reset or given to other runners: {names}',
+                       'warning')
+
+    def end(self) -> None:
+        """Take ourselves off the list of nodes."""
+        runner, link = self.runner, self.runner.link
+        body = {'is_active': False, 'duration_seconds': time.monotonic() - runner.began}
+        counts = runner.ends.counts
+        runner.log.write('Job runner completed', workflow_id=runner.workflow_id, run_id=runner.run_id,
+                         compute_node_id=link.node_id, had_failures=str(counts['failed'] > 0).lower(),
+                         had_terminations=str(counts['terminated'] > 0).lower())
+        try:
+            link.client.call('update_compute_node', body, node_id=link.node_id)
+        except TorcError as error:      # gone with its workflow, or silent: its lease ends by itself
+            runner.log.write(f'The compute node stays active: {error.message}', 'warning')
+
+
 # -------- actions --------
 
 
@@ -16069,6 +16355,8 @@ class Actions:
         self.queue = collections.deque()    # type: collections.deque
         self.current = None                 # type: Optional[Dict[str, Any]]
         self.place = 0                      # of the command in the current action
+        self.process = None                 # type: Optional[Process]  # ... while it runs
+        self.done = []                      # type: List[int]  # actions that each node carries out once
 
     @property
     def is_busy(self) -> bool:
@@ -16076,8 +16364,20 @@ class Actions:
         return bool(self.current or self.queue)
 
     def ids(self) -> List[int]:
-        """Actions in hand."""
-        return [action['id'] for action in ([self.current] if self.current else []) + list(self.queue)]
+        """Actions in hand, and those that another node that we become must not carry out again."""
+        in_hand = ([self.current] if self.current else []) + list(self.queue)
+        return [action['id'] for action in in_hand] + self.done
+
+    def revoke(self, ids: Sequence[int]) -> None:
+        """Another node has taken these while the server heard nothing of us."""
+        self.queue = collections.deque(action for action in self.queue if action['id'] not in ids)
+        action = self.current
+        if action is not None and action['id'] in ids:
+            self.runner.log.write('Action stopped: another node has it', 'warning', action_id=action['id'])
+            if self.process in self.runner.owners:
+                self.runner.launcher.stop(self.process, signal.SIGKILL, 0)
+            self.current = None
+            self.start_next()
 
     def add(self, actions: Sequence[Dict[str, Any]]) -> None:
         """Take claimed actions and begin."""
@@ -16090,10 +16390,16 @@ class Actions:
         if self.queue:
             self.current, self.place = self.queue.popleft(), 0
             self.runner.log.write('Action started', action_id=self.current['id'], trigger_type=self.current['trigger_type'])
-            self.start_command()
+            self.go_on()
 
-    def start_command(self) -> None:
-        """Start the current command, or finish the action behind the last one."""
+    def go_on(self) -> None:
+        """Start the current command as soon as that may be."""
+        self.runner.link.under_lease(functools.partial(self.start_command, self.current))
+
+    def start_command(self, action: Dict[str, Any]) -> None:
+        """Start the current command, or finish the action behind the last one, unless it was revoked."""
+        if self.current is not action:
+            return
         commands = self.current['action_config'].get('commands') or ()
         if self.place >= len(commands):
             self.finish(True, f'{len(commands)} commands completed')
@@ -16102,24 +16408,29 @@ class Actions:
             self.finish(False, f'command {self.place + 1} cannot be started: the output directory is not there')
             return
         try:
-            self.runner.start_script(f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.place]}', self.runner.variables,
-                                     'actions', f"a{self.current['id']}-{self.place}", self.on_command_end)
+            self.process = self.runner.start_script(
+                f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.place]}', self.runner.variables,
+                'actions', f"a{action['id']}-{self.place}", functools.partial(self.on_command_end, action))
         except (OSError, ValueError) as error:
             self.finish(False, f'command {self.place + 1} cannot be started: {error}')
 
-    def on_command_end(self, process: Process) -> None:
+    def on_command_end(self, action: Dict[str, Any], process: Process) -> None:
         """The next command, unless this one failed."""
+        if self.current is not action:      # it was revoked
+            return
         command = self.current['action_config']['commands'][self.place]
         if process.end.return_code:
             self.finish(False, f'command {self.place + 1} ended with return code {process.end.return_code}: {command}')
         else:
             self.place += 1
-            self.start_command()
+            self.go_on()
 
     def finish(self, success: bool, message: str) -> None:
         """Report the current action and go on with the next."""
         action, self.current = self.current, None
         runner = self.runner
+        if action['persistent']:
+            self.done.append(action['id'])
         runner.link.action_results.append({'action_id': action['id'], 'success': success, 'message': message})
         runner.log.write(f"Action {'completed' if success else 'failed'}: {message}", 'info' if success else 'error', action_id=action['id'])
         if not success:
@@ -16160,7 +16471,7 @@ class Ends:
             completion['interrupted'] = True
         if verdict.status in ('failed', 'terminated'):
             if task.stopped_for in ('', 'deadline') and self.tries_again(task):
-                return
+                return      # its recovery script goes on with it
         self.queue(task)
 
     def tries_again(self, task: Task) -> bool:
@@ -16175,9 +16486,12 @@ class Ends:
         if task.attempt_id - task.job['interruptions'] >= max_retries:
             return False
         completion.update(retry=True, max_retries=max_retries)
-        return bool(rule.get('recovery_script')) and self.start_recovery(task, rule['recovery_script'])
+        if rule.get('recovery_script'):
+            script = rule['recovery_script']
+            self.runner.link.under_lease(functools.partial(self.start_recovery, task, script))
+        return bool(rule.get('recovery_script'))
 
-    def start_recovery(self, task: Task, script: str) -> bool:
+    def start_recovery(self, task: Task, script: str) -> None:
         """Start a recovery script; one that cannot be started vetoes the retry."""
         variables = dict(self.runner.variables, TORC_JOB_ID=str(task.id), TORC_JOB_NAME=task.name,
                          TORC_ATTEMPT_ID=str(task.attempt_id), TORC_RETURN_CODE=str(task.completion['return_code']))
@@ -16196,8 +16510,7 @@ class Ends:
             self.runner.start_script(script, variables, 'recovery', f'{task.id}-{task.attempt_id}-recovery', on_recovery_end)
         except (OSError, ValueError) as error:
             self.veto_retry(task, f'the recovery script cannot be started: {error}')
-            return False
-        return True
+            self.queue(task)
 
     def veto_retry(self, task: Task, reason: str) -> None:
         """No further attempt, for this reason."""
@@ -16369,6 +16682,8 @@ class Runner:
         self.stop_signal = parse_signal(self.config['termination_signal'])
         self.ledger = Ledger(measure_node(options), options.max_parallel_jobs)
         self.appetite = Appetite(options, self.ledger, self.setting('compute_node_min_time_for_new_jobs_seconds'))
+        self.link = Link(client, workflow_id, self.run_id)
+        self.membership = Membership(self)
         self.tasks = {}             # type: Dict[Process, Task]
         self.owners = {}            # type: Dict[Process, Callable[[Process], None]]
         self.ends = Ends(self)
@@ -16424,7 +16739,7 @@ class Runner:
                 if leftovers:
                     self.say(leftovers, 'warning')
                 self.set_deadline()
-                self.register(host)
+                self.membership.begin()
                 self.actions = Actions(self)
                 self.live()
             finally:
@@ -16444,33 +16759,13 @@ class Runner:
             self.perform('on_worker_complete')
         finally:
             self.kill_everything()
-            self.deregister()
+            self.membership.end()
 
     def set_deadline(self) -> None:
         """Lay the timeline of the page "Execution Modes" on the monotonic clock."""
         if self.options.end_time is not None:
             self.end = time.monotonic() + self.options.end_time - time.time()
             self.stop_at = self.end - self.config['sigkill_headroom_seconds'] - self.config['sigterm_lead_seconds']
-
-    def register(self, host: str) -> None:
-        """Become one of the workflow's compute nodes."""
-        size, options = self.ledger.size, self.options
-        body = {'workflow_id': self.workflow_id, 'hostname': host, 'pid': os.getpid(), 'start_time': format_time(time.time()),
-                'num_cpus': size.num_cpus, 'memory_gb': size.memory_bytes / 1024 ** 3, 'num_gpus': len(size.devices), 'num_nodes': 1,
-                'compute_node_type': 'local', 'is_active': True, 'lease_s': self.lease_s(),
-                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}'}
-        if options.end_time is not None:
-            body['end_time'] = format_time(options.end_time)
-        if options.labels:
-            body['labels'] = list(options.labels)
-        self.node_id = self.client.call('create_compute_node', body)['id']      # type: int
-        self.link = Link(self.client, self.workflow_id, self.run_id, self.node_id)
-        self.variables = common_variables(self.client, self.workflow, self.output_dir)
-        self.log.write(f'Job runner starting workflow_id={self.workflow_id}', run_id=self.run_id, compute_node_id=self.node_id, hostname=host,
-                       output_dir=self.output_dir, num_cpus=size.num_cpus, memory=format_memory(size.memory_bytes),
-                       num_gpus=len(size.devices), job_completion_poll_interval=f'{options.poll_interval_s:g}s',
-                       claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s', max_parallel_jobs=options.max_parallel_jobs,
-                       end_time=body.get('end_time'), execution_mode='Direct', limit_resources=str(self.config['limit_resources']).lower())
 
     def lease_s(self) -> float:
         """How long the server should trust us without another word."""
@@ -16491,7 +16786,7 @@ class Runner:
         while self.leaving != 'unreachable':
             self.turn(claims=not self.leaving)
             self.look_for_the_exit()
-            is_busy = self.owners or self.actions.is_busy or self.digests.is_busy
+            is_busy = self.owners or self.actions.is_busy or self.digests.is_busy or self.link.deferred
             if self.leaving and not (is_busy or self.link.has_news):
                 break
             self.wait()
@@ -16507,7 +16802,7 @@ class Runner:
             if self.link.contents:
                 self.report_soon(BATCH_S if self.digests.is_busy else 0.0)
         now = time.monotonic()
-        if self.link.pending is None and now >= min(self.poll_at, self.report_at):
+        if self.link.must_ask or self.link.pending is None and now >= min(self.poll_at, self.report_at):
             self.begin_sync(claims)
         if self.link.pending is not None:
             has_answer = self.wakeup.has_answer(self.link.pending)
@@ -16523,11 +16818,12 @@ class Runner:
         times += [self.sent_at + ANSWER_DEADLINE_S] if self.link.pending else [self.poll_at, self.report_at]
         if self.appetite.backlog and not self.actions.is_busy:
             times.append(max(self.appetite.moved_at + STALE_AHEAD_S, self.appetite.not_before))
-        if self.digests.is_busy:
+        if self.digests.is_busy or self.link.must_ask:
             times.append(0.0)
         if self.output.loss:
             times.append(self.output.next_look)
-        for number in self.wakeup.wait(max(0.0, min(min(times) - time.monotonic(), 3600.0)), self.link.pending):
+        wait_s = max(0.0, min(min(times) - time.monotonic(), MAX_WAIT_S))
+        for number in self.wakeup.wait(wait_s, self.link.pending):
             if number != signal.SIGCHLD:
                 self.on_signal(number)
 
@@ -16539,10 +16835,13 @@ class Runner:
             self.report_at = min(self.report_at, time.monotonic() + delay_s)
 
     def begin_sync(self, claims: bool) -> None:
-        """Send one request: all news, the wish for work, due actions."""
+        """Send one request: all news, the wish for work, due actions. After our lease only what we have."""
+        if self.link.is_given_up and not self.membership.begin_again():
+            return
         now = time.monotonic()
         self.is_poll = now >= self.poll_at
-        may_claim = claims and not (self.leaving or self.output.loss)
+        self.link.is_doubtful = self.link.is_doubtful or not self.link.has_lease
+        may_claim = claims and self.link.has_lease and not (self.leaving or self.output.loss)
         want = self.appetite.want(self.end - now) if may_claim else None
         self.sent_at, self.report_at = now, math.inf
         is_first_silence = self.link.silent_since is None
@@ -16556,12 +16855,18 @@ class Runner:
     def finish_sync(self, deadline_s: float) -> None:
         """Fetch the answer to it."""
         silent_before = self.link.silent_since
-        answer = self.link.finish(deadline_s)
+        try:
+            answer = self.link.finish(deadline_s)
+        except Refused as error:
+            if not error.details.get('gone'):
+                raise
+            self.link.is_given_up, self.poll_at = True, 0.0
+            return
         if answer is None:
             self.on_silence(silent_before is None)
             return
         if silent_before is not None:
-            self.say(f'the server answers again after {format_elapsed(time.monotonic() - silent_before)}')
+            self.say_answer(silent_before)
         self.on_answer(answer)
         self.plan_poll(self.is_poll)
         if self.link.completions or self.link.contents:     # more than one request carries
@@ -16594,12 +16899,15 @@ class Runner:
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
         """Take in what the server says."""
+        self.membership.revoke(answer['revoked'])
+        self.actions.revoke(answer['revoked_actions'])
         self.answer = answer
         self.answers += 1
         self.has_survey = self.has_survey or self.asks_survey
         for notice in answer['notices']:
             self.say_once(notice)
         self.ends.on_answer(answer)
+        self.link.go_on()
         if answer['actions']:
             self.actions.add(answer['actions'])
         if answer['jobs']:
@@ -16648,7 +16956,8 @@ class Runner:
         """Start from the backlog what fits; give back what has waited too long. Actions come first: jobs may count on them."""
         if self.output.loss:
             return self.give_back(self.appetite.drop())
-        if self.leaving or self.actions.is_busy or time.monotonic() < self.appetite.not_before:
+        is_exhausted = time.monotonic() < self.appetite.not_before
+        if self.leaving or self.actions.is_busy or is_exhausted or not self.link.has_lease:
             return
         for task in self.appetite.startable():
             if not self.start_job(task):
@@ -16658,12 +16967,17 @@ class Runner:
             self.give_back(stale)
 
     def start_job(self, task: Task) -> bool:
-        """Start one job. False if the node has no room for processes at present."""
+        """Start one job. False if the node has no room for processes now, or must ask the server first."""
         outputs = []    # type: List[int]
         try:
             open_outputs(task, (self.output.stdio, self.workflow_id, self.run_id), self.config, outputs)
             task.process = self.launcher.start(compose_command(task.job['invocation_script'], task.job['command']),
-                                               job_variables(task, self.variables), outputs, f'{task.id}-{task.attempt_id}')
+                                               job_variables(task, self.variables), outputs,
+                                               f'{task.id}-{task.attempt_id}', self.link.check_lease)
+        except LeaseOver:
+            self.ledger.release(task.grant)
+            self.appetite.backlog.appendleft(task)
+            return False
         except (OSError, ValueError) as error:
             return self.on_start_failure(task, error, outputs)
         finally:
@@ -16673,8 +16987,8 @@ class Runner:
         self.owners[task.process] = self.on_job_end
         self.link.started.append([task.id, task.attempt_id, format_time(task.process.started_at)])
         self.report_soon(START_NEWS_S)
-        self.log.write('Job started', workflow_id=self.workflow_id, job_id=task.id, run_id=self.run_id, compute_node_id=self.node_id,
-                       attempt_id=task.attempt_id, pid=task.process.pid)
+        self.log.write('Job started', workflow_id=self.workflow_id, job_id=task.id, run_id=self.run_id,
+                       compute_node_id=self.link.node_id, attempt_id=task.attempt_id, pid=task.process.pid)
         return True
 
     def on_start_failure(self, task: Task, error: Exception, outputs: Sequence[int]) -> bool:
@@ -16707,7 +17021,8 @@ class Runner:
         if tasks:
             self.report_soon(0)
 
-    def start_script(self, command: str, variables: Dict[str, str], log_name: str, name: str, owner: Callable[[Process], None]) -> None:
+    def start_script(self, command: str, variables: Dict[str, str], log_name: str, name: str,
+                     owner: Callable[[Process], None]) -> Process:
         """Start an action's command or a recovery script; its output is added to a log in the output directory."""
         descriptor = self.open_script_log(f'{log_name}_wf{self.workflow_id}_r{self.run_id}.log')
         try:
@@ -16715,6 +17030,7 @@ class Runner:
         finally:
             os.close(descriptor)
         self.owners[process] = owner
+        return process
 
     def open_script_log(self, name: str) -> int:
         """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
@@ -16740,6 +17056,8 @@ class Runner:
         self.appetite.note_end(end.wall_s)
         self.ended_at = self.worked_at = time.monotonic()
         self.has_progressed = True
+        if task.stopped_for == 'revoked':
+            return
         verdict = judge_end(end, task.stopped_for, self.stop_signal, self.config['timeout_exit_code'],
                             self.interrupted_by)
         file_times = {}     # type: Dict[str, float]
@@ -16847,16 +17165,6 @@ class Runner:
             self.leave('idle')
             self.say(f'No jobs claimed for {now - self.worked_at:.0f} seconds (limit: {limit_s} seconds). Exiting job runner.')
 
-    def deregister(self) -> None:
-        """Take ourselves off the list of nodes."""
-        body = {'is_active': False, 'duration_seconds': time.monotonic() - self.began}
-        self.log.write('Job runner completed', workflow_id=self.workflow_id, run_id=self.run_id, compute_node_id=self.node_id,
-                       had_failures=str(self.ends.counts['failed'] > 0).lower(), had_terminations=str(self.ends.counts['terminated'] > 0).lower())
-        try:
-            self.client.call('update_compute_node', body, node_id=self.node_id)
-        except TorcError as error:      # gone with its workflow, or silent: its lease ends by itself
-            self.log.write(f'The compute node stays active: {error.message}', 'warning')
-
     def outcome(self) -> RunOutcome:
         """What to tell the user. Unreachable if the server could not be told."""
         if self.leaving == 'unreachable':
@@ -16874,6 +17182,10 @@ class Runner:
         """To the log and to the user."""
         self.log.write(message, level)
         self.progress.on_message(printable(message))
+
+    def say_answer(self, silent_since: float) -> None:
+        """The server was silent since then, and is no more."""
+        self.say(f'the server answers again after {format_elapsed(time.monotonic() - silent_since)}')
 
     def say_once(self, message: str, introduction: str = '') -> None:
         """Say it unless all its parts were said before, perhaps with other numbers: the time that is left shrinks."""
@@ -17412,6 +17724,7 @@ class Session:
         self.command: Any = None    # its row in COMMANDS
         self.is_reading = False     # make no database, although the command may
         self._client: Optional[Client] = None
+        self._credentials: Optional[Credentials] = None
 
     @property
     def format(self) -> str:
@@ -17445,7 +17758,13 @@ class Session:
 
     @property
     def credentials(self) -> Credentials:
-        """Password and cookie that were given with the command."""
+        """Password and cookie that were given with the command; asked for once."""
+        if self._credentials is None:
+            self._credentials = self.read_credentials()
+        return self._credentials
+
+    def read_credentials(self) -> Credentials:
+        """The same, from options and terminal."""
         password = self.options['password'] or ''
         if password:
             self.tell('warning: others on this machine can see the password on the command line; use TORC_PASSWORD or --prompt-password')
@@ -19286,6 +19605,7 @@ def cmd_run(session: Session, args: Arguments) -> int:
         if args['resume']:
             raise BadInput('--resume takes the workflow file; to go on with a workflow as it is: `run ID`')
         target = Target(int(args['target']), False, bool(args['retry_failed']))
+        await_server(session, options)
         return run_to_end(session, target, options, args['force'])
     if args['retry_failed'] and not args['resume']:     # which does so anyway
         raise BadInput('--retry-failed goes on with a workflow that exists: give its id in place of the file')
@@ -19302,6 +19622,25 @@ def cmd_run(session: Session, args: Arguments) -> int:
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     tell_created(session, workflow_id)
     return run_to_end(session, Target(workflow_id, True), options, args['force'])
+
+
+def await_server(session: Session, options: RunnerOptions) -> None:
+    """A runner that joins a workflow waits for a server that is being started again, as one at work does."""
+    minutes = WORKFLOW_DEFAULTS['compute_node_wait_for_healthy_database_minutes']
+    began, is_told = time.time(), False
+    while True:
+        try:
+            session.call('ping')
+            if is_told:
+                session.tell(f'the server answers after {format_elapsed(time.time() - began)}')
+            return
+        except Unreachable as error:
+            if not error.passes or time.time() >= min(began + minutes * 60, options.end_time or math.inf):
+                raise
+            if not is_told:
+                session.tell(f'{error.message}\nwaiting for the server for up to {minutes} minutes')
+            is_told = True
+        time.sleep(RECONNECT_S)
 
 
 def tell_created(session: Session, workflow_id: int) -> None:
@@ -19581,7 +19920,7 @@ def tell_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None
                 more = count - len(jobs) + len(names[NAMES_SHOWN:])
                 text = ', '.join(names[:NAMES_SHOWN]) + (f' and {more} more' if more else '')
                 session.tell(printable(f'  {row.name}: {text}'))
-        query = {'workflow_id': workflow_id, 'return_code': ORPHAN_RETURN_CODE, 'limit': 1}
+        query = {'workflow_id': workflow_id, 'return_code': ORPHAN_RETURN_CODE, 'limit': 1, 'status': 'failed'}
         lost = session.call('list_results', **query)['total_count']
     except TorcError:       # no server any more: nothing more can be said
         return
