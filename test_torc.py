@@ -858,6 +858,16 @@ class PlainToolsTest(unittest.TestCase):
     def test_text_that_would_act_on_a_terminal_is_made_visible(self):
         self.assertEqual('a\\x1b[31mb\\x07 \\u202e \\ud800 ü', torc.printable('a\x1b[31mb\x07 \u202e \ud800 ü'))
         self.assertEqual('tab\tand\nline', torc.printable('tab\tand\nline'))
+        self.assertEqual('a\\x0d\\n\tb\\u061c\\u200e\\u200f\\u2029\\u2066', torc.printable_line('a\r\n\tb\u061c\u200e\u200f\u2029\u2066'))
+
+    def test_a_message_of_several_lines_is_indented(self):
+        self.assertEqual('a: b\n    c\n\n    d\n    e\\x9b\n', torc.printable_message('a: b\nc\n\n    d\ne\x9b\n'))
+
+    def test_json_has_escapes_that_stand_for_the_same_values(self):
+        value = {''.join(map(chr, range(0x2100))): 'ü\ud800\U0001f600'}
+        text = torc.printable_json(torc.format_json(value))
+        self.assertEqual((value, text), (torc.parse_json(text), torc.printable(text)))
+        self.assertIn('"ü\\ud800\U0001f600"', text)
 
     def test_json_is_strict(self):
         self.assertEqual({'a': [1, 2.5, None, True, 'x']}, torc.parse_json('{"a": [1, 2.5, null, true, "x"]}'))
@@ -9441,6 +9451,18 @@ class ServeTest(WorldTest):
         found = {name: json.loads(self.world.read(name))['fields']['message'][0] for name in sorted(os.listdir(self.world.directory))}
         self.assertEqual({'x.log': '7', 'x.log.1': '6', 'x.log.2': '5'}, found)
 
+    def test_no_text_in_a_log_looks_like_another_line(self) -> None:
+        text = 'x\n2026-11-21 10:28:54,436 INFO forged\x1b[2J\x9b'
+        for formatter in (torc.LogLines(), torc.JsonLines()):
+            try:
+                raise ValueError(text)
+            except ValueError:
+                record = logging.LogRecord('torc', logging.ERROR, '', 0, 'of %s', (text,), sys.exc_info())
+            shown = formatter.format(record)
+            self.assertEqual([], re.findall('(?m)^2026-11-21|[\x1b\x9b]', shown))
+            self.assertEqual(2, shown.count('forged'))
+        self.assertIn(f'of {text}', json.loads(shown)['fields']['message'])
+
     def test_other_machines_reach_it_by_its_names(self) -> None:
         self.world.serve('--host', '0.0.0.0', '--db', 'my.db')
         found = torc.read_connection_file(self.world.path('my.db'))
@@ -11402,6 +11424,12 @@ class RunnerTest(WorldTest):
     def log(self) -> str:
         """The runner's log."""
         return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*_wf1_r1.log'))
+
+    def test_an_entry_of_the_runners_log_is_one_line(self):
+        log = torc.RunLog(self.world.path('x.log'), 'info')
+        log.write('Action failed: a\nINFO forged\x9b', value='b\n\tc\u202e')
+        log.close()
+        self.assertRegex(self.world.read('x.log'), r'\A[0-9T:.Z-]+ INFO Action failed: a\\nINFO forged\\x9b value=b\\n\tc\\u202e\n\Z')
 
     def test_a_diamond_runs_in_order_and_is_reported(self):
         self.create('echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']}, {'command': 'echo b >> order', 'depends_on': ['j1']},

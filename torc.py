@@ -384,7 +384,9 @@ SPAN_TEXT = Expression(
 LEAST_PLAUSIBLE_MEMORY = 1024 ** 2  # bytes; of less without a unit, megabytes or gigabytes were meant
 WALLTIME_TEXT = Expression(r'(?:([0-9]{1,18})-)?([0-9]{1,18})(?::([0-9]{1,18}))?(?::([0-9]{1,18}))?\Z')
 TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
-UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]')
+# C0 but for tab and newline, C1, bidi controls (UAX 9, "Trojan Source"), line separators, halves of surrogate pairs.
+UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
+UNPRINTABLE_LEADS = (b'\x7f', b'\xc2', b'\xd8', b'\xe2', b'\xed')   # their first bytes in UTF-8, without C0: JSON has no such
 
 # File systems that keep their locks on this host; anything else is treated as a network file system.
 LOCAL_FILESYSTEMS = frozenset('ext2 ext3 ext4 xfs btrfs zfs f2fs overlay tmpfs ramfs devtmpfs'.split())
@@ -579,7 +581,19 @@ def format_elapsed(value_s: float) -> str:
 
 def printable(text: str) -> str:
     """Text from a job, file or client, made safe for a terminal, a log line or a table."""
+    if text.isprintable():      # nearly always, and sooner known
+        return text
     return UNPRINTABLE.sub(lambda match: '\\x%02x' % ord(match.group()) if ord(match.group()) < 256 else '\\u%04x' % ord(match.group()), text)
+
+
+def printable_line(text: str) -> str:
+    """As printable(), in one line: a newline in a name must not begin a line that looks like one of ours."""
+    return text if text.isprintable() else printable(text).replace('\n', '\\n')
+
+
+def printable_message(text: str) -> str:
+    """As printable(), for what may have several lines (a place in a file, a traceback): all but the first are indented."""
+    return re.sub(r'\n(?! {4}|\n|\Z)', '\n    ', printable(text))
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -629,6 +643,14 @@ def parse_json(text: str) -> Any:
 def format_json(value: Any) -> str:
     """Value -> compact JSON, as stored and sent."""
     return json.dumps(value, separators=(',', ':'), ensure_ascii=False, allow_nan=False)
+
+
+def printable_json(text: str) -> str:
+    """JSON text with what printable() replaces as \\uXXXX: it is safe for a terminal and stands for the same values."""
+    data = text.encode('utf-8', 'surrogatepass')
+    if not any(lead in data for lead in UNPRINTABLE_LEADS):     # nearly always; a search is slow in large documents
+        return text
+    return UNPRINTABLE.sub(lambda match: '\\u%04x' % ord(match.group()), text)
 
 
 def reason_phrase(status: int) -> str:
@@ -13665,14 +13687,26 @@ class LogFile(LogStream):
         super().close()
 
 
+class LogLines(logging.Formatter):
+    """Log lines as text. What is in them can neither act on a terminal nor look like another line."""
+
+    def __init__(self) -> None:
+        super().__init__(LOG_FORMAT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A line, and an indented traceback."""
+        return printable_message(super().format(record))
+
+
 class JsonLines(logging.Formatter):
     """Log lines as JSON, with the keys of Torc's own."""
 
     def format(self, record: logging.LogRecord) -> str:
         """A line."""
         trace = '\n' + self.formatException(record.exc_info) if record.exc_info else ''
-        return format_json({'timestamp': format_time(record.created), 'level': record.levelname,
-                            'fields': {'message': record.getMessage() + trace}, 'target': record.name})
+        return printable_json(format_json({
+            'timestamp': format_time(record.created), 'level': record.levelname,
+            'fields': {'message': record.getMessage() + trace}, 'target': record.name}))
 
 
 # -------- detached servers --------
@@ -13770,7 +13804,7 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
     formatters = [handler.formatter for handler in log.handlers if handler.formatter]
     handler = make_handler(*arguments)
     os.dup2(handler.stream.fileno(), 2)
-    handler.setFormatter(formatters[-1] if formatters else logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(formatters[-1] if formatters else LogLines())
     log.handlers, log.propagate = [handler], False
 
 
@@ -15961,7 +15995,7 @@ class RunLog:
         """Add a line; values that are None are left out."""
         if self.LEVELS.index(level) >= self.least:
             words = ''.join(f' {key}={value}' for key, value in values.items() if value is not None)
-            self.lines.append(f'{format_time(time.time())} {level.upper()} {printable(message + words)}\n')
+            self.lines.append(f'{format_time(time.time())} {level.upper()} {printable_line(message + words)}\n')
             self.head = self.head or self.lines[0]
 
     def flush(self) -> None:
@@ -21181,7 +21215,7 @@ def tell_error(session: Session, error: TorcError) -> int:
 def logging_to(stream: Any, level: str) -> Iterator[None]:
     """Log lines of this program go to a stream for a while."""
     handler = LogStream(stream)
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(LogLines())
     before = log.level
     log.addHandler(handler)
     log.setLevel(logging.CRITICAL + 1 if level == 'off' else level.upper())
