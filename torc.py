@@ -17287,10 +17287,14 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 # ======== 19. Rendering: values -> text for people and programs ========
 #
 # Owns how things look: tables, CSV, JSON documents, the status report, the progress line. Functions return text and know
-# nothing of commands; only Progress writes, to the stream that it was given. Everything that came from a job, a file or
-# another user passes printable() before it can reach a terminal. A Style says once what the reader of a stream can show:
-# box drawing where the encoding has it, colours and a limited width on a terminal only, so that a pipe always gets the
-# whole text.
+# nothing of commands; only Progress writes, to the stream that it was given. A Style says once what the reader of a stream
+# can show: box drawing where the encoding has it, colours and a limited width on a terminal only, so that a pipe always
+# gets the whole text.
+#
+# Names, commands, reasons come from jobs, files and other users. None may act on a terminal, look like a line of ours or be
+# a formula in a spreadsheet, wherever the output goes: a file is looked at later. So all that is written passes printable()
+# in one of its forms: cells, records and messages here, where a line ends; everything once more where it leaves, in
+# Progress, Session.show and Session.tell. JSON has escapes of its own, which stand for the same values.
 
 
 class Style(NamedTuple):
@@ -17329,6 +17333,16 @@ def style_of(stream: Any, environ: Dict[str, str]) -> Style:
 def paint(text: str, colour: str, style: Style) -> str:
     """Text in an ANSI colour, where colours are shown."""
     return f'\x1b[{colour}m{text}\x1b[0m' if style.has_colour and colour else text
+
+
+COLOURS = {'0', *(row.colour for row in STATUSES), *(colour for _, _, colour in VERDICTS.values())}
+UNPRINTABLE_IN_COLOUR = Expression('(?!\x1b\\[(?:%s)m)' % '|'.join(sorted(COLOURS)) + UNPRINTABLE.text)
+
+
+def printable_in_colour(text: str, style: Style) -> str:
+    """As printable(), for text with parts that were painted."""
+    unprintable = UNPRINTABLE_IN_COLOUR if style.has_colour else UNPRINTABLE
+    return unprintable.sub(lambda match: printable(match.group()), text)
 
 
 # -------- width --------
@@ -17377,7 +17391,7 @@ def format_cell(value: Any) -> str:
     if isinstance(value, float):
         return f'{value:.2f}'
     if isinstance(value, (dict, list)):
-        return format_json(value)
+        return printable_json(format_json(value))
     return str(value)
 
 
@@ -17410,13 +17424,18 @@ class Heading(NamedTuple):
     """One column of a list of objects."""
     title: str
     key: str            # of the object; '' gives `show` the whole object
-    show: Callable[[Any], str] = format_cell
+    show: Callable[[Any], Any]
     rank: int = 0       # 0: always shown; where a terminal is too narrow the highest are dropped first
     is_ours: bool = False   # no column of Torc's CSV, whose readers may count columns
 
 
-def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) -> List[List[str]]:
-    """Objects -> rows of texts."""
+def itself(value: Any) -> Any:
+    """A value that needs no other form in a cell than format_cell() gives it."""
+    return value
+
+
+def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) -> List[List[Any]]:
+    """Objects -> rows of cells."""
     return [[heading.show(item.get(heading.key) if heading.key else item) for heading in headings] for item in items]
 
 
@@ -17474,14 +17493,15 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: S
 
     Only to fit a terminal, columns are dropped by rank, times lose their zone, and cells are cut.
     """
-    cells = [[printable(format_cell(cell)).replace('\n', '\\n').replace('\t', ' ') for cell in row] for row in rows]
+    cells = [[printable_line(format_cell(cell)).replace('\t', ' ') for cell in row] for row in rows]
     if style.width:
         cells = [[TIME_CELL.sub(r'\1', cell) for cell in row] for row in cells]
-    kept = fitting_columns([list(headers)] + cells, ranks or [0] * len(headers), style.width)
+    headers = [printable_line(header) for header in headers]
+    kept = fitting_columns([headers] + cells, ranks or [0] * len(headers), style.width)
     hidden = len(headers) - len(kept)
     if hidden:
         headers, cells = [headers[index] for index in kept], [[row[index] for index in kept] for row in cells]
-    widths = column_widths([list(headers)] + cells, style.width)
+    widths = column_widths([headers] + cells, style.width)
     numeric = [any(column) and all(is_number(cell) for cell in column if cell) for column in zip(*cells)]
     numeric = numeric or [False] * len(headers)
     top, middle, bottom, wall = ROUNDED if style.is_unicode else SQUARE
@@ -17507,24 +17527,41 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: S
 
 
 def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """CSV with a header line, also for no rows. Values are left alone: scripts read them back."""
+    """CSV with a header line, also for no rows, and a line for each row."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(headers)
-    writer.writerows([format_cell(cell) for cell in row] for row in rows)
+    writer.writerow(map(format_csv_cell, headers))
+    writer.writerows(map(format_csv_cell, row) for row in rows)
     return text.getvalue()
 
 
-def format_json_document(value: Any, is_ascii: bool = False) -> str:
-    """A value as an indented JSON document."""
-    return json.dumps(value, indent=2, ensure_ascii=is_ascii, allow_nan=False) + '\n'
+# How texts begin that spreadsheets take for formulas (OWASP, "CSV Injection"; tabs and line ends are escapes by then).
+FORMULA_STARTS = frozenset('=+-@\uff1d\uff0b\uff0d\uff20')
+
+
+def format_csv_cell(value: Any) -> str:
+    """A cell of CSV: that of a table, with an apostrophe before text that looks like a formula. Numbers stay numbers."""
+    text = printable_line(format_cell(value)).replace('\t', '\\t')
+    return "'" + text if isinstance(value, str) and text.lstrip()[:1] in FORMULA_STARTS else text
+
+
+def format_json_document(value: Any, is_ascii: bool = False, is_line: bool = False) -> str:
+    """A value as a JSON document, indented or in one line."""
+    form = {'separators': (',', ':')} if is_line else {'indent': 2}     # type: Dict[str, Any]
+    return printable_json(json.dumps(value, ensure_ascii=is_ascii, allow_nan=False, **form)) + '\n'
 
 
 def format_record(record: Dict[str, Any]) -> str:
     """One object as aligned 'key: value' lines, without the keys that are empty."""
     shown = [(key, format_cell(value)) for key, value in record.items() if value is not None]
     width = max([len(key) for key, _ in shown] or [0]) + 1
-    return ''.join(f'{pad(key + ":", width)} {printable(text)}\n' for key, text in shown)
+    line_end = '\n' + ' ' * (width + 1)     # of a value with several lines: none of them begins like a key
+    return ''.join(f'{pad(key + ":", width)} {printable(text)}'.replace('\n', line_end) + '\n' for key, text in shown)
+
+
+def format_lines(lines: Iterable[str]) -> str:
+    """Texts as one line each."""
+    return ''.join(printable_line(line) + '\n' for line in lines)
 
 
 def format_rows(pairs: Iterable[Tuple[str, str]], indent: str = '  ', limit: int = 34) -> str:
@@ -17603,7 +17640,7 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str) -> Li
         found.append(('ready', f"{counts['ready']} ready wait for a runner: {program} run {number}"))
     lines = []
     for name, text in found:
-        row, text = STATUSES[STATUS_CODES[name]], printable(text).replace('\n', ' ').replace('\t', ' ')
+        row, text = STATUSES[STATUS_CODES[name]], printable_line(text).replace('\t', ' ')
         text = cut(text, style.width - 4, '…' if style.is_unicode else '~') if style.width else text
         lines.append(f'  {paint(row.symbol, row.colour, style)} {text}')
     return lines
@@ -17615,7 +17652,7 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
     `program` begins the commands in it; its options name the server or database.
     """
     counts, total = status['jobs_by_status'], status['total_jobs']
-    lines = [printable(f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"), '']
+    lines = [printable_line(f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"), '']
     for row in STATUSES:
         if counts[row.name]:
             bar = row.symbol * max(1, round(30 * counts[row.name] / total))
@@ -17673,13 +17710,13 @@ class Progress:
     def on_failed_job(self, name: str, return_code: int, last_line: str = '') -> None:
         """A job that will not be tried again."""
         detail = f': {last_line}' if last_line else ''
-        self.on_message(paint('failed', '31', self.style) + printable(f' {name} (return code {return_code}){detail}'))
+        self.on_message(f' {name} (return code {return_code}){detail}', paint('failed', '31', self.style))
 
-    def on_message(self, text: str) -> None:
-        """A line above the progress."""
+    def on_message(self, text: str, mark: str = '') -> None:
+        """A line above the progress, after a mark that may be coloured."""
         self.finish()
         if not self.is_quiet:
-            self._write(text + '\n')
+            self._write(f'{mark}{printable_line(text)}\n')
         self.shown_at = float('-inf') if self.style.is_terminal else self.shown_at
 
     def finish(self) -> None:
@@ -17811,7 +17848,7 @@ class Session:
         if not self.stdin.isatty():
             return self.stdin.readline().rstrip('\r\n')
         try:
-            return getpass.getpass(question)
+            return getpass.getpass(printable_line(question))
         except EOFError:
             raise BadInput('no password was given') from None
 
@@ -17834,31 +17871,38 @@ class Session:
         size = MAX_LIST_ITEMS if limit is None else min(limit, MAX_LIST_ITEMS)
         return list(itertools.islice(self.client.pages(op, offset=offset, limit=size, **params), limit))
 
-    def show(self, text: str) -> None:
-        """Text to stdout."""
+    def show(self, text: str, style: Style = PLAIN) -> None:
+        """Text to stdout; the style is that of text that was painted."""
+        text = printable_in_colour(text, style)
         try:
             self.out.write(text)
-        except UnicodeEncodeError:  # a locale without UTF-8, or half of a surrogate pair
+        except UnicodeEncodeError:  # a locale without UTF-8
             self.out.write(text.encode(self.out.encoding, 'backslashreplace').decode(self.out.encoding))
 
-    def show_json(self, value: Any) -> None:
-        """A JSON document to stdout."""
-        self.show(format_json_document(value, not style_of(self.out, os.environ).is_unicode))
+    def show_json(self, value: Any, is_line: bool = False) -> None:
+        """A JSON document to stdout, indented or in one line."""
+        self.out.write(format_json_document(value, not style_of(self.out, os.environ).is_unicode, is_line))
 
-    def tell(self, text: str) -> None:
-        """A line to stderr."""
+    def tell(self, *lines: str) -> None:
+        """Lines to stderr."""
         try:
-            self.err.write(text + '\n')
+            self.err.write(format_lines(lines))
             self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
         except OSError:     # nobody can be told; what was asked for is done all the same
             pass
 
-    def answer(self, value: Any, text: str) -> None:
+    def ask(self, question: str) -> str:
+        """The line that is typed as the answer to a question."""
+        self.err.write(printable_line(question))
+        self.err.flush()
+        return self.stdin.readline().strip()
+
+    def answer(self, value: Any, text: str, style: Style = PLAIN) -> None:
         """The result: as a JSON document, or the text for people."""
         if self.format == 'json':
             self.show_json(value)
         else:
-            self.show(text)
+            self.show(text, style)
 
     def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str) -> None:
         """The result of a list command in the format that was asked for. `what` names the things, such as 'jobs'."""
@@ -17870,9 +17914,9 @@ class Session:
         elif self.format == 'csv':
             self.show(format_csv(titles, table_cells(headings, items)))
         elif items:
-            table = format_table(titles, table_cells(headings, items), style_of(self.out, os.environ),
-                                 [heading.rank for heading in headings])
-            self.show(f'{table}\nTotal: {len(items)} {what}\n')
+            style = style_of(self.out, os.environ)
+            table = format_table(titles, table_cells(headings, items), style, [heading.rank for heading in headings])
+            self.show(f'{table}\nTotal: {len(items)} {what}\n', style)
         else:
             self.show(f'No {what} found\n')
 
@@ -17883,9 +17927,7 @@ class Session:
         if not self.is_interactive:
             raise BadInput(f'this asks "{question}" and there is no terminal to answer on; '
                            'give --no-prompts to go on without asking')
-        self.err.write(f'{question} (y/N) ')
-        self.err.flush()
-        if self.stdin.readline().strip().lower() in ('y', 'yes'):
+        if self.ask(f'{question} (y/N) ').lower() in ('y', 'yes'):
             return True
         self.tell('Cancelled')
         return False
@@ -17915,7 +17957,7 @@ def call_addition(session: Session, op: str, **params: Any) -> Dict[str, Any]:
 def name_workflow(session: Session, workflow_id: int) -> str:
     """'workflow 1 (hello) of the database /home/ann/torc.db', for questions and answers."""
     workflow = session.call('get_workflow', workflow_id=workflow_id)
-    return printable(f"workflow {workflow['id']} ({workflow['name']}) of {session.client.location}")
+    return printable_line(f"workflow {workflow['id']} ({workflow['name']}) of {session.client.location}")
 
 
 def choose_workflow(session: Session, args: Arguments) -> int:
@@ -17933,9 +17975,8 @@ def choose_workflow(session: Session, args: Arguments) -> int:
         return own[0]['id']
     titles = ('ID', 'Name', 'Description', 'Created')
     rows = [(item['id'], item['name'], item.get('description'), format_local_time(item.get('timestamp'))) for item in own]
-    session.err.write(format_table(titles, rows, style_of(session.err, os.environ)) + 'Workflow id: ')
-    session.err.flush()
-    word = session.stdin.readline().strip()
+    session.tell(*format_table(titles, rows, style_of(session.err, os.environ)).splitlines())
+    word = session.ask('Workflow id: ')
     if word not in {str(item['id']) for item in own}:
         raise BadInput(printable(f'{word!r} is not one of these ids'))
     return int(word)
@@ -17970,9 +18011,9 @@ def format_event_message(event: Dict[str, Any]) -> str:
     return format_cell(message or data)
 
 
-def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, Any]], str]:
+def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, Any]], Any]:
     """A cell from free JSON inside an object."""
-    return lambda item: format_cell(item[key].get(inner, default)) if isinstance(item.get(key), dict) else default
+    return lambda item: item[key].get(inner, default) if isinstance(item.get(key), dict) else default
 
 
 # How cells are written that format_cell would write badly: by key, from the key's value...
@@ -18006,7 +18047,7 @@ def headings_of(text: str) -> Tuple[Heading, ...]:
     """'ID=id, Path=path:2, +Reason=reason' -> headings: title, key, rank; + for a column of ours."""
     headings = []
     for title, key, rank in re.findall(r'([^=]+)=([^:,]+):?([0-9]*)(?:, )?', text):
-        show = SHOWN_OBJECTS.get(key) or SHOWN_VALUES.get(key, format_cell)
+        show = SHOWN_OBJECTS.get(key) or SHOWN_VALUES.get(key, itself)
         field = '' if key in SHOWN_OBJECTS else key
         headings.append(Heading(title.lstrip('+'), field, show, int(rank or 0), title[0] == '+'))
     return tuple(headings)
@@ -18293,7 +18334,7 @@ def cmd_monitor_events(session: Session, args: Arguments) -> int:
             session.show_json(value)
             session.out.flush()
             if file is not None:
-                file.write(format_json(value) + '\n')
+                file.write(format_json_document(value, is_line=True))
                 file.flush()
     return 0
 
@@ -18324,7 +18365,7 @@ def cmd_reload_auth(session: Session, args: Arguments) -> int:
 def cmd_tail_api(session: Session, args: Arguments) -> int:
     """Requests as the server answers them, one JSON line each."""
     for value in stream_values(session, 'stream_api_events', include_bodies=bool(args['include_bodies'])):
-        session.show(format_json(value) + '\n')
+        session.show_json(value, True)
         session.out.flush()
     return 0
 
@@ -18357,7 +18398,7 @@ def cmd_admin_sql(session: Session, args: Arguments) -> int:
     if session.format == 'json':
         session.show_json(answer)
     elif answer['columns'] or session.format == 'csv':
-        headings = [Heading(name, '', lambda row, name=name: format_cell(row[name])) for name in answer['columns']]
+        headings = [Heading(name, '', lambda row, name=name: row[name]) for name in answer['columns']]
         session.show_list(headings, answer['items'], 'rows')
     if answer.get('rows_affected') is not None and session.format == 'table':
         session.show(f"{answer['rows_affected']} rows changed\n")
@@ -18369,9 +18410,7 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
     if not session.is_interactive:
         raise BadInput('this changes the database and there is no terminal to ask on; give -y to go on without asking')
     count = session.call('admin_sql', dict(body, dry_run=True)).get('rows_affected')
-    session.err.write(f'{count} rows would change. Go on? (y/N) ')
-    session.err.flush()
-    is_wanted = session.stdin.readline().strip().lower() in ('y', 'yes')
+    is_wanted = session.ask(f'{count} rows would change. Go on? (y/N) ').lower() in ('y', 'yes')
     if not is_wanted:
         session.tell('Cancelled')
     return is_wanted
@@ -18691,7 +18730,7 @@ def answer_file_check(session: Session, workflow_id: int, check: FileCheck, foun
     lines += [f"would run again: {change['job_name']} ({change['reason']})" for change in changed]
     lines.append('Not safe: make what is missing, or give --force' if not value['safe'] else
                  f'{len(changed)} jobs would run again' if changed else 'Safe: no input is missing')
-    session.answer(value, ''.join(printable(line) + '\n' for line in lines))
+    session.answer(value, format_lines(lines))
     return 0 if value['safe'] else Refused.exit
 
 
@@ -18723,7 +18762,8 @@ def cmd_status(session: Session, args: Arguments) -> int:
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
         status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
-    session.answer(status, format_status(status, style_of(session.out, os.environ), command_line(session)))
+    style = style_of(session.out, os.environ)
+    session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
         session.tell(printable(f'warning: {count} ready jobs wait for a runner with --label {labels}'))
     if status.get('runtime_blocked_ready_jobs'):
@@ -18759,8 +18799,7 @@ def cmd_delete_workflows(session: Session, args: Arguments) -> int:
     for workflow in deleted:    # the command's answer is the workflow, without the words of the interface
         workflow.pop('message', None)
     named = [f"workflow {workflow['id']} ({workflow['name']})" for workflow in deleted]
-    lines = [printable(f'Deleted {name} of {session.client.location}\n') for name in named]
-    session.answer(deleted, ''.join(lines))
+    session.answer(deleted, format_lines(f'Deleted {name} of {session.client.location}' for name in named))
     return later or code
 
 
@@ -18862,7 +18901,7 @@ def format_execution_plan(plan: Dict[str, Any]) -> str:
         for allocation in event['scheduler_allocations']:
             lines.append(f"    allocates {allocation['num_allocations']} x {allocation['scheduler']}")
         lines.append(f"    starts {first_of(event['jobs_becoming_ready'])}")
-    return ''.join(printable(line) + '\n' for line in lines)
+    return format_lines(lines)
 
 
 # -------- jobs --------
@@ -19002,7 +19041,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
     if args['dry_run']:
         value = {'downstream_jobs': downstream, 'dry_run': True, 'jobs': [brief(job) for job in jobs],
                  'reinit_requested': bool(args['reinit']), 'workflow_id': workflow_id}
-        session.answer(value, ''.join(printable(f"would reset {job['id']} {job['name']} ({job['status']})\n") for job in jobs))
+        session.answer(value, format_lines(f"would reset {job['id']} {job['name']} ({job['status']})" for job in jobs))
         return 0
     if not args['force']:
         refuse_active_jobs(jobs, 'give --force')
@@ -19288,7 +19327,8 @@ class Tail:
     def __init__(self, session: Session, is_of_one: bool = False) -> None:
         self.session = session
         self.is_of_one = is_of_one  # the file that comes first needs no title
-        self.is_safe = not session.out.isatty()     # a terminal must not obey what a job has written
+        # A terminal must not obey what a job has written; a file or program gets its bytes, to be compared with others.
+        self.pipe = None if session.out.isatty() else getattr(session.out, 'buffer', None)
         self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
         self.refused = set()        # type: Set[str]  # told as not to be read
         self.last_path = ''         # shown last
@@ -19311,9 +19351,12 @@ class Tail:
                 if title and path != self.last_path and (self.last_path or not self.is_of_one):
                     self.show_line(title)
                 self.last_path = path
-                text = decoder.decode(piece)
-                self.session.show(text if self.is_safe else printable(text))
-                self.ends_line = text.endswith('\n')
+                if self.pipe is None:
+                    self.session.show(decoder.decode(piece))
+                else:
+                    self.session.out.flush()
+                    self.pipe.write(piece)
+                self.ends_line = piece.endswith(b'\n')
         self.known[path] = offset, decoder
 
     def show_title(self, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
@@ -19325,7 +19368,7 @@ class Tail:
 
     def show_line(self, title: str) -> None:
         """A title on a line of its own, as tail(1) writes it."""
-        self.session.show(('' if self.ends_line else '\n') + f'==> {printable(title)} <==\n')
+        self.session.show(('' if self.ends_line else '\n') + format_lines([f'==> {title} <==']))
         self.ends_line = True
 
 
@@ -19527,7 +19570,7 @@ def format_summary(summary: Dict[str, Any]) -> str:
         before = summary.get(f'{key}_before_expansion', summary[key])
         lines.append(f'  {word:22}{summary[key]:>8}' + (f'  (expanded from {before})' if before != summary[key] else ''))
     where = 'with allocations of its own' if summary['has_schedule_nodes_action'] else 'wherever a runner is started'
-    return ''.join(printable(line) + '\n' for line in lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
+    return format_lines(lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
 
 
 # -------- an edited workflow file --------
@@ -19585,10 +19628,10 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
         hint = f"Run them with: {command_line(session, 'run', earlier['id'])}\n"
         session.answer(answer, text + (hint if answer['to_run'] and not is_dry_run else ''))
     elif session.format == 'json':
-        session.show(format_json(dict(answer, message=f"Resuming workflow {earlier['id']}")) + '\n')
+        session.show_json(dict(answer, message=f"Resuming workflow {earlier['id']}"), True)
         session.out.flush()
     elif not session.options['quiet']:
-        session.tell(text.rstrip('\n'))
+        session.tell(*text.splitlines())
     return 0
 
 
@@ -19610,7 +19653,7 @@ def format_applied(answer: Dict[str, Any], name: str, is_dry_run: bool) -> str:
     would = 'would run' if is_dry_run else 'are to run'
     lines.append(f"{len(to_run)} of {answer['job_count']} jobs {would}" + (':' if to_run else ''))
     lines += format_groups(list(reasons.items()))
-    return ''.join(printable(line) + '\n' for line in lines)
+    return format_lines(lines)
 
 
 def format_groups(groups: Sequence[Tuple[str, Sequence[str]]]) -> List[str]:
@@ -19681,7 +19724,7 @@ def tell_created(session: Session, workflow_id: int) -> None:
     """Say the new id: scripts read it from stdout."""
     message = f'Created workflow {workflow_id}'
     if session.format == 'json':
-        session.show(format_json({'workflow_id': workflow_id, 'message': message}) + '\n')
+        session.show_json({'workflow_id': workflow_id, 'message': message}, True)
         session.out.flush()
     elif not session.options['quiet']:
         session.tell(message)
@@ -19853,8 +19896,8 @@ def tell_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[s
     if not status['is_canceled']:   # init would forget what is done
         rows += [('what changed:', 'reinit', ()), ('everything:', 'init', ())]
     lines = format_rows((words, command_line(session, 'workflows', verb, number, *more))
-                        for words, verb, more in rows).rstrip('\n')
-    session.tell(f"To run again, before `{command_line(session, 'run', number, *place)}`:\n{lines}")
+                        for words, verb, more in rows)
+    session.tell(f"To run again, before `{command_line(session, 'run', number, *place)}`:", *lines.splitlines())
     return code
 
 
@@ -19872,7 +19915,7 @@ def command_line(session: Session, *words: Any) -> str:
     options = ['--standalone'] if session.options['standalone'] else []
     for key in ('url', 'db'):
         options += [f'--{key}', session.options[key]] if session.options[key] else []
-    return printable(' '.join(shlex.quote(str(word)) for word in ['torc.py', *options, *words]))
+    return printable_line(' '.join(shlex.quote(str(word)) for word in ['torc.py', *options, *words]))
 
 
 def output_words(options: RunnerOptions) -> List[str]:
@@ -20029,7 +20072,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
         value = {'workflow_id': workflow_id, 'status': 'failed' if code else 'completed', 'had_failures': bool(counts['failed']),
                  'had_terminations': bool(counts['terminated'])}
-        session.show(format_json(value) + '\n')
+        session.show_json(value, True)
     return code
 
 
@@ -20174,7 +20217,7 @@ def cmd_htpasswd_add(session: Session, args: Arguments) -> int:
     check_user_name(args['user'])
     stored = hash_password(new_password(session, args), args['cost'])
     was_there = change_password_line(args['file'], args['user'], stored)
-    session.show(printable(f"{'Changed' if was_there else 'Added'} user {args['user']} in {args['file']}") + '\n')
+    session.show(format_lines([f"{'Changed' if was_there else 'Added'} user {args['user']} in {args['file']}"]))
     reload_after(session, args)
     return 0
 
@@ -20191,7 +20234,7 @@ def cmd_htpasswd_hash(session: Session, args: Arguments) -> int:
 def cmd_htpasswd_remove(session: Session, args: Arguments) -> int:
     """Take a user out."""
     change_password_line(args['file'], args['user'], None)
-    session.show(printable(f"Removed user {args['user']} from {args['file']}") + '\n')
+    session.show(format_lines([f"Removed user {args['user']} from {args['file']}"]))
     reload_after(session, args)
     return 0
 
@@ -20199,7 +20242,7 @@ def cmd_htpasswd_remove(session: Session, args: Arguments) -> int:
 def cmd_htpasswd_list(session: Session, args: Arguments) -> int:
     """Names of the users."""
     users = list(read_users(args['file']))
-    session.answer({'items': users}, printable('\n'.join(users)) + '\n')
+    session.answer({'items': users}, format_lines(users or ['']))
     return 0
 
 
@@ -20257,7 +20300,7 @@ def cmd_groups_change(session: Session, args: Arguments) -> int:
     in_path = path_parameters(OPERATIONS[op])
     body = {key: value for key, value in args.items() if key not in in_path} if OPERATIONS[op].body else None
     answer = session.call(op, body, **{key: args[key] for key in in_path})
-    session.answer({'success': True} if word.startswith('remove') else answer, printable(text.format(**dict(answer, **args))) + '\n')
+    session.answer({'success': True} if word.startswith('remove') else answer, format_lines([text.format(**dict(answer, **args))]))
     return 0
 
 
@@ -21171,7 +21214,7 @@ def run_command(parsed: Parsed, session: Session) -> int:
         if parsed.options['help']:
             session.show(format_overview())
             return 0
-        session.err.write(format_overview())
+        session.tell(*format_overview().splitlines())
         return BadInput.exit
     if parsed.options['help']:
         session.show(format_command_help(parsed.command.name))
@@ -21201,11 +21244,11 @@ def tell_error(session: Session, error: TorcError) -> int:
     """An error's message and problems on stderr; its exit code."""
     problems = getattr(error, 'problems', [])
     for problem in problems[:PROBLEMS_SHOWN]:
-        session.tell(printable(f'error: {problem}'))
+        session.tell(*printable_message(f'error: {problem}').split('\n'))
     if len(problems) > PROBLEMS_SHOWN:
         session.tell(f'and {len(problems) - PROBLEMS_SHOWN} more')
     if error.message not in [text for problem in problems for text in (problem.message, str(problem), str(problem._replace(path='')))]:
-        session.tell(printable(f'torc: {error.message}'))
+        session.tell(*printable_message(f'torc: {error.message}').split('\n'))
     if session.command is not None and session.command.name in JSON_ERRORS and session.format == 'json':
         session.show_json(dict(error.details, status='error', error=error.message, message=error.message))
     return error.exit
@@ -21273,7 +21316,8 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
 
 def tell_bug(session: Session) -> int:
     """The traceback of the exception in hand; the exit code."""
-    session.tell(traceback.format_exc() + f'torc.py {__version__}: this is a bug, please report the lines above')
+    session.tell(*printable_message(traceback.format_exc()).splitlines(),
+                 f'torc.py {__version__}: this is a bug, please report the lines above')
     return 70
 
 
