@@ -18639,7 +18639,7 @@ def cmd_reinit(session: Session, args: Arguments) -> int:
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
     found = find_changes(session, workflow, is_dry_run=False)
     for change in found['changed'] + found['downstream_jobs']:
-        session.tell(printable(f"{change['job_name']} will run again: {change['reason']}"))
+        session.tell(f"{change['job_name']} will run again: {change['reason']}")
     tell_contents(session, workflow)
     return answer_task(session, args, begin_initialize(session, workflow, True))
 
@@ -18692,7 +18692,7 @@ def cmd_tasks_wait(session: Session, args: Arguments) -> int:
     error = explain_task(session, task)
     session.answer(task, f"Task {task['id']} ({task['operation']} of workflow {task['workflow_id']}): {task['status']}\n")
     if error:
-        session.tell(printable(f'torc: {error}'))
+        session.tell(f'torc: {error}')
     return 1 if error else 0
 
 
@@ -18710,7 +18710,7 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
     error = explain_task(session, task)
     value.update(error=error, task_status=task['status'], message=f"{doing} task {'failed' if error else 'completed'}")
     if error:
-        session.tell(printable(f'torc: {error}'))
+        session.tell(f'torc: {error}')
         value['status'] = 'error'
     run = command_line(session, 'run', workflow_id)
     session.answer(value, '' if error else f'Workflow {workflow_id} is initialized. Run it with: {run}\n')
@@ -18765,7 +18765,7 @@ def cmd_status(session: Session, args: Arguments) -> int:
     style = style_of(session.out, os.environ)
     session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
-        session.tell(printable(f'warning: {count} ready jobs wait for a runner with --label {labels}'))
+        session.tell(f'warning: {count} ready jobs wait for a runner with --label {labels}')
     if status.get('runtime_blocked_ready_jobs'):
         session.tell(f"warning: {status['runtime_blocked_ready_jobs']} ready jobs need more time than any active node has left")
     return 0
@@ -18956,7 +18956,7 @@ def update_runtime(session: Session, job: Dict[str, Any], runtime: str) -> None:
     count = session.call('list_jobs', limit=1, **query)['total_count']
     if count > 1:
         name = f"resource requirements {needs_id} ({needs['name']})"
-        session.tell(printable(f'the runtime of {name} is {runtime} now; {count} jobs share them'))
+        session.tell(f'the runtime of {name} is {runtime} now; {count} jobs share them')
 
 
 def cmd_jobs_delete(session: Session, args: Arguments) -> int:
@@ -19129,7 +19129,7 @@ def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int],
             done.append(job['id'])
         except (Refused, NotFound, Conflict) as error:
             failures.append({'job_id': job['id'], 'error': error.message})
-            session.tell(printable(f"job {job['id']}: {error.message}"))
+            session.tell(f"job {job['id']}: {error.message}")
     return done, failures
 
 
@@ -19341,7 +19341,7 @@ class Tail:
             file = open(path, 'rb', opener=open_stdio_file)
         except OSError as error:
             if path not in self.refused:
-                self.session.tell(printable(f'torc: cannot read {path}: {error.strerror}'))
+                self.session.tell(f'torc: cannot read {path}: {error.strerror}')
             self.refused.add(path)
             return
         with file:
@@ -19384,7 +19384,7 @@ def tell_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) ->
     if attempt['status'] in BROKEN_WORDS and reason_of(attempt) not in lines:
         words.append(f"{attempt['status']}: {reason_of(attempt)}")
     if words:
-        session.tell(printable(f"torc: job {attempt['job_name']} {'; '.join(words)}"))
+        session.tell(f"torc: job {attempt['job_name']} {'; '.join(words)}")
 
 
 def tell_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> None:
@@ -19393,7 +19393,7 @@ def tell_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> No
     lost = sum(not any(reader.stdio_of(attempt)) for attempt in found)
     if lost:
         where = f'{lost} of {len(found)} jobs have left no output in {reader.output_dir}'
-        session.tell(printable(f'torc: {where}; {WHERE_OUTPUT_IS}'))
+        session.tell(f'torc: {where}; {WHERE_OUTPUT_IS}')
     if args['failed'] or args['run_id'] is not None or args['attempt_id'] is not None:
         if not found:
             session.tell(f'torc: nothing in workflow {reader.id} is what the options ask for')
@@ -19421,7 +19421,7 @@ def follow_logs(reader: LogReader) -> int:
         if is_over:
             return 0
         if is_first and not any(attempt['status'] == 'running' for attempt in attempts):
-            session.tell(printable(f'torc: {describe_wait(reader)}; Ctrl-C ends this'))
+            session.tell(f'torc: {describe_wait(reader)}; Ctrl-C ends this')
         attempts, is_first = [], False
         session.client.need_server()    # a database that this process has for itself would keep runners out
         time.sleep(FOLLOW_PAUSE_S)
@@ -19500,7 +19500,7 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
         raise
     plan = plan._replace(warnings=[placed(warning, name) for warning in plan.pending + plan.warnings])
     for warning in plan.warnings[:PROBLEMS_SHOWN]:
-        session.tell(printable(f'warning: {warning}'))
+        session.tell(f'warning: {warning}')
     return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(name) if name else None)
 
 
@@ -19601,11 +19601,11 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
                 unknown = unknown or item
             moved = moved or item
     if unknown is None:
-        session.tell(printable(f'No workflow {name!r} was made from {path} before'))
+        session.tell(f'No workflow {name!r} was made from {path} before')
         if moved is not None and moved.get('spec_path'):
             update = command_line(session, 'workflows', 'update', moved['id'], '--spec-path', path)
-            session.tell(printable(f"Workflow {moved['id']} was made from {moved['spec_path']}; "
-                                   f'if that is now this one: {update}'))
+            session.tell(f"Workflow {moved['id']} was made from {moved['spec_path']}; "
+                         f'if that is now this one: {update}')
     elif not session.confirm(f"Workflow {unknown['id']} has this name and directory, but does not say from "
                              'which file it was made. Is it this one?'):
         raise Refused('nothing was changed; without --resume the file makes a new workflow')
@@ -19755,8 +19755,8 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                               'stop that server, and start it again with this one')
             gone = take_output_dir(output.top, database)
         if gone and not session.options['quiet']:
-            session.tell(printable(f'The output directory {options.output_dir} belonged to the database '
-                                   f"{gone}, which no longer exists; it now belongs to {database['path']}"))
+            session.tell(f'The output directory {options.output_dir} belonged to the database '
+                         f"{gone}, which no longer exists; it now belongs to {database['path']}")
     except (OSError, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
         raise BadInput(printable(f'cannot write to the output directory {options.output_dir}: {reason}; '
@@ -19865,12 +19865,12 @@ def tell_location(session: Session, workflow: Dict[str, Any]) -> None:
     """Say where a workflow is stored, unless that is the embedded database of this directory."""
     client = session.client
     if session.options['in_memory'] and not client.in_memory:
-        session.tell(printable(f'warning: {client.location} is served already, and not from memory'))
+        session.tell(f'warning: {client.location} is served already, and not from memory')
     is_embedded = not client.named_url and not client.is_lasting
     is_usual = is_embedded and client.database == os.path.abspath(EMBEDDED_DATABASE)
     if not is_usual and not session.options['quiet']:
         named = f"Workflow {workflow['id']} ({workflow['name']})"
-        session.tell(printable(f'{named} is stored in {client.location}'))
+        session.tell(f'{named} is stored in {client.location}')
 
 
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
@@ -19937,9 +19937,9 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
     if session.options['quiet'] and outcome_exit(outcome) == 0:
         return
     number = workflow['id']
-    session.tell(printable(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}"))
+    session.tell(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}")
     for _, name, return_code, last_line in outcome.failed_jobs[:CANDIDATES_SHOWN]:
-        session.tell(printable(f'  {name} ended with return code {return_code}' + (f': {last_line}' if last_line else '')))
+        session.tell(f'  {name} ended with return code {return_code}' + (f': {last_line}' if last_line else ''))
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
         session.tell(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
@@ -19951,7 +19951,7 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
     if not session.options['quiet']:
         tell_unwritten_data(session, number)
     directory = os.path.join(options.output_dir, 'job_stdio')
-    session.tell(printable(f"Output: {directory} ({command_line(session, 'logs', number, *place)})"))
+    session.tell(f"Output: {directory} ({command_line(session, 'logs', number, *place)})")
     words = words_to_go_on(outcome)
     if words is not None:
         words += output_words(options)
@@ -19961,7 +19961,7 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
         if words[:1] == ['--retry-failed']:
             tell_edit(session, workflow, words[1:])
     if session.client.database and not os.path.exists(session.client.database):
-        session.tell(printable(f'The database {session.client.database} was deleted during the run: its results are lost'))
+        session.tell(f'The database {session.client.database} was deleted during the run: its results are lost')
 
 
 def tell_unwritten_data(session: Session, workflow_id: int) -> None:
@@ -19973,7 +19973,7 @@ def tell_unwritten_data(session: Session, workflow_id: int) -> None:
         return
     found = [event['data'].get('message') for event in events if event['data'].get('run_id') == run_id]
     for message in found[:CANDIDATES_SHOWN]:
-        session.tell(printable(f'warning: {message}'))
+        session.tell(f'warning: {message}')
     if len(found) > CANDIDATES_SHOWN:
         more = command_line(session, 'events', 'list', workflow_id, '--category', 'user_data')
         session.tell(f'and {len(found) - CANDIDATES_SHOWN} more: {more}')
@@ -19996,7 +19996,7 @@ def tell_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None
                 names = [job['name'] for job in jobs if job['id'] not in told]
                 more = count - len(jobs) + len(names[NAMES_SHOWN:])
                 text = ', '.join(names[:NAMES_SHOWN]) + (f' and {more} more' if more else '')
-                session.tell(printable(f'  {row.name}: {text}'))
+                session.tell(f'  {row.name}: {text}')
         query = {'workflow_id': workflow_id, 'return_code': ORPHAN_RETURN_CODE, 'limit': 1, 'status': 'failed'}
         lost = session.call('list_results', **query)['total_count']
     except TorcError:       # no server any more: nothing more can be said
