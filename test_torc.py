@@ -859,7 +859,8 @@ class PlainToolsTest(unittest.TestCase):
     def test_text_that_would_act_on_a_terminal_is_made_visible(self):
         self.assertEqual('a\\x1b[31mb\\x07 \\u202e \\ud800 ü', torc.printable('a\x1b[31mb\x07 \u202e \ud800 ü'))
         self.assertEqual('tab\tand\nline', torc.printable('tab\tand\nline'))
-        self.assertEqual('a\\x0d\\n\tb\\u061c\\u200e\\u200f\\u2029\\u2066', torc.printable_line('a\r\n\tb\u061c\u200e\u200f\u2029\u2066'))
+        self.assertEqual('a\\x0d\\n\tb\\u061c\\u200e\\u200f\\u2029\\u2066',
+                         torc.printable_line('a\r\n\tb\u061c\u200e\u200f\u2029\u2066'))
 
     def test_a_message_of_several_lines_is_indented(self):
         self.assertEqual('a: b\n    c\n\n    d\n    e\\x9b\n', torc.printable_message('a: b\nc\n\n    d\ne\x9b\n'))
@@ -11430,7 +11431,8 @@ class RunnerTest(WorldTest):
         log = torc.RunLog(self.world.path('x.log'), 'info')
         log.write('Action failed: a\nINFO forged\x9b', value='b\n\tc\u202e')
         log.close()
-        self.assertRegex(self.world.read('x.log'), r'\A[0-9T:.Z-]+ INFO Action failed: a\\nINFO forged\\x9b value=b\\n\tc\\u202e\n\Z')
+        self.assertRegex(self.world.read('x.log'),
+                         r'\A[0-9T:.Z-]+ INFO Action failed: a\\nINFO forged\\x9b value=b\\n\tc\\u202e\n\Z')
 
     def test_a_diamond_runs_in_order_and_is_reported(self):
         self.create('echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']}, {'command': 'echo b >> order', 'depends_on': ['j1']},
@@ -12349,9 +12351,10 @@ class TableTest(unittest.TestCase):
                          torc.format_csv(['A', 'B'], [['a\n\tb\x1b', 'x,"y"'], [True, None]]))
 
     def test_no_text_in_csv_is_a_formula_and_numbers_stay_numbers(self):
-        for value, cell in (('=1+1', "'=1+1"), ('+1', "'+1"), ('-1', "'-1"), ('@SUM(A1)', "'@SUM(A1)"), (' =1', "' =1"),
-                            ('\uff1d1', "'\uff1d1"), ('\t=1', '\\t=1'), ('\r=1', '\\x0d=1'), ('a=1', 'a=1'), (-9, '-9'), (-0.5, '-0.50'),
-                            (['=1'], '["=1"]'), ('2026-11-21 09:28:54 +0000', '2026-11-21 09:28:54 +0000'), (None, ''), ('', '')):
+        for value, cell in (
+                ('=1+1', "'=1+1"), ('+1', "'+1"), ('-1', "'-1"), ('@SUM(A1)', "'@SUM(A1)"), (' =1', "' =1"),
+                ('\uff1d1', "'\uff1d1"), ('\t=1', '\\t=1'), ('\r=1', '\\x0d=1'), ('a=1', 'a=1'), (-9, '-9'),
+                (-0.5, '-0.50'), (['=1'], '["=1"]'), ('2026-11-21 +0000', '2026-11-21 +0000'), (None, ''), ('', '')):
             self.assertEqual(cell, torc.format_csv_cell(value))
         self.assertEqual("'=1\n", torc.format_csv(['=1'], []))
         heading = torc.headings_of('Return Code=return_code, Reason=reason')
@@ -17429,10 +17432,13 @@ class CodeLaws(unittest.TestCase):
         # What these write has become harmless; who prints, or writes to their streams, elsewhere would pass that by.
         doors, streams, found = {'Session', 'Progress'}, {'out', 'err', 'stdout', 'stderr', 'buffer'}, []
         for top in self.torc.tree.body:
-            for call in [] if getattr(top, 'name', '') in doors else (node.func for node in ast.walk(top) if isinstance(node, ast.Call)):
+            if getattr(top, 'name', '') in doors:
+                continue
+            for call in (node.func for node in ast.walk(top) if isinstance(node, ast.Call)):
                 owner = getattr(call, 'value', None)
+                is_write = getattr(call, 'attr', '') in ('write', 'writelines')
                 if getattr(call, 'id', '') in ('print', 'input') or (
-                        getattr(call, 'attr', '') in ('write', 'writelines') and getattr(owner, 'attr', getattr(owner, 'id', '')) in streams):
+                        is_write and getattr(owner, 'attr', getattr(owner, 'id', '')) in streams):
                     found.append(self.torc.place(call))
         self.assertEqual([], found)
 
@@ -17788,7 +17794,8 @@ class CommandExampleLaws(WorldTest):
 # -------- text from outside --------
 
 # What acts on a terminal or ends a line, and what follows it could be taken for a line of ours.
-HOSTILE = '\x1b[31m\x1b]0;title\x07\x08\x7f\x9b2J\x85\u2028\u061c\u200f\u202e\u2066\r\nforged 1 2\n  forged\n    forged\t' + 'x' * 60
+HOSTILE = ('\x1b[31m\x1b]0;title\x07\x08\x7f\x9b2J\x85\u2028\u061c\u200f\u202e\u2066\r\nforged 1 2'
+           '\n  forged\n    forged\t' + 'x' * 60)
 ACTS = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
 FORGED_LINE = re.compile(r'^ {0,3}forged', re.MULTILINE)
 NUMBER_CELL = re.compile(r'-?[0-9]+(\.[0-9]+)?\Z')
@@ -17857,7 +17864,8 @@ class HostileTextLaws(WorldTest):
         'admin_audit_log': ('sql_text error', {}),
     }
     MORE = (
-        'status 2', 'status', 'logs 1', 'logs 1 1', 'logs 1 2', 'logs 1 --failed', 'logs 1 {}', 'jobs get 1', 'jobs get 2', 'jobs list 1', 'results list 1',
+        'status 2', 'status', 'logs 1', 'logs 1 1', 'logs 1 2', 'logs 1 --failed', 'logs 1 {}', 'jobs get 1',
+        'jobs get 2', 'jobs list 1', 'results list 1',
         'results list 1 --include-logs', 'workflows get 2', 'workflows init 1 --dry-run', 'workflows init 1 --force --no-prompts',
         'workflows reinit 1 --force', 'workflows execution-plan 1', 'delete 2 --no-prompts', 'jobs update 1 --label {}',
         'workflows update 1 -n {} -d {}', 'workflows new -n {}', 'jobs create 1 -n {} -c {}', 'files create 1 -n {} -p {}',
@@ -17866,7 +17874,8 @@ class HostileTextLaws(WorldTest):
         'status {}', 'run {}', 'create {}', 'exec --dry-run -c {} --param {}', 'exec --dry-run -c {} --param {}=1',
         'jobs create-from-file 1 {}', 'events monitor 1 --filename /{}/{}', '--db {} status', '--url {} status',
         '--url http://{}/ status', 'jobs reset-status --failed-only --workflow-id 1 --dry-run --no-prompts',
-        """admin sql 'SELECT name AS "=\x9b\u202e\nforged", -1 AS "-n" FROM job'""", 'admin sql {}', 'create hostile.yaml', 'create --dry-run hostile.yaml',
+        """admin sql 'SELECT name AS "=\x9b\u202e\nforged", -1 AS "-n" FROM job'""", 'admin sql {}',
+        'create hostile.yaml', 'create --dry-run hostile.yaml',
         'create --dry-run broken.yaml', 'create --dry-run broken.json', 'create --dry-run broken.kdl', 'run broken.json5')
     OWN_PROCESS = ('run', 'exec')       # with signals and runners of their own
     TEXT_ONLY = ('htpasswd', 'help')    # have no JSON
@@ -17879,7 +17888,8 @@ class HostileTextLaws(WorldTest):
         self.world.write('data.csv', '1')
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', CommandExampleLaws.SPEC)))
-        for line in ('workflows reinit 1 --async', 'workflows new -n other', "events create 1 -d '{}'", 'access-groups create physicists',
+        for line in ('workflows reinit 1 --async', 'workflows new -n other', "events create 1 -d '{}'",
+                     'access-groups create physicists',
                      'access-groups add-user 2 you', 'access-groups add-workflow 1 2', 'access-groups create geologists',
                      "admin sql -y --write 'UPDATE job_kind SET priority = -3 WHERE id > 0'",
                      'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
@@ -17905,13 +17915,15 @@ class HostileTextLaws(WorldTest):
             for table, (columns, objects) in self.POISONED.items():
                 for number, in database.execute(f'SELECT rowid FROM {table}').fetchall():
                     row = {column: self.hostile() for column in columns.split()}
-                    row.update((column, json.dumps(put_in(value, self.hostile), ensure_ascii=False)) for column, value in objects.items())
+                    for column, value in objects.items():
+                        row[column] = json.dumps(put_in(value, self.hostile), ensure_ascii=False)
                     words = ', '.join(f'{column} = ?' for column in row)
                     database.execute(f'UPDATE {table} SET {words} WHERE rowid = ?', [*row.values(), number])
                     self.assertTrue(row)
             for path, in database.execute('SELECT path FROM file'):
                 open(os.path.join(base, path), 'w').close()
-            database.execute("UPDATE resource_requirements SET name = 'default', memory = '1m', runtime = 'PT1M' WHERE id = 1")
+            database.execute("UPDATE resource_requirements SET name = 'default', memory = '1m', runtime = 'PT1M' "
+                             'WHERE id = 1')
             for table, column in (('workflow', 'description'), ('job', 'command'), ('result', 'reason')):
                 database.execute(f'UPDATE {table} SET {column} = {column} || ?', ['x' * 20000])
             database.execute('UPDATE workflow SET submission_directory = ?', [base])
@@ -17924,9 +17936,11 @@ class HostileTextLaws(WorldTest):
         name = 'EVIL\u202e\u2066'     # a name may hold these
         self.true_texts.append(name)
         job = {'name': name, 'command': self.hostile(), 'env': {'A': self.hostile()}}
-        self.world.write('hostile.yaml', json.dumps({'name': name, 'description': self.hostile(), 'jobs': [job]}, ensure_ascii=True))
-        wrong = {self.hostile(): self.hostile(), 'name': self.hostile(), 'jobs': [{'name': self.hostile(), 'command': 'x', 'depends_on': [self.hostile()],
-                 'resource_requirements': self.hostile(), self.hostile(): 1}]}
+        right = {'name': name, 'description': self.hostile(), 'jobs': [job]}
+        self.world.write('hostile.yaml', json.dumps(right))
+        job = {'name': self.hostile(), 'command': 'x', 'depends_on': [self.hostile()], self.hostile(): 1,
+               'resource_requirements': self.hostile()}
+        wrong = {self.hostile(): self.hostile(), 'name': self.hostile(), 'jobs': [job]}
         self.world.write('broken.json', json.dumps(wrong))
         self.world.write('broken.json5', json.dumps(wrong, ensure_ascii=False))
         self.world.write('broken.yaml', 'name: x\njobs:\n  - name: "a\x1b[31m\x9b2J\u202e"\n    command: [\x1b]0;x\x07\n')
@@ -18007,7 +18021,8 @@ class HostileTextLaws(WorldTest):
 
     def test_neither_do_errors_that_nobody_made_a_message_of(self):
         text = self.hostile()
-        for error, code in ((ValueError(text), 70), (OSError(5, text, text), 70), (torc.Refused(text), 4), (torc.BadInput(text, [torc.Problem(text)]), 2)):
+        for error, code in ((ValueError(text), 70), (OSError(5, text, text), 70), (torc.Refused(text), 4),
+                            (torc.BadInput(text, [torc.Problem(text)]), 2)):
             with unittest.mock.patch.object(torc.Session, 'call', side_effect=error):
                 got, out, err = self.call(['status', '1'], TerminalBytes)
             self.assertEqual((code, ''), (got, out), err)
@@ -18034,8 +18049,8 @@ class HostileTextLaws(WorldTest):
         """What a program shows on a terminal of its own, where this is typed at once; up to a point, or all."""
         ours, theirs = os.openpty()
         self.addCleanup(os.close, ours)
-        process = subprocess.Popen(World.command(words), cwd=self.world.directory, env=dict(self.world.environment, TERM='xterm'),
-                                   stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        process = subprocess.Popen(World.command(words), cwd=self.world.directory,
+                                   env=dict(self.world.environment, TERM='xterm'), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
         os.close(theirs)
         os.write(ours, typed.encode())
         said = b''
@@ -18089,8 +18104,8 @@ class HostileTextLaws(WorldTest):
         for name in glob.glob(os.path.join(glob.escape(self.true_texts[0]), 'torc_output', 'job_stdio', '*_j1_*')):
             with open(name, 'wb') as file:
                 file.write(evil)
-        process = subprocess.Popen(World.command(['logs', 1, 1, '--stdout']), cwd=self.world.directory, env=self.world.environment,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(World.command(['logs', 1, 1, '--stdout']), cwd=self.world.directory,
+                                   env=self.world.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         said = process.communicate(timeout=30)
         self.assertEqual((0, evil), (process.returncode, said[0]), said)
         shown = self.on_terminal('logs', 1, 1, '--stdout')

@@ -384,9 +384,10 @@ SPAN_TEXT = Expression(
 LEAST_PLAUSIBLE_MEMORY = 1024 ** 2  # bytes; of less without a unit, megabytes or gigabytes were meant
 WALLTIME_TEXT = Expression(r'(?:([0-9]{1,18})-)?([0-9]{1,18})(?::([0-9]{1,18}))?(?::([0-9]{1,18}))?\Z')
 TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
-# C0 but for tab and newline, C1, bidi controls (UAX 9, "Trojan Source"), line separators, halves of surrogate pairs.
-UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
-UNPRINTABLE_LEADS = (b'\x7f', b'\xc2', b'\xd8', b'\xe2', b'\xed')   # their first bytes in UTF-8, without C0: JSON has no such
+# C0 but for tab and newline, C1, line separators, bidi controls (UAX 9, "Trojan Source"), halves of surrogate pairs.
+UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e'
+                         '\u2066-\u2069\ud800-\udfff]')
+UNPRINTABLE_LEADS = (b'\x7f', b'\xc2', b'\xd8', b'\xe2', b'\xed')   # in UTF-8, without C0: JSON has none
 
 # File systems that keep their locks on this host; anything else is treated as a network file system.
 LOCAL_FILESYSTEMS = frozenset('ext2 ext3 ext4 xfs btrfs zfs f2fs overlay tmpfs ramfs devtmpfs'.split())
@@ -592,7 +593,7 @@ def printable_line(text: str) -> str:
 
 
 def printable_message(text: str) -> str:
-    """As printable(), for what may have several lines (a place in a file, a traceback): all but the first are indented."""
+    """As printable(), for what may have several lines, such as a traceback: all but the first are indented."""
     return re.sub(r'\n(?! {4}|\n|\Z)', '\n    ', printable(text))
 
 
@@ -646,9 +647,9 @@ def format_json(value: Any) -> str:
 
 
 def printable_json(text: str) -> str:
-    """JSON text with what printable() replaces as \\uXXXX: it is safe for a terminal and stands for the same values."""
+    """JSON text for a terminal: what printable() replaces as \\uXXXX, which stands for the same value."""
     data = text.encode('utf-8', 'surrogatepass')
-    if not any(lead in data for lead in UNPRINTABLE_LEADS):     # nearly always; a search is slow in large documents
+    if not any(lead in data for lead in UNPRINTABLE_LEADS):     # nearly always, and sooner known
         return text
     return UNPRINTABLE.sub(lambda match: '\\u%04x' % ord(match.group()), text)
 
@@ -15995,7 +15996,8 @@ class RunLog:
         """Add a line; values that are None are left out."""
         if self.LEVELS.index(level) >= self.least:
             words = ''.join(f' {key}={value}' for key, value in values.items() if value is not None)
-            self.lines.append(f'{format_time(time.time())} {level.upper()} {printable_line(message + words)}\n')
+            text = printable_line(f'{level.upper()} {message}{words}')
+            self.lines.append(f'{format_time(time.time())} {text}\n')
             self.head = self.head or self.lines[0]
 
     def flush(self) -> None:
@@ -17287,14 +17289,14 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 # ======== 19. Rendering: values -> text for people and programs ========
 #
 # Owns how things look: tables, CSV, JSON documents, the status report, the progress line. Functions return text and know
-# nothing of commands; only Progress writes, to the stream that it was given. A Style says once what the reader of a stream
-# can show: box drawing where the encoding has it, colours and a limited width on a terminal only, so that a pipe always
-# gets the whole text.
+# nothing of commands; only Progress writes, to the stream that it was given. A Style says once what the reader of a
+# stream can show: box drawing where the encoding has it, colours and a limited width on a terminal only, so that a pipe
+# always gets the whole text.
 #
-# Names, commands, reasons come from jobs, files and other users. None may act on a terminal, look like a line of ours or be
-# a formula in a spreadsheet, wherever the output goes: a file is looked at later. So all that is written passes printable()
-# in one of its forms: cells, records and messages here, where a line ends; everything once more where it leaves, in
-# Progress, Session.show and Session.tell. JSON has escapes of its own, which stand for the same values.
+# Names, commands, reasons come from jobs, files and other users. None may act on a terminal, look like a line of ours or
+# be a formula in a spreadsheet, wherever the output goes: a file is looked at later. So all that is written passes
+# printable() in one of its forms: cells, records and messages here, where a line ends; everything once more where it
+# leaves, in Progress, Session.show and Session.tell. JSON has escapes of its own, which stand for the same values.
 
 
 class Style(NamedTuple):
@@ -17535,12 +17537,12 @@ def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-# How texts begin that spreadsheets take for formulas (OWASP, "CSV Injection"; tabs and line ends are escapes by then).
+# How texts begin that spreadsheets take for formulas (OWASP, "CSV Injection"; tabs and line ends are escapes then).
 FORMULA_STARTS = frozenset('=+-@\uff1d\uff0b\uff0d\uff20')
 
 
 def format_csv_cell(value: Any) -> str:
-    """A cell of CSV: that of a table, with an apostrophe before text that looks like a formula. Numbers stay numbers."""
+    """A cell of CSV: an apostrophe stands before text that looks like a formula. Numbers stay numbers."""
     text = printable_line(format_cell(value)).replace('\t', '\\t')
     return "'" + text if isinstance(value, str) and text.lstrip()[:1] in FORMULA_STARTS else text
 
@@ -17556,7 +17558,8 @@ def format_record(record: Dict[str, Any]) -> str:
     shown = [(key, format_cell(value)) for key, value in record.items() if value is not None]
     width = max([len(key) for key, _ in shown] or [0]) + 1
     line_end = '\n' + ' ' * (width + 1)     # of a value with several lines: none of them begins like a key
-    return ''.join(f'{pad(key + ":", width)} {printable(text)}'.replace('\n', line_end) + '\n' for key, text in shown)
+    lines = (f'{pad(key + ":", width)} {printable(text)}'.replace('\n', line_end) for key, text in shown)
+    return ''.join(line + '\n' for line in lines)
 
 
 def format_lines(lines: Iterable[str]) -> str:
@@ -17652,7 +17655,8 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
     `program` begins the commands in it; its options name the server or database.
     """
     counts, total = status['jobs_by_status'], status['total_jobs']
-    lines = [printable_line(f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"), '']
+    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"
+    lines = [printable_line(title), '']
     for row in STATUSES:
         if counts[row.name]:
             bar = row.symbol * max(1, round(30 * counts[row.name] / total))
@@ -17914,8 +17918,8 @@ class Session:
         elif self.format == 'csv':
             self.show(format_csv(titles, table_cells(headings, items)))
         elif items:
-            style = style_of(self.out, os.environ)
-            table = format_table(titles, table_cells(headings, items), style, [heading.rank for heading in headings])
+            style, ranks = style_of(self.out, os.environ), [heading.rank for heading in headings]
+            table = format_table(titles, table_cells(headings, items), style, ranks)
             self.show(f'{table}\nTotal: {len(items)} {what}\n', style)
         else:
             self.show(f'No {what} found\n')
@@ -19041,7 +19045,8 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
     if args['dry_run']:
         value = {'downstream_jobs': downstream, 'dry_run': True, 'jobs': [brief(job) for job in jobs],
                  'reinit_requested': bool(args['reinit']), 'workflow_id': workflow_id}
-        session.answer(value, format_lines(f"would reset {job['id']} {job['name']} ({job['status']})" for job in jobs))
+        lines = (f"would reset {job['id']} {job['name']} ({job['status']})" for job in jobs)
+        session.answer(value, format_lines(lines))
         return 0
     if not args['force']:
         refuse_active_jobs(jobs, 'give --force')
@@ -19184,7 +19189,7 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
         with hold_stdio(directory) as stdio:
             if stdio.found.st_uid != os.geteuid():      # a colleague, or who has put it in the place of ours
                 owner = f'belongs to another user (uid {stdio.found.st_uid})'
-                session.tell(printable(f'torc: {stdio.path} {owner}'))
+                session.tell(f'torc: {stdio.path} {owner}')
     return directory
 
 
@@ -19327,7 +19332,7 @@ class Tail:
     def __init__(self, session: Session, is_of_one: bool = False) -> None:
         self.session = session
         self.is_of_one = is_of_one  # the file that comes first needs no title
-        # A terminal must not obey what a job has written; a file or program gets its bytes, to be compared with others.
+        # A terminal must not obey what a job has written; a file or program gets its bytes, to be compared.
         self.pipe = None if session.out.isatty() else getattr(session.out, 'buffer', None)
         self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
         self.refused = set()        # type: Set[str]  # told as not to be read
@@ -19897,7 +19902,8 @@ def tell_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[s
         rows += [('what changed:', 'reinit', ()), ('everything:', 'init', ())]
     lines = format_rows((words, command_line(session, 'workflows', verb, number, *more))
                         for words, verb, more in rows)
-    session.tell(f"To run again, before `{command_line(session, 'run', number, *place)}`:", *lines.splitlines())
+    run = command_line(session, 'run', number, *place)
+    session.tell(f'To run again, before `{run}`:', *lines.splitlines())
     return code
 
 
@@ -20217,7 +20223,8 @@ def cmd_htpasswd_add(session: Session, args: Arguments) -> int:
     check_user_name(args['user'])
     stored = hash_password(new_password(session, args), args['cost'])
     was_there = change_password_line(args['file'], args['user'], stored)
-    session.show(format_lines([f"{'Changed' if was_there else 'Added'} user {args['user']} in {args['file']}"]))
+    done = 'Changed' if was_there else 'Added'
+    session.show(format_lines([f"{done} user {args['user']} in {args['file']}"]))
     reload_after(session, args)
     return 0
 
@@ -20300,7 +20307,8 @@ def cmd_groups_change(session: Session, args: Arguments) -> int:
     in_path = path_parameters(OPERATIONS[op])
     body = {key: value for key, value in args.items() if key not in in_path} if OPERATIONS[op].body else None
     answer = session.call(op, body, **{key: args[key] for key in in_path})
-    session.answer({'success': True} if word.startswith('remove') else answer, format_lines([text.format(**dict(answer, **args))]))
+    value = {'success': True} if word.startswith('remove') else answer
+    session.answer(value, format_lines([text.format(**dict(answer, **args))]))
     return 0
 
 
