@@ -57,6 +57,7 @@ import functools
 import gc
 import glob
 import hashlib
+import hmac
 import http.client
 import inspect
 import io
@@ -7721,7 +7722,8 @@ class AccessTest(unittest.TestCase):
         """200, or the status of the refusal."""
         head = torc.parse_head(http_request(method, path, **fields)[:-4])
         try:
-            torc.check_access(head, token.encode(), {'127.0.0.1', '::1', 'localhost', 'node1'})
+            torc.check_sender(head, {'127.0.0.1', '::1', 'localhost', 'node1'})
+            torc.check_token(head, token.encode())
         except torc.TorcError as error:
             return error.http
         return 200
@@ -7847,7 +7849,7 @@ class StateFilesTest(WorldTest):
 
     def test_a_connection_file_counts_while_its_process_lives(self) -> None:
         options = torc.ServerOptions(self.database)
-        with torc.connection_file(options, ['http://127.0.0.1:1/torc-service/v1']):
+        with torc.connection_file(options, ['http://127.0.0.1:1/torc-service/v1'], 'x'):
             found = torc.read_connection_file(self.database)
             self.assertEqual(0o600, os.stat(self.database + '.connection').st_mode & 0o777)
             self.assertEqual((os.getpid(), 'http://127.0.0.1:1/torc-service/v1', self.database + '.token'),
@@ -7859,7 +7861,7 @@ class StateFilesTest(WorldTest):
         self.assertFalse(os.path.exists(self.database + '.connection'))
 
     def test_only_its_writer_removes_a_connection_file(self) -> None:
-        with torc.connection_file(torc.ServerOptions(self.database), ['http://127.0.0.1:1']):
+        with torc.connection_file(torc.ServerOptions(self.database), ['http://127.0.0.1:1'], 'x'):
             torc.write_atomically(self.database + '.connection', torc.format_json(
                 dict(torc.describe_process(), url='http://127.0.0.1:2', server_id='another')).encode())
         self.assertEqual('another', torc.read_connection_file(self.database)['server_id'])
@@ -8647,6 +8649,34 @@ class TlsFilesTest(WorldTest):
         self.assertRaisesRegex(torc.BadInput, 'is encrypted: `openssl pkey', torc.open_tls, good.certificate, self.world.path('secret.pem'))
 
 
+class SignerTest(unittest.TestCase):
+    """Signatures of requests and answers."""
+
+    def test_a_signature_is_the_hmac_of_its_words_with_a_key_of_token_and_nonces(self) -> None:
+        signer = torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id')
+        key = hmac.new(b'T' * 43, b'torc.py session challenge nonce id', 'sha256').digest()
+        digest = hashlib.sha256(b'body').hexdigest()
+        expected = hmac.new(key, f'request\n1\n{digest}\nPOST\n/x?y'.encode(), 'sha256').hexdigest()
+        self.assertEqual(f'Torc-HMAC {digest} {expected}', signer.sign_request('POST', '/x?y', b'body'))
+        self.assertEqual(hmac.new(b'T' * 43, b'torc.py server challenge nonce id', 'sha256').hexdigest(), signer.proof)
+
+    def test_both_ends_agree_as_long_as_nothing_is_altered_left_out_or_repeated(self) -> None:
+        ours, theirs = (torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id') for _ in range(2))
+        first, second = (ours.sign_request('GET', f'/{number}?', b'') for number in range(2))
+        self.assertEqual('', theirs.check_request(second, 'GET', '/1?'))
+        for method, target, value in (('PUT', '/0?', first), ('GET', '/0?a', first), ('GET', '/1?', first), ('GET', '/0?', first[:-1]), ('GET', '/0?', '')):
+            self.assertEqual('', theirs.check_request(value, method, target))
+        self.assertEqual(hashlib.sha256(b'').hexdigest(), theirs.check_request(first, 'GET', '/0?'))
+        self.assertEqual('', theirs.check_request(first, 'GET', '/0?'))
+        self.assertNotEqual(theirs.sign_answer(200, b'x'), ours.sign_answer(200, b'x'))     # ours has asked twice
+        self.assertTrue(theirs.check_request(second, 'GET', '/1?'))
+        self.assertEqual(theirs.sign_answer(200, b'x'), ours.sign_answer(200, b'x'))
+        self.assertNotEqual(theirs.sign_answer(200, b'x'), theirs.sign_answer(404, b'x'))
+        self.assertNotEqual(theirs.sign_piece(b'x'), theirs.sign_piece(b'x'))
+        for words in (('other', 'nonce', 'id'), ('challenge', 'other', 'id'), ('challenge', 'nonce', 'other')):
+            self.assertNotEqual(ours.proof, torc.Signer(b'T' * 43, *words).proof)
+
+
 class TokenServerTest(WorldTest):
     """A server with a token."""
 
@@ -8685,6 +8715,10 @@ class TokenServerTest(WorldTest):
     def test_healthz_is_free_and_proves_who_it_is(self) -> None:
         self.assertTrue(self.server.ask(http_request(path='/healthz')).endswith(b'\r\n\r\n{"status":"ok"}'))
         answer = self.server.ask(http_request(path='/healthz?challenge=abc', host='127.0.0.1:99'))
+        said = json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+        self.assertEqual(torc.Signer(self.token.encode(), 'abc', said['nonce'], said['server_id']).proof, said['signed_proof'])
+        again = json.loads(self.server.ask(http_request(path='/healthz?challenge=abc')).partition(b'\r\n\r\n')[2].decode())
+        self.assertEqual((said['server_id'], False), (again['server_id'], said['nonce'] == again['nonce']))
         self.assertTrue(answer.endswith(f'"proof":"{torc.prove_token(self.token.encode(), "abc", self.server.port)}"}}'.encode()), answer)
         self.assertNotEqual(torc.prove_token(self.token.encode(), 'abc', 1), torc.prove_token(self.token.encode(), 'abc', 2))
 
@@ -9952,6 +9986,228 @@ class WireTest(unittest.TestCase):
         self.assertIsNone(torc.parse_answer(200, b''))
 
 
+class Relay(threading.Thread):
+    """Somebody between a client and a server, at an address of his own: forwards everything, writes it down, and may alter it."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.target, self.asked, self.answered = port, b'', b''
+        self.alter_request = self.alter_answer = lambda data: data      # type: Callable[[bytes], bytes]
+        self.listener = Impostor.listen()
+        self.port = self.listener.getsockname()[1]
+        self.url = f'http://127.0.0.1:{self.port}/torc-service/v1'
+        self.ends = []      # type: List[Tuple[socket.socket, socket.socket]]  # of each client, and of the server's side of it
+        self.wake, self.waker = socket.socketpair()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            ready = select.select([self.listener, self.wake, *(end for pair in self.ends for end in pair)], [], [])[0]
+            if self.wake in ready:
+                return
+            if self.listener in ready:
+                self.ends.append((self.listener.accept()[0], socket.create_connection(('127.0.0.1', self.target))))
+            for pair in list(self.ends):
+                with contextlib.suppress(OSError):
+                    self.forward(pair, ready)
+                    continue
+                self.forget(pair)
+
+    def forward(self, pair: Tuple[socket.socket, socket.socket], ready: Sequence[Any]) -> None:
+        """Pass on what can be read. OSError when either has hung up."""
+        client, server = pair
+        if client in ready:
+            data = client.recv(2 ** 20)
+            self.asked += data
+            server.sendall(self.alter_request(data))
+            if not data:
+                raise OSError
+        if server in ready:
+            data = server.recv(2 ** 20)
+            self.answered += data
+            client.sendall(self.alter_answer(data))
+            if not data:
+                raise OSError
+
+    def forget(self, pair: Tuple[socket.socket, socket.socket]) -> None:
+        """Hang up on both."""
+        self.ends.remove(pair)
+        for end in pair:
+            end.close()
+
+    def stop(self) -> None:
+        """Be gone."""
+        self.waker.send(b'x')
+        self.join(10)
+        for pair in list(self.ends):
+            self.forget(pair)
+        for end in (self.listener, self.wake, self.waker):
+            end.close()
+
+
+class RelayTest(WorldTest):
+    """Somebody at an old address of the server, or on the way to it."""
+    set_constant = ServerTest.set_constant
+
+    def setUp(self) -> None:
+        super().setUp()
+        silenced(self)
+        os.chmod(self.world.directory, 0o700)
+        self.token_file = self.world.path('torc.db.token')
+        self.token = torc.keep_token(self.token_file)
+        self.server = ServerThread(self.world.path('torc.db'), self.token)
+        self.addCleanup(self.server.stop)
+        self.relay = Relay(self.server.port)
+        self.addCleanup(self.relay.stop)
+
+    def connect(self, url: str = '') -> Any:
+        """A client that the relay serves."""
+        client = torc.Client(url=url or self.relay.url, token_file=self.token_file)
+        self.addCleanup(client.close)
+        client.reconnect(wait_s=0)
+        return client
+
+    def names(self) -> List[str]:
+        """Names of the workflows that the server has."""
+        with contextlib.closing(self.connect(self.relay.url.replace(str(self.relay.port), str(self.server.port)))) as client:
+            return [row['name'] for row in client.pages('list_workflows')]
+
+    def swap(self, way: str, old: bytes, new: bytes) -> None:
+        """From now on the relay alters this."""
+        assert len(old) == len(new)
+        setattr(self.relay, f'alter_{way}', lambda data: data.replace(old, new))
+
+    def test_who_forwards_everything_learns_no_token_and_everything_works(self) -> None:
+        with self.connect() as client:
+            workflow_id = client.create_workflow({'name': 'w', 'user': 'u', 'description': 'gr\u00fc\u00df' + 'x' * 1000000})['id']
+            self.assertEqual(1000004, len(client.get_workflow(workflow_id)['description']))
+            jobs = [{'workflow_id': workflow_id, 'name': f'{number}', 'command': 'x' * 1000} for number in range(3000)]
+            self.assertEqual(3000, len(client.create_jobs({'jobs': jobs})['jobs']))
+            self.assertEqual(3000, sum(1 for _ in client.pages('list_jobs', workflow_id=workflow_id, name='', limit=700)))
+            self.assertRaisesRegex(torc.NotFound, 'no job 77777', client.get_job, 77777)
+            self.assertRaisesRegex(torc.BadInput, 'are allowed here', client.create_workflow, {'name': 'x' * (torc.MAX_BODY_BYTES + 1), 'user': 'u'})
+            pending = client.begin('ping')
+            self.assertEqual({'status': 'ok'}, pending.finish())
+            self.set_constant('KEEP_ALIVE_S', 0.05)
+            stream = self.connect().stream('stream_workflow_events', workflow_id=workflow_id)
+            later = threading.Timer(0.3, client.archive_workflow, (workflow_id, {'is_archived': True}))
+            later.start()
+            self.assertEqual('user_action', next(stream).data['event_type'])
+            stream.close()
+            later.join()
+        self.assertIn(b'authorization: Torc-HMAC ', self.relay.asked)
+        for said in (self.relay.asked, self.relay.answered):
+            self.assertNotIn(self.token.encode(), said)
+            self.assertNotIn(base64.b64encode(self.token.encode())[:40], said)
+
+    def test_what_is_altered_on_the_way_is_not_done_and_no_altered_answer_is_believed(self) -> None:
+        for way, old, new in (('request', b'"good"', b'"evil"'), ('request', b'POST ', b'PUT  '), ('request', b'/workflows ', b'/workflowz '), ('request', b'HMAC ', b'HMAB '),
+                              ('request', b'content-length: 26', b'content-length: 25')):
+            with self.subTest(old=old), self.connect() as client:
+                self.swap(way, old, new)
+                self.assertRaisesRegex(torc.Unreachable, 'no answer from', client.create_workflow, {'name': 'good', 'user': 'u'}, deadline_s=5)
+                self.relay.alter_request = lambda data: data
+        self.assertEqual([], self.names())
+        with self.connect() as client:
+            client.create_workflow({'name': 'good', 'user': 'u'})
+        for old, new in ((b'"good"', b'"evil"'), (b'HTTP/1.1 200 OK', b'HTTP/1.1 404 OK'), (b'torc-signature', b'torx-signature'), (b'"count":1', b'"count":2')):
+            with self.subTest(old=old), self.connect() as client:
+                self.swap('answer', old, new)
+                self.assertRaisesRegex(torc.Unreachable, 'not signed by the server of the token', lambda: client.begin('list_workflows').finish())
+                self.relay.alter_answer = lambda data: data
+
+    def test_an_answer_of_another_request_is_not_believed(self) -> None:
+        with self.connect() as client:
+            client.create_workflow({'name': 'w', 'user': 'u'})
+            self.relay.answered = b''
+            client.archive_workflow(1, {'is_archived': True})
+            first = self.relay.answered
+            self.relay.alter_answer = lambda data: first
+            self.assertRaises(torc.Unreachable, client.begin('archive_workflow', {'is_archived': True}, workflow_id=1).finish)
+
+    def test_what_was_sent_once_is_done_once(self) -> None:
+        with self.connect() as client:
+            self.relay.asked = b''
+            client.create_workflow({'name': 'w', 'user': 'u'})
+            request = self.relay.asked
+            again, server = self.relay.ends[-1]
+            with self.server.connect() as other:
+                other.sendall(request)
+                self.assertEqual([401], statuses(read_all(other)))
+                other = self.server.connect()
+                with other:
+                    other.sendall(http_request(path='/healthz?challenge=abc') + request)    # a session, but not this one
+                    self.assertEqual([200, 401], statuses(read_all(other)))
+            self.relay.answered = b''
+            server.sendall(request)
+            self.world.wait(lambda: b' 401 ' in self.relay.answered, 10, 'the refusal')
+        self.assertEqual(['w'], self.names())
+
+    def test_an_altered_event_is_not_told(self) -> None:
+        with self.connect() as client:
+            workflow_id = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+        self.swap('answer', b'"archive_workflow"', b'"delete_workflow_"')
+        self.set_constant('STREAM_PAUSE_S', 0.0)
+        told = []
+        stream = threading.Thread(target=lambda: told.extend(self.connect().stream(
+            'stream_workflow_events', time.monotonic() + 2, workflow_id=workflow_id)))
+        stream.start()
+        self.world.wait(lambda: b'/events/stream' in self.relay.asked and self.relay.answered.count(b'event-stream'), 10, 'the stream')
+        with self.connect(f'http://127.0.0.1:{self.server.port}') as client:
+            client.archive_workflow(workflow_id, {'is_archived': True})
+            self.world.wait(lambda: b'"archive_workflow"' in self.relay.answered, 10, 'the event')
+            client.archive_workflow(workflow_id, {'is_archived': False})
+        stream.join()
+        self.assertEqual([], [event for event in told if event.type != 'warning'])
+
+    def test_nobody_can_pass_for_an_older_server(self) -> None:
+        self.relay.alter_answer = lambda data: data.replace(b'"signed_proof"', b'"signed_prooq"')
+        self.assertRaisesRegex(torc.Unreachable, 'is not the server of the token', self.connect)
+        self.assertNotIn(self.token.encode(), self.relay.asked)
+
+    def test_an_older_server_is_known_by_its_connection_file_and_gets_what_it_knows(self) -> None:
+        url = f'http://127.0.0.1:{self.server.port}{torc.API_PREFIX}'
+        with torc.connection_file(torc.ServerOptions(self.world.path('torc.db')), [url], self.server.server.id):
+            path = self.world.path('torc.db.connection')
+            found = json.loads(read_text(path))
+            with torc.Client.connect(database=self.world.path('torc.db')) as client:
+                self.assertEqual(('ok', True), (client.ping()['status'], client._wire.signer is not None))
+            for key in ('signs', 'server_id'):
+                del found[key]
+            torc.write_atomically(path, json.dumps(found).encode())
+            for how in ({'database': self.world.path('torc.db')}, {'url': url, 'token_file': self.token_file}):
+                with torc.Client.connect(**how) as client:
+                    self.assertEqual(('ok', None), (client.ping()['status'], client._wire.signer))
+                    self.assertIn(f'authorization: Bearer {self.token}', client._wire.fields)
+            torc.write_atomically(path, json.dumps(dict(found, server_id=self.server.server.id)).encode())    # for its own removal
+
+    def test_another_server_with_the_same_token_is_not_the_one_of_the_connection_file(self) -> None:
+        with torc.connection_file(torc.ServerOptions(self.world.path('torc.db')), [self.relay.url], 'killed long ago'):
+            client = torc.Client(database=self.world.path('torc.db'))
+            self.assertRaisesRegex(torc.Unreachable, 'is not the server of the token', client.reconnect, wait_s=0)
+        self.assertNotIn(self.token.encode(), self.relay.asked)
+
+    def test_a_run_and_its_jobs_through_a_relay_show_it_no_token(self) -> None:
+        """The server was killed and is back on another port; somebody else has taken the old one and forwards."""
+        url = self.world.serve('-d', self.world.path('my.db'))
+        relay = Relay(torc.parse_url(url).port)
+        self.addCleanup(relay.stop)
+        self.world.write('w.yaml', f"""
+            name: w
+            jobs:
+              - name: call_back
+                command: {shlex.quote(sys.executable)} {shlex.quote(stub_path())} -f json jobs list $TORC_WORKFLOW_ID
+            """)
+        for path in (self.world.path('my.db.connection'), *glob.glob(os.path.join(self.world.root, 'home', 'state', 'torc', 'servers', '*'))):
+            torc.write_atomically(path, read_text(path).replace(f':{relay.target}/', f':{relay.port}/').encode())
+        outcome = self.assertExit(0, self.world.cli('run', 'w.yaml'), '1 completed')
+        self.assertIn('call_back', self.assertExit(0, self.world.cli('logs', 1, 'call_back')).out, str(outcome))
+        self.assertGreater(relay.asked.count(b'authorization: Torc-HMAC '), 5)
+        token = read_text(self.world.path('my.db.token')).strip().encode()
+        self.assertEqual(43, len(token))
+        self.assertNotIn(token, relay.asked + relay.answered)
+
+
 class AddressTest(WorldTest):
     """Whether an address is that of a server, in whatever words."""
 
@@ -9982,7 +10238,7 @@ class AddressTest(WorldTest):
         answer = torc.format_answer(200, b'{"proof":"%s"}' % (b'0' * 64))
         impostor = Impostor(answer)
         port = torc.parse_url(impostor.url).port
-        with torc.connection_file(torc.ServerOptions(database), [f'http://127.0.0.1:{port}{torc.API_PREFIX}']):
+        with torc.connection_file(torc.ServerOptions(database), [f'http://127.0.0.1:{port}{torc.API_PREFIX}'], 'x'):
             found = torc.find_server_file(f'http://localhost:{port}')
             self.assertEqual(database + '.token', found['token_file'])
             self.assertRaises(torc.Unreachable, torc.Client(url=f'http://localhost:{port}', token_file=found['token_file']).reconnect, wait_s=0)
@@ -10491,7 +10747,7 @@ class ClientTest(WorldTest):
         for answer in (torc.format_answer(200, b'{"status":"ok"}'), torc.format_answer(200, b'{"proof":"%s"}' % (b'0' * 64)), b'', b'SSH-2.0-x\r\n\r\n',
                        torc.format_answer(200, b'[]')):
             impostor = Impostor(answer, answer)
-            with torc.connection_file(torc.ServerOptions(database), [impostor.url]):
+            with torc.connection_file(torc.ServerOptions(database), [impostor.url], 'x'):
                 self.assertRaises(torc.Unreachable, torc.Client(database=database).reconnect, wait_s=0)
             self.assertRaises(torc.Unreachable, torc.Client(url=impostor.url, token_file=database + '.token').reconnect, wait_s=0)
             impostor.stop()
@@ -10509,7 +10765,7 @@ class ClientTest(WorldTest):
         database = self.world.path('torc.db')
         torc.keep_token(database + '.token')
         impostor = Impostor(answer)
-        with torc.connection_file(torc.ServerOptions(database), [impostor.url]):
+        with torc.connection_file(torc.ServerOptions(database), [impostor.url], 'x'):
             self.assertRaises(torc.Unreachable, torc.Client(database=database, credentials=torc.Credentials('open-sesame', 'gate=1')).reconnect, wait_s=0)
         impostor.stop()
         self.assertIn(b'GET /healthz', impostor.heard)
@@ -17684,7 +17940,8 @@ class ReadmeLaws(unittest.TestCase):
         module.make_api.assert_called_once_with('http://here')
         (name, value), _ = module.make_api.return_value.api_client.set_default_header.call_args
         head = torc.parse_head(http_request('GET', '/x', **{name.lower(): value})[:-4])
-        torc.check_access(head, b'T' * 43, {'127.0.0.1', 'localhost'})
+        torc.check_sender(head, {'127.0.0.1', 'localhost'})
+        torc.check_token(head, b'T' * 43)
 
     def type(self, words: str, world: World) -> str:
         """What a command leaves on a terminal of 80x24: progress is wiped out by what follows."""

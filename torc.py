@@ -12077,6 +12077,7 @@ class Request(NamedTuple):
     head: Head
     body: bytes
     caller: Caller
+    signer: Any = None         # the Signer that it was signed with, and that its answer is signed with
 
 
 def parse_head(data: bytes) -> Head:
@@ -12140,16 +12141,21 @@ def format_answer(status: int, body: bytes, fields: str = '') -> bytes:
     return head.encode('latin-1') + body
 
 
-def format_refusal(error: TorcError, fields: str = '') -> bytes:
+def format_signed(signer: Optional['Signer'], status: int, body: bytes, fields: str = '') -> bytes:
+    """The same, signed if there is a signer."""
+    signature = '' if signer is None else f'torc-signature: {signer.sign_answer(status, body)}\r\n'
+    return format_answer(status, body, fields + signature)
+
+
+def format_refusal(signer: Optional['Signer'], error: TorcError, fields: str = '') -> bytes:
     """The answer to a request that no verb could answer."""
-    return format_answer(error.http, format_json(format_error(error)).encode(), fields)
+    return format_signed(signer, error.http, format_json(format_error(error)).encode(), fields)
 
 
 # -------- who may ask --------
 
-def check_access(head: Head, token: bytes, names: Set[str], scheme: str = 'http') -> None:
-    """Let a request pass, or raise: its sender must be in order, and its token right. An empty token lets everybody in."""
-    check_sender(head, names, scheme)
+def check_token(head: Head, token: bytes) -> None:
+    """Let a request pass whose token is right, or raise. An empty token lets everybody in."""
     offered = offered_token(head.fields.get('authorization', ''))
     if token and head.path != '/healthz' and not hmac.compare_digest(token, offered):
         raise Denied('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
@@ -12192,12 +12198,73 @@ def offered_password(authorization: str) -> Tuple[str, bytes]:
     return user.decode('utf-8', 'surrogateescape'), password
 
 
-def prove_token(token: bytes, challenge: str, port: int) -> str:
-    """What only a server on this port that holds the token can answer to a challenge.
+# -------- signatures --------
+#
+# Our own clients never send the token: whoever listens at an old address of the server could forward everything, its
+# proof of identity too, and would be shown the token next. Each end of a connection chooses a nonce instead, the key of
+# the connection is made of both, the server's id and the token, and with it every request is signed, its body included,
+# and every answer. Requests are counted, so that one that was seen on the way is worth nothing a second time, and a
+# signature is worth nothing on another connection. Header fields other than these are not signed.
+#
+#     GET /healthz?challenge=NONCE    -> {"nonce": NONCE, "server_id": ID, "signed_proof": MAC, ...}
+#     authorization: Torc-HMAC SHA256_OF_BODY MAC(request, count, method, path?query, SHA256_OF_BODY)
+#     torc-signature: MAC(answer, count, status, sha256 of its body)
+#     : MAC(piece, count, number, sha256 of it)      a comment after each piece of a stream of events
 
-    A client asks for it before it shows its token: another user's program may have taken the port since. The port is in
-    it, so that such a program cannot fetch the answer from the true server, which may be back on another port.
-    """
+SIGNATURE_SCHEME = 'Torc-HMAC'
+SIGNATURE = Expression(r'Torc-HMAC ([0-9a-f]{64}) ([0-9a-f]{64})\Z')
+CHALLENGE = Expression(r'challenge=([0-9A-Za-z_-]{1,100})\Z')
+
+
+class Signer:
+    """What signs the requests and answers of one connection, at both its ends."""
+
+    def __init__(self, token: bytes, challenge: str, nonce: str, server_id: str) -> None:
+        """`challenge` is the client's nonce, `nonce` the server's."""
+        words = f'{challenge} {nonce} {server_id}'
+        self.nonce = nonce
+        self.proof = hmac.new(token, f'torc.py server {words}'.encode('utf-8', 'replace'), hashlib.sha256).hexdigest()
+        key = hmac.new(token, f'torc.py session {words}'.encode('utf-8', 'replace'), hashlib.sha256).digest()
+        # HMAC by its definition (RFC 2104), half done: copied for each signature, it takes a third of what hmac takes.
+        self._inner, self._outer = (hashlib.sha256(bytes(byte ^ pad for byte in key.ljust(64, b'\0'))) for pad in (0x36, 0x5c))
+        self.requests = 0       # sent, or accepted
+        self.pieces = 0         # of the stream that answers the last one
+
+    def sign(self, *words: Any) -> str:
+        """The signature of some words, none of which holds a line end but the last."""
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update('\n'.join(map(str, words)).encode('latin-1', 'replace'))
+        outer.update(inner.digest())
+        return outer.hexdigest()
+
+    def sign_request(self, method: str, target: str, body: bytes) -> str:
+        """Value of the field Authorization for the next request."""
+        self.requests += 1
+        digest = hashlib.sha256(body).hexdigest()
+        return f'{SIGNATURE_SCHEME} {digest} {self.sign("request", self.requests, digest, method, target)}'
+
+    def check_request(self, authorization: str, method: str, target: str) -> str:
+        """See that the next request is signed; the digest that its body must have, or '' if it is not."""
+        match = SIGNATURE.match(authorization)
+        digest, signature = match.groups() if match else ('', '')
+        if not hmac.compare_digest(signature, self.sign('request', self.requests + 1, digest, method, target)):
+            return ''
+        self.requests += 1
+        self.pieces = 0
+        return digest
+
+    def sign_answer(self, status: int, body: bytes) -> str:
+        """The signature of the answer to the last request."""
+        return self.sign('answer', self.requests, status, hashlib.sha256(body).hexdigest())
+
+    def sign_piece(self, data: bytes) -> str:
+        """The signature of the next piece of a stream."""
+        self.pieces += 1
+        return self.sign('piece', self.requests, self.pieces, hashlib.sha256(data).hexdigest())
+
+
+def prove_token(token: bytes, challenge: str, port: int) -> str:
+    """What clients of before ask for, before they show the token: only a server on this port that holds it can know."""
     return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
 
 
@@ -12659,6 +12726,9 @@ class Connection:
         self.unsent = memoryview(b'')
         self.deadline = math.inf    # when to give the client up (monotonic); inf while nothing is under way
         self.mask = selectors.EVENT_READ
+        self.signer = None         # type: Optional[Signer]  # signs what is said on it
+        self.is_signed = False      # the last request was, and its answer is to be
+        self.digest = ''            # ... that its body must have
         self.caller = None          # type: Optional[Caller]  # of that request
         self.attempt = None         # type: Optional[Attempt]  # ... whose password is being checked, or was wrong
         self.is_queued = False      # a complete request waits for its turn: nothing more is read
@@ -12686,6 +12756,7 @@ class Server:
     def __init__(self, store: Store, listener: socket.socket, admission: Admission = Admission(),
                  is_embedded: bool = False, tick: Callable[[Store], bool] = tend, tls: Any = None) -> None:
         self.store = store
+        self.id = secrets.token_hex(16)
         self.listener = listener
         self.token = admission.token.encode()
         self.names = {name.lower() for name in admission.names}
@@ -12971,6 +13042,7 @@ class Server:
         """Cut the next complete request from what was read; None if there is none yet."""
         head = connection.head
         if head is None:
+            connection.is_signed = False
             head = connection.head = self.take_head(connection.received)
             if head is None or not self.identify(connection, head):
                 return None
@@ -12981,10 +13053,16 @@ class Server:
             body = bytes(view[:head.length])
         del connection.received[:head.length]
         connection.head = None
-        return Request(head, body, connection.caller)
+        if connection.digest and hashlib.sha256(body).hexdigest() != connection.digest:
+            connection.is_signed = False
+            raise Denied('the body is not the one that was signed', http=401)
+        return Request(head, body, connection.caller, connection.signer if connection.is_signed else None)
 
     def await_body(self, connection: Connection, head: Head) -> None:
-        """If the body is still to come, ask for it, and give it its time."""
+        """See that the body is not too long. If it is still to come, ask for it, and give it its time."""
+        limit = body_limit(head.path)
+        if head.length > limit:
+            raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
         if len(connection.received) < head.length:
             if 'expect' in head.fields:
                 self.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
@@ -12992,10 +13070,22 @@ class Server:
 
     def identify(self, connection: Connection, head: Head) -> bool:
         """See who asks. False if that is not known before a password has been checked."""
-        connection.caller = self.owner
-        if self.users is None or head.path == '/healthz':
+        connection.caller, connection.is_signed, connection.digest = self.owner, False, ''
+        challenge = CHALLENGE.match(head.query) if head.path == '/healthz' and self.token else None
+        if challenge:
+            connection.signer = Signer(self.token, challenge.group(1), secrets.token_hex(16), self.id)
+            connection.is_signed = True
             return True
         authorization = head.fields.get('authorization', '')
+        if connection.signer is not None and authorization.startswith(SIGNATURE_SCHEME):
+            connection.digest = connection.signer.check_request(authorization, head.method, f'{head.path}?{head.query}')
+            connection.is_signed = bool(connection.digest)
+            if not connection.is_signed:
+                raise Denied('the request was altered on its way, or sent before', http=401)
+            return True
+        if self.users is None or head.path == '/healthz':
+            check_token(head, self.token)
+            return True
         if self.token and hmac.compare_digest(self.token, offered_token(authorization)):
             return True
         connection.caller = Caller(ANONYMOUS, False)
@@ -13047,7 +13137,10 @@ class Server:
         connection.attempt = None
         connection.deadline = math.inf
         self.watch(connection, selectors.EVENT_READ)
-        self.await_body(connection, connection.head)
+        try:
+            self.await_body(connection, connection.head)
+        except TorcError as error:
+            return self.refuse(connection, error)
         self.look(connection)
 
     def leave_attempt(self, connection: Connection) -> None:
@@ -13069,16 +13162,9 @@ class Server:
         if end < 0:
             return None
         head = parse_head(bytes(received[:end]))
-        scheme = 'http' if self.tls is None else 'https'
-        if self.users is None:
-            check_access(head, self.token, self.names, scheme)
-        else:
-            check_sender(head, self.names, scheme)      # who it is comes next, in identify()
+        check_sender(head, self.names, 'http' if self.tls is None else 'https')     # who it is comes next, in identify()
         if head.fields.get('expect', '100-continue').lower() != '100-continue':
             raise BadInput('this expectation cannot be met', http=417)
-        limit = body_limit(head.path)
-        if head.length > limit:
-            raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
         del received[:end + 4]
         return head
 
@@ -13092,7 +13178,7 @@ class Server:
         if self.refusals and time.monotonic() >= self.refusals_told_at + REFUSALS_TOLD_S:
             log.warning('%d requests without the right token or password', self.refusals)
             self.refusals, self.refusals_told_at = 0, time.monotonic()
-        answer = format_refusal(error, 'connection: close\r\n' + fields)
+        answer = format_refusal(connection.signer if connection.is_signed else None, error, 'connection: close\r\n' + fields)
         self.traffic.add_answer(answer)
         self.deliver(connection, answer)
 
@@ -13131,7 +13217,7 @@ class Server:
             reason = error
         if len(requests) == 1:
             failure = Unreachable(f'the database could not be written ({reason}); nothing was changed')
-            return [format_refusal(failure, 'retry-after: 1\r\n')]
+            return [format_refusal(requests[0].signer, failure, 'retry-after: 1\r\n')]
         return [answer for request in requests for answer in self.answer_all([request])]
 
     def on_failure(self, count: int, reason: Exception) -> None:
@@ -13144,7 +13230,7 @@ class Server:
     def answer(self, request: Request) -> Union[bytes, Opening]:
         """Run one request inside the turn's transaction."""
         head = request.head
-        status, value = self.ask_verb(head, request.body, request.caller)
+        status, value = self.ask_verb(request)
         if status == 202:
             self.tick_at = 0.0      # a task waits: it is the next thing, once this turn's answers are sent
         if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
@@ -13162,24 +13248,27 @@ class Server:
             fields = 'connection: keep-alive\r\n'      # HTTP/1.0 wants to be told
         if SPAN_ID.match(head.fields.get('x-span-id', '')):
             fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
-        answer = format_answer(status, body, fields)
+        answer = format_signed(request.signer, status, body, fields)
         return answer[:len(answer) - len(body)] if head.method == 'HEAD' else answer
 
-    def ask_verb(self, head: Head, body: bytes, caller: Caller) -> Tuple[int, Any]:
+    def ask_verb(self, request: Request) -> Tuple[int, Any]:
         """Status and value for one request."""
+        head = request.head
         method = 'GET' if head.method == 'HEAD' else head.method
         if head.path != '/healthz' or method != 'GET':
-            return answer_request(self.store, method, head.path, head.query, body, *caller)
-        name, _, challenge = head.query.partition('=')
-        if name != 'challenge':
+            return answer_request(self.store, method, head.path, head.query, request.body, *request.caller)
+        challenge = CHALLENGE.match(head.query)
+        if not challenge or request.signer is None:
             return 200, {'status': 'ok'}
-        return 200, {'status': 'ok', 'proof': prove_token(self.token, challenge, self.listener.getsockname()[1])}
+        return 200, {'status': 'ok', 'nonce': request.signer.nonce, 'server_id': self.id, 'signed_proof': request.signer.proof,
+                     'proof': prove_token(self.token, challenge.group(1), self.listener.getsockname()[1])}
 
     # ---- streams ----
 
     def answer_stream(self, request: Request, wanted: Subscription) -> Opening:
         """The head of a stream. Its end is that of the connection: HTTP/1.0 knows no other way, and none is simpler."""
-        text = f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}content-type: text/event-stream\r\nconnection: close\r\n\r\n'.encode()
+        signature = '' if request.signer is None else f'torc-signature: {request.signer.sign_answer(200, b"")}\r\n'
+        text = f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{signature}content-type: text/event-stream\r\nconnection: close\r\n\r\n'.encode()
         return Opening(text, None if request.head.method == 'HEAD' else wanted, request)
 
     def open_stream(self, connection: Connection, opening: Opening) -> None:
@@ -13193,7 +13282,7 @@ class Server:
         connection.request, connection.stored = opening.request, self.stored_hash(opening.request)
         connection.next_event, first = connection.feed.find(opening.request.head.fields.get('last-event-id', ''))
         self.keep_alive_at = min(self.keep_alive_at, time.monotonic() + KEEP_ALIVE_S)
-        self.deliver(connection, opening.head + first)
+        self.deliver(connection, opening.head + self.signed_piece(connection, first))
 
     def pump(self, connection: Connection) -> None:
         """Send a reader what it has not had yet, as soon as it has taken what it was sent before."""
@@ -13202,7 +13291,13 @@ class Server:
                 return
             connection.next_event, data = connection.feed.piece(connection.next_event, connection.least)
             if data:
-                self.send(connection, data)
+                self.send(connection, self.signed_piece(connection, data))
+
+    def signed_piece(self, connection: Connection, data: bytes) -> bytes:
+        """A piece of a stream, with its signature behind it if its reader signs."""
+        if not connection.is_signed or not data:
+            return data
+        return data + f': {connection.signer.sign_piece(data)}\n\n'.encode()
 
     def publish(self) -> None:
         """Send the readers of streams what has been committed since the last time."""
@@ -13219,7 +13314,7 @@ class Server:
             if not self.may_read_on(connection):
                 self.drop(connection)
             elif not connection.unsent:
-                self.attempt(connection, self.send, b':\n\n')
+                self.attempt(connection, self.send, self.signed_piece(connection, b':\n\n'))
 
     def may_read_on(self, connection: Connection) -> bool:
         """Whether the reader of a stream would be let in again: its workflow may be gone by now, or its access, or its password."""
@@ -13227,7 +13322,7 @@ class Server:
         if not hmac.compare_digest(self.stored_hash(request), connection.stored):
             return False
         with self.store.reading():
-            return isinstance(self.ask_verb(request.head, b'', request.caller)[1], Subscription)
+            return isinstance(self.ask_verb(request)[1], Subscription)
 
     def stored_hash(self, request: Request) -> bytes:
         """What the password file holds for who asks; nothing if the token lets him in, or nothing has to."""
@@ -13450,7 +13545,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         stack.enter_context(server.signals())
         scheme = 'http' if tls is None else 'https'
         urls = [f'{scheme}://{f"[{name}]" if ":" in name else name}:{port}{API_PREFIX}' for name in candidates]
-        stack.enter_context(connection_file(options, urls))
+        stack.enter_context(connection_file(options, urls, server.id))
         if options.pid_file:
             stack.enter_context(pid_file(options.pid_file))
         log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
@@ -13564,12 +13659,12 @@ def own_addresses() -> List[str]:
 
 
 @contextlib.contextmanager
-def connection_file(options: ServerOptions, urls: List[str]) -> Iterator[None]:
+def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> Iterator[None]:
     """While the block runs, the files that tell clients where the database is served."""
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
-        describe_process(), url=urls[0], candidates=urls, server_id=secrets.token_hex(16), database=database,
+        describe_process(), url=urls[0], candidates=urls, server_id=server_id, signs=True, database=database,
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
         in_memory=options.snapshot_interval_s is not None,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
@@ -13817,9 +13912,11 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
 # server that this account has registered, wherever its database is; the embedded database of this directory.
 #
 # A connection file is believed only after its server has proved that it knows the token, for a port may have changed
-# hands. That exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it
-# stays until we close. Who knows the user by a password only cannot prove anything: a password goes to a server that was
-# named, and to no other. What was sent once is not sent again by itself, unless it only reads: the caller knows better.
+# hands; from then on requests and answers are signed with it (Signer), and it is never sent, but to a server of an older
+# torc.py, which a connection file without `signs` is of. That exchange also makes sure that an embedded server on the
+# point of leaving has let us in: from then on it stays until we close. Who knows the user by a password only cannot prove
+# anything: a password goes to a server that was named, and to no other. What was sent once is not sent again by itself,
+# unless it only reads: the caller knows better.
 # A stream of events takes a connection of its own, and goes on where it left off when that is lost.
 #
 # Over https a connection file names the one certificate to believe; without one it is as with any other https server.
@@ -13846,6 +13943,7 @@ ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound,
 STATUS_LINE = Expression(rb'HTTP/1\.[01] ([0-9]{3})')
 LENGTH_FIELD = Expression(rb'\r\ncontent-length:[ \t]*([0-9]+)[ \t]*(?:\r\n|\Z)', re.IGNORECASE)
 CLOSE_FIELD = Expression(rb'\r\nconnection:[ \t]*close', re.IGNORECASE)
+SIGNATURE_FIELD = Expression(rb'\r\ntorc-signature: ([0-9a-f]{64})(?:\r\n|\Z)')
 
 
 class Address(NamedTuple):
@@ -13973,6 +14071,7 @@ class Wire:
         self.fields = f'host: {self.host}\r\nuser-agent: torc.py/{__version__}\r\n'
         self.is_closed = False
         self.is_waiting = False     # a request is out whose answer has not been read
+        self.signer = None         # type: Optional[Signer]  # signs requests, and checks answers
         self.socket = socket.create_connection((address.host, address.port), CONNECT_DEADLINE_S)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -13983,7 +14082,7 @@ class Wire:
             raise
 
     def show_token(self, token: str) -> None:
-        """Send the token with every request from now on."""
+        """Send the token with every request from now on: servers of older versions know no other way."""
         self.fields += f'authorization: Bearer {token}\r\n'
 
     def show(self, credentials: 'Credentials') -> None:
@@ -14023,6 +14122,9 @@ class Wire:
     def send(self, method: str, target: str, body: Optional[bytes], deadline_s: float) -> None:
         """Let a request go out; read_answer() is to follow. After an error the wire is closed."""
         fields = self.fields
+        if self.signer is not None:
+            path, _, query = target.partition('?')
+            fields += f'authorization: {self.signer.sign_request(method, f"{path}?{query}", body or b"")}\r\n'
         if body is not None:
             fields += f'content-type: application/json\r\ncontent-length: {len(body)}\r\n'
         self.is_waiting = True
@@ -14053,9 +14155,19 @@ class Wire:
             body = self.read_body(data, int(length.group(1)), deadline)
         else:
             raise ConnectionError('an answer came without its length')
+        self.check_signature(status, head, body)
         if CLOSE_FIELD.search(head):
             self.close()
         return status, body
+
+    def check_signature(self, status: int, head: bytes, body: bytes) -> None:
+        """See that an answer is our server's, to our last request, if the wire signs. ConnectionError."""
+        if self.signer is None:
+            return
+        found = SIGNATURE_FIELD.search(head)
+        if not found or not hmac.compare_digest(found.group(1).decode(), self.signer.sign_answer(status, body)):
+            raise ConnectionError(f'its answer ({status}) is not signed by the server of the token: '
+                                  'somebody else answers at this address, or alters what passes')
 
     def receive_head(self, deadline: float) -> Tuple[int, bytes, bytes]:
         """Status and head of an answer, and what has come of its body."""
@@ -14078,12 +14190,24 @@ class Wire:
         status, head, data = self.receive_head(time.monotonic() + SILENCE_S)
         if b'text/event-stream' not in head:
             length = LENGTH_FIELD.search(head)
-            parse_answer(status if status >= 300 else 502, self.read_body(
-                data, int(length.group(1)) if length else 0, time.monotonic() + SILENCE_S))
+            body = self.read_body(data, int(length.group(1)) if length else 0, time.monotonic() + SILENCE_S)
+            self.check_signature(status, head, body)
+            parse_answer(status if status >= 300 else 502, body)
+        self.check_signature(status, head, b'')
+        held = b''      # what came since the last signature
         while True:
             *blocks, data = data.replace(b'\r\n', b'\n').split(b'\n\n')
-            yield from map(parse_event, blocks)
-            if len(data) > MAX_EVENT_BYTES:
+            for block in blocks:
+                if self.signer is None:
+                    yield parse_event(block)
+                elif not block.startswith(b': '):
+                    held += block + b'\n\n'
+                elif hmac.compare_digest(block[2:], self.signer.sign_piece(held).encode()):
+                    yield from map(parse_event, held.split(b'\n\n')[:-1])
+                    held = b''
+                else:
+                    raise ConnectionError('events were altered on their way')
+            if len(data) + len(held) > MAX_EVENT_BYTES:
                 raise ConnectionError('an event without end')
             try:
                 data += self.receive(min(until, time.monotonic() + SILENCE_S))
@@ -14432,7 +14556,10 @@ class Client(Operations):
         if self.named_url:
             wire = self.open_wire([self.named_url])
             wire.show(self.credentials)
-            self._wire = self.ask_proof(wire) if self.token_file else wire
+            if self.token_file:
+                server = find_server_file(self.named_url, self.token_file)
+                wire = self.ask_proof(wire, server if server.get('token_file') == self.token_file else {})
+            self._wire = wire
             return
         found = read_living_server(self.server_file or self.database + '.connection')
         if found is not None:
@@ -14483,26 +14610,35 @@ class Client(Operations):
             if not urls:
                 raise Unreachable(f"the server of {self.database} runs on host {found['host']} and answers there only; "
                                   'start it with --host to reach it from here')
-        return self.ask_proof(self.open_wire(urls))
+        return self.ask_proof(self.open_wire(urls), found)
 
-    def ask_proof(self, wire: Wire) -> Wire:
-        """Let the server prove that it knows the token, then show it ours. Without a token: see that it lets us in."""
+    def ask_proof(self, wire: Wire, server: Dict[str, Any]) -> Wire:
+        """Let the server prove that it knows the token, and sign from now on. Without a token: see that it lets us in.
+
+        `server` is what its connection file says; {} if there is none.
+        """
         challenge = secrets.token_hex(16)
         try:
             status, body = wire.ask('GET', f'/healthz?challenge={challenge}', deadline_s=FIND_DEADLINE_S)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
-            proof = json.loads(body.decode()).get('proof')
+            said = {key: str(item).encode('ascii', 'replace').decode() for key, item in json.loads(body.decode()).items()}
         except (OSError, ValueError, AttributeError) as error:
             wire.close()
             raise absent(f'no answer from {wire.address.url}: {explain(error)}') from None
-        if self.token_file:
-            token = read_token(self.token_file)
-            if not hmac.compare_digest(str(proof), prove_token(token.encode(), challenge, wire.address.port)):
-                wire.close()
-                raise Unreachable(f'what answers at {wire.address.url} is not the server of the token in {self.token_file} '
-                                  '(through a tunnel, its port must be the same on both sides)')
+        if not self.token_file:
+            return wire
+        token = read_token(self.token_file)
+        signer = Signer(token.encode(), challenge, said.get('nonce', ''), said.get('server_id', ''))
+        is_old = bool(server) and not server.get('signs')
+        if is_old and hmac.compare_digest(said.get('proof', ''), prove_token(token.encode(), challenge, wire.address.port)):
             wire.show_token(token)
+        elif not is_old and hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
+                and server.get('server_id') in (None, said['server_id']):
+            wire.signer = signer
+        else:
+            wire.close()
+            raise Unreachable(f'what answers at {wire.address.url} is not the server of the token in {self.token_file}')
         return wire
 
 
