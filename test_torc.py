@@ -6095,22 +6095,45 @@ class GroupTest(ServiceTest):
         self.as_user('cy')
         self.assertFalse(self.call('check_workflow_access', workflow_id=99, user_name='cy')['has_access'])
 
-    def test_who_makes_a_workflow_owns_it_and_only_the_owner_gives_it_away(self):
+    def test_who_makes_a_workflow_owns_it_and_only_administrators_give_it_away(self):
         self.call('add_user_to_group', {'user_name': 'bob', 'role': 'admin'}, group_id=self.group_id)
         self.as_user('ann')
         self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)     # her own workflow, a group of others
         self.as_user('bob')
-        self.assertEqual('bob', self.call('create_workflow', {'name': 'x', 'user': 'ann'})['user'])
         plan = {'workflow': {'name': 'y', 'user': 'ann'}, 'files': [], 'user_data': [], 'resource_requirements': [], 'slurm_schedulers': [],
                 'failure_handlers': [], 'kinds': [], 'dependency_sets': [], 'jobs': [], 'actions': []}
+        for name, body in (('create_workflow', {'name': 'x', 'user': 'ann'}), ('create_workflow_from_spec', plan)):
+            with self.subTest(name), self.assertRaisesRegex(torc.Denied, 'bob cannot make workflows in the name of ann: leave `user` out, or'):
+                self.call(name, body)
+        plan['workflow']['user'] = 'bob'
+        self.assertEqual('bob', self.call('create_workflow', {'name': 'x', 'user': 'bob'})['user'])
         self.assertEqual('bob', self.call('get_workflow', id=self.call('create_workflow_from_spec', plan)['workflow_id'])['user'])
         self.assertEqual('new', self.call('update_workflow', {'user': 'ann', 'description': 'new'}, id=self.workflow_id)['description'])
-        with self.assertRaises(torc.Denied):
-            self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)
-        self.as_user('ann')
-        self.assertEqual('bob', self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)['user'])
+        for user in ('bob', 'ann'):     # its own user neither: it would put commands into the list of somebody who knows nothing of it
+            self.as_user(user)
+            with self.assertRaisesRegex(torc.Denied, "only the server's owner and administrators can give workflow"):
+                self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)
         self.as_user('anonymous')
         self.assertRaises(torc.Denied, self.call, 'create_workflow', {'name': 'x', 'user': 'ann'})
+        self.store.is_admin = True
+        self.assertEqual('bob', self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)['user'])
+
+    def test_names_are_told_apart_where_users_log_in_and_nowhere_else(self):
+        """Without users everybody sends the name of their account, as Torc's clients do, and nobody's name is checked."""
+        for knows_users, caller, user, is_allowed in (
+                (False, 'anonymous', 'ann', True), (False, 'bob', 'ann', True), (True, 'bob', 'ann', False), (True, 'bob', 'bob', True),
+                (True, 'anonymous', 'ann', False), (True, 'anonymous', 'account', True)):
+            self.store.caller, self.store.is_admin, self.store.knows_users = caller, False, knows_users
+            self.store.is_user = lambda name: name in ('ann', 'bob')
+            with self.subTest(knows_users=knows_users, caller=caller, user=user):
+                if is_allowed:
+                    self.assertEqual(user, self.call('create_workflow', {'name': 'x', 'user': user})['user'])
+                else:
+                    self.assertRaises(torc.Denied, self.call, 'create_workflow', {'name': 'x', 'user': user})
+            changes = contextlib.suppress() if not knows_users else self.assertRaises(torc.Denied)
+            with self.subTest(knows_users=knows_users, caller=caller), changes:
+                self.call('update_workflow', {'user': 'cy'}, id=self.workflow_id)
+                self.call('update_workflow', {'user': 'ann'}, id=self.workflow_id)
 
     def test_without_enforcement_groups_are_managed_by_the_owner_or_where_nobody_has_a_name_by_all(self):
         self.store.caller, self.store.is_admin = 'anonymous', False
@@ -7143,7 +7166,7 @@ class MatrixTest(ServiceTest):
         path = torc.API_PREFIX + re.sub(r'{(\w+)}', lambda match: str(values[match.group(1)]), route.path)
         query = '&'.join(f'{name}={workflow_id}' for name, field in torc.query_fields(route).items() if field.is_required)
         body = b'' if not route.body else json.dumps({'-': {}, '[': []}[route.body[0]] if route.body[0] in '-[' else self.sample(route.body.lstrip('?'), route.body[0] == '?')).replace(
-            f'"workflow_id": {self.workflow_id}', f'"workflow_id": {workflow_id}').encode()
+            f'"workflow_id": {self.workflow_id}', f'"workflow_id": {workflow_id}').replace('"user": "1"', f'"user": "{self.NAMES[caller]}"').encode()
         with contextlib.suppress(Undone), self.store.transaction():
             answer = torc.answer_request(self.store, route.method, path, query, body, self.NAMES[caller], caller == 'server owner')
             raise Undone
@@ -8883,8 +8906,15 @@ class PasswordServerTest(WorldTest):
 
     def test_workflows_belong_to_who_has_logged_in(self) -> None:
         self.start(enforces_access=True)
-        answer = self.ask(self.login('bob', 'long:enough'), 'POST', body=b'{"name":"w","user":"ann"}')
+        for enforces in (True, False):
+            self.start(enforces_access=enforces)
+            answer = self.ask(self.login('bob', 'long:enough'), 'POST', body=b'{"name":"w","user":"ann"}')
+            self.assertEqual(([403], True), (statuses(answer), b'in the name of ann' in answer))
+        self.start(enforces_access=True)
+        answer = self.ask(self.login('bob', 'long:enough'), 'POST', body=b'{"name":"w","user":"bob"}')
         self.assertIn(b'"user":"bob"', answer)
+        answer = self.ask(self.login('bob', 'long:enough'), 'PUT', '/torc-service/v1/workflows/1', b'{"user":"ann"}')
+        self.assertEqual([403], statuses(answer))
         self.assertEqual([403], statuses(self.ask(self.login('ann', 'open-sesame'), path='/torc-service/v1/workflows/1')))
         self.assertEqual([200], statuses(self.ask(f'Bearer {self.TOKEN}', path='/torc-service/v1/workflows/1')))
         self.assertEqual([403], statuses(self.ask(self.login('bob', 'long:enough'), 'POST', '/torc-service/v1/admin/reload-auth')))
@@ -8988,7 +9018,7 @@ class PasswordServerTest(WorldTest):
 
     def test_a_request_goes_on_where_it_was_when_its_password_is_found_right(self) -> None:
         gate = self.hold_checks()
-        body = b'{"name":"w","user":"u"}'
+        body = b'{"name":"w","user":"ann"}'
         first = http_request('POST', '/torc-service/v1/workflows', body, authorization=self.login('ann', 'open-sesame'))
         with self.server.connect() as whole, self.server.connect() as parts, self.server.connect() as asking:
             whole.sendall(first + http_request(authorization=self.login('ann', 'open-sesame')))     # the next one waits behind it

@@ -5580,6 +5580,7 @@ class Store:
         self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
         self.knows_users = False            # callers are told apart: groups are managed by those who may
         self.enforces_access = False        # who is no administrator sees workflows of his own and of his groups only
+        self.is_user = lambda name: False   # type: Callable[[str], bool]  # whether somebody can log in under a name
         self.reload_users = None            # type: Optional[Callable[[], int]]  # read the password file again; how many users
         self.allows_sql = self.allows_sql_writes = True     # ... of which SQL, and SQL that changes something
         self.watched = frozenset()          # type: Any  # ids of the workflows whose news somebody wants; anything with `in`
@@ -6577,13 +6578,23 @@ def set_administrators(store: Store, users: Iterable[str]) -> None:
             store.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin', 'created_at': format_time(store.now())})
 
 
+def speaks_for(store: Store, user: str) -> bool:
+    """Whether the caller may put something into a user's name: his own, any where names are not told apart, or for administrators.
+
+    Who is let in without a name may use any that is nobody's: Torc's clients send that of their account with each workflow.
+    """
+    is_open = store.is_admin or not (store.knows_users or store.enforces_access)
+    return is_open or (not store.is_user(user) if store.caller == ANONYMOUS else store.caller == user)
+
+
 def new_owner(store: Store, wanted: Optional[str]) -> str:
-    """Owner of a workflow that is being made: limited callers own what they make."""
-    if not is_limited(store):
-        return wanted or store.caller
-    if store.caller == ANONYMOUS:
+    """Owner of a workflow that is being made."""
+    if is_limited(store) and store.caller == ANONYMOUS:
         raise Denied('a workflow needs an owner: log in to make one')
-    return store.caller
+    if wanted and not speaks_for(store, wanted):
+        raise Denied(f"{printable(store.caller)} cannot make workflows in the name of {printable(wanted)}: leave `user` out, or "
+                     'give the name that you log in with (TORC_USERNAME)')
+    return wanted or store.caller
 
 
 def link_groups(store: Store, workflow_id: int, names: List[str]) -> None:
@@ -7789,8 +7800,9 @@ def update_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dic
     """Change the fields of a workflow that may change after its creation."""
     current = get_workflow(store, workflow_id)
     given = {key: value for key, value in body.items() if value is not None}
-    if given.get('user', current['user']) != current['user'] and is_limited(store) and store.caller != current['user']:
-        raise Denied(f"only {printable(current['user'])} and administrators can give workflow {workflow_id} to another user")
+    is_told_apart = store.knows_users or store.enforces_access
+    if given.get('user', current['user']) != current['user'] and is_told_apart and not store.is_admin:
+        raise Denied(f"only the server's owner and administrators can give workflow {workflow_id} to another user")
     fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot be changed: immutable")
@@ -12798,6 +12810,7 @@ class Server:
             sock.setblocking(False)
         store.knows_users = self.users is not None
         if self.users is not None:
+            store.is_user = lambda name: name in self.users.hashes
             store.reload_users = self.users.reload
             self.users.wake = self.wake
         self.selector.register(self.wake_reader, selectors.EVENT_READ, self.on_wake)
