@@ -7746,10 +7746,9 @@ class AccessTest(unittest.TestCase):
         head = torc.parse_head(http_request(method, path, **fields)[:-4])
         try:
             torc.check_sender(head, {'127.0.0.1', '::1', 'localhost', 'node1'})
-            torc.check_token(head, token.encode())
         except torc.TorcError as error:
             return error.http
-        return 200
+        return 200 if torc.holds_token(head, token.encode()) else 401
 
     def test_the_token_opens_as_bearer_and_as_password_of_anybody(self) -> None:
         basic = base64.b64encode(f'anybody:{self.TOKEN}'.encode()).decode()
@@ -8971,25 +8970,46 @@ class PasswordServerTest(WorldTest):
 
     def test_others_are_served_while_passwords_are_checked_and_a_flood_keeps_nobody_out_who_is_known(self) -> None:
         self.assertEqual([200], statuses(self.ask(self.login('bob', 'long:enough'))))
-        gate = self.hold_checks()
-        attempts = self.server.server.attempts
+        gate, waiting = self.hold_checks(), self.server.server.users.queue.waiting
+        self.addCleanup(setattr, torc, 'MAX_WAITING_CHECKS', torc.MAX_WAITING_CHECKS)
+        torc.MAX_WAITING_CHECKS = 20
         with contextlib.ExitStack() as stack:
-            flood = [stack.enter_context(self.server.connect()) for _ in range(torc.MAX_ATTEMPTS)]
+            flood = [stack.enter_context(self.server.connect()) for _ in range(21)]
             for number, client in enumerate(flood):
-                client.sendall(http_request(authorization=self.login(f'user{number // torc.MAX_ATTEMPTS_OF_USER}', f'guess {number}')))
-                if number == torc.MAX_ATTEMPTS_OF_USER - 1:
-                    self.world.wait(lambda: len(attempts) == torc.MAX_ATTEMPTS_OF_USER, 10, 'the first of them')
-                    self.assertEqual([429], statuses(self.ask(self.login('user0', 'one more'))))
-            self.world.wait(lambda: len(attempts) == torc.MAX_ATTEMPTS, 10, 'the flood')
+                client.sendall(http_request(authorization=self.login(f'user{number // 5}', f'guess {number}')))
+                self.world.wait(lambda: len(self.checks) + len(waiting) == number + 1, 10, 'one more')
             answer = self.ask(self.login('ann', 'open-sesame'))
             self.assertEqual(([429], True), (statuses(answer), b'retry-after: 1' in answer))
             for authorization in (self.login('bob', 'long:enough'), f'Bearer {self.TOKEN}'):
                 self.assertEqual([200], statuses(self.ask(authorization)))
             self.assertEqual([200], statuses(self.ask('', path='/healthz')))
+            self.server.server.users.known.clear()      # bob has logged in before: he gets a place, and a guess goes
+            bob = stack.enter_context(self.server.connect())
+            bob.sendall(http_request(authorization=self.login('bob', 'long:enough')))
+            self.assertEqual([429], statuses(read_all(flood.pop())))
             gate.set()
+            self.assertEqual([200], statuses(read_answers(bob, 1)))
             self.assertEqual([[401]] * len(flood), [statuses(read_all(client)) for client in flood])
-        self.world.wait(lambda: not attempts, 10, 'the flood to be forgotten')
+        self.world.wait(lambda: not self.server.server.attempts, 10, 'the flood to be forgotten')
         self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
+
+    def test_a_right_password_gets_through_while_seventy_clients_guess(self) -> None:
+        self.start(known_s=0.0)     # every login is checked
+        for names in (['ann'], ['bob', 'carl'], [f'user{number}' for number in range(70)]):
+            waits = guess_beside(self.server.port, names, 70, lambda: statuses(self.ask(self.login('ann', 'open-sesame'))) == [200], 10)
+            self.assertEqual(10, len(waits), names)
+
+    def test_a_wrong_token_is_told_late_and_none_at_once(self) -> None:
+        torc.WRONG_PASSWORD_S = 0.3
+        token_only = ServerThread(self.world.path('token.db'), self.TOKEN)
+        self.addCleanup(token_only.stop)
+        for server in (self.server, token_only):
+            for authorization, is_late in (('', False), ('Bearer wrong', True), ('Basic ???', True), (f'Torc-HMAC {"0" * 64} {"0" * 64}', True)):
+                with self.subTest(authorization=authorization), server.connect() as client:
+                    began = time.monotonic()
+                    client.sendall(http_request(authorization=authorization))
+                    self.assertEqual([401], statuses(read_all(client)))
+                    self.assertIs(is_late, time.monotonic() - began > 0.29)
 
     def test_a_hundred_runners_of_one_user_wait_for_one_check(self) -> None:
         check = torc.matches_password
@@ -9085,15 +9105,114 @@ class PasswordServerTest(WorldTest):
         torc.matches_password = check
         self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
 
-    def test_refusals_are_counted_in_the_log(self) -> None:
+    def test_refusals_are_in_the_log_within_the_minute_counted_by_address_and_reason(self) -> None:
         logging.getLogger('torc').setLevel(logging.NOTSET)
+        self.start(enforces_access=True)
+        server = self.server.server
         with self.assertLogs('torc', 'WARNING') as caught:
-            for _ in range(3):
-                self.ask('')
-            self.server.server.refusals_told_at = -math.inf
+            self.ask('')
+            self.world.wait(lambda: len(caught.records) == 1, 10, 'the first line, at once')
+            self.ask('')
             self.ask('Bearer wrong')
-        self.assertEqual(['1 requests without the right token or password', '3 requests without the right token or password'],
-                         [record.getMessage() for record in caught.records])
+            self.ask(f'Bearer {self.TOKEN}', 'POST', body=b'x' * (torc.MAX_BODY_BYTES + 1))
+            self.ask(self.login('ann', 'open-sesame'), path='/torc-service/v1/workflows/1')
+            self.assertEqual((1, 4), (len(caught.records), sum(server.refusals.values())))
+            self.assertLessEqual(server.tell_refusals_at, server.refusals_told_at + 60)
+            self.assertLessEqual(server.wait_s(), 60)
+            server.tell_refusals_at = 0.0
+            self.ask('', path='/healthz')
+            self.world.wait(lambda: len(caught.records) == 4, 10, 'the others')
+        self.assertEqual(['1 without the right token or password (401)', '2 without the right token or password (401)',
+                          '1 of another site, or without access (403)', '1 too long (413)'],
+                         [record.getMessage().partition('refused requests of 127.0.0.1: ')[2] for record in caught.records])
+        for number in range(torc.MAX_TOLD_REFUSALS + 10):
+            server.count_refusal(f'10.0.{number // 256}.{number % 256}', 401)
+        self.assertEqual((torc.MAX_TOLD_REFUSALS + 1, 10), (len(server.refusals), server.refusals['other addresses', 401]))
+
+
+def guess_beside(port: int, names: Sequence[str], count: int, try_right: Callable[[], bool], times: int) -> List[float]:
+    """While clients show wrong passwords of these users, each anew as soon as it is refused: how long right ones took, in s."""
+    is_over, numbers = threading.Event(), itertools.count()
+
+    def guess(name: str) -> None:
+        while not is_over.is_set():
+            pair = base64.b64encode(f'{name}:guess {next(numbers)}'.encode()).decode()
+            with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), 60) as client:
+                client.sendall(http_request(authorization=f'Basic {pair}'))
+                read_all(client)
+    clients = [threading.Thread(target=guess, args=(names[number % len(names)],)) for number in range(count)]
+    for client in clients:
+        client.start()
+    waits = []
+    try:
+        while next(numbers) < 2 * count:      # the flood is under way
+            is_over.wait(0.01)
+        for _ in range(times):
+            began = time.monotonic()
+            if try_right():
+                waits.append(time.monotonic() - began)
+    finally:
+        is_over.set()
+        for client in clients:
+            client.join()
+    return waits
+
+
+class CheckQueueTest(unittest.TestCase):
+    """Which password is checked next."""
+
+    def setUp(self) -> None:
+        self.queue = torc.CheckQueue()
+
+    def check(self, user: str, peer: str) -> Any:
+        """A password that waits; its digest tells it from others."""
+        return torc.PasswordCheck(os.urandom(8), user, peer, 'hash', b'password')
+
+    def add(self, *pairs: Tuple[str, str]) -> List[Any]:
+        """Let passwords wait; those that had to go."""
+        return [(gone.user, gone.peer) for gone in map(self.queue.add, (self.check(*pair) for pair in pairs)) if gone]
+
+    def take(self, count: int) -> List[Tuple[str, str]]:
+        """The next ones."""
+        return [(check.user, check.peer) for check in (self.queue.take() for _ in range(count))]
+
+    def judge(self, user: str, peer: str, is_right: bool = False, now: float = 0.0) -> None:
+        """One was checked."""
+        self.queue.judge(self.check(user, peer), is_right, now)
+
+    def test_who_guesses_waits_for_others_but_everybody_has_a_turn(self) -> None:
+        a, b = '10.0.0.1', '10.0.0.2'
+        self.judge('ann', b)            # somebody guesses her password, elsewhere
+        self.judge('carl', a, True)
+        self.add(('ann', b), ('ann', b), ('dora', b), ('dora', a), ('ann', a), ('carl', a))
+        # oldest, best (logged in before), oldest, best (nobody there has guessed), and so on
+        self.assertEqual([('ann', b), ('carl', a), ('ann', b), ('dora', a), ('dora', b), ('ann', a)], self.take(6))
+
+    def test_a_full_queue_gives_up_who_would_come_last(self) -> None:
+        with unittest.mock.patch.object(torc, 'MAX_WAITING_CHECKS', 2):
+            self.judge('ann', 'there')
+            self.assertEqual([], self.add(('ann', 'there'), ('bob', 'there')))
+            self.assertEqual([('ann', 'there')], self.add(('ann', 'here')))
+            self.assertEqual([('bob', 'there')], self.add(('dora', 'here')))
+            self.assertEqual([('dora', 'here')], self.add(('dora', 'here')))     # among equals the newest
+            self.assertEqual([('carl', 'there')], self.add(('carl', 'there')))
+
+    def test_wrong_ones_are_forgotten_and_right_ones_bounded(self) -> None:
+        self.judge('ann', 'there', now=5.0)
+        self.judge('ann', 'there', now=64.9)
+        self.assertEqual((2, 2), self.queue.rank(self.check('ann', 'there')))
+        self.judge('bob', 'there', now=65.0)
+        self.assertEqual((0, 1), self.queue.rank(self.check('ann', 'there')))
+        for number in range(torc.MAX_KNOWN_PASSWORDS + 5):
+            self.judge(f'user{number}', 'here', True)
+        self.assertEqual(torc.MAX_KNOWN_PASSWORDS, len(self.queue.right))
+        self.queue.close()
+        self.assertIsNone(self.queue.take())
+
+    def test_addresses_that_one_host_has_many_of_are_one(self) -> None:
+        for address, peer in (('127.0.0.1', '127.0.0.1'), ('127.9.9.9', '127.0.0.1'), ('::1', '127.0.0.1'), ('::ffff:127.0.0.1', '127.0.0.1'), ('10.1.2.3', '10.1.2.3'),
+                              ('::ffff:10.1.2.3', '10.1.2.3'), ('2001:db8:1:2:3:4:5:6', '2001:db8:1:2::/64'), ('fe80::1%eth0', 'fe80::/64')):
+            self.assertEqual(peer, torc.peer_of(address))
 
 
 class CountingStore:
@@ -9297,11 +9416,15 @@ class TurnTest(WorldTest):
         with socket.create_connection(self.server.listener.getsockname(), 10) as late:
             self.world.wait(lambda: self.server.turn() or len(self.server.strangers) == 6, 10, 'the late one')
             self.assertEqual(b'', self.clients[4].recv(10))     # the oldest of those that never asked
+            list(self.server.strangers)[0].peer = '10.0.0.1'    # of all that came from elsewhere
+            self.server.drop_oldest_stranger()
+            self.assertEqual(b'', self.clients[6].recv(10))
+            self.assertEqual('10.0.0.1', list(self.server.strangers)[0].peer)
             late.sendall(http_request())
             self.server.turn()
             self.assertEqual([200], statuses(read_answers(late, 1)))
         self.server.on_clock(time.monotonic() + torc.CLIENT_DEADLINE_S + 1)
-        self.assertEqual([b''] * 5, [client.recv(10) for client in self.clients[5:]])
+        self.assertEqual([b''] * 4, [client.recv(10) for client in self.clients[5:6] + self.clients[7:]])
         self.assertEqual([200] * 4, [statuses(read_answers(client, 1))[0] for client in self.clients[:4]])
 
     def test_without_descriptors_it_neither_ends_nor_spins(self) -> None:
@@ -10082,6 +10205,7 @@ class RelayTest(WorldTest):
     def setUp(self) -> None:
         super().setUp()
         silenced(self)
+        self.set_constant('WRONG_PASSWORD_S', 0.0)
         os.chmod(self.world.directory, 0o700)
         self.token_file = self.world.path('torc.db.token')
         self.token = torc.keep_token(self.token_file)
@@ -17971,7 +18095,7 @@ class ReadmeLaws(unittest.TestCase):
         (name, value), _ = module.make_api.return_value.api_client.set_default_header.call_args
         head = torc.parse_head(http_request('GET', '/x', **{name.lower(): value})[:-4])
         torc.check_sender(head, {'127.0.0.1', 'localhost'})
-        torc.check_token(head, b'T' * 43)
+        self.assertTrue(torc.holds_token(head, b'T' * 43))
 
     def type(self, words: str, world: World) -> str:
         """What a command leaves on a terminal of 80x24: progress is wiped out by what follows."""

@@ -68,7 +68,6 @@ import math
 import operator
 import os
 import pwd
-import queue
 import re
 import resource
 import secrets
@@ -11483,10 +11482,11 @@ SINGLE_FIELDS = frozenset([
     'authorization', 'connection', 'content-length', 'expect', 'host', 'origin', 'sec-fetch-site', 'transfer-encoding'])
 STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # bytes on the wakeup descriptor; 0: stop()
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
-MAX_ATTEMPTS = 64                   # passwords being checked, or found wrong in the last second; others are answered 429
-MAX_ATTEMPTS_OF_USER = 16           # ... of one user
-WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401, whatever was wrong with it
-REFUSALS_TOLD_S = 60.0              # between log lines about wrong tokens and passwords
+MAX_WAITING_CHECKS = 256            # passwords that wait for their check, which takes about 0.1 s; others are answered 429
+WRONGS_KEPT_S = 60.0                # wrong passwords count so long against their user and address
+WRONG_PASSWORD_S = 1.0              # from a wrong password or token to its 401, whatever was wrong with it
+REFUSALS_TOLD_S = 60.0              # between log lines about refused requests
+MAX_TOLD_REFUSALS = 1000            # addresses that are told apart there
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
 MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
 WAKE = b'\xff'                      # on the wakeup descriptor: a thread has done its work
@@ -12166,12 +12166,13 @@ def format_refusal(signer: Optional['Signer'], error: TorcError, fields: str = '
 
 # -------- who may ask --------
 
-def check_token(head: Head, token: bytes) -> None:
-    """Let a request pass whose token is right, or raise. An empty token lets everybody in."""
+NO_TOKEN = 'the token is missing or wrong: send `Authorization: Bearer TOKEN`, or any user with the token as password'
+
+
+def holds_token(head: Head, token: bytes) -> bool:
+    """Whether a request holds the token, or needs none. An empty token lets everybody in."""
     offered = offered_token(head.fields.get('authorization', ''))
-    if token and head.path != '/healthz' and not hmac.compare_digest(token, offered):
-        raise Denied('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
-                     'or any user with the token as password', http=401)
+    return not token or head.path == '/healthz' or hmac.compare_digest(token, offered)
 
 
 def check_sender(head: Head, names: Set[str], scheme: str = 'http') -> None:
@@ -12427,9 +12428,74 @@ class PasswordCheck(NamedTuple):
     """A password to be checked, or its verdict."""
     digest: bytes       # of user and password, by which those who wait for the verdict are found
     user: str
+    peer: str           # who has shown it first, as peer_of() has it
     stored: str         # the hash that it is compared with; a stranger's is somebody's, for it must take as long
     password: bytes
     is_right: bool = False
+
+
+class CheckQueue:
+    """Passwords that wait for their check. One thread takes them.
+
+    Every other time the oldest is next, else the one whose user has shown the fewest wrong passwords lately from that
+    address, then the one whose address has: who guesses waits for others who do, and hardly anybody for them. If
+    there are too many, who would come last must go. A user who has logged in before from an address comes first.
+    """
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.waiting = []           # type: List[PasswordCheck]  # in the order in which they came
+        self.wrong = collections.Counter()  # type: collections.Counter[Any]  # of (user, peer) and of peer
+        self.right = collections.OrderedDict()  # type: collections.OrderedDict[Tuple[str, str], None]  # (user, peer)
+        self.forget_at = math.inf   # when `wrong` is forgotten (monotonic)
+        self.taken = 0
+        self.is_closed = False
+
+    def rank(self, check: PasswordCheck) -> Tuple[int, int]:
+        """The higher, the later."""
+        pair = check.user, check.peer
+        return self.wrong[pair] - (pair in self.right), self.wrong[check.peer]
+
+    def add(self, check: PasswordCheck) -> Optional[PasswordCheck]:
+        """One more; the one that must go for it, which it may be itself."""
+        with self.condition:
+            self.waiting.append(check)
+            self.condition.notify()
+            if len(self.waiting) <= MAX_WAITING_CHECKS:
+                return None
+            place = max(range(len(self.waiting)), key=lambda place: (self.rank(self.waiting[place]), place))
+            return self.waiting.pop(place)
+
+    def take(self) -> Optional[PasswordCheck]:
+        """The next one, as soon as there is one; None after close()."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.waiting or self.is_closed)
+            if self.is_closed:
+                return None
+            self.taken += 1
+            return self.waiting.pop(0 if self.taken % 2 else min(range(len(self.waiting)), key=lambda place: self.rank(self.waiting[place])))
+
+    def judge(self, check: PasswordCheck, is_right: bool, now: float) -> None:
+        """Remember what came of a check."""
+        with self.condition:
+            if now >= self.forget_at:
+                self.wrong.clear()
+                self.forget_at = math.inf
+            pair = check.user, check.peer
+            if is_right:
+                self.right[pair] = None
+                self.right.move_to_end(pair)
+                if len(self.right) > MAX_KNOWN_PASSWORDS:
+                    self.right.popitem(last=False)
+            else:
+                self.wrong.update((pair, check.peer))
+                self.forget_at = min(self.forget_at, now + WRONGS_KEPT_S)
+
+    def close(self) -> None:
+        """Let the thread end."""
+        with self.condition:
+            self.is_closed = True
+            self.condition.notify()
 
 
 class Users:
@@ -12447,7 +12513,7 @@ class Users:
         self.known = collections.OrderedDict()      # type: collections.OrderedDict[bytes, float]  # digest -> when to forget it
         self.wake = lambda: None                    # type: Callable[[], Any]  # called in the thread after each check
         self.verdicts = collections.deque()         # type: collections.deque[PasswordCheck]
-        self._queue = queue.Queue()                 # type: queue.Queue[Optional[PasswordCheck]]
+        self.queue = CheckQueue()
         self._thread = None                         # type: Optional[threading.Thread]
 
     def reload(self) -> int:
@@ -12475,8 +12541,8 @@ class Users:
             while len(self.known) > MAX_KNOWN_PASSWORDS or next(iter(self.known.values())) <= now:
                 self.known.popitem(last=False)
 
-    def begin(self, digest: bytes, user: str, password: bytes) -> None:
-        """Have a password checked; its verdict comes later."""
+    def begin(self, digest: bytes, user: str, password: bytes, peer: str) -> Optional[PasswordCheck]:
+        """Have a password checked; its verdict comes later. The check that is not made instead, if there are too many."""
         stored = self.hashes.get(user)
         if stored is None:      # like one of the users, always the same one
             place = int.from_bytes(self.digest(user, b''), 'big')
@@ -12484,11 +12550,11 @@ class Users:
         if self._thread is None:
             self._thread = threading.Thread(target=self.work, name='passwords', daemon=True)
             self._thread.start()
-        self._queue.put(PasswordCheck(digest, user, stored, password))
+        return self.queue.add(PasswordCheck(digest, user, peer, stored, password))
 
     def work(self) -> None:
         """The thread: one check after the other, until None comes."""
-        for check in iter(self._queue.get, None):
+        for check in iter(self.queue.take, None):
             try:
                 is_right = matches_password(check.stored, check.password)
             except Exception:   # border: a check that fails is a wrong password, and the next one is made all the same
@@ -12504,7 +12570,7 @@ class Users:
     def close(self) -> None:
         """End the thread, after what it is at."""
         if self._thread is not None:
-            self._queue.put(None)
+            self.queue.close()
             self._thread.join(5.0)
 
 
@@ -12717,9 +12783,8 @@ def watch_nodes(store: Store) -> bool:
 class Attempt:
     """A password that is being checked, or was found wrong a moment ago, and the clients that have shown it."""
 
-    def __init__(self, digest: bytes, user: str, now: float) -> None:
+    def __init__(self, digest: bytes, now: float) -> None:
         self.digest = digest        # of user and password
-        self.user = user
         self.ends_at = now + WRONG_PASSWORD_S   # if it is wrong, this is told then (monotonic)
         self.is_wrong = False
         self.clients = set()        # type: Set[Connection]
@@ -12728,8 +12793,9 @@ class Attempt:
 class Connection:
     """One client: its socket, what was read and not yet used, and what is still to be sent."""
 
-    def __init__(self, client: socket.socket, step: Callable[['Connection'], Any]) -> None:
+    def __init__(self, client: socket.socket, step: Callable[['Connection'], Any], peer: str) -> None:
         self.socket = client
+        self.peer = peer            # see peer_of()
         self.step = step            # what to do when it can be read
         self.is_tls = False         # the socket is TLS's
         self.is_stranger = True     # no request was let in yet
@@ -12743,6 +12809,7 @@ class Connection:
         self.digest = ''            # ... that its body must have
         self.caller = None          # type: Optional[Caller]  # of that request
         self.attempt = None         # type: Optional[Attempt]  # ... whose password is being checked, or was wrong
+        self.refusal = None         # type: Optional[TorcError]  # to be told at the deadline
         self.is_queued = False      # a complete request waits for its turn: nothing more is read
         self.is_last = False        # close when everything is sent
         self.is_draining = False    # all is said; read on until the client has closed too
@@ -12752,6 +12819,21 @@ class Connection:
         self.least = 0              # ... and the least severity that it wants
         self.request = None         # type: Optional[Request]  # ... what it asked, to see now and then whether it still may
         self.stored = b''           # ... and the hash of its user's password then
+
+
+def peer_of(address: str) -> str:
+    """Whom an address stands for: a host reaches itself under many, and has a whole network of IPv6 ones."""
+    address = address[7:] if address.startswith('::ffff:') else address
+    if is_loopback(address):
+        return '127.0.0.1'
+    return address if ':' not in address else socket.inet_ntop(socket.AF_INET6, socket.inet_pton(
+        socket.AF_INET6, address.partition('%')[0])[:8] + bytes(8)) + '/64'
+
+
+REFUSALS = {    # status -> what was wrong with requests that were refused so, for the log
+    400: 'malformed', 401: 'without the right token or password', 403: 'of another site, or without access', 408: 'not whole within their time',
+    413: 'too long', 414: 'too long', 429: 'too many at once', 431: 'with too long a head', 503: 'too many at once',
+}
 
 
 class Admission(NamedTuple):
@@ -12777,11 +12859,12 @@ class Server:
         self.owner = Caller(user_name(), True) if self.token else Caller(ANONYMOUS, False)    # who asks with the token, or where there is none
         self.tick = tick                        # called now and then inside a transaction; true: call again soon
         self.attempts = {}                      # type: Dict[bytes, Attempt]  # by digest
-        self.refusals = 0                       # requests without the right token or password, not yet told
+        self.refusals = collections.Counter()   # type: collections.Counter[Tuple[str, int]]  # (peer, status), not yet told
         self.refusals_told_at = -math.inf
         self.is_swollen = False                 # by a large request or answer
         self.failures = 0                       # requests that could not be stored, not yet told
         self.failures_told_at = -math.inf
+        self.tell_refusals_at = math.inf
         self.feeds = Feeds()                    # what is told to open streams
         self.traffic = store.traffic = Traffic(store.now)
         store.watched = self.feeds.by_subject
@@ -12900,7 +12983,7 @@ class Server:
         if self.complete:
             return 0.0
         now = time.monotonic()
-        times = [self.leave_at, self.tick_at, self.accept_at, self.sweep_at, self.keep_alive_at]
+        times = [self.leave_at, self.tick_at, self.accept_at, self.sweep_at, self.keep_alive_at, self.tell_refusals_at]
         if self.store.snapshots is not None:
             times.append(self.store.snapshots.next_at())
         if self.store.lease is not None:
@@ -12942,14 +13025,14 @@ class Server:
         """Take the clients that knock."""
         for _ in range(BACKLOG):
             try:
-                client, _ = self.listener.accept()
+                client, address = self.listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
                 return self.on_exhaustion(error)
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(client, self.on_readable if self.tls is None else self.on_hello)
+            connection = Connection(client, self.on_readable if self.tls is None else self.on_hello, peer_of(address[0]))
             self.connections.add(connection)
             self.selector.register(client, selectors.EVENT_READ, functools.partial(self.on_ready, connection))
             self.leave_at = math.inf
@@ -12959,9 +13042,11 @@ class Server:
                 self.drop_oldest_stranger()
 
     def drop_oldest_stranger(self) -> None:
-        """Make room: who has long been here without a request that was let in may come again."""
+        """Make room: who has long been here without a request that was let in may come again. First the peer with most of them."""
+        counts = collections.Counter(connection.peer for connection in self.strangers)
         for connection in self.strangers:
-            return self.drop(connection)
+            if counts[connection.peer] == max(counts.values()):
+                return self.drop(connection)
 
     def on_exhaustion(self, error: OSError) -> None:
         """No descriptors left: refuse one client with the one in reserve, then let the others knock for a while."""
@@ -13093,12 +13178,13 @@ class Server:
         if connection.signer is not None and authorization.startswith(SIGNATURE_SCHEME):
             connection.digest = connection.signer.check_request(authorization, head.method, f'{head.path}?{head.query}')
             connection.is_signed = bool(connection.digest)
-            if not connection.is_signed:
-                raise Denied('the request was altered on its way, or sent before', http=401)
-            return True
+            return connection.is_signed or self.refuse_late(connection, 'the request was altered on its way, or sent before')
         if self.users is None or head.path == '/healthz':
-            check_token(head, self.token)
-            return True
+            if holds_token(head, self.token):
+                return True
+            if not authorization:
+                raise Denied(NO_TOKEN, http=401)
+            return self.refuse_late(connection, NO_TOKEN)
         if self.token and hmac.compare_digest(self.token, offered_token(authorization)):
             return True
         connection.caller = Caller(ANONYMOUS, False)
@@ -13106,7 +13192,10 @@ class Server:
             return True
         user, password = offered_password(authorization)
         if not user:
-            raise Denied('log in: send a user and a password (Basic), or the token of the server', http=401)
+            log_in = 'log in: send a user and a password (Basic), or the token of the server'
+            if not authorization:
+                raise Denied(log_in, http=401)
+            return self.refuse_late(connection, log_in)
         connection.caller = Caller(user, False)
         digest = self.users.digest(user, password)
         if self.users.knows(digest, time.monotonic()):
@@ -13117,30 +13206,45 @@ class Server:
     def park(self, connection: Connection, digest: bytes, user: str, password: bytes) -> None:
         """Have a password checked, and leave the client alone meanwhile. All that show the same wait for one check."""
         attempt = self.attempts.get(digest)
-        if attempt is None:
-            if len(self.attempts) >= MAX_ATTEMPTS or sum(other.user == user for other in self.attempts.values()) >= MAX_ATTEMPTS_OF_USER:
-                raise Denied('too many passwords are being checked: try again in a moment', http=429)
-            attempt = self.attempts[digest] = Attempt(digest, user, time.monotonic())
-            self.users.begin(digest, user, password)
+        is_new = attempt is None
+        if is_new:
+            attempt = self.attempts[digest] = Attempt(digest, time.monotonic())
         attempt.clients.add(connection)
         connection.attempt = attempt
         self.set_deadline(connection, CLIENT_DEADLINE_S)
         self.watch(connection, 0)
-        if attempt.is_wrong:
-            self.refuse_late(connection)
+        if is_new:
+            given_up = self.users.begin(digest, user, password, connection.peer)
+            if given_up is not None:
+                self.give_up(self.attempts.pop(given_up.digest))
+        elif attempt.is_wrong:
+            self.on_wrong(connection)
 
-    def refuse_late(self, connection: Connection) -> None:
-        """Let on_deadline() say that the password was wrong, when its time has come."""
-        self.set_deadline(connection, max(0.0, connection.attempt.ends_at - time.monotonic()))
+    def give_up(self, attempt: Attempt) -> None:
+        """Send away those who wait for a check that is not going to be made."""
+        for connection in list(attempt.clients):
+            self.attempt(connection, self.refuse, Denied('too many passwords are being checked: try again in a moment', http=429))
+
+    def on_wrong(self, connection: Connection) -> None:
+        """A password was wrong: tell it when its time has come."""
+        self.refuse_late(connection, 'user or password is wrong', connection.attempt.ends_at - time.monotonic())
+
+    def refuse_late(self, connection: Connection, message: str, wait_s: Optional[float] = None) -> bool:
+        """Let on_deadline() refuse a request whose token or password is wrong: who guesses is to wait. False."""
+        connection.refusal = Denied(message, http=401)
+        self.set_deadline(connection, WRONG_PASSWORD_S if wait_s is None else max(0.0, wait_s))
+        self.watch(connection, 0)
+        return False
 
     def on_verdict(self, verdict: PasswordCheck) -> None:
         """A password has been checked: let in who has shown it, or see that the refusal comes late."""
         attempt = self.attempts[verdict.digest]
-        attempt.is_wrong = not self.users.is_valid(verdict)
+        attempt.is_wrong, now = not self.users.is_valid(verdict), time.monotonic()
+        self.users.queue.judge(verdict, not attempt.is_wrong, now)
         if not attempt.is_wrong:
-            self.users.learn(verdict.digest, time.monotonic())
+            self.users.learn(verdict.digest, now)
         for connection in list(attempt.clients):
-            self.attempt(connection, self.refuse_late if attempt.is_wrong else self.on_known)
+            self.attempt(connection, self.on_wrong if attempt.is_wrong else self.on_known)
         if not attempt.clients:
             del self.attempts[verdict.digest]
 
@@ -13187,13 +13291,23 @@ class Server:
         connection.is_last = True
         self.leave_attempt(connection)
         fields = {401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n'}.get(error.http, '')
-        self.refusals += error.http in (401, 429)
-        if self.refusals and time.monotonic() >= self.refusals_told_at + REFUSALS_TOLD_S:
-            log.warning('%d requests without the right token or password', self.refusals)
-            self.refusals, self.refusals_told_at = 0, time.monotonic()
+        self.count_refusal(connection.peer, error.http)
         answer = format_refusal(connection.signer if connection.is_signed else None, error, 'connection: close\r\n' + fields)
         self.traffic.add_answer(answer)
         self.deliver(connection, answer)
+
+    def count_refusal(self, peer: str, status: int) -> None:
+        """Have it told in the log, by and by."""
+        is_known = (peer, status) in self.refusals or len(self.refusals) < MAX_TOLD_REFUSALS
+        self.refusals[peer if is_known else 'other addresses', status] += 1
+        self.tell_refusals_at = self.refusals_told_at + REFUSALS_TOLD_S
+
+    def tell_refusals(self, now: float) -> None:
+        """Write the log lines about refused requests."""
+        for (peer, status), count in sorted(self.refusals.items()):
+            log.warning('refused requests of %s: %d %s (%d)', peer, count, REFUSALS.get(status, reason_phrase(status)), status)
+        self.refusals.clear()
+        self.refusals_told_at, self.tell_refusals_at = now, math.inf
 
     def answer_complete(self) -> None:
         """Run this turn's requests, and when all that they did is on disk, send the answers."""
@@ -13345,6 +13459,8 @@ class Server:
         """Count a request, and tell those who watch them. What proves who asks stands in header fields, which are never told."""
         data = answer.head if isinstance(answer, Opening) else answer
         self.traffic.add_answer(data)
+        if data[9:12] == b'403':
+            self.count_refusal(connection.peer, 403)
         for subject in API_SUBJECTS if self.feeds.by_subject else ():
             if subject in self.feeds.by_subject:
                 event = {'timestamp_ms': int(self.store.now() * 1000), 'method': request.head.method, 'path': request.head.path,
@@ -13455,6 +13571,8 @@ class Server:
             self.on_tick(now)
         if self.keep_alive_at <= now:
             self.keep_alive(now)
+        if self.tell_refusals_at <= now:
+            self.tell_refusals(now)
         if self.store.snapshots is not None:
             self.store.snapshots.act(now)
         if self.leave_at <= now:
@@ -13475,9 +13593,8 @@ class Server:
             self.drop(connection)
         else:
             connection.deadline = math.inf
-            is_wrong = connection.attempt is not None and connection.attempt.is_wrong
-            self.attempt(connection, self.refuse, Denied('user or password is wrong', http=401) if is_wrong else
-                         BadInput('the request did not arrive within its time', http=408))
+            late = BadInput('the request did not arrive within its time', http=408)
+            self.attempt(connection, self.refuse, connection.refusal or late)
 
     def on_tick(self, now: float) -> None:
         """Let the service look at its clock."""
