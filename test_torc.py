@@ -8230,6 +8230,130 @@ class ServerTest(WorldTest):
         self.assertNotIn(b'x-span-id', self.server.ask(http_request(x_span_id='a b\x80')))
 
 
+class SpoolTest(WorldTest):
+    """Long bodies, on their way."""
+    set_constant = ServerTest.set_constant
+    PATH = '/torc-service/v1/bulk_files'
+
+    def setUp(self) -> None:
+        super().setUp()
+        silenced(self)
+        self.token = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
+        users = torc.Users(self.world.write('users', ''.join(f'{name}:{torc.hash_password(b"open-sesame", 4)}\n' for name in ('ann', 'bob'))), 60.0)
+        self.server = ServerThread(self.world.path('torc.db'), self.token, users=users)
+        self.addCleanup(self.server.stop)
+
+    def request(self, body: bytes = b'', who: str = '', length: int = 0) -> bytes:
+        """A request with a body, or one that says that it is long."""
+        login = PasswordServerTest.login(who, 'open-sesame') if who else f'Bearer {self.token}'
+        fields = {'content_length': str(length)} if length else {}
+        return http_request('POST', self.PATH, body, authorization=login, **fields)
+
+    def ask(self, request: bytes) -> bytes:
+        """The whole answer to a request."""
+        with self.server.connect() as client:
+            client.sendall(request)
+            return read_answers(client, 1)
+
+    def files(self, count: int, size: int) -> bytes:
+        """A body of so many files."""
+        rows = [{'workflow_id': 1, 'name': f'file {number}', 'path': 'x' * size} for number in range(count)]
+        return torc.format_json({'files': rows}).encode()
+
+    def test_a_long_body_is_on_disk_until_it_is_whole_and_gone_then(self) -> None:
+        self.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}', authorization=f'Bearer {self.token}'))
+        body = self.files(30, 100000)
+        request = self.request(body)
+        with self.server.connect() as client:
+            client.sendall(request[:-10])
+            self.world.wait(lambda: any(spool.received == len(body) - 10 for spool in list(self.server.server.spools)), 10, 'most of it')
+            (spool,), (connection,) = self.server.server.spools, self.server.server.connections
+            self.assertEqual((0, len(body)), (len(connection.received), spool.length))
+            self.assertFalse([name for name in os.listdir(self.world.directory) if not re.match(r'torc\.db|users', name)])     # it has no name
+            self.assertEqual(os.stat(self.world.directory).st_dev, os.fstat(spool.file.fileno()).st_dev)
+            self.assertEqual(0o600, os.fstat(spool.file.fileno()).st_mode & 0o777)
+            client.sendall(request[-10:] + http_request(authorization=f'Bearer {self.token}'))      # the next one follows at once
+            self.assertEqual([200, 200], statuses(read_answers(client, 2)))
+        self.assertEqual((set(), True), (self.server.server.spools, spool.file.closed))
+
+    def test_bodies_of_one_user_and_of_all_have_limits(self) -> None:
+        self.set_constant('MAX_SPOOLED_OF_USER', 10 * 2 ** 20)
+        self.set_constant('MAX_SPOOLED_BYTES', 15 * 2 ** 20)
+        spools = self.server.server.spools
+        with contextlib.ExitStack() as stack:
+            def begin(who: str, megabytes: int) -> Any:
+                client = stack.enter_context(self.server.connect())
+                client.sendall(self.request(who=who, length=megabytes * 2 ** 20) + b'[')
+                return client
+            first = begin('ann', 6)
+            self.world.wait(lambda: len(spools) == 1, 10, 'the first')
+            answer = read_all(begin('ann', 6))
+            self.assertEqual([429], statuses(answer))
+            self.assertIn(b'bodies of 6.0MB of ann are on their way; at most 10.0MB may be', answer)
+            self.assertIn(b'\r\nretry-after: 1\r\n', answer)
+            second = begin('bob', 7)
+            self.world.wait(lambda: len(spools) == 2, 10, 'the second')
+            answer = read_all(begin('', 5))
+            self.assertEqual([503], statuses(answer))
+            self.assertIn(b'too many long bodies are on their way', answer)
+            first.close()
+            self.world.wait(lambda: len(spools) == 1, 10, 'the first to be forgotten')
+            begin('', 5)
+            self.world.wait(lambda: len(spools) == 2, 10, 'the owner')
+            second.close()
+        self.world.wait(lambda: not spools, 10, 'all to be forgotten')
+
+    def test_many_bodies_together_are_on_disk_though_each_is_short(self) -> None:
+        self.set_constant('MAX_HELD_BYTES', 2 ** 20)
+        with contextlib.ExitStack() as stack:
+            for _ in range(5):
+                client = stack.enter_context(self.server.connect())
+                client.sendall(self.request(length=600000))
+            self.world.wait(lambda: len(self.server.server.connections) == 5 and all(one.head for one in list(self.server.server.connections)), 10, 'all five')
+            self.world.wait(lambda: len(self.server.server.spools) == 4, 10, 'the others on disk')
+
+    def test_an_upload_must_go_on_to_be_waited_for(self) -> None:
+        self.set_constant('CLIENT_DEADLINE_S', 0.3)
+        self.set_constant('SLOWEST_BYTES_PER_S', 2 ** 20)
+        with self.server.connect() as client:
+            began = time.monotonic()
+            client.sendall(self.request(length=150 * 2 ** 20) + b'[' * 100000)
+            self.assertEqual([408], statuses(read_all(client)))
+            self.assertLess(time.monotonic() - began, 5)
+        self.assertEqual(set(), self.server.server.spools)
+
+    def test_where_there_is_no_room_it_is_said(self) -> None:
+        self.set_constant('SPOOL_RESERVE_BYTES', 2 ** 60)
+        with self.server.connect() as client:
+            client.sendall(self.request(length=2 ** 22))
+            answer = read_all(client)
+        self.assertEqual(([503], True), (statuses(answer), b'no room for a body of 4.0MB' in answer))
+
+    def test_twelve_bodies_that_never_end_cost_no_memory(self) -> None:
+        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
+        found = self.world.serve('-d', self.world.path('my.db'))
+        pid, port = self.world.server.pid, torc.parse_url(found).port
+        token = read_text(self.world.path('my.db.token')).strip()
+        before = resident_kb_of(pid)
+        request = http_request('POST', self.PATH, authorization=f'Bearer {token}', content_length=str(150 * 2 ** 20))
+        answers, piece = [], b'[],' * 2 ** 18
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.create_connection(('127.0.0.1', port), 20)) for _ in range(12)]
+            for client in clients:
+                client.sendall(request)
+            for _ in range(40):         # 30 MB each
+                for client in clients:
+                    with contextlib.suppress(OSError):      # refused
+                        client.sendall(piece)
+            grown_kb = resident_kb_of(pid) - before
+            for client in clients:
+                client.settimeout(0.1)
+                with contextlib.suppress(OSError):
+                    answers += statuses(client.recv(1000))
+        self.assertEqual([429] * 10, answers)
+        self.assertLess(grown_kb, 20000)
+
+
 class Reader:
     """Somebody who reads a stream of events on a socket."""
 

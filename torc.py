@@ -11443,7 +11443,12 @@ def describe_interface() -> Dict[str, Any]:
 # connection has closed. Which process serves is decided by the database's lock and nothing else.
 
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
-SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate
+SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate, as it arrives
+MAX_HELD_BYTES = 64 * 2 ** 20       # of bodies on their way, in memory; others, and those that are longer than most, are on disk
+MAX_SPOOLED_BYTES = 2 ** 30         # ... there
+MAX_SPOOLED_OF_USER = 400 * 2 ** 20     # ... of one user
+SPOOL_RESERVE_BYTES = 64 * 2 ** 20  # that they leave free there
+TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, about
 DRAIN_S = 2.0                       # reading on after a refusal: to close at once would destroy it (RFC 9112, 9.6)
 TICK_S = 5.0                        # between looks for lost nodes, and tries of a task
 ABSENCE_S = 2 * TICK_S              # a turn that takes so much longer than planned was no time to speak in
@@ -12087,9 +12092,10 @@ class Caller(NamedTuple):
 class Request(NamedTuple):
     """A complete request."""
     head: Head
-    body: bytes
+    body: bytes                 # b'' if it is spooled
     caller: Caller
-    signer: Any = None         # the Signer that it was signed with, and that its answer is signed with
+    signer: Any = None          # the Signer that it was signed with, and that its answer is signed with
+    spool: Any = None           # the Spool that holds its body
 
 
 def parse_head(data: bytes) -> Head:
@@ -12790,6 +12796,54 @@ class Attempt:
         self.clients = set()        # type: Set[Connection]
 
 
+class Spool:
+    """The body of a request on its way to us, in a file without a name."""
+
+    def __init__(self, directory: str, user: str, length: int) -> None:
+        self.user = user
+        self.length = length
+        self.received = 0
+        self.digest = hashlib.sha256()
+        self.begun_at = time.monotonic()
+        self.file = tempfile.TemporaryFile(dir=directory, prefix='torc-')   # private, like all of this module
+
+    def take(self, received: bytearray) -> None:
+        """Move what belongs to the body out of what was received."""
+        size = min(len(received), self.length - self.received)
+        data = bytes(received[:size])
+        del received[:size]
+        try:
+            self.file.write(data)
+            if self.received + size == self.length:
+                self.file.flush()
+        except OSError as error:
+            raise Unreachable(f'the body cannot be kept: {error.strerror}', http=503) from None
+        self.digest.update(data)
+        self.received += size
+
+    def deadline(self) -> float:
+        """When more must have come."""
+        return self.begun_at + CLIENT_DEADLINE_S + self.received / SLOWEST_BYTES_PER_S
+
+    def read(self) -> bytes:
+        """All of it."""
+        self.file.seek(0)
+        return self.file.read()
+
+
+def spool_directory(store: Store, length: int) -> str:
+    """Where there is room for a body: beside the database or in $TMPDIR, on a disk if possible."""
+    found = []      # type: List[str]
+    for directory in (os.path.dirname(store.file_path), tempfile.gettempdir()):
+        with contextlib.suppress(OSError):      # it is gone
+            free = os.statvfs(directory)
+            if free.f_bavail * free.f_frsize >= length + SPOOL_RESERVE_BYTES:
+                found.append(directory)
+    if not found:
+        raise Unreachable(f'the disk of the server has no room for a body of {format_memory(length)}', http=503)
+    return next((directory for directory in found if filesystem_type(directory) != 'tmpfs'), found[0])
+
+
 class Connection:
     """One client: its socket, what was read and not yet used, and what is still to be sent."""
 
@@ -12801,6 +12855,7 @@ class Connection:
         self.is_stranger = True     # no request was let in yet
         self.received = bytearray()
         self.head = None            # type: Optional[Head]  # of the request whose body is coming
+        self.spool = None           # type: Optional[Spool]  # ... which is too long for memory
         self.unsent = memoryview(b'')
         self.deadline = math.inf    # when to give the client up (monotonic); inf while nothing is under way
         self.mask = selectors.EVENT_READ
@@ -12877,6 +12932,7 @@ class Server:
         self.timed = set()                      # type: Set[Connection]  # those that have a deadline, or had one
         self.sweep_at = math.inf                # when the first of them is due
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for this turn or the next
+        self.spools = set()                     # type: Set[Spool]
         self.is_leaving = False
         self.is_embedded = is_embedded
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
@@ -13145,16 +13201,22 @@ class Server:
             if head is None or not self.identify(connection, head):
                 return None
             self.await_body(connection, head)
-        if len(connection.received) < head.length:
+        spool = connection.spool
+        if spool is not None:
+            spool.take(connection.received)
+            self.set_deadline(connection, spool.deadline() - time.monotonic())
+        if spool.received < spool.length if spool else len(connection.received) < head.length:
             return None
-        with memoryview(connection.received) as view:
-            body = bytes(view[:head.length])
-        del connection.received[:head.length]
-        connection.head = None
-        if connection.digest and hashlib.sha256(body).hexdigest() != connection.digest:
+        body = b''
+        if spool is None:
+            with memoryview(connection.received) as view:
+                body = bytes(view[:head.length])
+            del connection.received[:head.length]
+        if connection.digest and (hashlib.sha256(body) if spool is None else spool.digest).hexdigest() != connection.digest:
             connection.is_signed = False
             raise Denied('the body is not the one that was signed', http=401)
-        return Request(head, body, connection.caller, connection.signer if connection.is_signed else None)
+        connection.head = connection.spool = None
+        return Request(head, body, connection.caller, connection.signer if connection.is_signed else None, spool)
 
     def await_body(self, connection: Connection, head: Head) -> None:
         """See that the body is not too long. If it is still to come, ask for it, and give it its time."""
@@ -13162,9 +13224,37 @@ class Server:
         if head.length > limit:
             raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
         if len(connection.received) < head.length:
+            if head.length > RECEIVE_BYTES:
+                self.make_room(connection, head.length)
             if 'expect' in head.fields:
                 self.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
             self.set_deadline(connection, CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S)
+
+    def make_room(self, connection: Connection, length: int) -> None:
+        """See that a body finds its place, in memory or on disk."""
+        held = sum(other.head.length for other in self.connections if other.head and not other.spool)     # this one too
+        held += sum(len(request.body) for _, request in self.complete)
+        if length <= MAX_BODY_BYTES and held <= MAX_HELD_BYTES:
+            return
+        user = connection.caller.name
+        mine = sum(spool.length for spool in self.spools if spool.user == user)
+        if mine + length > MAX_SPOOLED_OF_USER:
+            raise Denied(f'bodies of {format_memory(mine)} of {printable(user)} are on their way; at most '
+                         f'{format_memory(MAX_SPOOLED_OF_USER)} may be: send this one when they have arrived', http=429)
+        directory = spool_directory(self.store, length)
+        if sum(spool.length for spool in self.spools) + length > MAX_SPOOLED_BYTES:
+            raise Unreachable('too many long bodies are on their way: try again in a moment', http=503)
+        try:
+            connection.spool = Spool(directory, user, length)
+        except OSError as error:
+            raise Unreachable(f'the body cannot be kept in {directory}: {error.strerror}', http=503) from None
+        self.spools.add(connection.spool)
+
+    def forget_spool(self, spool: Optional[Spool]) -> None:
+        """A body is no longer needed."""
+        if spool is not None:
+            self.spools.discard(spool)
+            spool.file.close()
 
     def identify(self, connection: Connection, head: Head) -> bool:
         """See who asks. False if that is not known before a password has been checked."""
@@ -13287,10 +13377,12 @@ class Server:
 
     def refuse(self, connection: Connection, error: TorcError) -> None:
         """Answer a request that is not even read, and hang up."""
+        self.forget_spool(connection.spool)
+        connection.spool = None
         log.debug('refused with %d: %s', error.http, error.message)
         connection.is_last = True
         self.leave_attempt(connection)
-        fields = {401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n'}.get(error.http, '')
+        fields = {401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}.get(error.http, '')
         self.count_refusal(connection.peer, error.http)
         answer = format_refusal(connection.signer if connection.is_signed else None, error, 'connection: close\r\n' + fields)
         self.traffic.add_answer(answer)
@@ -13311,7 +13403,13 @@ class Server:
 
     def answer_complete(self) -> None:
         """Run this turn's requests, and when all that they did is on disk, send the answers."""
-        batch, self.complete = self.complete, []
+        batch, size = [], 0     # type: List[Tuple[Connection, Request]], int
+        while self.complete and size < TURN_BYTES:
+            connection, request = self.complete.pop(0)
+            size += request.head.length
+            if request.spool is not None:
+                request = request._replace(body=request.spool.read(), spool=self.forget_spool(request.spool))
+            batch.append((connection, request))
         self.tick_at = min(self.tick_at, time.monotonic() + TICK_S)
         answers = self.answer_all([request for _, request in batch])
         for (connection, request), answer in zip(batch, answers):
@@ -13551,6 +13649,7 @@ class Server:
         self.timed.discard(connection)
         if connection.feed is not None:
             self.feeds.leave(connection.feed, connection)
+        self.forget_spool(connection.spool)
         self.strangers.pop(connection, None)
         self.leave_attempt(connection)
         self.watch(connection, 0)
