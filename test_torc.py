@@ -8354,6 +8354,150 @@ class SpoolTest(WorldTest):
         self.assertLess(grown_kb, 20000)
 
 
+class LongBodyTest(WorldTest):
+    """Requests whose bodies are read by a child and carried out by a thread."""
+    set_constant = ServerTest.set_constant
+
+    def setUp(self) -> None:
+        super().setUp()
+        silenced(self)
+        self.set_constant('MAX_BODY_BYTES', 2000)
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        self.workflow_id = self.json('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
+
+    def ask(self, method: str, path: str, body: Any = None) -> Tuple[int, Any]:
+        """Status and value of an answer."""
+        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
+        answer = self.server.ask(http_request(method, torc.API_PREFIX + path, data))
+        return statuses(answer)[0], json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+
+    def json(self, method: str, path: str, body: Any = None) -> Any:
+        """The value of a good answer."""
+        status, value = self.ask(method, path, body)
+        self.assertEqual(200, status, value)
+        return value
+
+    def jobs(self, count: int, **more: Any) -> Dict[str, Any]:
+        """A body of so many jobs."""
+        return {'jobs': [dict({'workflow_id': self.workflow_id, 'name': f'job {number}', 'command': 'true'}, **more) for number in range(count)]}
+
+    def hold(self) -> Any:
+        """From now on the thread of a long request waits for the event that is returned; self.is_held tells that it does."""
+        gate, self.is_held, load = threading.Event(), threading.Event(), torc.load_checked
+
+        def held(source: Any) -> Any:
+            self.is_held.set()
+            gate.wait(20)
+            return load(source)
+        self.set_constant('load_checked', held)
+        self.addCleanup(gate.set)
+        return gate
+
+    def test_it_does_what_a_short_one_does(self) -> None:
+        more = {'env': {'A': 'gr\u00fc\u00df \U0001f600 "\\\n'}, 'labels': ['x', 'y'], 'priority': 7, 'cancel_on_blocking_job_failure': False, 'unknown': [1.5, None]}
+        long = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
+        self.json('DELETE', f'/jobs?workflow_id={self.workflow_id}')
+        self.set_constant('MAX_BODY_BYTES', 10 ** 6)
+        short = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
+        self.assertEqual((1200, more['env']), (len(long), short[0]['env']))
+        for job in long + short:
+            del job['id']
+        self.assertEqual(short, long)
+        self.assertIsNone(self.server.server.long)
+
+    def test_it_is_refused_as_a_short_one_is(self) -> None:
+        wrong = self.jobs(100)
+        wrong['jobs'][77]['priority'] = 'high'
+        for method, path, body, status, text in (
+                ('POST', '/bulk_jobs', wrong, 422, 'jobs[77].priority must be an integer'), ('POST', '/bulk_jobs', b'[],' * 1000, 400, 'the body is not JSON'),
+                ('POST', '/bulk_jobs', b'[' * 5000, 400, 'the body is not JSON'), ('POST', '/bulk_jobs', b'\xff' * 3000, 400, 'the body is not JSON'),
+                ('POST', '/bulk_jobs', b'{"jobs":["' + b'x' * 3000, 400, 'the body is not JSON'), ('POST', '/bulk_jobs', [1] * 3000, 422, 'the body must be an object'),
+                ('GET', '/bulk_jobs', self.jobs(100), 405, 'takes POST'), ('POST', '/workflows/77/apply_spec', self.jobs(100), 422, 'workflow is missing'),
+                ('POST', '/bulk_jobs', self.jobs(100, name='same'), 422, 'same')):
+            with self.subTest(text):
+                found, value = self.ask(method, path, body)
+                self.assertEqual((status, True), (found, text in value['error']['message']), value)
+        self.set_constant('MAX_BODY_VALUES', 1000)
+        self.assertEqual(413, self.ask('POST', '/bulk_jobs', self.jobs(500))[0])
+        self.assertEqual(0, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+
+    def test_others_are_answered_or_wait_but_are_not_forgotten(self) -> None:
+        gate = self.hold()
+        path = torc.API_PREFIX + f'/jobs?workflow_id={self.workflow_id}'
+        with contextlib.ExitStack() as stack:
+            first, second, third, gone = (stack.enter_context(self.server.connect()) for _ in range(4))
+            first.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
+            self.assertTrue(self.is_held.wait(10))
+            second.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))    # there are such jobs then
+            third.sendall(http_request(path=path) + http_request())
+            gone.sendall(http_request(path=path))
+            self.world.wait(lambda: len(self.server.server.complete) == 2 and self.server.server.long_ones, 10, 'all to arrive')
+            gone.close()
+            for _ in range(3):
+                self.assertEqual([200, 200], statuses(self.server.ask(http_request() + http_request(path='/healthz'))))
+            self.server.server.tick_at = self.server.server.keep_alive_at = 0.0     # not now
+            self.assertEqual([200], statuses(self.server.ask(http_request())))
+            self.assertEqual(2, len(self.server.server.complete))
+            gate.set()
+            self.assertEqual([200], statuses(read_answers(first, 1)))
+            answer = read_answers(third, 2)
+            self.assertEqual(([200, 200], True), (statuses(answer), b'"total_count":100' in answer))
+            self.assertEqual([422], statuses(read_answers(second, 1)))
+        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+
+    def test_a_child_that_dies_is_told_and_the_next_one_is_read(self) -> None:
+        read, os_kill = torc.read_long_body, os.kill
+        torc.read_long_body = lambda *_: os_kill(os.getpid(), signal.SIGKILL)
+        self.addCleanup(setattr, torc, 'read_long_body', read)
+        status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
+        self.assertEqual((413, True), (status, 'too much memory' in value['error']['message']))
+        torc.read_long_body = read
+        self.set_constant('READER_BYTES', 2 ** 20)
+        self.assertEqual(413, self.ask('POST', '/bulk_jobs', self.jobs(2000, command='x' * 20000))[0])
+        self.set_constant('READER_BYTES', 2 ** 30)
+        self.assertEqual(100, len(self.json('POST', '/bulk_jobs', self.jobs(100))['jobs']))
+        with unittest.mock.patch.object(os, 'fork', side_effect=BlockingIOError('no more processes')):
+            self.assertEqual(503, self.ask('POST', '/bulk_jobs', self.jobs(100))[0])
+        self.assertEqual((set(), None), (self.server.server.spools, self.server.server.long))
+
+    def test_a_server_that_ends_meanwhile_leaves_no_child_and_finishes_what_its_thread_is_at(self) -> None:
+        read = torc.read_long_body
+        torc.read_long_body = lambda *_: signal.pause()
+        self.addCleanup(setattr, torc, 'read_long_body', read)
+        body = http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode())
+        with self.server.connect() as client:
+            client.sendall(body)
+            self.world.wait(lambda: self.server.server.long and self.server.server.long.pid, 10, 'the child')
+            self.server.stop()      # the world sees that the child is gone
+        torc.read_long_body = read
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        gate = self.hold()
+        with self.server.connect() as client:
+            client.sendall(body)
+            self.assertTrue(self.is_held.wait(10))
+            threading.Timer(0.2, gate.set).start()
+            self.server.stop()
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+
+    def test_calls_of_signals_wait_for_the_store(self) -> None:
+        gate, calls = self.hold(), []
+        self.server.server.signal_calls[signal.SIGUSR1] = lambda: calls.append(self.server.server.has_store)
+        with self.server.connect() as client:
+            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
+            self.assertTrue(self.is_held.wait(10))
+            self.server.server.wake_writer.send(bytes([signal.SIGUSR1]))
+            self.world.wait(lambda: self.server.server.put_off, 10, 'the signal')
+            self.assertEqual([], calls)
+            gate.set()
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.world.wait(lambda: calls == [True], 10, 'its call')
+
+
 class Reader:
     """Somebody who reads a stream of events on a socket."""
 
@@ -17794,6 +17938,8 @@ BORDERS = {
     'answer_request': 'a bug in one request becomes a 500, the other requests of the turn go on',
     'run_task': 'a bug fails one task, whose waiter is told; the server goes on',
     'Server.attempt': 'a bug costs one connection, not the server',
+    'Server.carry_out_long': 'what a thread meets is raised in the loop',
+    'run_reader': 'the last line of a forked process: nothing of its parent may run below it',
     'Server.on_tick': 'a bug costs one look at the clock',
     'SnapshotWriter.work': 'a bug costs one snapshot; finish() reports it',
     'Users.work': 'a bug costs one look at a password, not all later ones',

@@ -6237,7 +6237,8 @@ def prepare_database_file(path: str) -> None:
 def open_database(path: str) -> sqlite3.Connection:
     """Connect, with all pragmas set."""
     try:
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        # Any thread may have it, but one at a time: whoever hands it over sees to that.
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
         raise explain_database_error(error, path) from None
     try:
@@ -11196,8 +11197,15 @@ def named_workflows(body: Any) -> Set[int]:
     return {row['workflow_id'] for row in rows if type(row.get('workflow_id')) is int}
 
 
+class CheckedBody(NamedTuple):
+    """What check_body() gave for a body, in another process."""
+    value: Any
+
+
 def check_body(model: str, body: Any) -> Any:
     """What a route's verb gets of a body."""
+    if isinstance(body, CheckedBody):
+        return body.value
     if model[0] == '[':
         return check_value('the body', model, body)
     if model != '-':
@@ -11237,7 +11245,8 @@ def call_operation(store: Store, name: str, parameters: Dict[str, Any], body: An
         return call_route(store, route, values, body)
 
 
-def answer_request(store: Store, method: str, path: str, query: str, body: bytes, caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
+def answer_request(store: Store, method: str, path: str, query: str, body: Union[bytes, CheckedBody], caller: str = '',
+                   is_owner: bool = True) -> Tuple[int, Any]:
     """Answer a request in a savepoint of its own, within the caller's transaction. (HTTP status, value); never raises.
 
     `is_owner`: the caller has shown the server's token. He may be an administrator without it.
@@ -11247,7 +11256,7 @@ def answer_request(store: Store, method: str, path: str, query: str, body: bytes
         route, found = find_route(method, path)
         parameters = {name: text if name in TEXT_PARAMETERS else parse_parameter(name, 'int', text) for name, text in found.items()}
         parameters.update(parse_query(route, query))
-        value = parse_body(body) if route.body else None
+        value = None if not route.body else body if isinstance(body, CheckedBody) else parse_body(body)
         with store.savepoint():
             answer = call_route(store, route, parameters, value)
         if isinstance(answer, TorcError):
@@ -11449,6 +11458,10 @@ MAX_SPOOLED_BYTES = 2 ** 30         # ... there
 MAX_SPOOLED_OF_USER = 400 * 2 ** 20     # ... of one user
 SPOOL_RESERVE_BYTES = 64 * 2 ** 20  # that they leave free there
 TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, about
+MAX_BODY_VALUES = 20 * 10 ** 6      # of JSON in a long body, about: each takes some 60 bytes of memory
+READER_BYTES = 5 * 2 ** 29          # of memory that the process may take which reads one
+READER_CPU_S = 120                  # ... and of processor time
+SLICE_VALUES = 500                  # of a long list are handed over at once
 DRAIN_S = 2.0                       # reading on after a refusal: to close at once would destroy it (RFC 9112, 9.6)
 TICK_S = 5.0                        # between looks for lost nodes, and tries of a task
 ABSENCE_S = 2 * TICK_S              # a turn that takes so much longer than planned was no time to speak in
@@ -11735,6 +11748,7 @@ class Lease:
         self.clock = clock
         self.mine = dict(describe_process(), id=secrets.token_hex(8), generation=1, renewals=0)
         self.renewed_at = -math.inf     # by clock
+        self.lock = threading.Lock()    # one thread renews it: the loop's, or that of a long request
 
     def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
         """Become the holder. Conflict if another one lives: one of another host is watched for wait_s."""
@@ -11810,10 +11824,14 @@ class Lease:
 
     def renew(self, is_sure: bool = False) -> None:
         """Once a period, or now: see that it is ours, and say so again. Conflict if it is lost or may be."""
+        with self.lock:
+            silent_s = self.clock() - self.renewed_at
+            if silent_s >= self.PERIOD_S or is_sure:
+                self.renew_after(silent_s)
+
+    def renew_after(self, silent_s: float) -> None:
+        """See that it is still ours, so long after the last look."""
         begun = self.renewed_at
-        silent_s = self.clock() - begun
-        if silent_s < self.PERIOD_S and not is_sure:
-            return
         try:
             found = self.read()
             if found is None:
@@ -12582,6 +12600,14 @@ class Users:
 
 # -------- streams of events --------
 
+PING_PATH = API_PREFIX + '/ping'
+
+
+def is_free(head: Head) -> bool:
+    """Whether a request needs no store."""
+    return head.path in ('/healthz', PING_PATH) and head.method == 'GET'
+
+
 class Opening(NamedTuple):
     """The beginning of an answer that goes on as a stream."""
     head: bytes
@@ -12708,6 +12734,155 @@ class Feeds:
 def show_body(body: bytes) -> Optional[str]:
     """The beginning of a body, for the stream of requests; None if there is none, or it is large."""
     return body[:SHOWN_BODY_BYTES].decode('utf-8', 'replace') if 0 < len(body) <= MAX_SHOWN_BODY_BYTES else None
+
+
+# -------- long bodies --------
+#
+# A body of more than MAX_BODY_BYTES would hold up all others for many seconds: while it is read and checked, and while its
+# verb is carried out. A forked child reads and checks it, and writes what the verb is to get in slices; a thread takes
+# these and has the store until the verb is done. Meanwhile the loop answers what needs no store (is_free), and lets all
+# other requests wait. There is one such request at a time.
+
+ERRORS_OF_BODIES = {kind.__name__: kind for kind in (TorcError, BadInput, Refused, NotFound, Denied)}
+
+
+def read_long_body(head: Head, source: Any, target: Any) -> None:
+    """In the child: parse and check a body, and write what came of it, a line of JSON each."""
+    def write(value: Any) -> None:
+        target.write(format_json(value).encode('utf-8', 'surrogatepass') + b'\n')
+    try:
+        route, _ = find_route(head.method, head.path)
+        source.seek(0)
+        data = source.read()
+        if data.count(b',') + data.count(b'[') + data.count(b'{') > MAX_BODY_VALUES:
+            raise BadInput(f'the body holds more than {MAX_BODY_VALUES:,} values', http=413)
+        body = check_body(route.body, parse_body(data)) if route.body else None
+    except TorcError as error:
+        return write({'kind': type(error).__name__, 'message': error.message, 'http': error.http, 'details': error.details})
+    write(None)     # no error
+    if not isinstance(body, dict):
+        return write(['', body])
+    for key, item in body.items():
+        places = range(0, len(item), SLICE_VALUES) if isinstance(item, list) else ()
+        write([key, [] if isinstance(item, list) else item])
+        for place in places:
+            write([key, item[place:place + SLICE_VALUES]])
+
+
+def load_checked(source: Any) -> CheckedBody:
+    """What read_long_body() has written -> the body, or its error."""
+    source.seek(0)
+    error = json.loads(source.readline().decode('utf-8', 'surrogatepass'))
+    if error:
+        kind = ERRORS_OF_BODIES.get(error['kind'], BadInput)
+        raise kind(error['message'], http=error['http'], **error['details'])
+    body = {}   # type: Dict[str, Any]
+    for line in source:
+        key, item = json.loads(line.decode('utf-8', 'surrogatepass'))
+        if key == '':
+            return CheckedBody(item)
+        if isinstance(body.get(key), list):
+            body[key].extend(item)
+        else:
+            body[key] = item
+    return CheckedBody(body)
+
+
+def run_reader(head: Head, source: Any, target: Any, pipe: int) -> None:
+    """The child: let go of everything that is the server's, and read a body. Never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (*STOP_NUMBERS[1:], signal.SIGUSR1, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        keep = (0, 1, 2, source.fileno(), target.fileno(), pipe)
+        for name in os.listdir('/dev/fd'):      # a client's end must not stay open here; of the database no lock is ours
+            if int(name) not in keep:
+                with contextlib.suppress(OSError):      # the one that listed the directory
+                    os.close(int(name))
+        gc.disable()
+        os.nice(5)
+        used = read_virtual_bytes()
+        if used:
+            resource.setrlimit(resource.RLIMIT_AS, (used + READER_BYTES, used + READER_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (READER_CPU_S, READER_CPU_S))
+        read_long_body(head, source, target)
+        target.flush()
+        code = 0
+    except (MemoryError, OSError):      # its limits, or a full disk: the server says so
+        pass
+    except BaseException:   # border: a bug; the caller's own handlers and clean-up must not run here
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def read_virtual_bytes() -> int:
+    """Address space of this process; 0 where that is not known (proc(5), statm)."""
+    try:
+        with open('/proc/self/statm') as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def format_long(value: Any) -> bytes:
+    """A long answer as JSON. A list in it is written item by item: to do it at once would hold up other threads."""
+    if not isinstance(value, dict) or not any(isinstance(item, list) and len(item) > SLICE_VALUES for item in value.values()):
+        return format_json(value).encode()
+    parts = []
+    for key, item in value.items():
+        text = '[' + ','.join(map(format_json, item)) + ']' if isinstance(item, list) else format_json(item)
+        parts.append(f'{format_json(key)}:{text}')
+    return ('{' + ','.join(parts) + '}').encode()
+
+
+class LongRequest:
+    """The one request with a long body that is being carried out."""
+
+    def __init__(self, connection: 'Connection', request: Request) -> None:
+        self.connection = connection
+        self.request = request
+        self.result = None          # type: Any  # file of what the child has made of the body
+        self.pid = 0                # of the child; 0: none
+        self.pipe = -1              # whose end is the child's
+        self.thread = None          # type: Optional[threading.Thread]  # which has the store
+        self.answer = b''           # type: Union[bytes, Opening]
+        self.failure = None         # type: Optional[BaseException]  # of the thread
+        self.is_over = False
+
+    def start_reading(self, directory: str) -> int:
+        """Fork the child; a descriptor that can be read when it has ended."""
+        self.result = tempfile.TemporaryFile(dir=directory, prefix='torc-')
+        self.pipe, end = os.pipe()
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_NUMBERS[1:])
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                run_reader(self.request.head, self.request.spool.file, self.result, end)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+            os.close(end)
+        return self.pipe
+
+    def end_reading(self) -> bool:
+        """Reap the child; whether it has done its work."""
+        pid, pipe, self.pid, self.pipe = self.pid, self.pipe, 0, -1
+        os.close(pipe)
+        return os.waitpid(pid, 0)[1] == 0
+
+    def stop(self) -> None:
+        """See that nothing goes on."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            self.end_reading()
+        if self.pipe >= 0:      # there was no child
+            os.close(self.pipe)
+        if self.thread is not None:
+            self.thread.join()
+        if self.result is not None:
+            self.result.close()
 
 
 # -------- TLS --------
@@ -12933,6 +13108,9 @@ class Server:
         self.sweep_at = math.inf                # when the first of them is due
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for this turn or the next
         self.spools = set()                     # type: Set[Spool]
+        self.long = None                        # type: Optional[LongRequest]  # that is being carried out
+        self.long_ones = collections.deque()    # type: collections.deque[Tuple[Connection, Request]]  # that wait for it
+        self.put_off = []                       # type: List[Callable[[], Any]]  # calls of signals, until the store is here
         self.is_leaving = False
         self.is_embedded = is_embedded
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
@@ -12957,7 +13135,7 @@ class Server:
 
     def serve_forever(self) -> None:
         """Answer until stop(), a signal under signals(), or, embedded, until the last client has left."""
-        while not self.is_leaving:
+        while not self.is_leaving or not self.has_store:
             self.turn()
         if self.accept_at == math.inf:
             self.selector.unregister(self.listener)
@@ -12991,8 +13169,12 @@ class Server:
         """Close all sockets. The store is the caller's."""
         if self.users is not None:
             self.users.close()
+        if self.long is not None:
+            self.long.stop()
         for connection in list(self.connections):
             self.drop(connection)
+        for spool in list(self.spools):
+            self.forget_spool(spool)
         self.selector.close()
         for descriptor in self.reserve:
             os.close(descriptor)
@@ -13011,7 +13193,7 @@ class Server:
             self.store.check_in_place()
             self.answer_complete()
         self.on_clock(time.monotonic())
-        if self.store.news or self.feeds.changed:
+        if self.has_store and (self.store.news or self.feeds.changed):
             self.publish()
         if self.is_swollen and not any(connection.unsent for connection in self.connections):
             self.is_swollen = False
@@ -13034,14 +13216,21 @@ class Server:
             log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.store.leases))
         self.store.leases.clear()
 
+    @property
+    def has_store(self) -> bool:
+        """Whether the store is the loop's now, not that of the thread of a long request."""
+        return self.long is None or self.long.thread is None
+
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
-        if self.complete:
+        if self.complete and self.has_store:
             return 0.0
         now = time.monotonic()
-        times = [self.leave_at, self.tick_at, self.accept_at, self.sweep_at, self.keep_alive_at, self.tell_refusals_at]
-        if self.store.snapshots is not None:
-            times.append(self.store.snapshots.next_at())
+        times = [self.leave_at, self.accept_at, self.sweep_at, self.tell_refusals_at]
+        if self.has_store:
+            times += [self.tick_at, self.keep_alive_at]
+            if self.store.snapshots is not None:
+                times.append(self.store.snapshots.next_at())
         if self.store.lease is not None:
             times.append(now + Lease.PERIOD_S / 2)
         first = min(times)
@@ -13051,12 +13240,16 @@ class Server:
         """A signal came, or stop() was called."""
         for number in set(self.wake_reader.recv(4096)):
             if number in self.signal_calls:
-                self.signal_calls[number]()
+                self.put_off.append(self.signal_calls[number])
             elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
                 self.is_leaving = True
         while self.users is not None and self.users.verdicts:
             self.on_verdict(self.users.verdicts.popleft())
+        if self.long is not None and self.long.is_over:
+            self.end_long(self.long.answer)
+        while self.has_store and self.put_off:
+            self.put_off.pop(0)()
 
     def wake(self) -> None:
         """Called in the threads that check passwords and write snapshots, when they have done so."""
@@ -13188,7 +13381,12 @@ class Server:
                 connection.is_stranger = False
                 del self.strangers[connection]
             connection.is_queued = True
-            self.complete.append((connection, request))
+            if request.head.length > MAX_BODY_BYTES:
+                self.watch(connection, 0)
+                self.long_ones.append((connection, request))
+                self.begin_long()
+            else:
+                self.complete.append((connection, request))
         elif connection.deadline == math.inf and connection.received:
             self.set_deadline(connection, CLIENT_DEADLINE_S)
 
@@ -13223,9 +13421,9 @@ class Server:
         limit = body_limit(head.path)
         if head.length > limit:
             raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
+        if head.length > min(RECEIVE_BYTES, MAX_BODY_BYTES):
+            self.make_room(connection, head.length)
         if len(connection.received) < head.length:
-            if head.length > RECEIVE_BYTES:
-                self.make_room(connection, head.length)
             if 'expect' in head.fields:
                 self.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
             self.set_deadline(connection, CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S)
@@ -13403,6 +13601,8 @@ class Server:
 
     def answer_complete(self) -> None:
         """Run this turn's requests, and when all that they did is on disk, send the answers."""
+        if not self.has_store:
+            return self.answer_free()
         batch, size = [], 0     # type: List[Tuple[Connection, Request]], int
         while self.complete and size < TURN_BYTES:
             connection, request = self.complete.pop(0)
@@ -13413,11 +13613,76 @@ class Server:
         self.tick_at = min(self.tick_at, time.monotonic() + TICK_S)
         answers = self.answer_all([request for _, request in batch])
         for (connection, request), answer in zip(batch, answers):
-            connection.is_queued = False
-            connection.is_last = not request.head.keeps_alive
-            self.is_swollen = self.is_swollen or max(len(request.body), len(answer)) > LARGE_BYTES
-            self.note_request(connection, request, answer)
-            self.attempt(connection, self.open_stream if isinstance(answer, Opening) else self.deliver, answer)
+            self.give(connection, request, answer)
+
+    def give(self, connection: Connection, request: Request, answer: Union[bytes, 'Opening']) -> None:
+        """Send the answer to a request, if its client is still there."""
+        connection.is_queued = False
+        connection.is_last = not request.head.keeps_alive
+        self.is_swollen = self.is_swollen or max(len(request.body), len(answer)) > LARGE_BYTES
+        self.note_request(connection, request, answer)
+        self.attempt(connection, self.open_stream if isinstance(answer, Opening) else self.deliver, answer)
+
+    def answer_free(self) -> None:
+        """Answer what needs no store, which a thread has; the others wait."""
+        waiting, self.complete = self.complete, []
+        for connection, request in waiting:
+            if is_free(request.head):
+                self.give(connection, request, self.answer(request))
+            else:
+                self.watch(connection, 0)
+                self.complete.append((connection, request))
+
+    def begin_long(self) -> None:
+        """Begin with the next request that has a long body, if none is under way."""
+        if self.long is not None or not self.long_ones:
+            return
+        self.long = LongRequest(*self.long_ones.popleft())
+        request = self.long.request
+        try:
+            pipe = self.long.start_reading(spool_directory(self.store, request.head.length))
+            self.selector.register(pipe, selectors.EVENT_READ, self.on_read)
+        except (OSError, Unreachable) as error:     # no process, descriptor or room
+            self.forget_spool(request.spool)
+            self.end_long(format_refusal(request.signer, Unreachable(f'the body cannot be read now: {error}', http=503), 'retry-after: 5\r\n'))
+
+    def on_read(self, mask: int) -> None:
+        """The child that reads a long body has ended: let a thread carry the request out."""
+        self.selector.unregister(self.long.pipe)
+        is_done = self.long.end_reading()
+        self.forget_spool(self.long.request.spool)
+        if not is_done:
+            error = BadInput('the body takes too much memory, time or disk space to be read: send it in parts', http=413)
+            return self.end_long(format_refusal(self.long.request.signer, error))
+        self.long.thread = threading.Thread(target=self.carry_out_long, args=(self.long,), name='long request', daemon=True)
+        self.long.thread.start()
+
+    def carry_out_long(self, long: LongRequest) -> None:
+        """The thread."""
+        gc.disable()        # it would look at millions of values again and again, and hold up the loop
+        try:
+            request = long.request._replace(body=load_checked(long.result))
+            long.answer, = self.answer_all([request])
+        except TorcError as error:
+            if isinstance(error, Conflict):     # the database is another's now: that ends the server
+                long.failure = error
+            long.answer = format_refusal(long.request.signer, error)
+        except BaseException as error:      # border: it is the loop's, which ends as if it had met it itself
+            long.failure = error
+        finally:
+            gc.enable()
+            long.is_over = True
+            self.wake()
+
+    def end_long(self, answer: Union[bytes, 'Opening']) -> None:
+        """A long request is over: send its answer, and go on with the next one."""
+        long, self.long = self.long, None
+        self.is_swollen = True
+        long.stop()
+        if long.failure is not None:
+            raise long.failure
+        self.give(long.connection, long.request, answer)
+        self.begin_long()
 
     def deliver(self, connection: Connection, answer: bytes) -> None:
         """Send an answer, and go on with what the client has sent meanwhile."""
@@ -13463,7 +13728,7 @@ class Server:
         if isinstance(value, Subscription):
             return self.answer_stream(request, value)
         try:
-            body = b'' if value is None else format_json(value).encode()
+            body = b'' if value is None else format_long(value) if head.length > MAX_BODY_BYTES else format_json(value).encode()
         except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
             log.exception('%s %s: a bug in torc.py: its answer cannot be sent', head.method, head.path)
             status, body = 500, b'{"error":{"error":"InternalServerError","message":"a bug in torc.py"}}'
@@ -13480,6 +13745,8 @@ class Server:
         """Status and value for one request."""
         head = request.head
         method = 'GET' if head.method == 'HEAD' else head.method
+        if head.path == PING_PATH and method == 'GET':
+            return 200, ping(self.store)
         if head.path != '/healthz' or method != 'GET':
             return answer_request(self.store, method, head.path, head.query, request.body, *request.caller)
         challenge = CHALLENGE.match(head.query)
@@ -13666,13 +13933,13 @@ class Server:
         if self.accept_at <= now:
             self.accept_at = math.inf
             self.selector.register(self.listener, selectors.EVENT_READ, self.on_accept)
-        if self.tick_at <= now:
+        if self.tick_at <= now and self.has_store:
             self.on_tick(now)
-        if self.keep_alive_at <= now:
+        if self.keep_alive_at <= now and self.has_store:
             self.keep_alive(now)
         if self.tell_refusals_at <= now:
             self.tell_refusals(now)
-        if self.store.snapshots is not None:
+        if self.store.snapshots is not None and self.has_store:
             self.store.snapshots.act(now)
         if self.leave_at <= now:
             self.on_accept(0)       # the last look: who knocked meanwhile is let in
