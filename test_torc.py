@@ -17804,6 +17804,155 @@ class OutputSafetyTest(FlowTest):
         self.assertExit(2, self.world.cli('run', 1, '-o', small + '/out'), 'is full: name another one with --output-dir')
 
 
+# -------- a relay that alters and repeats what passes, clients that guess, and bodies that are long or never end --------
+
+class Meddler:
+    """What a relay does: it alters a byte now and then, answers with an earlier answer, or sends a request again."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.last, self.done = chance, {}, collections.Counter()     # type: random.Random, Dict[str, bytes], collections.Counter
+
+    def meddle(self, way: str, data: bytes) -> bytes:
+        """Something that passes, after one of several things has happened to it."""
+        before, self.last[way] = self.last.get(way, data), data
+        trick = self.chance.choice(('nothing', 'nothing', 'alter', 'earlier', 'twice'))
+        if not data or trick == 'nothing' or b'/healthz' in data:
+            return data
+        self.done[f'{way} {trick}'] += 1
+        if trick == 'alter':
+            place = self.chance.randrange(len(data))
+            return data[:place] + bytes([data[place] ^ (1 << self.chance.randrange(8))]) + data[place + 1:]
+        return before if trick == 'earlier' else data + before
+
+
+def meddle_on_the_way(world: World, count: int, seed: int) -> str:
+    """A client makes workflows through a relay that meddles. What it was told is done was done as it was said; nothing else was."""
+    url = world.serve('-d', world.path('relayed.db'))
+    token = read_text(world.path('relayed.db.token')).strip()
+    chance = random.Random(seed)
+    relay, meddler = Relay(torc.parse_url(url).port), Meddler(chance)
+    relay.alter_request, relay.alter_answer = functools.partial(meddler.meddle, 'request'), functools.partial(meddler.meddle, 'answer')
+    told, said, failed = set(), set(), 0     # type: Set[str], Set[str], int
+    client = torc.Client(url=relay.url, token_file=world.path('relayed.db.token'))
+    patience = unittest.mock.patch.object(torc, 'FIND_DEADLINE_S', 0.5)     # an altered length makes either side wait
+    patience.start()
+    try:
+        for number in range(count):
+            name = f'w{number:05} {chance.randrange(10 ** 9)}'
+            said.add(name)
+            try:
+                answer = client.call('create_workflow', {'name': name, 'user': 'u'}, 0.5)
+                assert answer['name'] == name, answer
+                told.add(name)
+            except torc.TorcError as error:     # 400: to the greeting, before anything was asked
+                assert isinstance(error, torc.Unreachable) or error.http == 400, error      # no altered answer is believed
+                failed += 1
+                client.close()
+    finally:
+        patience.stop()
+        client.close()
+        relay.stop()
+    for heard in (relay.asked, relay.answered):
+        assert token.encode() not in heard
+    with contextlib.closing(world.connect(database=world.path('relayed.db'))) as owner:
+        found = [row['name'] for row in owner.pages('list_workflows')]
+    assert len(set(found)) == len(found), [name for name, times in collections.Counter(found).items() if times > 1]
+    assert told <= set(found) <= said, (told - set(found), set(found) - said)
+    tricks = ', '.join(f'{trick}: {times}' for trick, times in sorted(meddler.done.items()))
+    return f'{count} requests, {len(told)} acknowledged, {failed} failed; {tricks}; token seen 0 times, altered or repeated requests done 0'
+
+
+def log_in_beside(world: World, count: int, seed: int) -> str:
+    """A user logs in, each time anew, while 70 clients guess passwords: of that user, of a few, of many that there are not."""
+    world.write('users', ''.join(f'{name}:{torc.hash_password(b"open-sesame")}\n' for name in ('ann', 'bob')))
+    port = torc.parse_url(world.serve('--auth-file', 'users', '--credential-cache-ttl-secs', '0', '-d', world.path('users.db'))).port
+    login = base64.b64encode(b'ann:open-sesame').decode()
+
+    def try_right() -> bool:
+        with socket.create_connection(('127.0.0.1', port), 60) as client:
+            client.sendall(http_request(authorization=f'Basic {login}'))
+            return statuses(read_answers(client, 1)) == [200]
+    told = []
+    for names in (['ann'], ['bob', 'carl', 'dora'], [f'user{random.Random(f"{seed} {number}").randrange(10 ** 6)}' for number in range(70)]):
+        waits = sorted(guess_beside(port, names, 70, try_right, count))
+        assert len(waits) == count, f'{len(waits)} of {count} with guesses for {names[:3]}'
+        told.append(f'{len(set(names))} names: {len(waits)} of {count}, median {waits[count // 2]:.2f} s, worst {waits[-1]:.2f} s')
+    return '; '.join(told)
+
+
+LONG_BODIES = (     # what they are, where they go, what is answered; a call makes each
+    ('60 MB of []', '/bulk_jobs', 413, lambda: b'{"jobs":[' + b'[],' * (20 * 10 ** 6) + b'[]]}'),
+    ('27 MB of []', '/bulk_jobs', 422, lambda: b'{"jobs":[' + b'[],' * (9 * 10 ** 6) + b'[]]}'),
+    ('100 MB of text', '/bulk_user_data', 200, lambda: b'{"user_data":[{"workflow_id":1,"name":"x","data":"' + b'x' * 10 ** 8 + b'"}]}'),
+    ('100 MB of jobs', '/bulk_jobs', 200, lambda: torc.format_json({'jobs': [
+        {'workflow_id': 1, 'name': f'job_{number}', 'command': 'echo ' + 'x' * 940} for number in range(100000)]}).encode()),
+)
+SEND_FILE = (       # a process of its own: its work is not the pinging client's
+    'import socket, sys\n'
+    's = socket.create_connection(("127.0.0.1", int(sys.argv[1])))\n'
+    's.sendfile(open(sys.argv[2], "rb"))\n'
+    'first = s.recv(2 ** 20)\n'
+    'print(first.split()[1].decode())\n'
+    'while s.recv(2 ** 20): pass\n')
+
+
+def ping_beside(port: int, token: str, work: Callable[[], Any], pause_s: float = 0.005) -> List[float]:
+    """How long pings take while some work is done, sorted; in s."""
+    waits, is_over = [], threading.Event()
+
+    def ping() -> None:
+        with socket.create_connection(('127.0.0.1', port), 60) as client:
+            while not is_over.is_set():
+                began = time.monotonic()
+                client.sendall(http_request(authorization=f'Bearer {token}'))
+                read_answers(client, 1)
+                waits.append(time.monotonic() - began)
+                is_over.wait(pause_s)
+    thread = threading.Thread(target=ping)
+    thread.start()
+    try:
+        work()
+    finally:
+        is_over.set()
+        thread.join()
+    return sorted(waits)
+
+
+def send_long_bodies(world: World, kinds: Sequence[Any], uploads: int) -> str:
+    """Bodies that are long, and uploads that never end: others are answered at once, and memory stays what it was."""
+    port = torc.parse_url(world.serve('-d', world.path('long.db'))).port
+    token = read_text(world.path('long.db.token')).strip()
+    with contextlib.closing(world.connect(database=world.path('long.db'))) as client:
+        client.create_workflow({'name': 'w', 'user': 'u'})
+    told = []
+    before = resident_kb_of(world.server.pid)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(('127.0.0.1', port), 20)) for _ in range(uploads)]
+
+        def upload() -> None:
+            request = http_request('POST', torc.API_PREFIX + '/bulk_jobs', authorization=f'Bearer {token}', content_length=str(150 * 2 ** 20))
+            for piece in [request] + [b'[],' * 2 ** 18] * 60:
+                for client in clients:
+                    with contextlib.suppress(OSError):      # refused
+                        client.sendall(piece)
+        waits = ping_beside(port, token, upload)
+        grown_kb = resident_kb_of(world.server.pid) - before
+    assert grown_kb < 20000, f'the server has grown by {grown_kb} kB'
+    assert waits[int(len(waits) * 0.99)] < 0.25, waits[-5:]
+    told.append(f'{uploads} uploads of 150 MB that stop: memory {grown_kb / 1024:+.1f} MB, pings p99 {waits[int(len(waits) * 0.99)] * 1e3:.0f} ms')
+    for what, path, status, make in kinds:
+        world.write('body', http_request('POST', torc.API_PREFIX + path, make(), authorization=f'Bearer {token}', connection='close'))
+        seen = []
+        began = time.monotonic()
+        waits = ping_beside(port, token, lambda: seen.append(subprocess.check_output(
+            [sys.executable, '-c', SEND_FILE, str(port), world.path('body')], timeout=300).decode().strip()))
+        assert seen == [str(status)], (what, seen)
+        p99 = waits[int(len(waits) * 0.99)]
+        assert p99 < 0.25, (what, waits[-5:])
+        told.append(f'{what}: {status} after {time.monotonic() - began:.1f} s, {len(waits)} pings p99 {p99 * 1e3:.0f} ms, worst {waits[-1] * 1e3:.0f} ms')
+    return '\n        '.join(told)
+
+
 @slow
 class FaultTest(WorldTest):
     """Small versions of what `faults` does at length."""
@@ -17818,6 +17967,14 @@ class FaultTest(WorldTest):
 
     def test_nothing_of_a_killed_runner_lives_on_however_it_was_killed(self):
         self.assertIn('by name: 0 of 1, guardians first: 0 of 1', outlive_runners(self.world, 1, 5))
+
+    def test_who_meddles_with_what_passes_learns_and_does_nothing(self):
+        self.assertIn('token seen 0 times', meddle_on_the_way(self.world, 60, 5))
+
+    def test_long_bodies_hold_up_nobody(self):
+        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
+        kinds = (('9 MB of []', '/bulk_jobs', 422, lambda: b'{"jobs":[' + b'[],' * (3 * 10 ** 6) + b'[]]}'),)
+        self.assertIn('9 MB of []: 422', send_long_bodies(self.world, kinds, 4))
 
     def test_a_killed_server_that_is_started_again_has_lost_nothing(self):
         kill_lasting_server(self.world, 100, 1, 1)
@@ -17905,7 +18062,10 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              ('intruder where all users may write (sticky bit), 30 runs', lambda world: race_intruder(world, 'sticky', 30, seed)),
              ('intruder in the output directory itself (sticky bit), 30 runs', lambda world: race_intruder(world, 'top', 30, seed)),
              ('intruder of the group that may write above it, 30 runs', lambda world: race_intruder(world, 'group', 30, seed)),
-             *((f'away: {way.title}', lambda world, way=way: be_away(way, rounds, seed)) for way in AWAY))
+             *((f'away: {way.title}', lambda world, way=way: be_away(way, rounds, seed)) for way in AWAY),
+             (f'{requests // 20:,} requests through a relay that meddles', lambda world: meddle_on_the_way(world, requests // 20, seed)),
+             (f'{many // 5} logins beside 70 clients that guess, thrice', lambda world: log_in_beside(world, many // 5, seed)),
+             ('long bodies and 12 uploads that never end', lambda world: send_long_bodies(world, LONG_BODIES, 12)))
     works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0
     for title, work in works:

@@ -11462,6 +11462,7 @@ MAX_BODY_VALUES = 20 * 10 ** 6      # of JSON in a long body, about: each takes 
 READER_BYTES = 5 * 2 ** 29          # of memory that the process may take which reads one
 READER_CPU_S = 120                  # ... and of processor time
 SLICE_VALUES = 500                  # of a long list are handed over at once
+READER_DONE = b'.'                  # ... with this on its pipe, if it could
 DRAIN_S = 2.0                       # reading on after a refusal: to close at once would destroy it (RFC 9112, 9.6)
 TICK_S = 5.0                        # between looks for lost nodes, and tries of a task
 ABSENCE_S = 2 * TICK_S              # a turn that takes so much longer than planned was no time to speak in
@@ -12478,7 +12479,7 @@ class CheckQueue:
     def rank(self, check: PasswordCheck) -> Tuple[int, int]:
         """The higher, the later."""
         pair = check.user, check.peer
-        return self.wrong[pair] - (pair in self.right), self.wrong[check.peer]
+        return -1 if pair in self.right else self.wrong[pair], self.wrong[check.peer]
 
     def add(self, check: PasswordCheck) -> Optional[PasswordCheck]:
         """One more; the one that must go for it, which it may be itself."""
@@ -12790,7 +12791,6 @@ def load_checked(source: Any) -> CheckedBody:
 
 def run_reader(head: Head, source: Any, target: Any, pipe: int) -> None:
     """The child: let go of everything that is the server's, and read a body. Never returns."""
-    code = 1
     try:
         signal.set_wakeup_fd(-1)
         for number in (*STOP_NUMBERS[1:], signal.SIGUSR1, signal.SIGCHLD):
@@ -12809,13 +12809,13 @@ def run_reader(head: Head, source: Any, target: Any, pipe: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (READER_CPU_S, READER_CPU_S))
         read_long_body(head, source, target)
         target.flush()
-        code = 0
+        os.write(pipe, READER_DONE)
     except (MemoryError, OSError):      # its limits, or a full disk: the server says so
         pass
     except BaseException:   # border: a bug; the caller's own handlers and clean-up must not run here
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(0)
 
 
 def read_virtual_bytes() -> int:
@@ -12868,9 +12868,12 @@ class LongRequest:
 
     def end_reading(self) -> bool:
         """Reap the child; whether it has done its work."""
+        is_done = os.read(self.pipe, 1) == READER_DONE
         pid, pipe, self.pid, self.pipe = self.pid, self.pipe, 0, -1
         os.close(pipe)
-        return os.waitpid(pid, 0)[1] == 0
+        with contextlib.suppress(ChildProcessError):    # who started us ignores SIGCHLD: it reaps itself
+            os.waitpid(pid, 0)
+        return is_done
 
     def stop(self) -> None:
         """See that nothing goes on."""
