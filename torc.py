@@ -11434,7 +11434,8 @@ def describe_interface() -> Dict[str, Any]:
 #     client, however slow or greedy, holds more memory than one request and one answer. Pipelined requests wait.
 #   * Who may ask is decided on the head alone, before the body is read and before any route is looked at: host and
 #     origin, then token or password. Only /healthz goes without. A password takes long to check, on purpose: that is
-#     done in one thread beside the loop (Users), while the connection is parked, neither read nor written.
+#     done in one thread beside the loop (Users), while the connection is parked, neither read nor written. So is one
+#     that has shown a wrong password or token, for a second: who guesses is to wait.
 #   * Whatever begins has a deadline, a connection itself too, until its first request was let in; from then on a quiet
 #     one has none, for it is how a runner stays. Those not yet let in are few: the oldest make room for the next.
 #   * Over TLS the same happens one layer higher. What OpenSSL holds is read at once, for the selector cannot see it; and
@@ -11443,6 +11444,8 @@ def describe_interface() -> Dict[str, Any]:
 #   * A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; a reader has a place
 #     in it and one piece at most on the way. Who is too slow for the feed is told how much was missed, who takes nothing
 #     at all is given up like any other client. Nothing is sent before the commit, and nothing is kept where nobody listens.
+#   * A long body lies on disk until it is whole; then a child reads it and a thread has the store for its request, one at
+#     a time. Meanwhile the loop does not touch the store (has_store): pings are answered, other requests wait.
 #   * An administrator's SQL has a transaction of its own: whatever it does, it does not touch what others asked for.
 #
 # Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts),
