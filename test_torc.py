@@ -18064,7 +18064,7 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              ('intruder of the group that may write above it, 30 runs', lambda world: race_intruder(world, 'group', 30, seed)),
              *((f'away: {way.title}', lambda world, way=way: be_away(way, rounds, seed)) for way in AWAY),
              (f'{requests // 20:,} requests through a relay that meddles', lambda world: meddle_on_the_way(world, requests // 20, seed)),
-             (f'{many // 5} logins beside 70 clients that guess, thrice', lambda world: log_in_beside(world, many // 5, seed)),
+             (f'{many // 10} logins beside 70 clients that guess, thrice', lambda world: log_in_beside(world, many // 10, seed)),
              ('long bodies and 12 uploads that never end', lambda world: send_long_bodies(world, LONG_BODIES, 12)))
     works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0

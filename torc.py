@@ -12831,14 +12831,22 @@ def read_virtual_bytes() -> int:
 
 
 def format_long(value: Any) -> bytes:
-    """A long answer as JSON. A list in it is written item by item: to do it at once would hold up other threads."""
-    if not isinstance(value, dict) or not any(isinstance(item, list) and len(item) > SLICE_VALUES for item in value.values()):
+    """A long answer as JSON. Its lists are used up slice by slice: to write or free them at once would hold up other threads."""
+    if not isinstance(value, dict) or not any(isinstance(item, list) for item in value.values()):
         return format_json(value).encode()
     parts = []
     for key, item in value.items():
-        text = '[' + ','.join(map(format_json, item)) + ']' if isinstance(item, list) else format_json(item)
-        parts.append(f'{format_json(key)}:{text}')
-    return ('{' + ','.join(parts) + '}').encode()
+        texts = [format_json(part)[1:-1].encode() for part in use_up(item)] if isinstance(item, list) else []
+        text = b'[' + b','.join(texts) + b']' if isinstance(item, list) else format_json(item).encode()
+        parts.append(format_json(key).encode() + b':' + text)
+    return b'{' + b','.join(parts) + b'}'
+
+
+def use_up(items: List[Any]) -> Iterator[List[Any]]:
+    """Slices of a list, from its beginning, each gone when the next is taken."""
+    while items:
+        yield items[:SLICE_VALUES]
+        del items[:SLICE_VALUES]
 
 
 class LongRequest:
@@ -13299,8 +13307,9 @@ class Server:
     def drop_oldest_stranger(self) -> None:
         """Make room: who has long been here without a request that was let in may come again. First the peer with most of them."""
         counts = collections.Counter(connection.peer for connection in self.strangers)
+        most = max(counts.values(), default=0)
         for connection in self.strangers:
-            if counts[connection.peer] == max(counts.values()):
+            if counts[connection.peer] == most:
                 return self.drop(connection)
 
     def on_exhaustion(self, error: OSError) -> None:
@@ -13669,6 +13678,8 @@ class Server:
         try:
             request = long.request._replace(body=load_checked(long.result))
             long.answer, = self.answer_all([request])
+            for item in request.body.value.values() if isinstance(request.body.value, dict) else ():
+                collections.deque(use_up(item) if isinstance(item, list) else (), maxlen=0)
         except TorcError as error:
             if isinstance(error, Conflict):     # the database is another's now: that ends the server
                 long.failure = error
