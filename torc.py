@@ -6449,6 +6449,8 @@ def is_complete(store: Store, workflow_id: int) -> bool:
 def check_owned(store: Store, table: str, workflow_id: int, ids: Iterable[int]) -> None:
     """Refuse ids that do not exist or belong to another workflow."""
     wanted = sorted(set(ids))
+    if not wanted:
+        return
     owned = {row[0] for row in rows_by_ids(store, f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN', wanted)}
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
@@ -7652,7 +7654,9 @@ def create_jobs(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add up to 100,000 jobs of one workflow; their names must differ."""
     check_bulk([job['workflow_id'] for job in body['jobs']], [job['name'] for job in body['jobs']], 'jobs')
     ids = [insert_job(store, job) for job in body['jobs']]
-    return {'jobs': [get_job(store, job_id) for job_id in ids]}
+    jobs = [job for piece in chunks(ids) for job in store.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))}) ORDER BY id", piece)]
+    add_relations(store, jobs)
+    return {'jobs': jobs}
 
 
 def check_bulk(workflow_ids: Sequence[int], names: Sequence[str], noun: str) -> None:
