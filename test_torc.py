@@ -9469,8 +9469,12 @@ class CheckQueueTest(unittest.TestCase):
         self.judge('ann', 'there', now=5.0)
         self.judge('ann', 'there', now=64.9)
         self.assertEqual((2, 2), self.queue.rank(self.check('ann', 'there')))
+        self.assertEqual([1.0, 1.0], [self.queue.wrong_wait_s(peer) for peer in ('there', 'here')])
         self.judge('bob', 'there', now=65.0)
         self.assertEqual((0, 1), self.queue.rank(self.check('ann', 'there')))
+        for wrong, wait_s in ((7, 1.0), (8, 2.0), (16, 3.0), (1000, 20.0)):
+            self.queue.wrong['there'] = wrong
+            self.assertEqual((wait_s, 1.0), (self.queue.wrong_wait_s('there'), self.queue.wrong_wait_s('here')))
         for number in range(torc.MAX_KNOWN_PASSWORDS + 5):
             self.judge(f'user{number}', 'here', True)
         self.assertEqual(torc.MAX_KNOWN_PASSWORDS, len(self.queue.right))

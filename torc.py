@@ -11511,6 +11511,8 @@ LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
 MAX_WAITING_CHECKS = 256            # passwords that wait for their check, which takes about 0.1 s; others are answered 429
 WRONGS_KEPT_S = 60.0                # wrong passwords count so long against their user and address
 WRONG_PASSWORD_S = 1.0              # from a wrong password or token to its 401, whatever was wrong with it
+WRONGS_PER_WAIT = 8                 # so many wrong passwords of an address lately, and the next are told that much later again
+MAX_WRONG_WAITS = 20                # ... but not later than this
 REFUSALS_TOLD_S = 60.0              # between log lines about refused requests
 MAX_TOLD_REFUSALS = 1000            # addresses that are told apart there
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
@@ -12523,6 +12525,10 @@ class CheckQueue:
                 self.wrong.update((pair, check.peer))
                 self.forget_at = min(self.forget_at, now + WRONGS_KEPT_S)
 
+    def wrong_wait_s(self, peer: str) -> float:
+        """How long a wrong password waits for its answer: the queue is to be short while somebody guesses."""
+        return WRONG_PASSWORD_S * min(MAX_WRONG_WAITS, 1 + self.wrong[peer] // WRONGS_PER_WAIT)
+
     def close(self) -> None:
         """Let the thread end."""
         with self.condition:
@@ -12984,7 +12990,8 @@ class Attempt:
 
     def __init__(self, digest: bytes, now: float) -> None:
         self.digest = digest        # of user and password
-        self.ends_at = now + WRONG_PASSWORD_S   # if it is wrong, this is told then (monotonic)
+        self.begun_at = now         # monotonic
+        self.ends_at = now + WRONG_PASSWORD_S   # if it is wrong, this is told then
         self.is_wrong = False
         self.clients = set()        # type: Set[Connection]
 
@@ -13518,7 +13525,7 @@ class Server:
             attempt = self.attempts[digest] = Attempt(digest, time.monotonic())
         attempt.clients.add(connection)
         connection.attempt = attempt
-        self.set_deadline(connection, CLIENT_DEADLINE_S)
+        self.set_deadline(connection, 2 * CLIENT_DEADLINE_S)
         self.watch(connection, 0)
         if is_new:
             given_up = self.users.begin(digest, user, password, connection.peer)
@@ -13550,6 +13557,7 @@ class Server:
         self.users.queue.judge(verdict, not attempt.is_wrong, now)
         if not attempt.is_wrong:
             self.users.learn(verdict.digest, now)
+        attempt.ends_at = attempt.begun_at + self.users.queue.wrong_wait_s(verdict.peer)
         for connection in list(attempt.clients):
             self.attempt(connection, self.on_wrong if attempt.is_wrong else self.on_known)
         if not attempt.clients:
