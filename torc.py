@@ -5579,7 +5579,7 @@ class Store:
         self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
         self.knows_users = False            # callers are told apart: groups are managed by those who may
         self.enforces_access = False        # who is no administrator sees workflows of his own and of his groups only
-        self.is_user = lambda name: False   # type: Callable[[str], bool]  # whether somebody can log in under a name
+        self.is_user = lambda name: False   # type: Callable[[str], bool]  # whether somebody logs in under it
         self.reload_users = None            # type: Optional[Callable[[], int]]  # read the password file again; how many users
         self.allows_sql = self.allows_sql_writes = True     # ... of which SQL, and SQL that changes something
         self.watched = frozenset()          # type: Any  # ids of the workflows whose news somebody wants; anything with `in`
@@ -6238,7 +6238,8 @@ def open_database(path: str) -> sqlite3.Connection:
     """Connect, with all pragmas set."""
     try:
         # Any thread may have it, but one at a time: whoever hands it over sees to that.
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None,
+                                     check_same_thread=False)
     except sqlite3.Error as error:
         raise explain_database_error(error, path) from None
     try:
@@ -6581,9 +6582,9 @@ def set_administrators(store: Store, users: Iterable[str]) -> None:
 
 
 def speaks_for(store: Store, user: str) -> bool:
-    """Whether the caller may put something into a user's name: his own, any where names are not told apart, or for administrators.
+    """Whether the caller may act in a user's name: their own; any where names are not told apart; administrators.
 
-    Who is let in without a name may use any that is nobody's: Torc's clients send that of their account with each workflow.
+    Who is let in without a name may use any that is nobody's: Torc's clients send that of their account.
     """
     is_open = store.is_admin or not (store.knows_users or store.enforces_access)
     return is_open or (not store.is_user(user) if store.caller == ANONYMOUS else store.caller == user)
@@ -6594,8 +6595,8 @@ def new_owner(store: Store, wanted: Optional[str]) -> str:
     if is_limited(store) and store.caller == ANONYMOUS:
         raise Denied('a workflow needs an owner: log in to make one')
     if wanted and not speaks_for(store, wanted):
-        raise Denied(f"{printable(store.caller)} cannot make workflows in the name of {printable(wanted)}: leave `user` out, or "
-                     'give the name that you log in with (TORC_USERNAME)')
+        raise Denied(f'{printable(store.caller)} cannot make workflows in the name of {printable(wanted)}: '
+                     'leave `user` out, or give the name that you log in with (TORC_USERNAME)')
     return wanted or store.caller
 
 
@@ -7654,7 +7655,9 @@ def create_jobs(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add up to 100,000 jobs of one workflow; their names must differ."""
     check_bulk([job['workflow_id'] for job in body['jobs']], [job['name'] for job in body['jobs']], 'jobs')
     ids = [insert_job(store, job) for job in body['jobs']]
-    jobs = [job for piece in chunks(ids) for job in store.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))}) ORDER BY id", piece)]
+    jobs = []   # type: List[Dict[str, Any]]
+    for piece in chunks(ids):
+        jobs += store.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))}) ORDER BY id", piece)
     add_relations(store, jobs)
     return {'jobs': jobs}
 
@@ -7806,7 +7809,8 @@ def update_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dic
     given = {key: value for key, value in body.items() if value is not None}
     is_told_apart = store.knows_users or store.enforces_access
     if given.get('user', current['user']) != current['user'] and is_told_apart and not store.is_admin:
-        raise Denied(f"only the server's owner and administrators can give workflow {workflow_id} to another user")
+        raise Denied("only the server's owner and administrators can give "
+                     f'workflow {workflow_id} to another user')
     fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot be changed: immutable")
@@ -11249,8 +11253,8 @@ def call_operation(store: Store, name: str, parameters: Dict[str, Any], body: An
         return call_route(store, route, values, body)
 
 
-def answer_request(store: Store, method: str, path: str, query: str, body: Union[bytes, CheckedBody], caller: str = '',
-                   is_owner: bool = True) -> Tuple[int, Any]:
+def answer_request(store: Store, method: str, path: str, query: str, body: Union[bytes, CheckedBody],
+                   caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
     """Answer a request in a savepoint of its own, within the caller's transaction. (HTTP status, value); never raises.
 
     `is_owner`: the caller has shown the server's token. He may be an administrator without it.
@@ -11438,8 +11442,8 @@ def describe_interface() -> Dict[str, Any]:
 #     client, however slow or greedy, holds more memory than one request and one answer. Pipelined requests wait.
 #   * Who may ask is decided on the head alone, before the body is read and before any route is looked at: host and
 #     origin, then token or password. Only /healthz goes without. A password takes long to check, on purpose: that is
-#     done in one thread beside the loop (Users), while the connection is parked, neither read nor written. So is one
-#     that has shown a wrong password or token, for a second: who guesses is to wait.
+#     done in one thread beside the loop (Users), while the connection is parked, neither read nor written.
+#     So is one that has shown a wrong password or token, for a second: who guesses is to wait.
 #   * Whatever begins has a deadline, a connection itself too, until its first request was let in; from then on a quiet
 #     one has none, for it is how a runner stays. Those not yet let in are few: the oldest make room for the next.
 #   * Over TLS the same happens one layer higher. What OpenSSL holds is read at once, for the selector cannot see it; and
@@ -11448,8 +11452,9 @@ def describe_interface() -> Dict[str, Any]:
 #   * A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; a reader has a place
 #     in it and one piece at most on the way. Who is too slow for the feed is told how much was missed, who takes nothing
 #     at all is given up like any other client. Nothing is sent before the commit, and nothing is kept where nobody listens.
-#   * A long body lies on disk until it is whole; then a child reads it and a thread has the store for its request, one at
-#     a time. Meanwhile the loop does not touch the store (has_store): pings are answered, other requests wait.
+#   * A long body lies on disk until it is whole; then a child reads it and a thread has the store for its
+#     request, one at a time. Meanwhile the loop does not touch the store (has_store): pings are answered, other
+#     requests wait.
 #   * An administrator's SQL has a transaction of its own: whatever it does, it does not touch what others asked for.
 #
 # Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts),
@@ -11460,7 +11465,7 @@ def describe_interface() -> Dict[str, Any]:
 
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
 SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate, as it arrives
-MAX_HELD_BYTES = 64 * 2 ** 20       # of bodies on their way, in memory; others, and those that are longer than most, are on disk
+MAX_HELD_BYTES = 64 * 2 ** 20       # of bodies on their way, in memory; others, and all long ones, are on disk
 MAX_SPOOLED_BYTES = 2 ** 30         # ... there
 MAX_SPOOLED_OF_USER = 400 * 2 ** 20     # ... of one user
 SPOOL_RESERVE_BYTES = 64 * 2 ** 20  # that they leave free there
@@ -11508,11 +11513,11 @@ SINGLE_FIELDS = frozenset([
     'authorization', 'connection', 'content-length', 'expect', 'host', 'origin', 'sec-fetch-site', 'transfer-encoding'])
 STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # bytes on the wakeup descriptor; 0: stop()
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
-MAX_WAITING_CHECKS = 256            # passwords that wait for their check, which takes about 0.1 s; others are answered 429
+MAX_WAITING_CHECKS = 256            # passwords that wait for their check, of about 0.1 s; others get 429
 WRONGS_KEPT_S = 60.0                # wrong passwords count so long against their user and address
 WRONG_PASSWORD_S = 1.0              # from a wrong password or token to its 401, whatever was wrong with it
-WRONGS_PER_WAIT = 8                 # so many wrong passwords of an address lately, and the next are told that much later again
-MAX_WRONG_WAITS = 20                # ... but not later than this
+WRONGS_PER_WAIT = 8                 # for so many of an address lately, the next are told as much later again
+MAX_WRONG_WAITS = 20                # ... but not later than so many times
 REFUSALS_TOLD_S = 60.0              # between log lines about refused requests
 MAX_TOLD_REFUSALS = 1000            # addresses that are told apart there
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
@@ -12200,7 +12205,8 @@ def format_refusal(signer: Optional['Signer'], error: TorcError, fields: str = '
 
 # -------- who may ask --------
 
-NO_TOKEN = 'the token is missing or wrong: send `Authorization: Bearer TOKEN`, or any user with the token as password'
+NO_TOKEN = ('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
+            'or any user with the token as password')
 
 
 def holds_token(head: Head, token: bytes) -> bool:
@@ -12247,11 +12253,11 @@ def offered_password(authorization: str) -> Tuple[str, bytes]:
 
 # -------- signatures --------
 #
-# Our own clients never send the token: whoever listens at an old address of the server could forward everything, its
-# proof of identity too, and would be shown the token next. Each end of a connection chooses a nonce instead, the key of
-# the connection is made of both, the server's id and the token, and with it every request is signed, its body included,
-# and every answer. Requests are counted, so that one that was seen on the way is worth nothing a second time, and a
-# signature is worth nothing on another connection. Header fields other than these are not signed.
+# Our own clients never send the token: whoever listens at an old address of the server could forward everything,
+# its proof of identity too, and would be shown the token next. Each end of a connection chooses a nonce instead, the
+# key of the connection is made of both, the server's id and the token, and with it every request is signed, its body
+# included, and every answer. Requests are counted, so that one that was seen on the way is worth nothing a second
+# time, and a signature is worth nothing on another connection. Header fields other than these are not signed.
 #
 #     GET /healthz?challenge=NONCE    -> {"nonce": NONCE, "server_id": ID, "signed_proof": MAC, ...}
 #     authorization: Torc-HMAC SHA256_OF_BODY MAC(request, count, method, path?query, SHA256_OF_BODY)
@@ -12270,10 +12276,11 @@ class Signer:
         """`challenge` is the client's nonce, `nonce` the server's."""
         words = f'{challenge} {nonce} {server_id}'
         self.nonce = nonce
-        self.proof = hmac.new(token, f'torc.py server {words}'.encode('utf-8', 'replace'), hashlib.sha256).hexdigest()
-        key = hmac.new(token, f'torc.py session {words}'.encode('utf-8', 'replace'), hashlib.sha256).digest()
-        # HMAC by its definition (RFC 2104), half done: copied for each signature, it takes a third of what hmac takes.
-        self._inner, self._outer = (hashlib.sha256(bytes(byte ^ pad for byte in key.ljust(64, b'\0'))) for pad in (0x36, 0x5c))
+        self.proof = hmac.new(token, f'torc.py server {words}'.encode('utf-8', 'replace'), 'sha256').hexdigest()
+        key = hmac.new(token, f'torc.py session {words}'.encode('utf-8', 'replace'), 'sha256').digest()
+        # HMAC by its definition (RFC 2104), half done: copied for each signature, it takes a third of hmac's time.
+        self._inner, self._outer = (hashlib.sha256(bytes(byte ^ pad for byte in key.ljust(64, b'\0')))
+                                    for pad in (0x36, 0x5c))
         self.requests = 0       # sent, or accepted
         self.pieces = 0         # of the stream that answers the last one
 
@@ -12294,7 +12301,8 @@ class Signer:
         """See that the next request is signed; the digest that its body must have, or '' if it is not."""
         match = SIGNATURE.match(authorization)
         digest, signature = match.groups() if match else ('', '')
-        if not hmac.compare_digest(signature, self.sign('request', self.requests + 1, digest, method, target)):
+        wanted = self.sign('request', self.requests + 1, digest, method, target)
+        if not hmac.compare_digest(signature, wanted):
             return ''
         self.requests += 1
         self.pieces = 0
@@ -12311,7 +12319,7 @@ class Signer:
 
 
 def prove_token(token: bytes, challenge: str, port: int) -> str:
-    """What clients of before ask for, before they show the token: only a server on this port that holds it can know."""
+    """What clients of older versions ask for before they show the token: only its server on this port can know."""
     return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
 
 
@@ -12471,16 +12479,16 @@ class PasswordCheck(NamedTuple):
 class CheckQueue:
     """Passwords that wait for their check. One thread takes them.
 
-    Every other time the oldest is next, else the one whose user has shown the fewest wrong passwords lately from that
-    address, then the one whose address has: who guesses waits for others who do, and hardly anybody for them. If
-    there are too many, who would come last must go. A user who has logged in before from an address comes first.
+    Every other time the oldest is next, else the one whose user has shown the fewest wrong passwords lately from
+    that address, then the one whose address has: who guesses waits for others who do, and hardly anybody for them.
+    If there are too many, who would come last must go. Who has logged in before from an address comes first.
     """
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.waiting = []           # type: List[PasswordCheck]  # in the order in which they came
         self.wrong = collections.Counter()  # type: collections.Counter[Any]  # of (user, peer) and of peer
-        self.right = collections.OrderedDict()  # type: collections.OrderedDict[Tuple[str, str], None]  # (user, peer)
+        self.right = collections.OrderedDict()  # type: Dict[Tuple[str, str], None]  # (user, peer)
         self.forget_at = math.inf   # when `wrong` is forgotten (monotonic)
         self.taken = 0
         self.is_closed = False
@@ -12507,7 +12515,8 @@ class CheckQueue:
             if self.is_closed:
                 return None
             self.taken += 1
-            return self.waiting.pop(0 if self.taken % 2 else min(range(len(self.waiting)), key=lambda place: self.rank(self.waiting[place])))
+            best = min(range(len(self.waiting)), key=lambda place: self.rank(self.waiting[place]))
+            return self.waiting.pop(0 if self.taken % 2 else best)
 
     def judge(self, check: PasswordCheck, is_right: bool, now: float) -> None:
         """Remember what came of a check."""
@@ -12580,7 +12589,7 @@ class Users:
                 self.known.popitem(last=False)
 
     def begin(self, digest: bytes, user: str, password: bytes, peer: str) -> Optional[PasswordCheck]:
-        """Have a password checked; its verdict comes later. The check that is not made instead, if there are too many."""
+        """Have a password checked; its verdict comes later. The check that is not made for it, if there are too many."""
         stored = self.hashes.get(user)
         if stored is None:      # like one of the users, always the same one
             place = int.from_bytes(self.digest(user, b''), 'big')
@@ -12752,10 +12761,10 @@ def show_body(body: bytes) -> Optional[str]:
 
 # -------- long bodies --------
 #
-# A body of more than MAX_BODY_BYTES would hold up all others for many seconds: while it is read and checked, and while its
-# verb is carried out. A forked child reads and checks it, and writes what the verb is to get in slices; a thread takes
-# these and has the store until the verb is done. Meanwhile the loop answers what needs no store (is_free), and lets all
-# other requests wait. There is one such request at a time.
+# A body of more than MAX_BODY_BYTES would hold up all others for many seconds: while it is read and checked, and
+# while its verb is carried out. A forked child reads and checks it, and writes what the verb is to get in slices; a
+# thread takes these and has the store until the verb is done. Meanwhile the loop answers what needs no store
+# (is_free), and lets all other requests wait. There is one such request at a time.
 
 ERRORS_OF_BODIES = {kind.__name__: kind for kind in (TorcError, BadInput, Refused, NotFound, Denied)}
 
@@ -12772,7 +12781,8 @@ def read_long_body(head: Head, source: Any, target: Any) -> None:
             raise BadInput(f'the body holds more than {MAX_BODY_VALUES:,} values', http=413)
         body = check_body(route.body, parse_body(data)) if route.body else None
     except TorcError as error:
-        return write({'kind': type(error).__name__, 'message': error.message, 'http': error.http, 'details': error.details})
+        return write({'kind': type(error).__name__, 'message': error.message, 'http': error.http,
+                      'details': error.details})
     write(None)     # no error
     if not isinstance(body, dict):
         return write(['', body])
@@ -12810,12 +12820,14 @@ def run_reader(head: Head, source: Any, target: Any, pipe: int) -> None:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         keep = (0, 1, 2, source.fileno(), target.fileno(), pipe)
-        for name in os.listdir('/dev/fd'):      # a client's end must not stay open here; of the database no lock is ours
+        for name in os.listdir('/dev/fd'):      # a client's end must not stay open here; no lock is this process's
             if int(name) not in keep:
                 with contextlib.suppress(OSError):      # the one that listed the directory
                     os.close(int(name))
         gc.disable()
         os.nice(5)
+        with contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as file:
+            file.write('1000')      # if memory runs out, this process is to go, and not the server (proc(5))
         used = read_virtual_bytes()
         if used:
             resource.setrlimit(resource.RLIMIT_AS, (used + READER_BYTES, used + READER_BYTES))
@@ -12841,7 +12853,7 @@ def read_virtual_bytes() -> int:
 
 
 def format_long(value: Any) -> bytes:
-    """A long answer as JSON. Its lists are used up slice by slice: to write or free them at once would hold up other threads."""
+    """A long answer as JSON. Its lists are used up in slices: to write or free them at once would hold up the loop."""
     if not isinstance(value, dict) or not any(isinstance(item, list) for item in value.values()):
         return format_json(value).encode()
     parts = []
@@ -13086,8 +13098,9 @@ def peer_of(address: str) -> str:
 
 
 REFUSALS = {    # status -> what was wrong with requests that were refused so, for the log
-    400: 'malformed', 401: 'without the right token or password', 403: 'of another site, or without access', 408: 'not whole within their time',
-    413: 'too long', 414: 'too long', 429: 'too many at once', 431: 'with too long a head', 503: 'too many at once',
+    400: 'malformed', 401: 'without the right token or password', 403: 'of another site, or without access',
+    408: 'not whole within their time', 413: 'too long', 414: 'too long', 429: 'too many at once',
+    431: 'with too long a head', 503: 'too many at once',
 }
 
 
@@ -13114,7 +13127,7 @@ class Server:
         self.owner = Caller(user_name(), True) if self.token else Caller(ANONYMOUS, False)    # who asks with the token, or where there is none
         self.tick = tick                        # called now and then inside a transaction; true: call again soon
         self.attempts = {}                      # type: Dict[bytes, Attempt]  # by digest
-        self.refusals = collections.Counter()   # type: collections.Counter[Tuple[str, int]]  # (peer, status), not yet told
+        self.refusals = collections.Counter()   # type: Dict[Tuple[str, int], int]  # (peer, status), not yet told
         self.refusals_told_at = -math.inf
         self.is_swollen = False                 # by a large request or answer
         self.failures = 0                       # requests that could not be stored, not yet told
@@ -13134,8 +13147,8 @@ class Server:
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for this turn or the next
         self.spools = set()                     # type: Set[Spool]
         self.long = None                        # type: Optional[LongRequest]  # that is being carried out
-        self.long_ones = collections.deque()    # type: collections.deque[Tuple[Connection, Request]]  # that wait for it
-        self.put_off = []                       # type: List[Callable[[], Any]]  # calls of signals, until the store is here
+        self.long_ones = collections.deque()    # type: Any  # (connection, request) of those that wait for it
+        self.put_off = []                       # type: List[Callable[[], Any]]  # calls of signals, for the store
         self.is_leaving = False
         self.is_embedded = is_embedded
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
@@ -13306,7 +13319,8 @@ class Server:
                 return self.on_exhaustion(error)
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(client, self.on_readable if self.tls is None else self.on_hello, peer_of(address[0]))
+            step = self.on_readable if self.tls is None else self.on_hello
+            connection = Connection(client, step, peer_of(address[0]))
             self.connections.add(connection)
             self.selector.register(client, selectors.EVENT_READ, functools.partial(self.on_ready, connection))
             self.leave_at = math.inf
@@ -13316,7 +13330,7 @@ class Server:
                 self.drop_oldest_stranger()
 
     def drop_oldest_stranger(self) -> None:
-        """Make room: who has long been here without a request that was let in may come again. First the peer with most of them."""
+        """Make room: the oldest of the peer that has most connections without a request that was let in."""
         counts = collections.Counter(connection.peer for connection in self.strangers)
         most = max(counts.values(), default=0)
         for connection in self.strangers:
@@ -13436,11 +13450,13 @@ class Server:
             with memoryview(connection.received) as view:
                 body = bytes(view[:head.length])
             del connection.received[:head.length]
-        if connection.digest and (hashlib.sha256(body) if spool is None else spool.digest).hexdigest() != connection.digest:
+        digest = hashlib.sha256(body) if spool is None else spool.digest
+        if connection.digest and digest.hexdigest() != connection.digest:
             connection.is_signed = False
             raise Denied('the body is not the one that was signed', http=401)
         connection.head = connection.spool = None
-        return Request(head, body, connection.caller, connection.signer if connection.is_signed else None, spool)
+        signer = connection.signer if connection.is_signed else None
+        return Request(head, body, connection.caller, signer, spool)
 
     def await_body(self, connection: Connection, head: Head) -> None:
         """See that the body is not too long. If it is still to come, ask for it, and give it its time."""
@@ -13456,7 +13472,7 @@ class Server:
 
     def make_room(self, connection: Connection, length: int) -> None:
         """See that a body finds its place, in memory or on disk."""
-        held = sum(other.head.length for other in self.connections if other.head and not other.spool)     # this one too
+        held = sum(other.head.length for other in self.connections if other.head and not other.spool)   # this one too
         held += sum(len(request.body) for _, request in self.complete)
         if length <= MAX_BODY_BYTES and held <= MAX_HELD_BYTES:
             return
@@ -13490,9 +13506,11 @@ class Server:
             return True
         authorization = head.fields.get('authorization', '')
         if connection.signer is not None and authorization.startswith(SIGNATURE_SCHEME):
-            connection.digest = connection.signer.check_request(authorization, head.method, f'{head.path}?{head.query}')
+            target = f'{head.path}?{head.query}'
+            connection.digest = connection.signer.check_request(authorization, head.method, target)
             connection.is_signed = bool(connection.digest)
-            return connection.is_signed or self.refuse_late(connection, 'the request was altered on its way, or sent before')
+            altered = 'the request was altered on its way, or sent before'
+            return connection.is_signed or self.refuse_late(connection, altered)
         if self.users is None or head.path == '/healthz':
             if holds_token(head, self.token):
                 return True
@@ -13537,7 +13555,8 @@ class Server:
     def give_up(self, attempt: Attempt) -> None:
         """Send away those who wait for a check that is not going to be made."""
         for connection in list(attempt.clients):
-            self.attempt(connection, self.refuse, Denied('too many passwords are being checked: try again in a moment', http=429))
+            error = Denied('too many passwords are being checked: try again in a moment', http=429)
+            self.attempt(connection, self.refuse, error)
 
     def on_wrong(self, connection: Connection) -> None:
         """A password was wrong: tell it when its time has come."""
@@ -13594,7 +13613,7 @@ class Server:
         if end < 0:
             return None
         head = parse_head(bytes(received[:end]))
-        check_sender(head, self.names, 'http' if self.tls is None else 'https')     # who it is comes next, in identify()
+        check_sender(head, self.names, 'http' if self.tls is None else 'https')     # who it is: see identify()
         if head.fields.get('expect', '100-continue').lower() != '100-continue':
             raise BadInput('this expectation cannot be met', http=417)
         del received[:end + 4]
@@ -13607,9 +13626,11 @@ class Server:
         log.debug('refused with %d: %s', error.http, error.message)
         connection.is_last = True
         self.leave_attempt(connection)
-        fields = {401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}.get(error.http, '')
+        fields = {401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n',
+                  503: 'retry-after: 5\r\n'}.get(error.http, '')
         self.count_refusal(connection.peer, error.http)
-        answer = format_refusal(connection.signer if connection.is_signed else None, error, 'connection: close\r\n' + fields)
+        signer = connection.signer if connection.is_signed else None
+        answer = format_refusal(signer, error, 'connection: close\r\n' + fields)
         self.traffic.add_answer(answer)
         self.deliver(connection, answer)
 
@@ -13622,7 +13643,8 @@ class Server:
     def tell_refusals(self, now: float) -> None:
         """Write the log lines about refused requests."""
         for (peer, status), count in sorted(self.refusals.items()):
-            log.warning('refused requests of %s: %d %s (%d)', peer, count, REFUSALS.get(status, reason_phrase(status)), status)
+            reason = REFUSALS.get(status, reason_phrase(status))
+            log.warning('refused requests of %s: %d %s (%d)', peer, count, reason, status)
         self.refusals.clear()
         self.refusals_told_at, self.tell_refusals_at = now, math.inf
 
@@ -13671,7 +13693,8 @@ class Server:
             self.selector.register(pipe, selectors.EVENT_READ, self.on_read)
         except (OSError, Unreachable) as error:     # no process, descriptor or room
             self.forget_spool(request.spool)
-            self.end_long(format_refusal(request.signer, Unreachable(f'the body cannot be read now: {error}', http=503), 'retry-after: 5\r\n'))
+            failure = Unreachable(f'the body cannot be read now: {error}', http=503)
+            self.end_long(format_refusal(request.signer, failure, 'retry-after: 5\r\n'))
 
     def on_read(self, mask: int) -> None:
         """The child that reads a long body has ended: let a thread carry the request out."""
@@ -13679,9 +13702,10 @@ class Server:
         is_done = self.long.end_reading()
         self.forget_spool(self.long.request.spool)
         if not is_done:
-            error = BadInput('the body takes too much memory, time or disk space to be read: send it in parts', http=413)
+            error = BadInput('the body takes too much memory, time or disk space to be read: '
+                             'send it in parts', http=413)
             return self.end_long(format_refusal(self.long.request.signer, error))
-        self.long.thread = threading.Thread(target=self.carry_out_long, args=(self.long,), name='long request', daemon=True)
+        self.long.thread = threading.Thread(target=self.carry_out_long, args=(self.long,), daemon=True)
         self.long.thread.start()
 
     def carry_out_long(self, long: LongRequest) -> None:
@@ -13757,7 +13781,8 @@ class Server:
         if isinstance(value, Subscription):
             return self.answer_stream(request, value)
         try:
-            body = b'' if value is None else format_long(value) if head.length > MAX_BODY_BYTES else format_json(value).encode()
+            is_long = head.length > MAX_BODY_BYTES
+            body = b'' if value is None else format_long(value) if is_long else format_json(value).encode()
         except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
             log.exception('%s %s: a bug in torc.py: its answer cannot be sent', head.method, head.path)
             status, body = 500, b'{"error":{"error":"InternalServerError","message":"a bug in torc.py"}}'
@@ -13781,15 +13806,18 @@ class Server:
         challenge = CHALLENGE.match(head.query)
         if not challenge or request.signer is None:
             return 200, {'status': 'ok'}
-        return 200, {'status': 'ok', 'nonce': request.signer.nonce, 'server_id': self.id, 'signed_proof': request.signer.proof,
-                     'proof': prove_token(self.token, challenge.group(1), self.listener.getsockname()[1])}
+        return 200, {'status': 'ok', 'nonce': request.signer.nonce, 'server_id': self.id,
+                     'signed_proof': request.signer.proof, 'proof': prove_token(
+                         self.token, challenge.group(1), self.listener.getsockname()[1])}
 
     # ---- streams ----
 
     def answer_stream(self, request: Request, wanted: Subscription) -> Opening:
         """The head of a stream. Its end is that of the connection: HTTP/1.0 knows no other way, and none is simpler."""
-        signature = '' if request.signer is None else f'torc-signature: {request.signer.sign_answer(200, b"")}\r\n'
-        text = f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{signature}content-type: text/event-stream\r\nconnection: close\r\n\r\n'.encode()
+        signer = request.signer
+        signature = '' if signer is None else f'torc-signature: {signer.sign_answer(200, b"")}\r\n'
+        text = (f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{signature}'
+                'content-type: text/event-stream\r\nconnection: close\r\n\r\n').encode()
         return Opening(text, None if request.head.method == 'HEAD' else wanted, request)
 
     def open_stream(self, connection: Connection, opening: Opening) -> None:
@@ -14437,11 +14465,11 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
 # server that this account has registered, wherever its database is; the embedded database of this directory.
 #
 # A connection file is believed only after its server has proved that it knows the token, for a port may have changed
-# hands; from then on requests and answers are signed with it (Signer), and it is never sent, but to a server of an older
-# torc.py, which a connection file without `signs` is of. That exchange also makes sure that an embedded server on the
-# point of leaving has let us in: from then on it stays until we close. Who knows the user by a password only cannot prove
-# anything: a password goes to a server that was named, and to no other. What was sent once is not sent again by itself,
-# unless it only reads: the caller knows better.
+# hands; from then on requests and answers are signed with it (Signer), and it is never sent, but to a server of
+# an older torc.py, which a connection file without `signs` is of. That exchange also makes sure that an embedded
+# server on the point of leaving has let us in: from then on it stays until we close. Who knows the user by a
+# password only cannot prove anything: a password goes to a server that was named, and to no other. What was sent
+# once is not sent again by itself, unless it only reads: the caller knows better.
 # A stream of events takes a connection of its own, and goes on where it left off when that is lost.
 #
 # Over https a connection file names the one certificate to believe; without one it is as with any other https server.
@@ -14690,7 +14718,8 @@ class Wire:
         if self.signer is None:
             return
         found = SIGNATURE_FIELD.search(head)
-        if not found or not hmac.compare_digest(found.group(1).decode(), self.signer.sign_answer(status, body)):
+        wanted = self.signer.sign_answer(status, body)
+        if not found or not hmac.compare_digest(found.group(1).decode(), wanted):
             raise ConnectionError(f'its answer ({status}) is not signed by the server of the token: '
                                   'somebody else answers at this address, or alters what passes')
 
@@ -15138,7 +15167,7 @@ class Client(Operations):
         return self.ask_proof(self.open_wire(urls), found)
 
     def ask_proof(self, wire: Wire, server: Dict[str, Any]) -> Wire:
-        """Let the server prove that it knows the token, and sign from now on. Without a token: see that it lets us in.
+        """Let the server prove that it knows the token, and sign from now on. Without one: see that it lets us in.
 
         `server` is what its connection file says; {} if there is none.
         """
@@ -15147,7 +15176,8 @@ class Client(Operations):
             status, body = wire.ask('GET', f'/healthz?challenge={challenge}', deadline_s=FIND_DEADLINE_S)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
-            said = {key: str(item).encode('ascii', 'replace').decode() for key, item in json.loads(body.decode()).items()}
+            said = {key: ascii(item) if not isinstance(item, str) else item.encode('ascii', 'replace').decode()
+                    for key, item in json.loads(body.decode()).items()}
         except (OSError, ValueError, AttributeError) as error:
             wire.close()
             raise absent(f'no answer from {wire.address.url}: {explain(error)}') from None
@@ -15156,14 +15186,16 @@ class Client(Operations):
         token = read_token(self.token_file)
         signer = Signer(token.encode(), challenge, said.get('nonce', ''), said.get('server_id', ''))
         is_old = bool(server) and not server.get('signs')
-        if is_old and hmac.compare_digest(said.get('proof', ''), prove_token(token.encode(), challenge, wire.address.port)):
+        old_proof = prove_token(token.encode(), challenge, wire.address.port)
+        if is_old and hmac.compare_digest(said.get('proof', ''), old_proof):
             wire.show_token(token)
         elif not is_old and hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
                 and server.get('server_id') in (None, said['server_id']):
             wire.signer = signer
         else:
             wire.close()
-            raise Unreachable(f'what answers at {wire.address.url} is not the server of the token in {self.token_file}')
+            raise Unreachable(f'what answers at {wire.address.url} is not the server of the token '
+                              f'in {self.token_file}')
         return wire
 
 
