@@ -9393,6 +9393,10 @@ class PasswordServerTest(WorldTest):
         self.assertEqual(['1 without the right token or password (401)', '2 without the right token or password (401)',
                           '1 of another site, or without access (403)', '1 too long (413)'],
                          [record.getMessage().partition('refused requests of 127.0.0.1: ')[2] for record in caught.records])
+        with self.assertLogs('torc', 'WARNING') as caught:
+            self.ask('')
+            self.server.stop()      # what is not told by then is told then
+        self.assertEqual(1, len(caught.records))
         for number in range(torc.MAX_TOLD_REFUSALS + 10):
             server.count_refusal(f'10.0.{number // 256}.{number % 256}', 401)
         self.assertEqual((torc.MAX_TOLD_REFUSALS + 1, 10), (len(server.refusals), server.refusals['other addresses', 401]))

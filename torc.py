@@ -13205,6 +13205,7 @@ class Server:
 
     def close(self) -> None:
         """Close all sockets. The store is the caller's."""
+        self.tell_refusals(time.monotonic())
         if self.users is not None:
             self.users.close()
         if self.long is not None:
