@@ -2671,6 +2671,16 @@ def silenced(test: unittest.TestCase) -> None:
     test.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
 
 
+class FreeStore(torc.Store):
+    """A store on which a test may change something between the transactions of verbs."""
+
+    def run(self, sql: str, parameters: Sequence[Any] = ()) -> int:
+        if self._db.in_transaction:
+            return super().run(sql, parameters)
+        with self.transaction():
+            return super().run(sql, parameters)
+
+
 class ServiceTest(unittest.TestCase):
     """Verbs on a Store, without sockets or processes; the clock stands still until the test moves it."""
 
@@ -2678,7 +2688,7 @@ class ServiceTest(unittest.TestCase):
         self.directory = tempfile.mkdtemp(prefix="torc's service ")
         self.addCleanup(shutil.rmtree, self.directory)
         self.clock = 1700000000.0
-        self.store = torc.Store(os.path.join(self.directory, 'torc.db'), lambda: self.clock)
+        self.store = FreeStore(os.path.join(self.directory, 'torc.db'), lambda: self.clock)
         self.store.clock = self.store.now
         self.store.caller = 'tester'
         self.addCleanup(self.store.close)
@@ -6057,7 +6067,8 @@ class GroupTest(ServiceTest):
                 self.call(name, body, group_id=1, **more)
         self.assertRaises(torc.BadInput, torc.set_administrators, self.store, ['anonymous'])
         self.store.run('DELETE FROM access_group WHERE is_system = 1')      # of a database that had none
-        torc.set_administrators(self.store, ['bob'])
+        with self.store.transaction():
+            torc.set_administrators(self.store, ['bob'])
         self.assertTrue(torc.is_system_admin(self.store, 'bob'))
 
     def test_a_group_gets_workflows_when_they_are_made_or_later(self):
@@ -6085,7 +6096,8 @@ class GroupTest(ServiceTest):
     def test_it_is_told_who_has_access_and_why(self):
         self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
         self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
-        torc.set_administrators(self.store, ['root'])
+        with self.store.transaction():
+            torc.set_administrators(self.store, ['root'])
         for user, has_access, reason in (('ann', True, 'owns it'), ('bob', True, 'is in a group'), ('cy', False, 'neither'), ('root', True, 'administrator'),
                                          ('anonymous', False, 'anybody')):
             found = self.call('check_workflow_access', workflow_id=self.workflow_id, user_name=user)
@@ -10743,7 +10755,7 @@ class FindServerTest(WorldTest):
         first, url = self.world.serve('-d', 'a.db'), self.world.serve('-d', 'b.db')
         self.assertExit(0, self.cli('--db', '../a.db', 'workflows', 'new', '-n', 'of a'))
         outcome = self.assertExit(2, self.cli('delete', 1, '--no-prompts'), 'several servers are registered', '--url URL', 'TORC_API_URL', '--db FILE', '-s:')
-        self.assertEqual({f"  {first}  {self.world.path('a.db')}", f"  {url}  {self.world.path('b.db')}"}, set(outcome.err.splitlines()[1:]))
+        self.assertEqual({f"    {first}  {self.world.path('a.db')}", f"    {url}  {self.world.path('b.db')}"}, set(outcome.err.splitlines()[1:]))
         self.assertEqual([['of a'], ['of a'], [], []], [self.names(*words) for words in (
             ('--db', '../a.db'), ('--url', first), ('--url', url), ('--db', '../b.db'))])
         self.assertExit(0, self.cli('workflows', 'list', env={'TORC_API_URL': url}))
@@ -11704,7 +11716,8 @@ def replace_commands(launcher: Any, world: World, trials: int) -> str:
         for number in range(trials):    # every second one without O_TMPFILE: the file has a name for a moment
             nameless = {'_O_TMPFILE_WORKS': number % 2 == 0}
             patched = unittest.mock.patch.multiple(tempfile, tempdir=directory, **nameless)
-            outputs = [torc.open_output(world.path(f'out{number}'))] * 2
+            with torc.HeldDirectory(world.directory) as held:
+                outputs = [held.create(f'out{number}')] * 2
             with contextlib.ExitStack() as stack:
                 stack.callback(os.close, outputs[0])
                 stack.enter_context(patched)
@@ -12114,10 +12127,12 @@ class RunnerTest(WorldTest):
         return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*_wf1_r1.log'))
 
     def test_an_entry_of_the_runners_log_is_one_line(self):
-        log = torc.RunLog(self.world.path('x.log'), 'info')
-        log.write('Action failed: a\nINFO forged\x9b', value='b\n\tc\u202e')
-        log.close()
-        self.assertRegex(self.world.read('x.log'),
+        os.mkdir(self.world.path('out'))
+        with torc.OutputDirectory(self.world.path('out')) as output:
+            log = torc.RunLog(output, 'x.log', 'info')
+            log.write('Action failed: a\nINFO forged\x9b', value='b\n\tc\u202e')
+            log.close()
+        self.assertRegex(self.world.read('out/x.log'),
                          r'\A[0-9T:.Z-]+ INFO Action failed: a\\nINFO forged\\x9b value=b\\n\tc\\u202e\n\Z')
 
     def test_a_diamond_runs_in_order_and_is_reported(self):
@@ -12500,14 +12515,14 @@ class RunnerTest(WorldTest):
 
     def test_a_sleeper_that_falls_asleep_at_a_start_asks_too(self):
         self.create(*['echo $TORC_ATTEMPT_ID >> ran$TORC_JOB_ID'] * 4)
-        real, seen = torc.Launcher.shell_words, []
+        real, seen = torc.Launcher.spawn_shell, []
 
-        def shell_words(launcher: Any, command: str) -> Any:
+        def spawn_shell(launcher: Any, command: str, *rest: Any) -> int:
             seen.append(command)
             if len(seen) == 3:
                 self.sleep(self.give_up)
-            return real(launcher, command)
-        with unittest.mock.patch.object(torc.Launcher, 'shell_words', shell_words):
+            return real(launcher, command, *rest)
+        with unittest.mock.patch.object(torc.Launcher, 'spawn_shell', spawn_shell):
             self.assertEqual(4, self.run_it(num_cpus=4, poll_interval_s=0.05).completed)
         self.assertEqual(['1\n', '1\n', '2\n', '2\n'], [self.world.read(f'ran{number}') for number in (1, 2, 3, 4)])
         self.assertEqual([(3, 1, -128, 'canceled'), (3, 2, 0, 'completed')],
@@ -14046,8 +14061,8 @@ class WorkflowTest(CommandTest):
         workflow = self.json('workflows get 1')
         self.assertEqual([workflow], self.json('delete 1 --no-prompts'))
         self.make()
-        client = torc.Client(database=self.world.path('torc_output/torc.db'))
-        deleted = client.call('delete_workflow', workflow_id=2)
+        with torc.Client(database=self.world.path('torc_output/torc.db')) as client:
+            deleted = client.call('delete_workflow', workflow_id=2)
         self.assertEqual(('Deleted workflow 2', 2), (deleted['message'], deleted['id']))
 
     def test_archived_workflows_are_listed_when_asked_for(self):

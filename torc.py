@@ -931,6 +931,14 @@ def ask(argv: Sequence[str], timeout_s: float = 10.0) -> Reply:
     return Reply(done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stdout, done.stderr)
 
 
+def uptime_s() -> float:
+    """A clock that goes on while the machine is suspended (Linux: CLOCK_BOOTTIME, named since Python 3.7)."""
+    try:
+        return time.clock_gettime(7)
+    except (AttributeError, OSError):
+        return time.monotonic()
+
+
 class Clocks(NamedTuple):
     """One moment by two clocks, in seconds."""
     running: float      # since boot, suspensions included; nobody can set it
@@ -938,12 +946,8 @@ class Clocks(NamedTuple):
 
 
 def read_clocks() -> Clocks:
-    """Now. Where the system has no CLOCK_BOOTTIME (clock_gettime(2)), the monotonic clock must do."""
-    try:
-        running = time.clock_gettime(7)     # the constant came with Python 3.7
-    except (AttributeError, OSError):
-        running = time.monotonic()
-    return Clocks(running, time.time())
+    """Now."""
+    return Clocks(uptime_s(), time.time())
 
 
 def read_boot_id() -> str:
@@ -984,14 +988,6 @@ def give_memory_back() -> None:
     """Return what was freed to the system, which glibc keeps otherwise (malloc_trim(3))."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def uptime_s() -> float:
-    """A clock that goes on while the machine is suspended (Linux: CLOCK_BOOTTIME, named since Python 3.7)."""
-    try:
-        return time.clock_gettime(7)
-    except (AttributeError, OSError):
-        return time.monotonic()
 
 
 def filesystem_type(path: str) -> str:
@@ -15255,7 +15251,7 @@ def describe_server(path: str, server: Dict[str, Any]) -> str:
     lives = process_lives(server)
     state = f' (killed; to remove it: rm {shlex.quote(path)})' if lives is False else ''
     state = f" (on host {server.get('host')})" if lives is None else state
-    return f"\n  {server['url']}  {server['database']}{state}"
+    return f"\n    {server['url']}  {server['database']}{state}"
 
 
 def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
