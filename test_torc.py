@@ -18893,7 +18893,7 @@ class HostileTextLaws(WorldTest):
             self.assertIn('EVIL', err)
             self.assertIsNone(ACTS.search(err), ascii(err))
             self.assertIsNone(FORGED_LINE.search(err), err)
-        record = torc.output_record_path(os.path.join(self.true_texts[0], 'torc_output'), 1)
+        record = os.path.join(self.true_texts[0], 'torc_output', torc.output_record_name(1))
         for content in ('damaged', json.dumps({'id': 'x', 'path': text, 'host': text})):    # of the directory of submission
             self.world.write(record, content)
             code, out, err = self.call(['logs', '1'], TerminalBytes)
