@@ -8496,6 +8496,24 @@ class LongBodyTest(WorldTest):
         self.addCleanup(self.server.stop)
         self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
 
+    def test_the_loop_does_not_take_what_the_thread_writes_for_anothers_work(self) -> None:
+        gate, has_written, on_commit = threading.Event(), threading.Event(), torc.Store.on_commit
+
+        def held(store: torc.Store) -> None:
+            if not has_written.is_set():
+                has_written.set()
+                gate.wait(20)
+            on_commit(store)
+        self.addCleanup(gate.set)
+        patch = unittest.mock.patch.object(torc.Store, 'on_commit', held)
+        with self.server.connect() as client, patch:
+            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
+            self.assertTrue(has_written.wait(10))
+            self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.PING_PATH))))
+            gate.set()
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+
     def test_calls_of_signals_wait_for_the_store(self) -> None:
         gate, calls = self.hold(), []
         self.server.server.signal_calls[signal.SIGUSR1] = lambda: calls.append(self.server.server.has_store)

@@ -13225,7 +13225,6 @@ class Server:
         for key, mask in ready:
             key.data(mask)
         if self.complete:
-            self.store.check_in_place()
             self.answer_complete()
         self.on_clock(time.monotonic())
         if self.has_store and (self.store.news or self.feeds.changed):
@@ -13649,6 +13648,7 @@ class Server:
         """Run this turn's requests, and when all that they did is on disk, send the answers."""
         if not self.has_store:
             return self.answer_free()
+        self.store.check_in_place()
         batch, size = [], 0     # type: List[Tuple[Connection, Request]], int
         while self.complete and size < TURN_BYTES:
             connection, request = self.complete.pop(0)
