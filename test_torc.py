@@ -10090,6 +10090,29 @@ class MemoryDatabaseTest(WorldTest):
             self.assertEqual({'my.db', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
         self.assertEqual(0o600, os.stat(self.database).st_mode & 0o777)
 
+    def test_a_server_that_has_lost_its_lease_leaves_the_files_of_the_next_one_alone(self) -> None:
+        silenced(self)
+        store, lease = torc.open_in_memory(self.database), torc.Lease(self.database)
+        self.addCleanup(shutil.rmtree, os.path.dirname(store.path))
+        lease.take()
+        store.lease, store.snapshots = lease, torc.SnapshotWriter(store, 300.0, print)
+        with store.transaction():
+            store.run('UPDATE identity SET id = ?', ('x' * 32,))
+        heir = torc.Lease(self.database)
+        heir.mine['host'] = 'elsewhere'
+        heir.write()
+        for name in ('my.db', 'my.db.memory'):
+            self.world.write(name, 'the next one\'s')
+        store.snapshots.begin()
+        store.snapshots.finish()
+        self.assertIn('taken the database over', store.snapshots.error)
+        store.snapshots.close()
+        store.close()
+        self.assertEqual(['the next one\'s'] * 2, [self.world.read(name) for name in ('my.db', 'my.db.memory')])
+        os.unlink(self.database + '.memory')
+        torc.remove_memory_directory(store)     # nowhere else is what was answered last
+        self.assertTrue(os.path.exists(store.path))
+
     def test_it_is_copied_at_intervals_and_when_asked_while_requests_go_on(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory', '--snapshot-interval-seconds', 1)
         client = self.world.connect(database=self.database)

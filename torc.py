@@ -11996,9 +11996,10 @@ def copy_descriptor(descriptor: int, path: str) -> None:
         os.fsync(target.fileno())
 
 
-def replace_database(descriptor: int, database: str) -> None:
-    """Replace a database file with a copy of a frozen main file."""
+def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool) -> None:
+    """Replace a database file with a copy of a frozen main file, after a last check that may raise."""
     copy_descriptor(descriptor, database + '.new')
+    check()
     os.replace(database + '.new', database)
 
 
@@ -12054,11 +12055,19 @@ class SnapshotWriter:
     def work(self) -> None:
         """The thread."""
         try:
-            replace_database(self.store.main_file(), self.store.file_path)
+            self.write()
         except Exception as error:      # border: reported by finish(), and tried again later
             self.failure = error
         self.is_over = True
         self.wake()
+
+    def write(self) -> None:
+        """Put a copy of the live file in the place of the last one, unless the database is another's by now."""
+        replace_database(self.store.main_file(), self.store.file_path, self.check_lease)
+
+    def check_lease(self) -> None:
+        """Conflict if another process has the database: what has its name is not ours to replace or remove."""
+        self.store.check_lease(True)
 
     def finish(self) -> None:
         """Wait for the snapshot that is being written, if there is one."""
@@ -12084,19 +12093,22 @@ class SnapshotWriter:
         """Write the last snapshot. If that fails the live file stays, for the next process."""
         try:
             self.finish()
+            self.check_lease()
             if self.saved < self.store.changes:
                 self.store.freeze()
-                replace_database(self.store.main_file(), self.store.file_path)
+                self.write()
             os.unlink(self.store.file_path + '.memory')
-        except (OSError, sqlite3.Error) as error:
+            self.error = ''
+        except (OSError, sqlite3.Error, Conflict) as error:
             self.report(error)
-            log.error('the newest state of %s stays in %s: the next command that uses it writes it back',
-                      self.store.file_path, self.store.path)
+            cure = '' if isinstance(error, Conflict) else ': the next command that uses it writes it back'
+            log.error('the newest state of %s stays in %s%s', self.store.file_path, self.store.path, cure)
 
 
 def remove_memory_directory(store: Store) -> None:
     """Remove the live file, unless it is still needed."""
-    if not os.path.exists(store.file_path + '.memory'):
+    is_saved = store.snapshots is None or not store.snapshots.error
+    if is_saved and not os.path.exists(store.file_path + '.memory'):
         shutil.rmtree(os.path.dirname(store.path), ignore_errors=True)
 
 
