@@ -8514,6 +8514,22 @@ class LongBodyTest(WorldTest):
             self.assertEqual([200], statuses(read_answers(client, 1)))
         self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
 
+    def test_a_server_that_is_to_leave_waits_for_the_thread_without_looking_all_the_time(self) -> None:
+        gate, server = self.hold(), self.server.server
+        server.is_embedded = True
+        with self.server.connect() as client:
+            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
+            self.assertTrue(self.is_held.wait(10))
+            server.leave_at = 0.0
+            server.wake()
+            self.world.wait(lambda: server.is_leaving, 10, 'the time to leave')
+            self.assertNotEqual(0.0, server.wait_s())
+            with self.server.connect():     # comes too late
+                self.world.wait(lambda: server.leave_at == math.inf, 10, 'the client')
+                self.assertTrue(server.is_leaving)
+            gate.set()
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+
     def test_calls_of_signals_wait_for_the_store(self) -> None:
         gate, calls = self.hold(), []
         self.server.server.signal_calls[signal.SIGUSR1] = lambda: calls.append(self.server.server.has_store)

@@ -13272,7 +13272,9 @@ class Server:
         if self.complete and self.has_store:
             return 0.0
         now = time.monotonic()
-        times = [self.leave_at, self.accept_at, self.sweep_at, self.tell_refusals_at]
+        times = [self.accept_at, self.sweep_at, self.tell_refusals_at]
+        if not self.is_leaving:     # otherwise for the thread of a long request only
+            times.append(self.leave_at)
         if self.has_store:
             times += [self.tick_at, self.keep_alive_at]
             if self.store.snapshots is not None:
@@ -14009,7 +14011,7 @@ class Server:
             self.store.snapshots.act(now)
         if self.leave_at <= now:
             self.on_accept(0)       # the last look: who knocked meanwhile is let in
-            self.is_leaving = self.leave_at <= now
+            self.is_leaving = self.is_leaving or self.leave_at <= now
 
     def sweep(self, now: float) -> None:
         """See whose time is over."""
