@@ -12570,6 +12570,48 @@ class RunnerTest(WorldTest):
         first = next(request for request in self.client.requests if 'held' in request)
         self.assertEqual((6, None, []), (len(first['held']), first['want'], first['started']))
 
+    def test_a_sleeper_that_cannot_ask_waits_at_rest(self):
+        self.create(*['echo $TORC_ATTEMPT_ID >> ran'] * 6)
+        waits, asleep, real = [], [], torc.Wakeup.wait      # type: List[float], List[int], Any
+
+        def fall_asleep(number: int) -> None:
+            if not asleep and self.client.rows('list_jobs', workflow_id=1, status='pending'):
+                asleep.append(number)
+                self.sleep(self.give_up)
+
+        def fail(number: int) -> None:
+            if asleep and number <= asleep[0] + 3:
+                raise torc.Unreachable('nobody there')
+
+        def wait(wakeup: Any, timeout_s: float, pending: Any = None) -> List[int]:
+            if asleep and not self.world.read('ran') and pending is None:
+                waits.append(timeout_s)
+            return real(wakeup, timeout_s, pending)
+        self.client.after, self.client.before = fall_asleep, fail
+        with unittest.mock.patch.object(torc.Wakeup, 'wait', wait), \
+                unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
+            self.assertEqual(6, self.run_it(num_cpus=6, poll_interval_s=0.05).completed)
+        self.assertLess(len(waits), 20)     # three silences, and what is between
+
+    def test_a_runner_that_is_given_up_while_its_output_directory_is_away_does_all_once(self):
+        self.create(self.WAITING.format(1), self.WAITING.format(2), *['echo $TORC_ATTEMPT_ID >> ran3'] * 3)
+
+        def lose() -> None:
+            os.rename(self.world.path('out'), self.world.path('away'))
+            self.world.write('go2', '')
+            self.give_up()
+
+        def mend() -> None:
+            os.rename(self.world.path('away'), self.world.path('out'))
+            self.world.write('go1', '')
+        self.at(lambda: self.is_running('j1') and self.is_running('j2'), lose)
+        self.at(lambda: self.LOST in ' '.join(self.progress.messages) and self.results(), mend)
+        self.assertEqual(5, self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05).completed)
+        self.assertEqual(['1\n', '1\n'], [self.world.read(f'ran{number}') for number in (1, 2)])
+        self.assertEqual(3, len(self.world.read('ran3').split()))
+        self.assertEqual([False, False], self.nodes())
+        self.assertIn('it goes on as compute node 2', ' '.join(self.progress.messages))
+
     def test_a_sleeper_that_falls_asleep_at_a_start_asks_too(self):
         self.create(*['echo $TORC_ATTEMPT_ID >> ran$TORC_JOB_ID'] * 4)
         real, seen = torc.Launcher.spawn_shell, []

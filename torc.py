@@ -17556,7 +17556,7 @@ class Runner:
         """Until a child ends, a signal comes, or one of our times has come."""
         times = [self.launcher.next_deadline(), self.stop_at, math.inf if self.is_killed else self.end]
         times += [self.sent_at + ANSWER_DEADLINE_S] if self.link.pending else [self.poll_at, self.report_at]
-        if self.appetite.backlog and not self.actions.is_busy:
+        if self.appetite.backlog and self.link.has_lease and not self.actions.is_busy:
             times.append(max(self.appetite.moved_at + STALE_AHEAD_S, self.appetite.not_before))
         if self.digests.is_busy or self.link.must_ask:
             times.append(0.0)
