@@ -10846,6 +10846,7 @@ class FindServerTest(WorldTest):
             self.world.wait(lambda: 'waiting for the server for up to 20 minutes' in runner.err, 20, 'its word', [runner])
             self.world.serve('-d', self.world.path('my.db'), '--port', port)
             self.assertExit(0, runner.finish(), text, 'the server answers after ', 'is complete')
+            self.assertNotIn('\\n', runner.err)     # the ways out stand in lines of their own
 
     def test_what_does_not_pass_is_not_waited_for(self) -> None:
         url = self.world.serve('-d', self.world.path('my.db'))
@@ -12460,7 +12461,7 @@ class RunnerTest(WorldTest):
         def call(op: str, *arguments: Any, **params: Any) -> Any:
             ops.append(op)
             if op == 'create_compute_node' and ops.count(op) <= times:
-                raise torc.Unreachable('Connection refused')
+                raise torc.Unreachable('Connection refused\n  to do without it: ...')
             return real(op, *arguments, **params)
         self.client.call = call
         return ops

@@ -17629,7 +17629,8 @@ class Runner:
         self.spare_server()
         self.poll_at = now + link.retry_s
         if is_new:
-            self.say(f'no answer from the server, trying again: {link.error}', 'warning')
+            reason = link.error.partition('\n')[0]      # the rest says how to do without this server
+            self.say(f'no answer from the server, trying again: {reason}', 'warning')
         window_s = self.setting('compute_node_wait_for_healthy_database_minutes') * 60
         if self.leaving in SIGNAL_REASONS:
             window_s = min(window_s, FAREWELL_S)
@@ -18590,6 +18591,10 @@ class Session:
     def show_json(self, value: Any, is_line: bool = False) -> None:
         """A JSON document to stdout, indented or in one line."""
         self.out.write(format_json_document(value, not style_of(self.out, os.environ).is_unicode, is_line))
+
+    def tell_message(self, text: str) -> None:
+        """A message to stderr that may have several lines."""
+        self.tell(*printable_message(text).split('\n'))
 
     def tell(self, *lines: str) -> None:
         """Lines to stderr."""
@@ -20424,7 +20429,8 @@ def await_server(session: Session, options: RunnerOptions) -> None:
             if not error.passes or time.time() >= min(began + minutes * 60, options.end_time or math.inf):
                 raise
             if not is_told:
-                session.tell(f'{error.message}\nwaiting for the server for up to {minutes} minutes')
+                session.tell_message(error.message)
+                session.tell(f'waiting for the server for up to {minutes} minutes')
             is_told = True
         time.sleep(RECONNECT_S)
 
@@ -21956,11 +21962,11 @@ def tell_error(session: Session, error: TorcError) -> int:
     """An error's message and problems on stderr; its exit code."""
     problems = getattr(error, 'problems', [])
     for problem in problems[:PROBLEMS_SHOWN]:
-        session.tell(*printable_message(f'error: {problem}').split('\n'))
+        session.tell_message(f'error: {problem}')
     if len(problems) > PROBLEMS_SHOWN:
         session.tell(f'and {len(problems) - PROBLEMS_SHOWN} more')
     if error.message not in [text for problem in problems for text in (problem.message, str(problem), str(problem._replace(path='')))]:
-        session.tell(*printable_message(f'torc: {error.message}').split('\n'))
+        session.tell_message(f'torc: {error.message}')
     if session.command is not None and session.command.name in JSON_ERRORS and session.format == 'json':
         session.show_json(dict(error.details, status='error', error=error.message, message=error.message))
     return error.exit
