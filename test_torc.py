@@ -2614,6 +2614,17 @@ class StoreTest(unittest.TestCase):
         os.replace(copy, self.path)
         self.assertEqual(list('abcdefgh'), self.open().ids(self.BY_AGE))
 
+    def test_databases_of_older_versions_get_numbers_that_tell_their_logs_apart(self):
+        numbers = set()
+        for _ in range(2):
+            self.open().close()
+            with contextlib.closing(sqlite3.connect(self.path)) as connection:
+                connection.execute('PRAGMA application_id = 0')
+            with contextlib.closing(self.open()) as store, store.transaction():
+                store.insert('workflow', {'name': 'a', 'user': 'u', 'timestamp': 't'})
+                numbers.add(store.value('PRAGMA application_id'))
+        self.assertEqual((2, False), (len(numbers), 0 in numbers))
+
     def test_a_database_that_was_cut_off_is_an_error(self):
         self.open().close()
         with open(self.path, 'r+b') as file:

@@ -5706,7 +5706,8 @@ class Store:
 
     def mark_log(self) -> None:
         """Say in the log for which state of the main file it was written. In a transaction."""
-        number = (self.value('PRAGMA application_id') + 1) % 2 ** 31 or new_log_number()
+        found = self.value('PRAGMA application_id')     # 0: an older version, or copy_rows(), has made the file
+        number = (found + 1) % 2 ** 31 if found else new_log_number()
         self._db.execute(f'PRAGMA application_id = {number}')
 
     def keep_room(self) -> None:
