@@ -12465,6 +12465,24 @@ class RunnerTest(WorldTest):
         self.assertIn('2 ended jobs could not be reported: j1, j2', str(caught.exception))
         self.assertTrue(os.path.exists(self.world.path('ended')))
 
+    def test_a_runner_that_cannot_read_where_its_server_is_kills_nothing(self):
+        self.create(self.WAITING.format(1))
+        real, refused = self.client.begin, []    # type: Any, List[int]
+
+        def begin(*_: Any, **params: Any) -> Any:
+            if self.world.read('ran1') and len(refused) < 4:
+                refused.append(1)
+                raise torc.Denied('cannot read torc.db.token: Stale file handle')
+            if refused:
+                self.world.write('go1', '')
+            return real(*_, **params)
+
+        def reconnect(wait_s: float = 0) -> None:
+            raise torc.Denied('cannot read torc.db.connection: Stale file handle')
+        self.client.begin, self.client.reconnect = begin, reconnect
+        self.assertEqual(1, self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05).completed)
+        self.assertEqual((4, '1\n'), (len(refused), self.world.read('ran1')))
+
     def fail_to_register(self, times: int) -> List[str]:
         """Let so many registrations fail; what was called."""
         real, ops = self.client.call, []    # type: Any, List[str]

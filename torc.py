@@ -16953,7 +16953,7 @@ class Link:
             body.update(held())
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S, workflow_id=self.workflow_id)
-        except Unreachable as error:
+        except (Unreachable, Denied) as error:      # Denied: the files that tell where the server is cannot be read now
             self.on_silence(error)
 
     def finish(self, deadline_s: float) -> Optional[Dict[str, Any]]:
@@ -16970,7 +16970,7 @@ class Link:
             del getattr(self, name)[:len(items)]    # what came up meanwhile stays
         return answer
 
-    def on_silence(self, error: Unreachable) -> None:
+    def on_silence(self, error: TorcError) -> None:
         """Note it, and wake a server of our own that has died."""
         self.is_doubtful = True
         self.error = error.message
@@ -16980,7 +16980,7 @@ class Link:
             self.retry_s = min(2 * self.retry_s, RETRY_MAX_S)
         try:
             self.client.reconnect(RECONNECT_S)
-        except (Unreachable, Conflict) as again:
+        except (Unreachable, Conflict, Denied) as again:
             self.error = again.message
 
 
