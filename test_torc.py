@@ -8518,7 +8518,8 @@ class LongBodyTest(WorldTest):
         self.addCleanup(gate.set)
         patch = unittest.mock.patch.object(torc.Store, 'on_commit', held)
         with self.server.connect() as client, patch:
-            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
+            body = torc.format_json(self.jobs(100)).encode()
+            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', body))
             self.assertTrue(has_written.wait(10))
             self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.PING_PATH))))
             gate.set()
@@ -8529,7 +8530,8 @@ class LongBodyTest(WorldTest):
         gate, server = self.hold(), self.server.server
         server.is_embedded = True
         with self.server.connect() as client:
-            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
+            body = torc.format_json(self.jobs(100)).encode()
+            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', body))
             self.assertTrue(self.is_held.wait(10))
             server.leave_at = 0.0
             server.wake()
@@ -8540,6 +8542,8 @@ class LongBodyTest(WorldTest):
                 self.assertTrue(server.is_leaving)
             gate.set()
             self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.server.join(10)
+        self.assertFalse(self.server.is_alive())
 
     def test_calls_of_signals_wait_for_the_store(self) -> None:
         gate, calls = self.hold(), []
@@ -10135,7 +10139,8 @@ class MemoryDatabaseTest(WorldTest):
         self.assertIn('taken the database over', store.snapshots.error)
         store.snapshots.close()
         store.close()
-        self.assertEqual(['the next one\'s'] * 2, [self.world.read(name) for name in ('my.db', 'my.db.memory')])
+        kept = [self.world.read(name) for name in ('my.db', 'my.db.memory')]
+        self.assertEqual(['the next one\'s'] * 2, kept)
         os.unlink(self.database + '.memory')
         torc.remove_memory_directory(store)     # nowhere else is what was answered last
         self.assertTrue(os.path.exists(store.path))

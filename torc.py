@@ -5706,7 +5706,7 @@ class Store:
 
     def mark_log(self) -> None:
         """Say in the log for which state of the main file it was written. In a transaction."""
-        found = self.value('PRAGMA application_id')     # 0: an older version, or copy_rows(), has made the file
+        found = self.value('PRAGMA application_id')     # 0: an older version or copy_rows() made the file
         number = (found + 1) % 2 ** 31 if found else new_log_number()
         self._db.execute(f'PRAGMA application_id = {number}')
 
@@ -12063,11 +12063,11 @@ class SnapshotWriter:
         self.wake()
 
     def write(self) -> None:
-        """Put a copy of the live file in the place of the last one, unless the database is another's by now."""
+        """Put a copy of the live file in the place of the last one, unless another has the database by now."""
         replace_database(self.store.main_file(), self.store.file_path, self.check_lease)
 
     def check_lease(self) -> None:
-        """Conflict if another process has the database: what has its name is not ours to replace or remove."""
+        """Conflict if another process has the database: then its files are not ours to replace or remove."""
         self.store.check_lease(True)
 
     def finish(self) -> None:
@@ -16953,7 +16953,7 @@ class Link:
             body.update(held())
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S, workflow_id=self.workflow_id)
-        except (Unreachable, Denied) as error:      # Denied: the files that tell where the server is cannot be read now
+        except (Unreachable, Denied) as error:  # Denied: its connection or token file cannot be read now
             self.on_silence(error)
 
     def finish(self, deadline_s: float) -> Optional[Dict[str, Any]]:
