@@ -12508,6 +12508,19 @@ class RunnerTest(WorldTest):
         self.assertRegex(self.progress.messages[1], r'\Athe server answers again after \d')
         self.assertEqual([False], self.nodes())
 
+    def test_an_output_directory_that_goes_before_the_runner_registers_is_waited_for(self):
+        self.create('echo $TORC_ATTEMPT_ID >> ran')
+        self.fail_to_register(2)
+        out, away = self.world.path('out'), self.world.path('away')
+
+        def reconnect(wait_s: float = 0) -> None:
+            if not os.path.exists(away):
+                os.rename(out, away)
+        self.client.reconnect = reconnect
+        self.at(lambda: self.LOST in ' '.join(self.progress.messages), lambda: os.rename(away, out))
+        self.assertEqual(1, self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05).completed)
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+
     def test_a_runner_that_cannot_register_leaves_when_its_window_is_over(self):
         self.create('true', compute_node_wait_for_healthy_database_minutes=0)
         self.fail_to_register(99)

@@ -12063,7 +12063,7 @@ class SnapshotWriter:
         self.wake()
 
     def write(self) -> None:
-        """Put a copy of the live file in the place of the last one, unless another has the database by now."""
+        """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
         replace_database(self.store.main_file(), self.store.file_path, self.check_lease)
 
     def check_lease(self) -> None:
