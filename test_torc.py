@@ -9764,6 +9764,21 @@ class TurnTest(WorldTest):
         self.assertEqual([b''] * 4, [client.recv(10) for client in self.clients[5:6] + self.clients[7:]])
         self.assertEqual([200] * 4, [statuses(read_answers(client, 1))[0] for client in self.clients[:4]])
 
+    def test_a_server_starts_beside_an_inherited_descriptor_above_the_limit(self) -> None:
+        self.check_limit('exec 200</dev/null; ulimit -n 64')
+
+    def test_a_workflow_runs_in_a_gigabyte_of_address_space(self) -> None:
+        self.check_limit('ulimit -v 1000000')
+
+    def check_limit(self, limit: str) -> None:
+        """A workflow runs to its end in a shell that was limited so."""
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        command = limit + '; exec "$0" "$1" -s run w.yaml'
+        process = subprocess.Popen(['bash', '-c', command, sys.executable, torc.__file__], cwd=self.world.directory, env=self.world.environment,
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        out = process.communicate(timeout=60)[0].decode()
+        self.assertEqual(0, process.returncode, out)
+
     def test_without_descriptors_it_neither_ends_nor_spins(self) -> None:
         self.ask_all(http_request())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -13034,6 +13049,14 @@ class RunnerRulesTest(unittest.TestCase):
         digests.work(1e-9)
         digests.drop()
         self.assertFalse(digests.is_busy)
+
+    def test_a_server_of_before_an_update_revokes_nothing(self):
+        answer = {'notices': [], 'actions': [], 'jobs': [], 'reason': '', 'is_complete': True}
+        runner = unittest.mock.MagicMock(answers=0)
+        torc.Runner.on_answer(runner, answer)
+        runner.membership.revoke.assert_called_once_with(())
+        runner.actions.revoke.assert_called_once_with(())
+        self.assertEqual((1, answer), (runner.answers, runner.answer))
 
     def test_gpus_are_handed_out_least_recently_used_first(self):
         ledger = torc.Ledger(torc.NodeSize(8, 1 << 30, ('0', '1', '2')), None)

@@ -14461,7 +14461,10 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir('/dev/fd'):
         if int(name) not in (keep, null):
-            os.dup2(null, int(name), inheritable=int(name) < 3)
+            try:
+                os.dup2(null, int(name), inheritable=int(name) < 3)
+            except OSError:     # a number above the limit of today cannot become ours
+                os.close(int(name))
     formatters = [handler.formatter for handler in log.handlers if handler.formatter]
     handler = make_handler(*arguments)
     os.dup2(handler.stream.fileno(), 2)
@@ -17641,8 +17644,8 @@ class Runner:
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
         """Take in what the server says."""
-        self.membership.revoke(answer['revoked'])
-        self.actions.revoke(answer['revoked_actions'])
+        self.membership.revoke(answer.get('revoked', ()))   # a server that was started before an update does not say it
+        self.actions.revoke(answer.get('revoked_actions', ()))
         self.answer = answer
         self.answers += 1
         self.has_survey = self.has_survey or self.asks_survey
@@ -20197,10 +20200,13 @@ def read_input(session: Session, path: str) -> bytes:
 
 def read_bounded(file: Any) -> bytes:
     """All of a file, unless it is larger than any workflow: /dev/zero has no end."""
-    data = file.read(MAX_SPEC_BYTES + 1)
-    if len(data) > MAX_SPEC_BYTES:
-        raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
-    return data
+    data = bytearray()
+    while len(data) <= MAX_SPEC_BYTES:
+        part = file.read(2 ** 20)   # one read of the limit would take as much memory, which `ulimit -v` may not leave
+        if not part:
+            return bytes(data)
+        data += part
+    raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
 
 
 def read_spec(session: Session, path: str, args: Arguments) -> Plan:
