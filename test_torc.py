@@ -3697,6 +3697,21 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'completed', 'd': 'ready'}, self.statuses(workflow_id))
         self.assertWhole()
 
+    def test_what_runs_whatever_its_prerequisite_does_waits_for_one_that_is_back(self):
+        workflow_id = self.create('a:\nb:\ne!: a\nf!: a b\ng: e')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.lose(workflow_id, node_id, [jobs['a'], jobs['b']])
+        self.assertEqual(['ready', 'ready', 'blocked'], [self.statuses(workflow_id)[name] for name in 'efg'])
+        again = self.node(workflow_id)
+        self.sync(workflow_id, again, started=[self.start(jobs['a'])], held=[[jobs['a']['id'], 1]])
+        self.assertEqual({'a': 'running', 'b': 'failed', 'e': 'blocked', 'f': 'blocked', 'g': 'blocked'},
+                         self.statuses(workflow_id))
+        self.assertWhole()
+        self.sync(workflow_id, again, completions=[self.end(jobs['a'])])
+        self.assertEqual(['ready', 'ready', 'blocked'], [self.statuses(workflow_id)[name] for name in 'efg'])
+        self.assertWhole()
+
     def test_a_lost_attempt_does_not_count_once_a_later_one_may_have_begun(self):
         def claim(workflow_id: int, job: Dict[str, Any]) -> None:
             self.call('retry_job', id=job['id'], run_id=1, max_retries=3)

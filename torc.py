@@ -9099,12 +9099,16 @@ def take_back_lost(store: Store, state: WorkflowState, job: JobState, attempt_id
 
 
 def wait_again(store: Store, job_ids: List[int]) -> None:
-    """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on."""
+    """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on.
+
+    So do ready ones, which run whatever becomes of their prerequisites, but after these.
+    """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
         rows = rows_by_ids(store, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         sets = sorted({row[0] for row in rows})
         run_by_ids(store, RECOUNT + 'id IN', sets)
+        run_by_ids(store, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN', sets)
         job_ids = [row[0] for row in rows_by_ids(
             store, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id WHERE failed = 0 '
             f'AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
