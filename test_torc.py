@@ -8499,6 +8499,13 @@ class LongBodyTest(WorldTest):
             self.assertEqual(503, self.ask('POST', '/bulk_jobs', self.jobs(100))[0])
         self.assertEqual((set(), None), (self.server.server.spools, self.server.server.long))
 
+    def test_a_child_that_never_ends_is_ended(self) -> None:
+        self.set_constant('READER_S', 1)
+        with unittest.mock.patch.object(torc, 'read_long_body', lambda *_: signal.pause()):
+            status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
+        self.assertEqual((413, True), (status, 'too much memory, time' in value['error']['message']))
+        self.assertEqual(100, len(self.json('POST', '/bulk_jobs', self.jobs(100))['jobs']))
+
     def test_a_server_that_ends_meanwhile_leaves_no_child_and_finishes_what_its_thread_is_at(self) -> None:
         read = torc.read_long_body
         torc.read_long_body = lambda *_: signal.pause()

@@ -11474,6 +11474,7 @@ TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, a
 MAX_BODY_VALUES = 20 * 10 ** 6      # of JSON in a long body, about: each takes some 60 bytes of memory
 READER_BYTES = 5 * 2 ** 29          # of memory that the process may take which reads one
 READER_CPU_S = 120                  # ... and of processor time
+READER_S = 600                      # ... and by the clock: others wait for it, and a disk may hang
 SLICE_VALUES = 500                  # of a long list are handed over at once
 READER_DONE = b'.'                  # ... with this on its pipe, if it could
 DRAIN_S = 2.0                       # reading on after a refusal: to close at once would destroy it (RFC 9112, 9.6)
@@ -12829,9 +12830,10 @@ def run_reader(head: Head, source: Any, target: Any, pipe: int) -> None:
     """The child: let go of everything that is the server's, and read a body. Never returns."""
     try:
         signal.set_wakeup_fd(-1)
-        for number in (*STOP_NUMBERS[1:], signal.SIGUSR1, signal.SIGCHLD):
+        for number in (*STOP_NUMBERS[1:], signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.alarm(READER_S)
         keep = (0, 1, 2, source.fileno(), target.fileno(), pipe)
         for name in os.listdir('/dev/fd'):      # a client's end must not stay open here; no lock is this process's
             if int(name) not in keep:
