@@ -15837,14 +15837,19 @@ def close_descriptors(kept: int) -> None:
 
 
 def rename_process(name: str) -> None:
-    """Show another name to ps and pkill (proc(5), stat: the arguments lie from arg_start to arg_end)."""
+    """Show another name to ps and pkill (proc(5), stat: the arguments lie from arg_start to arg_end).
+
+    Only its first word where the arguments were too short for all of it: half a pid would name another process.
+    """
     title = name.encode()
+    word = title.split()[0]
     try:
-        ctypes.CDLL(None).prctl(PR_SET_NAME, title.split()[0], 0, 0, 0)     # 15 bytes of it
+        ctypes.CDLL(None).prctl(PR_SET_NAME, word, 0, 0, 0)     # 15 bytes of it
         with open('/proc/self/stat', 'rb') as file:
             start, end = map(int, file.read().rpartition(b')')[2].split()[45:47])
-        if 0 < start < end:
-            ctypes.memmove(start, title[:end - start - 1].ljust(end - start, b'\0'), end - start)
+        room = end - start - 1      # the last byte stays 0
+        if 0 < start and room > 0:
+            ctypes.memmove(start, (title if len(title) <= room else word[:room]).ljust(end - start, b'\0'), end - start)
     except (AttributeError, OSError, ValueError):   # not Linux
         pass
 
