@@ -6740,7 +6740,7 @@ BASE_TYPES = {'name': 'str', 'time': 'str', 'rules': 'str', 'minutes': 'float', 
 PYTHON_TYPES = {'int': (int,), 'float': (int, float), 'bool': (bool,), 'str': (str,), 'object': (dict,)}
 
 
-def misfits(place: str, kind: str, value: Any) -> List[str]:
+def mismatches(place: str, kind: str, value: Any) -> List[str]:
     """Where an answer is not of a type of MODELS, strictly; absent optional fields may be null or left out."""
     kind = BASE_TYPES.get(kind, kind)
     if kind == 'any':
@@ -6754,7 +6754,7 @@ def misfits(place: str, kind: str, value: Any) -> List[str]:
         if type(value) is not {'[': list, '{': dict}[kind[0]]:
             return [f'{place}: {value!r} is no {kind}']
         items = enumerate(value) if kind[0] == '[' else value.items()
-        return [text for key, item in items for text in misfits(f'{place}.{key}', kind[1:-1], item)]
+        return [text for key, item in items for text in mismatches(f'{place}.{key}', kind[1:-1], item)]
     if kind[1:] in torc.ENUMS:
         return [] if value in torc.ENUMS[kind[1:]] else [f'{place}: {value!r} is no {kind}']
     if type(value) is not dict:
@@ -6763,7 +6763,7 @@ def misfits(place: str, kind: str, value: Any) -> List[str]:
     found = [f'{place}.{name} is in no model' for name in value if name not in fields]
     for name, field in fields.items():
         if value.get(name) is not None:
-            found += misfits(f'{place}.{name}', field.type, value[name])
+            found += mismatches(f'{place}.{name}', field.type, value[name])
         elif field.is_required and not (field.type == 'any' and name in value):
             found.append(f'{place}.{name} is missing')
     return found
@@ -6863,7 +6863,7 @@ class LiveTest(ServiceTest):
 
     def error_text(self, value: Any) -> str:
         """What an ErrorResponse says; fails if it is none."""
-        self.assertEqual([], misfits('error', '@ErrorResponse', value))
+        self.assertEqual([], mismatches('error', '@ErrorResponse', value))
         self.assertIsInstance(value['error']['message'], str)
         return json.dumps(value, ensure_ascii=False)
 
@@ -6880,7 +6880,7 @@ class AnswerTest(LiveTest):
                     self.assertIsInstance(value, torc.Subscription)
                     continue
                 value = json.loads(torc.format_json(value))
-                self.assertEqual([], misfits('answer', torc.answer_type(route), value))
+                self.assertEqual([], mismatches('answer', torc.answer_type(route), value))
                 if isinstance(value, dict) and 'items' in value:
                     self.assertTrue(value['items'], 'nothing was checked: the live data lacks such a thing')
 
@@ -7655,7 +7655,7 @@ class ServerThread(threading.Thread):
         store = torc.Store(self.database)
         listener = torc.open_listener('127.0.0.1', 0, True)
         store.enforces_access = self.enforces_access
-        self.server = torc.Server(store, listener, torc.Admission(self.token, **self.how), tls=self.tls and self.tls.server)
+        self.server = torc.Server(store, listener, torc.AccessPolicy(self.token, **self.how), tls=self.tls and self.tls.server)
         self.port = listener.getsockname()[1]
         self.is_ready.set()
         try:
@@ -8909,7 +8909,7 @@ class AdminServerTest(WorldTest):
         self.server.stop()
         with contextlib.closing(torc.Store(self.server.database)) as store:
             counting = CountingStore(store)
-            server = torc.Server(counting, torc.open_listener('127.0.0.1', 0, True), torc.Admission(self.field[7:]))
+            server = torc.Server(counting, torc.open_listener('127.0.0.1', 0, True), torc.AccessPolicy(self.field[7:]))
             self.addCleanup(server.close)
             self.assertEqual([200] * 3, [status for answer in server.answer_all(parsed) for status in statuses(answer)])
             self.assertEqual(3, counting.writes)
@@ -10499,7 +10499,7 @@ class WireTest(unittest.TestCase):
         """What the wire makes of an answer."""
         impostor = Impostor(answer)
         self.addCleanup(impostor.stop)
-        wire = torc.Wire(torc.parse_url(impostor.url))
+        wire = torc.HttpConnection(torc.parse_url(impostor.url))
         self.addCleanup(wire.close)
         return wire.ask('GET', '/x', deadline_s=5)
 
@@ -11005,7 +11005,7 @@ class TlsClientTest(WorldTest):
             with self.assertRaisesRegex(torc.Unreachable, 'not one that is believed here: give that of its authority with --tls-ca-cert FILE'):
                 torc.Client(url=url).reconnect(0)
             certificate = self.world.path(f'{name}.pem')
-            client = torc.Client(url=url, trust=torc.Trust(certificate))
+            client = torc.Client(url=url, trust=torc.TlsSettings(certificate))
             self.addCleanup(client.close)
             with self.assertRaisesRegex(torc.Unreachable, text) if text and knows_why else contextlib.suppress(torc.Unreachable if text else ()):
                 client.reconnect(0)
@@ -11058,7 +11058,7 @@ class TlsClientTest(WorldTest):
         tls = Tls(self.world)
         server = ServerThread(self.world.path('torc.db'), tls=tls)
         self.addCleanup(server.stop)
-        wire = torc.Wire(torc.parse_url(f'https://127.0.0.1:{server.port}'), torc.Trust(tls.certificate))
+        wire = torc.HttpConnection(torc.parse_url(f'https://127.0.0.1:{server.port}'), torc.TlsSettings(tls.certificate))
         self.addCleanup(wire.close)
         # TLS 1.3 sends tickets when the handshake is done; before that there is nothing to be read
         self.world.wait(lambda: torc.select_readable(wire.socket) or wire.socket.version() != 'TLSv1.3', 10, 'the tickets')
@@ -12142,7 +12142,7 @@ class CommandTextTest(unittest.TestCase):
 class StoreClient:
     """The verbs on a store of our own, as the runner's client; `faults` says what happens to each request instead."""
     url, token_file, servers_started = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0
-    trust = torc.Trust()
+    trust = torc.TlsSettings()
 
     def __init__(self, path: str) -> None:
         self.store = torc.Store(path)
@@ -12163,7 +12163,7 @@ class StoreClient:
 
     def begin(self, op: str, body: Any = None, deadline_s: float = 0, **params: Any) -> Any:
         """The same in two steps; what fails, fails when the answer is fetched."""
-        pending = torc.Pending()
+        pending = torc.PendingCall()
         try:
             pending.value = self.call(op, body, deadline_s, **params)
         except torc.TorcError as error:
@@ -12726,7 +12726,7 @@ class RunnerTest(WorldTest):
         self.create({'command': self.WAITING.format(1) + '; test $TORC_ATTEMPT_ID = 2', 'failure_handler': 'fix'},
                     failure_handlers=[{'name': 'fix', 'rules': [rule]}])
         ended, recovered = [], []   # type: List[int], List[str]
-        real = torc.Ends.tries_again
+        real = torc.Completions.tries_again
 
         def tries_again(ends: Any, task: Any) -> bool:
             ended.append(task.attempt_id)
@@ -12742,7 +12742,7 @@ class RunnerTest(WorldTest):
             self.client.before = fail
             self.client.after = lambda number: recovered.append(self.world.read('recovered'))
         self.at(lambda: self.is_running('j1'), sleep)
-        with unittest.mock.patch.object(torc.Ends, 'tries_again', tries_again):
+        with unittest.mock.patch.object(torc.Completions, 'tries_again', tries_again):
             outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
         self.assertEqual((1, ['', ''], '\n'), (outcome.completed, recovered[:2], self.world.read('recovered')))
 
@@ -13110,18 +13110,18 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertIsNotNone(ledger.take(self.kind(memory=1 << 20, is_implicit=True)))
 
     def test_short_jobs_are_claimed_ahead_and_long_ones_are_not(self):
-        appetite = torc.Appetite(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), None), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), None), 300)
         for mean_s, rounds in ((math.inf, 1), (10.0, 1), (0.2, 1), (0.029, 5), (0.0059, 25), (0.0, 64)):
             appetite.mean_s = mean_s
             self.assertEqual((rounds, 2 * rounds), (appetite.rounds(), appetite.want(math.inf)['limit']))
 
     def test_a_claim_states_the_time_left_with_the_grace(self):
-        appetite = torc.Appetite(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), None), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), None), 300)
         self.assertIsNone(appetite.want(math.inf)['time_limit'])
         self.assertEqual('PT1H', appetite.want(3480.0)['time_limit'])
 
     def test_the_queue_strategy_claims_nothing_near_the_end(self):
-        appetite = torc.Appetite(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), 4), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), 4), 300)
         self.assertEqual(4, appetite.want(301.0)['limit'])
         self.assertIsNone(appetite.want(299.0))
 

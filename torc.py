@@ -3362,7 +3362,7 @@ def read_document(data: bytes, path: str = '', format: str = '') -> Document:
 PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
 
 
-class Reading:
+class SpecContext:
     """One reading of a spec: what all of its steps share, and where problems and warnings gather."""
 
     def __init__(self, document: Document, directory: str, max_instances: int) -> None:
@@ -3397,7 +3397,7 @@ class Reading:
 class Block(dict):
     """The given fields of one block, read. `raw` is the block in the document, for places."""
 
-    def __init__(self, reading: Reading, where: str, raw: Any = None, entry: Any = '',
+    def __init__(self, reading: SpecContext, where: str, raw: Any = None, entry: Any = '',
                  owner: Optional['Block'] = None) -> None:
         super().__init__()
         self.reading, self.where, self.raw = reading, where, raw
@@ -3433,7 +3433,7 @@ class Block(dict):
         return Problem(f'{self.label()}: {message}', line, column)
 
 
-def read_block(reading: Reading, where: str, raw: Any, entry: Any = '',
+def read_block(reading: SpecContext, where: str, raw: Any, entry: Any = '',
                owner: Optional[Block] = None) -> Block:
     """Read one block: every field by its type, unknown and missing ones noted."""
     block = Block(reading, where, raw, entry, owner)
@@ -4012,7 +4012,7 @@ def find_instances(block: Block, workflow: Block) -> Instances:
         return Instances(1, dict.fromkeys(itertools.chain(*homes), UNKNOWN))
 
 
-def find_table(reading: Reading, path: str) -> Instances:
+def find_table(reading: SpecContext, path: str) -> Instances:
     """A table, read once."""
     if path not in reading.tables:
         reading.tables[path] = read_table(path, reading.directory)
@@ -4058,7 +4058,7 @@ RELATED = (     # what, direction, fields of names and of regular expressions: j
 class Planner:
     """A plan in the making: name tables, shared sets, and the lists of the plan's body."""
 
-    def __init__(self, reading: Reading, workflow: Block) -> None:
+    def __init__(self, reading: SpecContext, workflow: Block) -> None:
         self.reading = reading
         self.workflow = workflow
         self.names: Dict[str, Dict[str, int]] = {}      # 'job', 'file', ... -> name -> index
@@ -4462,7 +4462,7 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
         if resources is not None:
             requirements = planner.workflow['resource_requirements'][resources]
             candidates = schedulers if scheduler is None else [schedulers[scheduler]]
-            faults = [misfit(requirements, candidate) for candidate in candidates]
+            faults = [incompatibility(requirements, candidate) for candidate in candidates]
             if all(faults):
                 block = planner.job_block(place)
                 told = '; '.join(faults[:3]) + ('; ...' if len(faults) > 3 else '')
@@ -4471,7 +4471,7 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
                      'resource_requirements')
 
 
-def misfit(requirements: Block, scheduler: Block) -> str:
+def incompatibility(requirements: Block, scheduler: Block) -> str:
     """Why a job with these resources cannot run in a scheduler's allocations, with both numbers, or ''."""
     name = f"'{shorten(scheduler.get('name', ''))}'"
     runtime, walltime = requirements.value('runtime'), scheduler.value('walltime')
@@ -4729,7 +4729,7 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
 def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
               skip_checks: bool = False) -> Plan:
     """Check and expand a spec. Raises BadInput with everything that is wrong, each problem with its place."""
-    reading = Reading(document, directory, max_instances)
+    reading = SpecContext(document, directory, max_instances)
     raw = document.value
     if not isinstance(raw, dict):
         message = f'a workflow must be a mapping with name and jobs, not {show_value(raw)}'
@@ -4770,7 +4770,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     return Plan(body, reading.warnings, summary, describe_pending(reading.pending))
 
 
-def raise_problems(reading: Reading, summary: Dict[str, Any]) -> None:
+def raise_problems(reading: SpecContext, summary: Dict[str, Any]) -> None:
     """Raise what is wrong with a spec, in the order of the file, each once."""
     problems = sorted(dict.fromkeys(reading.problems), key=lambda problem: (problem.line, problem.column))
     message = str(problems[0]) if len(problems) == 1 else f'{len(problems):,} problems in the workflow file'
@@ -12120,7 +12120,7 @@ def remove_memory_directory(store: Store) -> None:
 
 # -------- HTTP framing --------
 
-class Head(NamedTuple):
+class RequestHead(NamedTuple):
     """A request without its body."""
     method: str
     path: str                   # as sent: still percent-encoded
@@ -12138,15 +12138,15 @@ class Caller(NamedTuple):
 
 class Request(NamedTuple):
     """A complete request."""
-    head: Head
+    head: RequestHead
     body: bytes                 # b'' if it is spooled
     caller: Caller
     signer: Any = None          # the Signer that it was signed with, and that its answer is signed with
     spool: Any = None           # the Spool that holds its body
 
 
-def parse_head(data: bytes) -> Head:
-    """Request line and header fields, without the empty line -> Head. BadInput with the HTTP status."""
+def parse_head(data: bytes) -> RequestHead:
+    """Request line and header fields, without the empty line -> RequestHead. BadInput with the HTTP status."""
     line, separator, rest = data.decode('latin-1').partition('\r\n')
     rest = separator + rest
     match = REQUEST_LINE.match(line)
@@ -12161,7 +12161,7 @@ def parse_head(data: bytes) -> Head:
     path, _, query = target.partition('?')
     wish = fields.get('connection', '').lower()
     keeps_alive = 'close' not in wish if minor == '1' else 'keep-alive' in wish
-    return Head(method, path, query, fields, parse_length(fields), keeps_alive)
+    return RequestHead(method, path, query, fields, parse_length(fields), keeps_alive)
 
 
 def parse_fields(text: str) -> Dict[str, str]:
@@ -12223,13 +12223,13 @@ NO_TOKEN = ('the token is missing or wrong: send `Authorization: Bearer TOKEN`, 
             'or any user with the token as password')
 
 
-def holds_token(head: Head, token: bytes) -> bool:
+def holds_token(head: RequestHead, token: bytes) -> bool:
     """Whether a request holds the token, or needs none. An empty token lets everybody in."""
     offered = offered_token(head.fields.get('authorization', ''))
     return not token or head.path == '/healthz' or hmac.compare_digest(token, offered)
 
 
-def check_sender(head: Head, names: Set[str], scheme: str = 'http') -> None:
+def check_sender(head: RequestHead, names: Set[str], scheme: str = 'http') -> None:
     """Refuse a request whose Host is not ours, or that a page of another origin sends.
 
     The Host check defeats names that an attacker's DNS points at us; browsers send Origin or Sec-Fetch-Site with
@@ -12640,12 +12640,12 @@ class Users:
 PING_PATH = API_PREFIX + '/ping'
 
 
-def is_free(head: Head) -> bool:
+def is_free(head: RequestHead) -> bool:
     """Whether a request needs no store."""
     return head.path in ('/healthz', PING_PATH) and head.method == 'GET'
 
 
-class Opening(NamedTuple):
+class StreamStart(NamedTuple):
     """The beginning of an answer that goes on as a stream."""
     head: bytes
     wanted: Optional[Subscription]      # None: the head is all
@@ -12783,7 +12783,7 @@ def show_body(body: bytes) -> Optional[str]:
 ERRORS_OF_BODIES = {kind.__name__: kind for kind in (TorcError, BadInput, Refused, NotFound, Denied)}
 
 
-def read_long_body(head: Head, source: Any, target: Any) -> None:
+def read_long_body(head: RequestHead, source: Any, target: Any) -> None:
     """In the child: parse and check a body, and write what came of it, a line of JSON each."""
     def write(value: Any) -> None:
         target.write(format_json(value).encode('utf-8', 'surrogatepass') + b'\n')
@@ -12826,7 +12826,7 @@ def load_checked(source: Any) -> CheckedBody:
     return CheckedBody(body)
 
 
-def run_reader(head: Head, source: Any, target: Any, pipe: int) -> None:
+def run_reader(head: RequestHead, source: Any, target: Any, pipe: int) -> None:
     """The child: let go of everything that is the server's, and read a body. Never returns."""
     try:
         signal.set_wakeup_fd(-1)
@@ -12896,7 +12896,7 @@ class LongRequest:
         self.pid = 0                # of the child; 0: none
         self.pipe = -1              # whose end is the child's
         self.thread = None          # type: Optional[threading.Thread]  # which has the store
-        self.answer = b''           # type: Union[bytes, Opening]
+        self.answer = b''           # type: Union[bytes, StreamStart]
         self.failure = None         # type: Optional[BaseException]  # of the thread
         self.is_over = False
 
@@ -13012,7 +13012,7 @@ def watch_nodes(store: Store) -> bool:
     return store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
-class Attempt:
+class LoginCheck:
     """A password that is being checked, or was found wrong a moment ago, and the clients that have shown it."""
 
     def __init__(self, digest: bytes, now: float) -> None:
@@ -13081,7 +13081,7 @@ class Connection:
         self.is_tls = False         # the socket is TLS's
         self.is_stranger = True     # no request was let in yet
         self.received = bytearray()
-        self.head = None            # type: Optional[Head]  # of the request whose body is coming
+        self.head = None            # type: Optional[RequestHead]  # of the request whose body is coming
         self.spool = None           # type: Optional[Spool]  # ... which is too long for memory
         self.unsent = memoryview(b'')
         self.deadline = math.inf    # when to give the client up (monotonic); inf while nothing is under way
@@ -13090,7 +13090,7 @@ class Connection:
         self.is_signed = False      # the last request was, and its answer is to be
         self.digest = ''            # ... that its body must have
         self.caller = None          # type: Optional[Caller]  # of that request
-        self.attempt = None         # type: Optional[Attempt]  # ... whose password is being checked, or was wrong
+        self.attempt = None         # type: Optional[LoginCheck]  # ... whose password is being checked, or was wrong
         self.refusal = None         # type: Optional[TorcError]  # to be told at the deadline
         self.is_queued = False      # a complete request waits for its turn: nothing more is read
         self.is_last = False        # close when everything is sent
@@ -13119,7 +13119,7 @@ REFUSALS = {    # status -> what was wrong with requests that were refused so, f
 }
 
 
-class Admission(NamedTuple):
+class AccessPolicy(NamedTuple):
     """Whom a server lets in."""
     token: str = ''                         # the owner's; '': everybody may ask
     names: Iterable[str] = LOOPBACK_NAMES   # that Host may say
@@ -13130,7 +13130,7 @@ class Admission(NamedTuple):
 class Server:
     """Answers HTTP on a listening socket, with the verbs on a store. See the section's preface."""
 
-    def __init__(self, store: Store, listener: socket.socket, admission: Admission = Admission(),
+    def __init__(self, store: Store, listener: socket.socket, admission: AccessPolicy = AccessPolicy(),
                  is_embedded: bool = False, tick: Callable[[Store], bool] = tend, tls: Any = None) -> None:
         self.store = store
         self.id = secrets.token_hex(16)
@@ -13141,7 +13141,7 @@ class Server:
         self.lets_anonymous = admission.lets_anonymous
         self.owner = Caller(user_name(), True) if self.token else Caller(ANONYMOUS, False)    # who asks with the token, or where there is none
         self.tick = tick                        # called now and then inside a transaction; true: call again soon
-        self.attempts = {}                      # type: Dict[bytes, Attempt]  # by digest
+        self.attempts = {}                      # type: Dict[bytes, LoginCheck]  # by digest
         self.refusals = collections.Counter()   # type: Dict[Tuple[str, int], int]  # (peer, status), not yet told
         self.refusals_told_at = -math.inf
         self.is_swollen = False                 # by a large request or answer
@@ -13475,7 +13475,7 @@ class Server:
         signer = connection.signer if connection.is_signed else None
         return Request(head, body, connection.caller, signer, spool)
 
-    def await_body(self, connection: Connection, head: Head) -> None:
+    def await_body(self, connection: Connection, head: RequestHead) -> None:
         """See that the body is not too long. If it is still to come, ask for it, and give it its time."""
         limit = body_limit(head.path)
         if head.length > limit:
@@ -13513,7 +13513,7 @@ class Server:
             self.spools.discard(spool)
             spool.file.close()
 
-    def identify(self, connection: Connection, head: Head) -> bool:
+    def identify(self, connection: Connection, head: RequestHead) -> bool:
         """See who asks. False if that is not known before a password has been checked."""
         connection.caller, connection.is_signed, connection.digest = self.owner, False, ''
         challenge = CHALLENGE.match(head.query) if head.path == '/healthz' and self.token else None
@@ -13557,7 +13557,7 @@ class Server:
         attempt = self.attempts.get(digest)
         is_new = attempt is None
         if is_new:
-            attempt = self.attempts[digest] = Attempt(digest, time.monotonic())
+            attempt = self.attempts[digest] = LoginCheck(digest, time.monotonic())
         attempt.clients.add(connection)
         connection.attempt = attempt
         self.set_deadline(connection, 2 * CLIENT_DEADLINE_S)
@@ -13569,7 +13569,7 @@ class Server:
         elif attempt.is_wrong:
             self.on_wrong(connection)
 
-    def give_up(self, attempt: Attempt) -> None:
+    def give_up(self, attempt: LoginCheck) -> None:
         """Send away those who wait for a check that is not going to be made."""
         for connection in list(attempt.clients):
             error = Denied('too many passwords are being checked: try again in a moment', http=429)
@@ -13619,7 +13619,7 @@ class Server:
             if attempt.is_wrong and not attempt.clients:
                 del self.attempts[attempt.digest]
 
-    def take_head(self, received: bytearray) -> Optional[Head]:
+    def take_head(self, received: bytearray) -> Optional[RequestHead]:
         """Cut the next complete head, and judge it."""
         if received[:2] == b'\r\n':     # left over from a sloppy client's last request (RFC 9112, 2.2)
             del received[:2]
@@ -13682,13 +13682,13 @@ class Server:
         for (connection, request), answer in zip(batch, answers):
             self.give(connection, request, answer)
 
-    def give(self, connection: Connection, request: Request, answer: Union[bytes, 'Opening']) -> None:
+    def give(self, connection: Connection, request: Request, answer: Union[bytes, 'StreamStart']) -> None:
         """Send the answer to a request, if its client is still there."""
         connection.is_queued = False
         connection.is_last = not request.head.keeps_alive
         self.is_swollen = self.is_swollen or max(len(request.body), len(answer)) > LARGE_BYTES
         self.note_request(connection, request, answer)
-        self.attempt(connection, self.open_stream if isinstance(answer, Opening) else self.deliver, answer)
+        self.attempt(connection, self.open_stream if isinstance(answer, StreamStart) else self.deliver, answer)
 
     def answer_free(self) -> None:
         """Answer what needs no store, which a thread has; the others wait."""
@@ -13745,7 +13745,7 @@ class Server:
             long.is_over = True
             self.wake()
 
-    def end_long(self, answer: Union[bytes, 'Opening']) -> None:
+    def end_long(self, answer: Union[bytes, 'StreamStart']) -> None:
         """A long request is over: send its answer, and go on with the next one."""
         long, self.long = self.long, None
         self.is_swollen = True
@@ -13760,7 +13760,7 @@ class Server:
         self.send(connection, answer)
         self.on_sent(connection)
 
-    def answer_all(self, requests: List[Request]) -> List[Union[bytes, Opening]]:
+    def answer_all(self, requests: List[Request]) -> List[Union[bytes, StreamStart]]:
         """Answers to requests that share one transaction. If they cannot, each is tried alone."""
         if len(requests) > 1 and any(ADMIN_SQL_PATH in request.head.path for request in requests):
             return [answer for request in requests for answer in self.answer_all([request])]
@@ -13788,7 +13788,7 @@ class Server:
             log.error('%d requests could not be carried out: %s', self.failures, reason)
             self.failures, self.failures_told_at = 0, time.monotonic()
 
-    def answer(self, request: Request) -> Union[bytes, Opening]:
+    def answer(self, request: Request) -> Union[bytes, StreamStart]:
         """Run one request inside the turn's transaction."""
         head = request.head
         status, value = self.ask_verb(request)
@@ -13830,15 +13830,15 @@ class Server:
 
     # ---- streams ----
 
-    def answer_stream(self, request: Request, wanted: Subscription) -> Opening:
+    def answer_stream(self, request: Request, wanted: Subscription) -> StreamStart:
         """The head of a stream. Its end is that of the connection: HTTP/1.0 knows no other way, and none is simpler."""
         signer = request.signer
         signature = '' if signer is None else f'torc-signature: {signer.sign_answer(200, b"")}\r\n'
         text = (f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{signature}'
                 'content-type: text/event-stream\r\nconnection: close\r\n\r\n').encode()
-        return Opening(text, None if request.head.method == 'HEAD' else wanted, request)
+        return StreamStart(text, None if request.head.method == 'HEAD' else wanted, request)
 
-    def open_stream(self, connection: Connection, opening: Opening) -> None:
+    def open_stream(self, connection: Connection, opening: StreamStart) -> None:
         """Begin to answer with a stream."""
         if opening.wanted is None:
             connection.is_last = True
@@ -13895,9 +13895,9 @@ class Server:
         """What the password file holds for who asks; nothing if the token lets him in, or nothing has to."""
         return b'' if self.users is None or request.caller.is_owner else self.users.hashes.get(request.caller.name, '').encode()
 
-    def note_request(self, connection: Connection, request: Request, answer: Union[bytes, Opening]) -> None:
+    def note_request(self, connection: Connection, request: Request, answer: Union[bytes, StreamStart]) -> None:
         """Count a request, and tell those who watch them. What proves who asks stands in header fields, which are never told."""
-        data = answer.head if isinstance(answer, Opening) else answer
+        data = answer.head if isinstance(answer, StreamStart) else answer
         self.traffic.add_answer(data)
         if data[9:12] == b'403':
             self.count_refusal(connection.peer, 403)
@@ -14105,7 +14105,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         with store.transaction():
             set_administrators(store, options.administrators)
         store.enforces_access = options.enforces_access
-        admission = Admission(token, names, users, lets_anonymous=not options.needs_token)
+        admission = AccessPolicy(token, names, users, lets_anonymous=not options.needs_token)
         server = Server(store, listener, admission, options.is_embedded, tls=tls)
         stack.callback(server.close)
         if store.snapshots is not None:
@@ -14606,7 +14606,7 @@ def check_credentials(url: str, given: Credentials) -> Credentials:
     return found
 
 
-class Trust(NamedTuple):
+class TlsSettings(NamedTuple):
     """Which servers are believed over https: by default those that this machine's own list of authorities vouches for."""
     ca_file: str = ''           # certificates to believe instead; ''
     is_insecure: bool = False   # believe any
@@ -14630,14 +14630,14 @@ class Trust(NamedTuple):
         return secured
 
 
-class Wire:
+class HttpConnection:
     """One HTTP connection, kept alive: a request goes out, its answer comes back. Errors are OSErrors.
 
     Plain sockets, for http.client takes three times as long for a small answer, mostly in its header parser.
     Proxies named in the environment are not used: they seldom lead to a login node's ports.
     """
 
-    def __init__(self, address: Address, trust: Trust = Trust()) -> None:
+    def __init__(self, address: Address, trust: TlsSettings = TlsSettings()) -> None:
         """Connect. OSError if nobody accepts."""
         self.address = address
         name = f'[{address.host}]' if ':' in address.host else address.host
@@ -14831,10 +14831,10 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
     return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
 
 
-class Pending:
+class PendingCall:
     """An operation that was asked for; finish() waits for what came of it. A selector may watch it meanwhile."""
 
-    def __init__(self, value: Any = None, wire: Optional[Wire] = None) -> None:
+    def __init__(self, value: Any = None, wire: Optional[HttpConnection] = None) -> None:
         self.value = value      # the answer of a direct client
         self.wire = wire        # on which the answer is to come
 
@@ -14898,7 +14898,7 @@ class Client(Operations):
     for one thread at a time, and not for both sides of a fork: make another one there.
     """
 
-    def __init__(self, url: str = '', database: str = '', token_file: str = '', trust: Trust = Trust(),
+    def __init__(self, url: str = '', database: str = '', token_file: str = '', trust: TlsSettings = TlsSettings(),
                  needs_server: bool = False, credentials: Credentials = Credentials()) -> None:
         self.named_url = url                    # the only server that will do; ''
         self.credentials = credentials          # for that one
@@ -14913,7 +14913,7 @@ class Client(Operations):
         self.servers_started = 0                # embedded ones, by this client
         self.was_open = False                   # before: what it used is not to be made anew
         self.is_lasting = False                 # the database was served by a lasting server: wait for it, fork none
-        self._wire = None                       # type: Optional[Wire]
+        self._wire = None                       # type: Optional[HttpConnection]
         self._store = None                      # type: Optional[Store]
         self._lease = None                      # type: Optional[Lease]
 
@@ -14934,7 +14934,7 @@ class Client(Operations):
         Without url and database: TORC_API_URL, the lasting server of this account (BadInput if there are
         several, Unreachable if it was killed), torc_output/torc.db.
         """
-        trust = Trust(ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
+        trust = TlsSettings(ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
                       is_insecure or os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true'))
         token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
         url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
@@ -14984,7 +14984,7 @@ class Client(Operations):
                 raise
         return self.begin(op, body, deadline_s, **params).finish(deadline_s)
 
-    def begin(self, op: str, body: Any = None, deadline_s: float = CALL_DEADLINE_S, **params: Any) -> Pending:
+    def begin(self, op: str, body: Any = None, deadline_s: float = CALL_DEADLINE_S, **params: Any) -> PendingCall:
         """Ask for an operation, wherever it can be carried out now; its answer may be fetched later, before the next call."""
         route = OPERATIONS.get(op)
         if route is None:
@@ -14996,7 +14996,7 @@ class Client(Operations):
         if self._store is None and (self._wire is None or not self._wire.is_alive()):
             self.reconnect(min(FIND_DEADLINE_S, deadline_s))
         if self._store is not None:
-            return Pending(self.call_direct(self._store, route, body, params))
+            return PendingCall(self.call_direct(self._store, route, body, params))
         data = None if body is None else format_body(body)
         wire = self._wire
         target = format_target(route, wire.address.prefix, params)
@@ -15004,7 +15004,7 @@ class Client(Operations):
             wire.send(route.method, target, data, deadline_s)
         except (OSError, ValueError) as error:
             raise Unreachable(f'no answer from {self.url}: {explain(error)}') from None
-        return Pending(wire=wire)
+        return PendingCall(wire=wire)
 
     @staticmethod
     def call_direct(store: Store, route: Route, body: Any, params: Dict[str, Any]) -> Any:
@@ -15166,18 +15166,18 @@ class Client(Operations):
             raise Conflict(f'the database {self.database} is in use by another torc.py; stop it, '
                            'or give another place with --db')
 
-    def open_wire(self, urls: Sequence[str]) -> Wire:
+    def open_wire(self, urls: Sequence[str]) -> HttpConnection:
         """Connect to the first address that accepts."""
         reasons, kind = [], Unreachable     # type: List[str], Callable[[str], Unreachable]
         for url in urls:
             try:
-                return Wire(parse_url(url), self.trust)
+                return HttpConnection(parse_url(url), self.trust)
             except (OSError, ValueError) as error:      # a wrong certificate is a ValueError before Python 3.7
                 reasons.append(f'{url} does not answer: {explain(error)}')
                 kind = absent if isinstance(error, (ConnectionError, socket.timeout)) else kind
         raise kind('; '.join(reasons) + '; is the server running?')
 
-    def open_proven(self, found: Dict[str, Any]) -> Wire:
+    def open_proven(self, found: Dict[str, Any]) -> HttpConnection:
         """Connect to the server of a connection file, if it is the one that wrote it: only then it gets the token."""
         urls = found.get('candidates') or [found['url']]
         if process_lives(found) is None:
@@ -15187,7 +15187,7 @@ class Client(Operations):
                                   'start it with --host to reach it from here')
         return self.ask_proof(self.open_wire(urls), found)
 
-    def ask_proof(self, wire: Wire, server: Dict[str, Any]) -> Wire:
+    def ask_proof(self, wire: HttpConnection, server: Dict[str, Any]) -> HttpConnection:
         """Let the server prove that it knows the token, and sign from now on. Without one: see that it lets us in.
 
         `server` is what its connection file says; {} if there is none.
@@ -16669,11 +16669,11 @@ class Wakeup:
             poll.register(number, select.POLLIN)
         return {number for number, _ in poll.poll(math.ceil(timeout_s * 1000))}
 
-    def has_answer(self, pending: Pending) -> bool:
+    def has_answer(self, pending: PendingCall) -> bool:
         """Whether the answer to a request is there, or will never be."""
         return pending.fileno() < 0 or bool(self.readable([pending.fileno()], 0))
 
-    def wait(self, timeout_s: float, pending: Optional[Pending] = None) -> List[int]:
+    def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
         """Wait for a signal, the answer to a request, or the timeout; which signals came."""
         number = -1 if pending is None else pending.fileno()
         timeout_s = 0 if pending is not None and number < 0 else timeout_s
@@ -16748,7 +16748,7 @@ class RunLog:
 # -------- one job --------
 
 
-class Task:
+class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
     __slots__ = ('id', 'name', 'attempt_id', 'job', 'kind', 'rules', 'grant', 'stdout', 'stderr',
                  'deletes_stdio', 'process', 'stopped_for', 'completion', 'reason')
@@ -16775,7 +16775,7 @@ class Task:
         return [self.id, self.attempt_id]
 
 
-def open_outputs(task: Task, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
+def open_outputs(task: Attempt, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
     """Open a job's output files into `outputs`, by its stdio mode. `stem` is job_stdio, workflow and run."""
     own = (config['job_stdio_overrides'] or {}).get(task.name)      # as in Torc it inherits nothing
     stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
@@ -16790,7 +16790,7 @@ def open_outputs(task: Task, stem: Sequence[Any], config: Dict[str, Any], output
             outputs.append(outputs[0] if outputs and name == task.stdout else directory.create(name))
 
 
-def job_variables(task: Task, common: Dict[str, str]) -> Dict[str, str]:
+def job_variables(task: Attempt, common: Dict[str, str]) -> Dict[str, str]:
     """A job's environment over the runner's: its own, its GPUs, and ours; later ones win."""
     return {**(task.job['env'] or {}), **gpu_environment(task.grant.devices), **common, 'TORC_JOB_ID': str(task.id),
             'TORC_JOB_NAME': task.name, 'TORC_ATTEMPT_ID': str(task.attempt_id)}
@@ -16893,7 +16893,7 @@ class LeaseOver(OSError):
     """Raised in place of a start: the server must be asked before."""
 
 
-class Link:
+class ServerLink:
     """What this runner has to tell the server, kept until it is acknowledged, and how long the server has been silent."""
 
     def __init__(self, client: Any, workflow_id: int, run_id: int) -> None:
@@ -16911,7 +16911,7 @@ class Link:
         self.retry_s = RETRY_FIRST_S
         self.is_doubtful = False    # an answer was lost, with what it may have brought; or our lease was over
         self.is_given_up = False    # the server has given this node up: it must register anew
-        self.pending = None         # type: Optional[Pending]
+        self.pending = None         # type: Optional[PendingCall]
         self.sent = {}              # type: Dict[str, List[Any]]
         self.turn = 0               # number of the last request
         self.promised_until = 0.0   # end of the lease that the last request asked for, by Clocks.running
@@ -17197,16 +17197,16 @@ class Actions:
 # -------- ends --------
 
 
-class Ends:
+class Completions:
     """Ends of jobs on their way to the server, and what came of them."""
 
     def __init__(self, runner: 'Runner') -> None:
         self.runner = runner
-        self.unreported = {}    # type: Dict[Tuple[int, int], Task]
+        self.unreported = {}    # type: Dict[Tuple[int, int], Attempt]
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
-    def report(self, task: Task, end: ProcessEnd, verdict: Verdict, file_times: Dict[str, float]) -> None:
+    def report(self, task: Attempt, end: ProcessEnd, verdict: Verdict, file_times: Dict[str, float]) -> None:
         """Make the completion; where a failure handler wants another attempt, its recovery script runs first."""
         task.completion = completion = {
             'job_id': task.id, 'attempt_id': task.attempt_id, 'return_code': verdict.return_code, 'status': verdict.status,
@@ -17229,7 +17229,7 @@ class Ends:
                 return      # its recovery script goes on with it
         self.queue(task)
 
-    def tries_again(self, task: Task) -> bool:
+    def tries_again(self, task: Attempt) -> bool:
         """Consult the failure handler. True if a recovery script was started, which will go on with the completion."""
         completion = task.completion
         rule = find_rule(task.rules, completion['return_code'])
@@ -17246,7 +17246,7 @@ class Ends:
             self.runner.link.under_lease(functools.partial(self.start_recovery, task, script))
         return bool(rule.get('recovery_script'))
 
-    def start_recovery(self, task: Task, script: str) -> None:
+    def start_recovery(self, task: Attempt, script: str) -> None:
         """Start a recovery script; one that cannot be started vetoes the retry."""
         variables = dict(self.runner.variables, TORC_JOB_ID=str(task.id), TORC_JOB_NAME=task.name,
                          TORC_ATTEMPT_ID=str(task.attempt_id), TORC_RETURN_CODE=str(task.completion['return_code']))
@@ -17267,13 +17267,13 @@ class Ends:
             self.veto_retry(task, f'the recovery script cannot be started: {error}')
             self.queue(task)
 
-    def veto_retry(self, task: Task, reason: str) -> None:
+    def veto_retry(self, task: Attempt, reason: str) -> None:
         """No further attempt, for this reason."""
         task.reason = '; '.join(filter(None, (task.reason, printable(reason))))
         task.completion.update(retry=False, reason=task.reason)
         self.runner.log.write(f'No retry: {reason}', 'warning', **self.names(task))
 
-    def queue(self, task: Task) -> None:
+    def queue(self, task: Attempt) -> None:
         """Let the next request tell this end: at once where slots would stay empty, else with those that follow."""
         runner, completion = self.runner, task.completion
         runner.link.completions.append(completion)
@@ -17283,7 +17283,7 @@ class Ends:
         has_work = len(runner.appetite.backlog) >= runner.ledger.slots
         runner.report_soon(max(0.0, runner.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
 
-    def names(self, task: Task) -> Dict[str, int]:
+    def names(self, task: Attempt) -> Dict[str, int]:
         """An attempt, as log lines name it."""
         return {'workflow_id': self.runner.workflow_id, 'job_id': task.id, 'run_id': self.runner.run_id, 'attempt_id': task.attempt_id}
 
@@ -17297,7 +17297,7 @@ class Ends:
             self.unreported.pop((error['job_id'], error['attempt_id']), None)
             self.runner.log.write(f"Completion refused: {error['message']}", 'warning', job_id=error['job_id'])
 
-    def on_accepted(self, task: Task, status: str) -> None:
+    def on_accepted(self, task: Attempt, status: str) -> None:
         """Now it counts."""
         if status == 'ready':
             self.counts['terminated'] += bool(task.completion.get('interrupted'))
@@ -17317,7 +17317,7 @@ class Ends:
 # -------- claiming --------
 
 
-class Appetite:
+class ClaimPolicy:
     """How much work to ask for: what is free, or several rounds ahead while jobs are short."""
 
     def __init__(self, options: RunnerOptions, ledger: Ledger, min_time_s: float) -> None:
@@ -17382,12 +17382,12 @@ class Appetite:
             return None
         return {'strategy': 'queue', 'limit': limit, 'labels': list(self.options.labels) or None}
 
-    def add(self, tasks: Sequence[Task]) -> None:
+    def add(self, tasks: Sequence[Attempt]) -> None:
         """Claimed jobs, in the server's order."""
         self.backlog.extend(tasks)
         self.moved_at = time.monotonic()
 
-    def startable(self) -> Iterator[Task]:
+    def startable(self) -> Iterator[Attempt]:
         """Take from the backlog what there is room for, in order; larger jobs do not hold up smaller ones behind them."""
         passed = []
         try:
@@ -17402,13 +17402,13 @@ class Appetite:
         finally:    # the caller may stop asking
             self.backlog.extendleft(reversed(passed))
 
-    def drop(self) -> List[Task]:
+    def drop(self) -> List[Attempt]:
         """Everything in the backlog, to be given back."""
         dropped = list(self.backlog)
         self.backlog.clear()
         return dropped
 
-    def drop_stale(self) -> List[Task]:
+    def drop_stale(self) -> List[Attempt]:
         """What was claimed ahead of jobs that turn out to be long."""
         if not self.backlog or time.monotonic() < self.moved_at + STALE_AHEAD_S:
             return []
@@ -17436,12 +17436,12 @@ class Runner:
         check_execution_mode(self.config['mode'])
         self.stop_signal = parse_signal(self.config['termination_signal'])
         self.ledger = Ledger(measure_node(options), options.max_parallel_jobs)
-        self.appetite = Appetite(options, self.ledger, self.setting('compute_node_min_time_for_new_jobs_seconds'))
-        self.link = Link(client, workflow_id, self.run_id)
+        self.appetite = ClaimPolicy(options, self.ledger, self.setting('compute_node_min_time_for_new_jobs_seconds'))
+        self.link = ServerLink(client, workflow_id, self.run_id)
         self.membership = Membership(self)
-        self.tasks = {}             # type: Dict[Process, Task]
+        self.tasks = {}             # type: Dict[Process, Attempt]
         self.owners = {}            # type: Dict[Process, Callable[[Process], None]]
-        self.ends = Ends(self)
+        self.ends = Completions(self)
         self.digests = Digests()
         self.variables = {}         # type: Dict[str, str]
         self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
@@ -17668,7 +17668,7 @@ class Runner:
             self.actions.add(answer['actions'])
         if answer['jobs']:
             handlers = answer['handlers']
-            self.appetite.add([Task(job, answer['kinds'][job['kind']], handlers[job['failure_handler']] if job['failure_handler'] is not None else ())
+            self.appetite.add([Attempt(job, answer['kinds'][job['kind']], handlers[job['failure_handler']] if job['failure_handler'] is not None else ())
                                for job in answer['jobs']])
             self.has_progressed = True
             self.worked_at = time.monotonic()
@@ -17722,7 +17722,7 @@ class Runner:
         if stale:
             self.give_back(stale)
 
-    def start_job(self, task: Task) -> bool:
+    def start_job(self, task: Attempt) -> bool:
         """Start one job. False if the node has no room for processes now, or must ask the server first."""
         outputs = []    # type: List[int]
         try:
@@ -17747,7 +17747,7 @@ class Runner:
                        compute_node_id=self.link.node_id, attempt_id=task.attempt_id, pid=task.process.pid)
         return True
 
-    def on_start_failure(self, task: Task, error: Exception, outputs: Sequence[int]) -> bool:
+    def on_start_failure(self, task: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
         """A start that failed: the node's fault gives the job back, anything else fails this job with the reason."""
         self.ledger.release(task.grant)
         if getattr(error, 'errno', None) in EXHAUSTION:
@@ -17771,7 +17771,7 @@ class Runner:
         self.ends.report(task, end, Verdict('failed', code, reason), {})
         return True
 
-    def give_back(self, tasks: Sequence[Task]) -> None:
+    def give_back(self, tasks: Sequence[Attempt]) -> None:
         """Claimed jobs that are not started: others may have them."""
         self.link.returned += [task.key for task in tasks]
         if tasks:
@@ -20562,7 +20562,7 @@ def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
 
 def tell_pending(session: Session, workflow: Dict[str, Any]) -> None:
     """Say once what a stored workflow asks for that this version does not carry out."""
-    reading = Reading(Document({}, '', '', {}), '', 0)
+    reading = SpecContext(Document({}, '', '', {}), '', 0)
     read_block(reading, 'execution_config', workflow.get('execution_config') or {})
     defaults, monitor = plan_monitor(None), workflow.get('resource_monitor_config') or {}
     asked = {key: value for key, value in monitor.items() if value != defaults.get(key)}
