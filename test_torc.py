@@ -619,6 +619,55 @@ class HarnessTest(unittest.TestCase):
 
 # ======== 1. Vocabulary ========
 
+class RowTest(unittest.TestCase):
+    """Rows are what typing.NamedTuple makes."""
+
+    class Point(torc.Row):
+        """A row with a default, a method and a property."""
+        x: int
+        y: int
+        unit: str = 'mm'
+
+        @property
+        def text(self) -> str:
+            return f'{self.x},{self.y} {self.unit}'
+
+        def __str__(self) -> str:
+            return self.text
+
+    def test_a_row_is_a_tuple_with_names_defaults_and_methods(self):
+        point = self.Point(1, y=2)
+        self.assertEqual((1, 2, 'mm'), point)
+        self.assertEqual((1, 2, 'mm', '1,2 mm', '1,2 mm'), (point.x, point.y, point.unit, point.text, str(point)))
+        self.assertEqual("Point(x=1, y=2, unit='mm')", repr(point))
+        self.assertEqual(self.Point(5, 2, 'm'), point._replace(x=5, unit='m'))
+        self.assertEqual({'x': 1, 'y': 2, 'unit': 'mm'}, dict(point._asdict()))
+        self.assertEqual(self.Point(7, 8, 'm'), self.Point._make((7, 8, 'm')))
+        self.assertIs(type(copy.copy(point)), self.Point)
+        self.assertEqual(point, copy.deepcopy(point))
+
+    def test_a_row_takes_no_other_fields(self):
+        for wrong in (lambda: self.Point(1), lambda: self.Point(1, 2, 'm', 4), lambda: self.Point(1, 2, z=3)):
+            self.assertRaises(TypeError, wrong)
+        with self.assertRaises(AttributeError):
+            self.Point(1, 2).z = 3
+
+    def test_threads_may_make_the_first_row_at_once(self):
+        for _ in range(50):
+            point = torc.RowType('Point', (torc.Row,), {'__annotations__': {'x': int, 'y': int}, 'y': 2})
+            made, gate = [], threading.Barrier(4)
+
+            def make(point: Any = point, made: List[Any] = made, gate: Any = gate) -> None:
+                gate.wait()
+                made.append(point(1).y)
+            threads = [threading.Thread(target=make) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.assertEqual([2] * 4, made)
+
+
 class VocabularyTest(unittest.TestCase):
     """The tables agree with themselves."""
 

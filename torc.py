@@ -87,7 +87,7 @@ import time
 import traceback
 import unicodedata
 import urllib.parse
-from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, Optional, Sequence
 from typing import Set, Tuple, Union
 
 try:
@@ -125,8 +125,36 @@ log.addHandler(logging.NullHandler())
 # task         an operation that goes on after its request was answered (202)
 # orphan       a job that is running by the records, though nobody runs it
 
+# -------- rows --------
 
-class Status(NamedTuple):
+class RowType(type):
+    """Class of the classes of rows: a row has the fields that its class annotates, and no others."""
+
+    def __new__(cls, name: str, bases: Tuple[type, ...], namespace: Dict[str, Any]) -> Any:
+        made = super().__new__(cls, name, bases, dict(namespace, __slots__=()))
+        made._fields = tuple(getattr(made, '__annotations__', ()))
+        made._defaults = tuple(namespace[field] for field in made._fields if field in namespace)    # of the last fields
+        return made
+
+
+class Row(tuple, metaclass=RowType):
+    """Base of named tuples with the syntax of typing.NamedTuple.
+
+    That makes each class when it is defined, which took a third of the time of loading this module (Python
+    3.6); here collections.namedtuple makes a class when its first row is made.
+    """
+
+    def __new__(cls, *values: Any, **named: Any) -> Any:
+        base = collections.namedtuple(cls.__name__, cls._fields)
+        base.__new__.__defaults__ = cls._defaults
+        for name in cls._fields + ('__repr__', '__getnewargs__', '_make', '_replace', '_asdict', '__new__'):
+            setattr(cls, name, base.__dict__[name])     # __new__ last: another thread may make a row, too
+        return cls(*values, **named)
+
+
+# -------- the tables --------
+
+class Status(Row):
     """One state of a job."""
     code: int           # as stored, and in Torc's database
     name: str           # as spoken, everywhere else
@@ -173,7 +201,7 @@ ADMIN_GROUP = 'admin'               # the group of the server's administrators
 ANONYMOUS = 'anonymous'             # who asks without a name; owns nothing
 
 
-class Exit(NamedTuple):
+class Exit(Row):
     """One exit code of the program."""
     code: int
     name: str
@@ -192,7 +220,7 @@ EXITS = (
 )
 
 
-class Variable(NamedTuple):
+class Variable(Row):
     """One environment variable."""
     name: str
     set_by: str      # 'you' or 'torc'
@@ -290,7 +318,7 @@ class TorcError(Exception):
             self.http = http
 
 
-class Problem(NamedTuple):
+class Problem(Row):
     """One thing that is wrong with a file or request. Line and column count from 1; 0 where unknown."""
     message: str
     line: int = 0
@@ -912,7 +940,7 @@ def load_ssl() -> Any:
     return importlib.import_module('ssl')
 
 
-class Reply(NamedTuple):
+class Reply(Row):
     """What another program answered."""
     code: int       # exit code; 128+n for a signal
     out: str
@@ -939,7 +967,7 @@ def uptime_s() -> float:
         return time.monotonic()
 
 
-class Clocks(NamedTuple):
+class Clocks(Row):
     """One moment by two clocks, in seconds."""
     running: float      # since boot, suspensions included; nobody can set it
     wall: float         # since the epoch
@@ -1301,7 +1329,7 @@ def fold_lines(lines: List[str]) -> str:
     return ''.join(folded)
 
 
-class Properties(NamedTuple):
+class Properties(Row):
     """What may stand before a value: &anchor and !tag, with their place."""
     at: int = 0
     anchor: str = ''
@@ -1958,7 +1986,7 @@ class YamlReader(YamlText):
 
 # -------- yaml: documents --------
 
-class YamlPart(NamedTuple):
+class YamlPart(Row):
     """Where one document stands in a YAML text."""
     start: int
     end: int
@@ -2292,7 +2320,7 @@ KDL_SPACE_ESCAPE = Expression(rf'\\(\\|(?:{KDL_BLANK}|{KDL_BREAK})+)')
 KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b', 'f': '\f', 's': ' '}
 
 
-class KdlNode(NamedTuple):
+class KdlNode(Row):
     """One node of a KDL text. `offsets` and `types` are by argument number or property name; types has 'node' by ''."""
     name: str
     args: List[Any]
@@ -2582,7 +2610,7 @@ def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
 # What is the same for many jobs (prerequisites, kinds) stands once in the plan and is pointed at by index.
 
 
-class PlannedJob(NamedTuple):
+class PlannedJob(Row):
     """One job of a plan, in the order in which it travels as a JSON list. Indexes point into the plan's lists."""
     name: str
     command: str
@@ -2599,7 +2627,7 @@ class PlannedJob(NamedTuple):
     output_user_data: Sequence[int]
 
 
-class Plan(NamedTuple):
+class Plan(Row):
     """What is left of a spec after expansion and checks."""
     body: Dict[str, Any]        # of POST /workflows/from_spec
     warnings: List[Problem]
@@ -2613,7 +2641,7 @@ REQUIRED = '(required)'     # default of a field that has none
 ANY = '(any)'
 
 
-class Field(NamedTuple):
+class Field(Row):
     """One field of a spec."""
     where: str
     name: str
@@ -3045,7 +3073,7 @@ def parse_regex(text: str) -> Any:
         raise ValueError(f"'{shorten(text)}' is not a regular expression: {fault}{place}") from None
 
 
-class Type(NamedTuple):
+class Type(Row):
     """How a field is read."""
     words: str                                  # for help and messages
     shape: str                                  # 'one', 'list', 'map', 'block' or 'blocks'
@@ -3585,13 +3613,13 @@ MISSING = object()      # cell of a table whose row does not have the key
 Value = Union[int, float, str]
 
 
-class Axis(NamedTuple):
+class Axis(Row):
     """One parameter of some instances: its values, each for so many instances in turn, the whole again and again."""
     values: Sequence[Any]
     repeat: int
 
 
-class Instances(NamedTuple):
+class Instances(Row):
     """Combinations of parameter values."""
     count: int
     axes: Dict[str, Axis]
@@ -4242,7 +4270,7 @@ class Planner:
                    self.named(expansion, 'failure_handler', 'failure_handler'),
                    block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'), *related[1:])
         rows = zip_columns(columns, count)
-        self.jobs += map(PlannedJob._make, spread(rows, count))
+        self.jobs += itertools.starmap(PlannedJob, spread(rows, count))
         if 'stdio' in block:
             self.stdio.update((name, dict(block['stdio'])) for name in spread(names, count))
 
@@ -4801,7 +4829,7 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 # -------- execution plan --------
 
 
-class Allocation(NamedTuple):
+class Allocation(Row):
     """A schedule_nodes action, as the execution plan sees it."""
     trigger_type: str
     jobs: Optional[Sequence[int]]   # that on_jobs_ready waits for, all of them
@@ -5499,7 +5527,7 @@ PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes
                              'is_system', 'is_run_zero', 'is_declared'])
 
 
-class TableColumn(NamedTuple):
+class TableColumn(Row):
     """One column of a table or view, as the database describes it."""
     name: str
     codec: str      # first word of the declared type: JSON, BOOL, STATUS, or an SQL type
@@ -5532,7 +5560,7 @@ def encode_cell(codec: str, value: Any) -> Any:
     return value
 
 
-class News(NamedTuple):
+class News(Row):
     """Something that happened to a workflow, for those who listen."""
     workflow_id: int
     event_type: str
@@ -5541,7 +5569,7 @@ class News(NamedTuple):
     data: Dict[str, Any]
 
 
-class ForeignAnswer(NamedTuple):
+class ForeignAnswer(Row):
     """What an administrator's statement brought."""
     columns: List[str]
     rows: List[Tuple]
@@ -5549,7 +5577,7 @@ class ForeignAnswer(NamedTuple):
     tables: Set[str]            # that it wrote to
 
 
-class FileState(NamedTuple):
+class FileState(Row):
     """What tells that nobody else has touched a file. All empty: there is none."""
     identity: Tuple[int, int] = (0, 0)
     size: int = 0
@@ -6129,7 +6157,7 @@ def free_name(stem: str) -> str:
     return next(name for name in names if not os.path.lexists(name))
 
 
-class LogContent(NamedTuple):
+class LogContent(Row):
     """A write-ahead log, as far as it tells for which main file it was written."""
     numbers: List[int]      # application ids of its copies of the first page
     pages: Set[int]         # that it holds
@@ -6388,7 +6416,7 @@ def run_by_ids(store: Store, sql: str, ids: Sequence[int]) -> None:
 
 # -------- looking things up --------
 
-class WorkflowState(NamedTuple):
+class WorkflowState(Row):
     """What most rules ask of a workflow."""
     id: int
     run_id: int
@@ -6412,7 +6440,7 @@ def check_run(state: WorkflowState, run_id: int) -> None:
         raise Refused(f'run {run_id} of workflow {state.id} is over: the current one is {state.run_id}')
 
 
-class JobState(NamedTuple):
+class JobState(Row):
     """What most rules ask of a job."""
     id: int
     workflow_id: int
@@ -7296,7 +7324,7 @@ SPEC_SETTINGS = (       # fields of the workflow itself
     'dynamic_jobs', 'enable_ro_crate', 'compute_node_expiration_buffer_seconds', *WORKFLOW_DEFAULTS)
 
 
-class KnownJob(NamedTuple):
+class KnownJob(Row):
     """A job as it was before a plan was merged."""
     id: int
     is_declared: bool
@@ -8491,7 +8519,7 @@ def refuse_runners(store: Store, workflow_id: int) -> None:
 
 # -------- claiming --------
 
-class Kind(NamedTuple):
+class Kind(Row):
     """What claims look at, for a group of ready jobs."""
     id: int
     priority: int
@@ -8531,7 +8559,7 @@ def matches_labels(mine: Set[str], labels: Optional[str]) -> bool:
     return mine.issuperset(json.loads(labels)) if labels else not mine
 
 
-class Capacity(NamedTuple):
+class Capacity(Row):
     """Free CPUs, memory in bytes and GPUs of one node."""
     num_cpus: int
     memory_bytes: int
@@ -10041,7 +10069,7 @@ def get_api_stats(store: Store, window_seconds: int = 3600, interval_seconds: in
 
 # -------- streams --------
 
-class Subscription(NamedTuple):
+class Subscription(Row):
     """What the reader of a stream wants to hear."""
     subject: Any        # id of a workflow, or one of API_SUBJECTS
     least: int          # index in SEVERITIES
@@ -10241,7 +10269,7 @@ UNSTORABLE = Expression('[\x00\ud800-\udfff]')
 FORBIDDEN_IN_NAME = Expression('[\x00-\x1f\x7f]')
 
 
-class ModelField(NamedTuple):
+class ModelField(Row):
     """One field of a model."""
     type: str
     is_required: bool
@@ -10490,7 +10518,7 @@ def check_model(place: str, model: str, value: Any, is_partial: bool = False) ->
 
 # -------- lists --------
 
-class Resource(NamedTuple):
+class Resource(Row):
     """A noun with the usual operations on rows of one table."""
     table: str
     view: str                   # what is read; usually the table
@@ -10827,7 +10855,7 @@ def get_openapi(store: Store) -> Dict[str, Any]:
 
 # -------- routes --------
 
-class Route(NamedTuple):
+class Route(Row):
     """One operation."""
     name: str           # as in the official interface and its clients
     method: str
@@ -11206,7 +11234,7 @@ def named_workflows(body: Any) -> Set[int]:
     return {row['workflow_id'] for row in rows if type(row.get('workflow_id')) is int}
 
 
-class CheckedBody(NamedTuple):
+class CheckedBody(Row):
     """What check_body() gave for a body, in another process."""
     value: Any
 
@@ -12120,7 +12148,7 @@ def remove_memory_directory(store: Store) -> None:
 
 # -------- HTTP framing --------
 
-class RequestHead(NamedTuple):
+class RequestHead(Row):
     """A request without its body."""
     method: str
     path: str                   # as sent: still percent-encoded
@@ -12130,13 +12158,13 @@ class RequestHead(NamedTuple):
     keeps_alive: bool           # the client wants to ask more
 
 
-class Caller(NamedTuple):
+class Caller(Row):
     """Who asks."""
     name: str
     is_owner: bool      # has shown the server's token
 
 
-class Request(NamedTuple):
+class Request(Row):
     """A complete request."""
     head: RequestHead
     body: bytes                 # b'' if it is spooled
@@ -12480,7 +12508,7 @@ def read_users(path: str) -> Dict[str, str]:
         raise BadInput(f'there is no password file {path}; `torc.py htpasswd add -f {shlex.quote(path)} USER` makes one') from None
 
 
-class PasswordCheck(NamedTuple):
+class PasswordCheck(Row):
     """A password to be checked, or its verdict."""
     digest: bytes       # of user and password, by which those who wait for the verdict are found
     user: str
@@ -12645,7 +12673,7 @@ def is_free(head: RequestHead) -> bool:
     return head.path in ('/healthz', PING_PATH) and head.method == 'GET'
 
 
-class StreamStart(NamedTuple):
+class StreamStart(Row):
     """The beginning of an answer that goes on as a stream."""
     head: bytes
     wanted: Optional[Subscription]      # None: the head is all
@@ -13119,7 +13147,7 @@ REFUSALS = {    # status -> what was wrong with requests that were refused so, f
 }
 
 
-class AccessPolicy(NamedTuple):
+class AccessPolicy(Row):
     """Whom a server lets in."""
     token: str = ''                         # the owner's; '': everybody may ask
     names: Iterable[str] = LOOPBACK_NAMES   # that Host may say
@@ -14054,7 +14082,7 @@ class Server:
 
 # -------- serving a database --------
 
-class ServerOptions(NamedTuple):
+class ServerOptions(Row):
     """How a database is served. Paths are absolute: a detached server lives in another directory."""
     database: str                   # or IN_MEMORY
     host: str = '127.0.0.1'
@@ -14520,7 +14548,7 @@ CLOSE_FIELD = Expression(rb'\r\nconnection:[ \t]*close', re.IGNORECASE)
 SIGNATURE_FIELD = Expression(rb'\r\ntorc-signature: ([0-9a-f]{64})(?:\r\n|\Z)')
 
 
-class Address(NamedTuple):
+class Address(Row):
     """Where a server is."""
     url: str
     is_tls: bool
@@ -14561,7 +14589,7 @@ def parse_answer(status: int, body: bytes) -> Any:
     raise kind(message, http=status, **details)
 
 
-class StreamEvent(NamedTuple):
+class StreamEvent(Row):
     """One event of a stream."""
     id: str
     type: str       # '' if there is nothing but an id, or a sign of life
@@ -14583,7 +14611,7 @@ def parse_event(block: bytes) -> StreamEvent:
         raise ConnectionError('what came as an event is no JSON') from None
 
 
-class Credentials(NamedTuple):
+class Credentials(Row):
     """What a client shows to a server that was named, and to no other."""
     password: str = ''      # of user_name()
     cookie: str = ''        # value of the field Cookie
@@ -14606,7 +14634,7 @@ def check_credentials(url: str, given: Credentials) -> Credentials:
     return found
 
 
-class TlsSettings(NamedTuple):
+class TlsSettings(Row):
     """Which servers are believed over https: by default those that this machine's own list of authorities vouches for."""
     ca_file: str = ''           # certificates to believe instead; ''
     is_insecure: bool = False   # believe any
@@ -15434,7 +15462,7 @@ def format_signal(number: int) -> str:
 # -------- processes, as /proc shows them --------
 
 
-class ProcRow(NamedTuple):
+class ProcRow(Row):
     """A living process (proc(5), stat)."""
     parent: int
     session: int
@@ -15475,7 +15503,7 @@ def read_proc_table() -> Dict[int, ProcRow]:
     return {pid: row for pid, row in rows if row}
 
 
-class Mark(NamedTuple):
+class Mark(Row):
     """What all processes of a job, or of a runner, have in common."""
     text: bytes     # part of TORC_RUN_TAG
     number: int     # of the soft limit RLIMIT_RTTIME, without the lowest `shift` bits
@@ -15644,7 +15672,7 @@ def make_spawner() -> Callable[..., int]:
         return PopenSpawner()
 
 
-class ProcessEnd(NamedTuple):
+class ProcessEnd(Row):
     """How a process ended."""
     return_code: int        # 128+n for a signal
     signal_number: int      # that ended it, or 0
@@ -16192,7 +16220,7 @@ LOOK_S = 1.0                        # between looks whether the output directory
 TAKEN = frozenset((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG))     # the fault of one name
 
 
-class RunnerOptions(NamedTuple):
+class RunnerOptions(Row):
     """How a node works. None: measured."""
     output_dir: str = DEFAULT_OUTPUT_DIR
     poll_interval_s: float = DEFAULT_POLL_INTERVAL_S
@@ -16207,7 +16235,7 @@ class RunnerOptions(NamedTuple):
     log_level: str = 'info'
 
 
-class RunOutcome(NamedTuple):
+class RunOutcome(Row):
     """What a runner did."""
     completed: int
     failed: int             # pending_failed ones too
@@ -16222,7 +16250,7 @@ class RunOutcome(NamedTuple):
     jobs_by_status: Dict[str, int] = {}     # of the whole workflow, as last seen
 
 
-class NodeSize(NamedTuple):
+class NodeSize(Row):
     """What a node has to give."""
     num_cpus: int
     memory_bytes: int
@@ -16575,7 +16603,7 @@ def visible_devices(num_gpus: Optional[int]) -> Tuple[str, ...]:
 # -------- the ledger --------
 
 
-class Grant(NamedTuple):
+class Grant(Row):
     """What a running job holds."""
     num_cpus: int
     memory_bytes: int
@@ -16806,7 +16834,7 @@ def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> 
     return {name: str(value) for name, value in variables.items() if value not in (None, '')}
 
 
-class Verdict(NamedTuple):
+class Verdict(Row):
     """What an end means."""
     status: str
     return_code: int
@@ -18019,7 +18047,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 # leaves, in Progress, Session.show and Session.tell. JSON has escapes of its own, which stand for the same values.
 
 
-class Style(NamedTuple):
+class Style(Row):
     """What the reader of a stream can show."""
     is_unicode: bool    # box drawing and symbols beyond ASCII
     is_terminal: bool   # a line may be rewritten in place
@@ -18142,7 +18170,7 @@ def format_memory_cell(value_bytes: Optional[float]) -> str:
 
 # -------- tables --------
 
-class Heading(NamedTuple):
+class Heading(Row):
     """One column of a list of objects."""
     title: str
     key: str            # of the object; '' gives `show` the whole object
@@ -18781,7 +18809,7 @@ def headings_of(text: str) -> Tuple[Heading, ...]:
     return tuple(headings)
 
 
-class Thing(NamedTuple):
+class Thing(Row):
     """A kind of object that the API lists, gets, creates, updates and deletes."""
     group: str          # first word of its commands, or the second where the group lists several kinds
     name: str           # one of them, as in create_NAME and get_NAME
@@ -19190,7 +19218,7 @@ def tell_contents(session: Session, workflow: Dict[str, Any]) -> None:
                      workflow_id=workflow['id'])
 
 
-class FileCheck(NamedTuple):
+class FileCheck(Row):
     """What there is on disk before a workflow starts."""
     missing_inputs: List[str]       # that must exist
     existing_outputs: List[str]     # that will be written over
@@ -20398,7 +20426,7 @@ def format_groups(groups: Sequence[Tuple[str, Sequence[str]]]) -> List[str]:
 
 # -------- running --------
 
-class Target(NamedTuple):
+class Target(Row):
     """What `run` is to run."""
     workflow_id: int
     is_new: bool        # this very command has read its file
@@ -21149,7 +21177,7 @@ def announce_server(session: Session, text: str) -> None:
 
 # -------- arguments --------
 
-class Argument(NamedTuple):
+class Argument(Row):
     """One argument of a command."""
     names: str              # 'WF' for a word in its place; '-o --output-dir' for an option, its key the last name
     value: str              # what stands for an option's value in the help; '' for a switch
@@ -21163,7 +21191,7 @@ class Argument(NamedTuple):
     is_pending: bool = False    # taken, but not carried out yet
 
 
-class Command(NamedTuple):
+class Command(Row):
     """One command. Its JSON and CSV are described in README."""
     name: str
     run: Callable[[Session, Arguments], int]
@@ -21669,7 +21697,7 @@ COMMANDS = (
 
 # -------- help --------
 
-class Topic(NamedTuple):
+class Topic(Row):
     """One topic of the manual."""
     show: Callable[[], str]
     help: str
@@ -21792,7 +21820,7 @@ NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 HELP = next(command for command in COMMANDS if command.run is cmd_help)
 
 
-class Parsed(NamedTuple):
+class Parsed(Row):
     """A command line, understood."""
     command: Optional[Command]  # None: only options, such as --version
     args: Arguments             # of the command
