@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tests of torc.py. `python3 test_torc.py` runs everything that this machine can run.
+"""Tests of torc.py. `python3 test_torc.py` runs all but those that take long.
 
+    python3 test_torc.py --all                 those too (classes marked @slow)
     python3 test_torc.py [-v] [PATTERN...]     tests whose 'Class.test' holds a pattern (* and ? as in file names)
-    python3 test_torc.py --fast                without the classes marked @slow
+    python3 test_torc.py --jobs N              so many processes at a time; otherwise one a core
     python3 test_torc.py --python PATH         on another interpreter
     python3 test_torc.py --require shared,python36    a skip of these groups is a failure
     python3 test_torc.py bench [--quick] [--python PATH]    measurements beside this machine's xargs and make
@@ -102,6 +103,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 SHARED = os.path.join(os.path.dirname(HERE), 'shared')
 TORC = os.path.join(HERE, 'torc.py')
 EXAMPLES = os.path.join(HERE, 'examples')
+USER_HOME = os.path.expanduser('~')     # tests have another
 MARK = 'TORC_TEST_WORLD'    # environment variable that marks what a world has started
 WORLD_NUMBERS = itertools.count(1)
 SENT_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -159,14 +161,17 @@ def rows_of(text: str) -> List[Dict[str, str]]:
     return [{name: '' if cell == '-' else cell for name, cell in zip(header, row)} for row in cells]
 
 
-def processes_with(mark: str) -> Dict[int, str]:
-    """Live processes that carry a world's mark in their environment: pid -> command line (Linux; elsewhere none is seen)."""
+def processes_with(mark: str, end: str = '\0') -> Dict[int, str]:
+    """Live processes that carry a world's mark in their environment: pid -> command line (Linux; elsewhere none is seen).
+
+    With end='', all marks that begin so.
+    """
     found = {}
-    wanted = f'{MARK}={mark}\0'.encode()
+    wanted = f'\0{MARK}={mark}{end}'.encode()
     for pid in filter(str.isdigit, os.listdir('/proc') if os.path.isdir('/proc') else []):
         try:
             with open(f'/proc/{pid}/environ', 'rb') as file:
-                environment = file.read() + b'\0'
+                environment = b'\0' + file.read() + b'\0'
             with open(f'/proc/{pid}/cmdline', 'rb') as file:
                 command = file.read()
         except OSError:     # it ended, or is another user's
@@ -615,6 +620,69 @@ class HarnessTest(unittest.TestCase):
             self.assertEqual([f'skipped, group shared: {LOSSES["shared"]}', '2 passed, 0 failed, 1 skipped'],
                              [lines[-3], lines[-1]])
             self.assertEqual((0, 0), (in_terminal.wait(10), without.wait(10)))
+
+    def test_a_worker_that_ends_hangs_or_stops_fails_its_test_and_the_rest_is_run(self):
+        class First(unittest.TestCase):
+            def test_it_passes(self):
+                self.assertTrue(os.environ['HOME'] not in homes)
+
+            def test_it_skips(self):
+                need('some', False, 'more')
+
+        class Ends(First):
+            def test_it_dies(self):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        class Hangs(First):
+            def test_it_hangs(self):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)    # where it hangs would be shown there
+                signal.pause()
+
+        class Stops(First):
+            def test_it_hangs(self):
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        class Fails(First):
+            def test_it_fails(self):
+                with self.subTest('part'):
+                    self.fail('this')
+
+        class CannotBegin(First):
+            @classmethod
+            def setUpClass(cls):
+                raise ValueError('that')
+
+        homes = [os.environ['HOME']]
+        cases = [Ends, Hangs, First, Stops, Fails, CannotBegin, First]
+        suites = [unittest.TestLoader().loadTestsFromTestCase(case) for case in cases]
+        score, out = Score(len(suites), is_verbose=False), io.StringIO()
+        faulthandler.cancel_dump_traceback_later()      # its thread is not the forked workers', who would wait for it
+        with contextlib.redirect_stdout(out):
+            run_in_workers(suites, 2, ['none'], score, limit_s=0.5)
+        told = {title: texts[0] for title, texts in score.failed.items()}
+        self.assertEqual(['Ends.test_it_dies', 'Hangs.test_it_hangs', 'Stops.test_it_hangs', 'Fails.test_it_fails'],
+                         list(told)[:4])
+        self.assertRegex(told.pop('Ends.test_it_dies'), r'^its process ended \(wait status 9\)')
+        self.assertRegex(told.pop('Hangs.test_it_hangs'), r'^its process ended \(wait status 256\)')
+        self.assertRegex(told.pop('Stops.test_it_hangs'), r'^its process ended \(wait status 9\)')
+        self.assertRegex(told.pop('Fails.test_it_fails'), r'(?s)^\[part\].*AssertionError: this')
+        (_, text), = told.items()
+        self.assertIn('ValueError: that', text)
+        self.assertEqual({'some': {'more'}}, score.groups)
+        self.assertEqual('FFsFFss', out.getvalue())
+        self.assertEqual({'ok': 3, 'skipped': 3, 'FAILED': 4}, score.counts)
+
+    def test_a_required_group_may_not_be_skipped(self):
+        class Skips(unittest.TestCase):
+            def test_it_skips(self):
+                need('some', False, 'more')
+
+        score = Score(1, is_verbose=False)
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_in_workers([unittest.TestLoader().loadTestsFromTestCase(Skips)], 1, ['some'], score)
+        self.assertEqual({'Skips.test_it_skips': ["the group 'some' is required here: more"]}, score.failed)
+        self.assertEqual({'FAILED': 1}, score.counts)
 
 
 # ======== 1. Vocabulary ========
@@ -18402,7 +18470,9 @@ class Source:
         self.tree = ast.parse(self.text)
         found = [(number, RULER.match(line)) for number, line in enumerate(self.lines, 1)]
         self.rulers = [Ruler(number, match.group(1) or '', match.group(2)) for number, match in found if match and line_is_top(self.lines[number - 1])]
+        self.nodes = {}     # type: Dict[type, List[ast.AST]]
         for node in ast.walk(self.tree):
+            self.nodes.setdefault(type(node), []).append(node)
             for child in ast.iter_child_nodes(node):
                 child.parent = node     # type: ignore
 
@@ -18417,7 +18487,7 @@ class Source:
 
     def walk(self, *kinds: Any) -> Iterator[Any]:
         """All nodes of these kinds."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+        return (node for kind in kinds for node in self.nodes.get(kind, ()))
 
     def owner(self, node: Any) -> str:
         """'Class.method' or 'function' that holds a node; '' at top level."""
@@ -18466,7 +18536,8 @@ def project_files() -> Dict[str, str]:
     """Name -> text of every file of the project, dot files too."""
     if os.path.isdir(os.path.join(HERE, '.git')) and shutil.which('git'):
         words = ['git', '-C', HERE, 'ls-files', '-z', '--cached', '--others', '--exclude-standard']
-        names = subprocess.run(words, stdout=subprocess.PIPE, check=True, encoding='utf-8').stdout.split('\0')
+        environment = dict(os.environ, HOME=USER_HOME)      # git may have to be shown there that this repository is trusted
+        names = subprocess.run(words, env=environment, stdout=subprocess.PIPE, check=True, encoding='utf-8').stdout.split('\0')
         names = [name for name in names if name and os.path.exists(os.path.join(HERE, name))]
     else:
         names = sorted(TOP_LEVEL - {'examples'}) + ['.ci/run', '.gitignore'] + ['examples/' + name for name in os.listdir(EXAMPLES)]
@@ -18480,6 +18551,10 @@ class CodeLaws(unittest.TestCase):
     def setUpClass(cls) -> None:
         cls.torc = Source(TORC)
         cls.tests = Source(os.path.abspath(__file__))
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        del cls.torc, cls.tests     # a million objects, of which every collection of garbage would take notice
 
     def test_the_docstrings_list_the_sections(self):
         for source in (self.torc, self.tests):
@@ -18633,9 +18708,34 @@ class CodeLaws(unittest.TestCase):
         for name in torc.__all__:
             self.assertTrue(inspect.getdoc(getattr(torc, name)), name)
 
+    def test_every_test_asserts_something(self):
+        calls, asserting = {}, set()    # a name is enough: two functions of one name are both looked at
+        for node in self.tests.walk(ast.FunctionDef):
+            names = {getattr(call.func, 'attr', getattr(call.func, 'id', '')) for call in ast.walk(node) if isinstance(call, ast.Call)}
+            calls.setdefault(node.name, set()).update(names)
+            if any(isinstance(part, (ast.Assert, ast.Raise)) for part in ast.walk(node)) or any(re.match('assert[A-Z]|fail$', name) for name in names):
+                asserting.add(node.name)
+        grown = True
+        while grown:
+            more = {name for name, used in calls.items() if name not in asserting and used & asserting}
+            asserting |= more
+            grown = bool(more)
+        self.assertEqual([], sorted(name for name in calls if name.startswith('test_') and name not in asserting))
+        self.assertGreater(len([name for name in calls if name.startswith('test_')]), 50)
+
+    def test_no_two_tests_of_a_class_have_one_name(self):
+        for node in self.tests.walk(ast.ClassDef):
+            names = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
+            twice = [name for name, count in collections.Counter(names).items() if count > 1 and name != 'setUp']
+            self.assertEqual([], [name for name in twice if name.startswith('test_')], node.name)
+
+    def test_tests_wait_for_conditions(self):
+        calls = [node for node in self.tests.walk(ast.Attribute) if node.attr == 'sleep' and getattr(node.value, 'id', '') == 'time']
+        self.assertEqual([], [node.lineno for node in calls])
+
     def test_it_compiles_on_the_floor(self):
         found = [sys.executable] if sys.version_info < (3, 7) else sorted(glob.glob(
-            os.path.join(os.environ.get('PYENV_ROOT') or os.path.expanduser('~/.pyenv'), 'versions', '3.6.*', 'bin', 'python3')))
+            os.path.join(os.environ.get('PYENV_ROOT') or os.path.join(USER_HOME, '.pyenv'), 'versions', '3.6.*', 'bin', 'python3')))
         need('python36', found, 'a Python 3.6 below PYENV_ROOT or ~/.pyenv')
         for path in (TORC, os.path.abspath(__file__)):
             code = 'import sys; compile(sys.stdin.buffer.read(), sys.argv[1], "exec")'
@@ -18675,32 +18775,6 @@ class ProjectLaws(unittest.TestCase):
             self.assertEqual([], [word for word in FOREIGN_WORDS if word.lower() in low], name)
         self.assertNotIn('sha' + 'red/', read_text(TORC))
         self.assertIsNone(re.search(r'\bissues? #?\d', read_text(TORC)))
-
-    def test_every_test_asserts_something(self):
-        source = Source(os.path.abspath(__file__))
-        calls, asserting = {}, set()    # a name is enough: two functions of one name are both looked at
-        for node in source.walk(ast.FunctionDef):
-            names = {getattr(call.func, 'attr', getattr(call.func, 'id', '')) for call in ast.walk(node) if isinstance(call, ast.Call)}
-            calls.setdefault(node.name, set()).update(names)
-            if any(isinstance(part, (ast.Assert, ast.Raise)) for part in ast.walk(node)) or any(re.match('assert[A-Z]|fail$', name) for name in names):
-                asserting.add(node.name)
-        grown = True
-        while grown:
-            more = {name for name, used in calls.items() if name not in asserting and used & asserting}
-            asserting |= more
-            grown = bool(more)
-        self.assertEqual([], sorted(name for name in calls if name.startswith('test_') and name not in asserting))
-        self.assertGreater(len([name for name in calls if name.startswith('test_')]), 50)
-
-    def test_no_two_tests_of_a_class_have_one_name(self):
-        for node in Source(os.path.abspath(__file__)).walk(ast.ClassDef):
-            names = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
-            twice = [name for name, count in collections.Counter(names).items() if count > 1 and name != 'setUp']
-            self.assertEqual([], [name for name in twice if name.startswith('test_')], node.name)
-
-    def test_tests_wait_for_conditions(self):
-        calls = [node for node in Source(os.path.abspath(__file__)).walk(ast.Attribute) if node.attr == 'sleep' and getattr(node.value, 'id', '') == 'time']
-        self.assertEqual([], [node.lineno for node in calls])
 
 
 # -------- README --------
@@ -19839,74 +19913,194 @@ def figures_by_name(names: Dict[str, str], is_quick: bool) -> List[List[str]]:
 
 # ======== Main: choosing, running and counting ========
 #
-# One test after another, in the order of the file. A skip is counted by its group, and the last line is the sum.
+# Forked workers, one a core, take class after class; what they report is shown in the order of the file. Each has a HOME
+# of its own. A worker that ends or hangs fails the test that it was at, and another takes the rest. A skip is counted by
+# its group, and the last line is the sum.
 
-TEST_LIMIT_S = 300      # a test that takes longer hangs: where is shown, and the run ends
+TEST_LIMIT_S = 300      # a test that takes longer hangs: where is shown, and its worker ends
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
-class Score(unittest.TestResult):
-    """Outcomes as they come: a letter for each that did not pass (a line for each with -v); failures in full at the end."""
+class Recorder(unittest.TestResult):
+    """A worker's results, reported to the process that counts: what happened, and of which test, as a JSON line."""
 
-    def __init__(self, required: Iterable[str], is_verbose: bool) -> None:
+    def __init__(self, pipe: Any, required: Iterable[str], limit_s: float) -> None:
         super().__init__()
-        self.required = set(required)
-        self.is_verbose = is_verbose
-        self.passed = self.skips = 0
-        self.groups = collections.OrderedDict()     # type: Dict[str, Set[str]]
-        self.times = []                             # type: List[Tuple[float, str]]
+        self.pipe, self.required, self.limit_s = pipe, set(required), limit_s
+
+    def report(self, *words: Any) -> None:
+        """Write one report; nothing waits in a buffer when this process is killed."""
+        self.pipe.write(json.dumps(words) + '\n')
+        self.pipe.flush()
+
+    def run(self, number: int, suite: unittest.TestSuite) -> None:
+        """Run a class, with what unittest reports outside of its tests."""
+        self.report('class', number)
+        suite.run(self)
+        self.report_failures()
+        self.report('done', number)
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
-        faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True)
+        faulthandler.dump_traceback_later(self.limit_s, exit=True)
         self.begun, self.word = time.monotonic(), 'ok'
+        self.report('test', title_of(test))
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
         faulthandler.cancel_dump_traceback_later()
-        took_s = time.monotonic() - self.begun
-        self.times.append((took_s, title_of(test)))
-        self.passed += self.word == 'ok'
-        self.skips += self.word == 'skipped'
-        if self.is_verbose:
-            print(f'{self.word:8}{took_s:7.2f} s  {title_of(test)}', flush=True)
-        elif self.word != 'ok':
-            print(self.word[0], end='', flush=True)
-
-    def addError(self, test: unittest.TestCase, error: Any) -> None:
-        super().addError(test, error)
-        self.word = 'FAILED'
-
-    def addFailure(self, test: unittest.TestCase, error: Any) -> None:
-        super().addFailure(test, error)
-        self.word = 'FAILED'
-
-    def addSubTest(self, test: unittest.TestCase, subtest: Any, error: Any) -> None:
-        super().addSubTest(test, subtest, error)
-        if error is not None:
-            self.word = 'FAILED'
+        word = 'FAILED' if self.report_failures() else self.word
+        self.report(word, title_of(test), time.monotonic() - self.begun)
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         group, _, what = reason.partition(': ')
         if group in self.required:
             self.failures.append((test, f'the group {group!r} is required here: {what}'))
-            self.word = 'FAILED'
             return
-        self.groups.setdefault(group, set()).add(what)
-        self.word = 'skipped' if getattr(self, 'word', 'ok') == 'ok' else self.word
-        if not isinstance(test, unittest.TestCase):     # a whole class, told by setUpClass
-            self.skips += 1
+        self.word = 'skipped'
+        self.report('reason', group, what)
+        if not isinstance(test, unittest.TestCase):     # a whole class, by setUpClass
+            self.report('skipped', title_of(test), 0)
 
     def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
         self.failures.append((test, 'was expected to fail'))
-        self.word = 'FAILED'
 
-    def failed_tests(self) -> Dict[str, List[str]]:
-        """Title of each failed test -> what it said, part by part."""
-        found = collections.OrderedDict()   # type: Dict[str, List[str]]
-        for test, text in self.failures + self.errors:
-            case = getattr(test, 'test_case', test)     # a subtest counts with its test
-            found.setdefault(title_of(case), []).append(text if case is test else f'{test._subDescription()}\n{text}')
-        return found
+    def report_failures(self) -> bool:
+        """Report the failures since the last call, if there are any. A subtest's counts with its test."""
+        entries = self.failures + self.errors
+        for test, text in entries:
+            case = getattr(test, 'test_case', test)
+            self.report('failure', title_of(case), text if case is test else f'{test._subDescription()}\n{text}')
+        del self.failures[:], self.errors[:]
+        return bool(entries)
+
+
+class Worker:
+    """A forked process that runs classes whose numbers it takes from a pipe, and what it has reported."""
+
+    def __init__(self, suites: Sequence[unittest.TestSuite], numbers: int, required: Sequence[str], limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.reader, writer = os.pipe()
+        self.home = tempfile.mkdtemp(prefix='torc home ')
+        self.rest, self.number, self.test, self.heard_at = b'', -1, '', time.monotonic()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            self.work(suites, numbers, open(writer, 'w', encoding='utf-8'), required)
+        os.close(writer)
+        os.set_blocking(self.reader, False)
+
+    def work(self, suites: Sequence[unittest.TestSuite], numbers: int, pipe: Any, required: Sequence[str]) -> None:
+        """Run classes until all are taken. Ends the process."""
+        code, parent = 1, os.getppid()
+        try:
+            os.close(self.reader)
+            os.environ['HOME'] = self.home
+            random.seed()
+            recorder = Recorder(pipe, required, self.limit_s)
+            for number in iter(lambda: os.read(numbers, 2), b''):
+                if os.getppid() != parent:      # it was killed: nobody would show what follows
+                    break
+                recorder.run(int.from_bytes(number, 'big'), suites[int.from_bytes(number, 'big')])
+            code = 0
+        except BaseException:   # border: nothing of the parent's may run in the child
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def reports(self) -> Iterator[Tuple[int, List[Any]]]:
+        """What it has reported since the last call: number of the class, words."""
+        with contextlib.suppress(BlockingIOError):
+            for data in iter(lambda: os.read(self.reader, 1 << 16), b''):
+                self.rest, self.heard_at = self.rest + data, time.monotonic()
+        *lines, self.rest = self.rest.split(b'\n')
+        for words in map(json.loads, map(bytes.decode, lines)):
+            self.number, self.test = {'class': (words[1], ''), 'test': (self.number, words[1]), 'done': (-1, '')}.get(
+                words[0], (self.number, self.test))
+            yield words[1] if words[0] == 'done' else self.number, words
+
+    def has_ended(self) -> bool:
+        """Whether it is over; kills it first when it has been silent for too long."""
+        if time.monotonic() - self.heard_at > 1.2 * self.limit_s:
+            os.kill(self.pid, signal.SIGKILL)
+        pid, self.status = os.waitpid(self.pid, os.WNOHANG)
+        return pid == self.pid
+
+    def close(self) -> None:
+        """Kill what tests that did not come to their end have left, and forget the rest."""
+        os.close(self.reader)
+        for pid in processes_with(f'{self.pid}-', end=''):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+class Score:
+    """What was reported of all tests: a letter for each that did not pass (a line for each with -v), and the sums."""
+
+    def __init__(self, classes: int, is_verbose: bool) -> None:
+        self.waiting = [[] for _ in range(classes)]     # type: List[List[List[Any]]]
+        self.shown, self.is_verbose = 0, is_verbose
+        self.counts = collections.Counter()             # type: Dict[str, int]
+        self.groups = collections.OrderedDict()         # type: Dict[str, Set[str]]
+        self.failed = collections.OrderedDict()         # type: Dict[str, List[str]]
+        self.times = []                                 # type: List[Tuple[float, str]]
+
+    def add(self, number: int, words: List[Any]) -> None:
+        """Count a report as soon as the classes above its own are over."""
+        self.waiting[number].append(words)
+        while self.shown < len(self.waiting) and self.waiting[self.shown]:
+            words = self.waiting[self.shown].pop(0)
+            self.shown += words[0] == 'done'
+            self.count(*words)
+
+    def count(self, word: str, title: Any, value: Any = None) -> None:
+        """Count one report."""
+        if word == 'failure':
+            self.failed.setdefault(title, []).append(value)
+        elif word == 'reason':
+            self.groups.setdefault(title, set()).add(value)
+        elif word in ('ok', 'skipped', 'FAILED'):
+            self.counts[word] += 1
+            self.times.append((value, title))
+            if self.is_verbose:
+                print(f'{word:8}{value:7.2f} s  {title}', flush=True)
+            elif word != 'ok':
+                print(word[0], end='', flush=True)
+
+
+def run_in_workers(suites: Sequence[unittest.TestSuite], jobs: int, required: Sequence[str], score: Score,
+                   limit_s: float = TEST_LIMIT_S) -> None:
+    """Run classes in so many processes."""
+    numbers, writer = os.pipe()
+    os.write(writer, b''.join(number.to_bytes(2, 'big') for number in range(len(suites))))
+    os.close(writer)
+    workers = [Worker(suites, numbers, required, limit_s) for _ in range(min(jobs, len(suites)))]
+    try:
+        while workers:
+            select.select([worker.reader for worker in workers], [], [], 0.5)
+            for worker in list(workers):
+                has_ended = worker.has_ended()
+                for number, words in worker.reports():
+                    score.add(number, words)
+                if not has_ended:
+                    continue
+                workers.remove(worker)
+                worker.close()
+                if worker.number >= 0:
+                    title = worker.test or type(next(iter(suites[worker.number]))).__name__
+                    text = f'its process ended (wait status {worker.status}), the rest of the class was not run'
+                    score.add(worker.number, ['failure', title, text])
+                    score.add(worker.number, ['FAILED', title, time.monotonic() - worker.heard_at])
+                    score.add(worker.number, ['done', worker.number])
+                    workers.append(Worker(suites, numbers, required, limit_s))
+    finally:
+        os.close(numbers)
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGKILL)
+            os.waitpid(worker.pid, 0)
+            worker.close()
 
 
 def title_of(test: Any) -> str:
@@ -19914,11 +20108,11 @@ def title_of(test: Any) -> str:
     return '.'.join(test.id().split('.')[-2:])
 
 
-def chosen_tests(patterns: Sequence[str], is_fast: bool) -> List[unittest.TestSuite]:
-    """All tests of this file in its order, or those whose title holds one of the patterns; none marked @slow if fast."""
+def chosen_tests(patterns: Sequence[str], is_all: bool) -> List[unittest.TestSuite]:
+    """Suites of the classes that are not marked @slow, in the order of this file. With patterns, all tests whose title holds one."""
     loader, found = unittest.TestLoader(), []
     for case in {value for value in globals().values() if isinstance(value, type) and issubclass(value, unittest.TestCase)}:
-        if is_fast and 'is_slow' in vars(case):
+        if 'is_slow' in vars(case) and not is_all and not patterns:
             continue
         names = sorted(loader.getTestCaseNames(case), key=lambda name: line_of(case, name))
         chosen = [name for name in names if not patterns or any(
@@ -19933,27 +20127,26 @@ def line_of(case: type, name: str) -> int:
     return inspect.unwrap(getattr(case, name)).__code__.co_firstlineno
 
 
-def run_tests(patterns: Sequence[str], required: Sequence[str], is_fast: bool, is_verbose: bool) -> int:
+def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[str], is_verbose: bool) -> int:
     """Run, report, count. 1 if anything failed."""
     warnings.simplefilter('error', ResourceWarning)
-    begun = time.monotonic()
-    score = Score(required, is_verbose)
-    unittest.TestSuite(chosen_tests(patterns, is_fast)).run(score)
-    failed = score.failed_tests()
+    begun, score = time.monotonic(), Score(len(suites), is_verbose)
+    run_in_workers(suites, jobs, required, score)
+    passed, skipped = score.counts['ok'], score.counts['skipped']
     print()
-    for title, texts in failed.items():
+    for title, texts in score.failed.items():
         print('=' * 100, f'FAILED {title}', *texts, sep='\n')
     if is_verbose:
         print('slowest:', *(f'{took:7.2f} s  {title}' for took, title in sorted(score.times, reverse=True)[:15]), sep='\n')
-    for title in failed:
+    for title in score.failed:
         print('FAILED', title)
     for group, reasons in score.groups.items():
         print(f'skipped, group {group}: {LOSSES.get(group) or "; ".join(sorted(reasons))}')
     print(f'Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {time.monotonic() - begun:.1f} s')
-    print(f'{score.passed} passed, {len(failed)} failed, {score.skips} skipped', flush=True)
-    if not score.testsRun and not failed:
+    print(f'{passed} passed, {len(score.failed)} failed, {skipped} skipped', flush=True)
+    if not suites:
         print('no test has a name like that', file=sys.stderr)
-    return 1 if failed or not score.testsRun else 0
+    return 1 if score.failed or not suites else 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19962,7 +20155,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument('patterns', nargs='*', help="tests to run, or one of: bench, faults, readme")
     parser.add_argument('-v', '--verbose', action='store_true', help='a line per test, and the slowest ones')
     parser.add_argument('--require', default='', metavar='GROUP,...', help='groups whose skip is a failure')
-    parser.add_argument('--fast', action='store_true', help='only tests that are quick: about a third of the time')
+    parser.add_argument('--all', action='store_true', help='the tests that take long, too')
+    parser.add_argument('--fast', action='store_true', help=argparse.SUPPRESS)      # what is done without it, too
+    parser.add_argument('--jobs', type=int, default=CORES, metavar='N', help='so many at a time (one a core)')
+    parser.add_argument('--shuffle', type=int, metavar='SEED', help='classes in another order: each is to need no other')
     parser.add_argument('--python', metavar='PATH', help='another interpreter (bench: beside this one)')
     parser.add_argument('--quick', action='store_true', help='bench, faults: small sizes')
     parser.add_argument('--seed', type=int, help='faults: the moments of the kills')
@@ -19977,8 +20173,11 @@ def main(argv: Sequence[str]) -> int:
         return run_faults(options.quick, options.seed, options.patterns[1:])
     if options.patterns == ['readme']:
         return write_readme()
-    required = [group for group in options.require.split(',') if group]
-    return run_tests(options.patterns, required, options.fast, options.verbose)
+    suites, required = chosen_tests(options.patterns, options.all), [group for group in options.require.split(',') if group]
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(suites)
+    stub_path()     # once, for all workers
+    return run_tests(suites, max(1, options.jobs), required, options.verbose)
 
 
 if __name__ == '__main__':
