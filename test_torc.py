@@ -224,6 +224,17 @@ def prepare_process() -> None:
     os.umask(0o022)
 
 
+@functools.lru_cache(None)
+def cpu_unit_s() -> float:
+    """CPU time of a fixed piece of work here, some 0.02 s: bounds of other work are multiples of it, on any machine."""
+    def work() -> float:
+        began = time.process_time()
+        for number in range(200000):
+            str(number).encode()
+        return time.process_time() - began
+    return min(work() for _ in range(3))
+
+
 OTHER_UID = 47011       # an account without a name, for tests that are run by root
 
 
@@ -1417,7 +1428,7 @@ class FormatsTest(unittest.TestCase):
                     torc.read_document(text.encode(), 'w', format)
                 except torc.BadInput as error:
                     self.assertLess(len(error.message), 1000)
-                self.assertLess(time.process_time() - started, 4, (format, text[:30]))
+                self.assertLess(time.process_time() - started, 200 * cpu_unit_s(), (format, text[:30]))
         self.assertIn('the aliases stand for more than', self.problem(laughs).message)
         self.assertIn('nested more than 100', self.problem(tower).message)
 
@@ -2240,7 +2251,7 @@ class ExecutionPlanTest(unittest.TestCase):
         for needs, count in (([start] * many + [barrier] * many, 2), (chain, 2 * many)):
             started = time.process_time()
             plan = torc.execution_plan(names, needs, [gates])
-            self.assertLess(time.process_time() - started, 10)
+            self.assertLess(time.process_time() - started, 500 * cpu_unit_s())
             self.assertEqual(count, len({event['id'] for event in plan['events']}))
             made = [row for event in plan['events'] for row in event['scheduler_allocations']]
             self.assertEqual([many if count == 2 else 1], [len(row['job_names']) for row in made])
@@ -6142,7 +6153,7 @@ class AdminSqlTest(ServiceTest):
         for sql in ('SELECT ' + '(' * 200000, 'UPDATE ' + '(a' * 200000 + ')' * 200000, "SELECT '" * 100000, 'SELECT ' + '/*' * 200000, 'WITH x' + '\n' * 300000):
             with self.assertRaises(torc.Refused):
                 self.write(sql)
-        self.assertLess(time.process_time() - begun, 5)
+        self.assertLess(time.process_time() - begun, 250 * cpu_unit_s())
 
     def test_administrators_only_and_only_what_the_server_allows(self):
         calls = (('admin_sql', {'sql': 'SELECT 1'}), ('list_admin_audit_log', None), ('get_api_stats', None), ('stream_api_events', None))
@@ -8308,24 +8319,27 @@ class ServerTest(WorldTest):
                     self.assertEqual([status], statuses(read_all(client)))
         self.assertEqual([200], statuses(self.server.ask(http_request())))
 
-    def test_a_kept_alive_post_is_answered_at_once(self) -> None:
-        waits = []
+    def test_a_kept_alive_post_is_answered_in_one_packet(self) -> None:
+        def packets() -> int:
+            # struct tcp_info of <linux/tcp.h>: tcpi_data_segs_in, since Linux 4.6
+            return struct.unpack_from('=I', client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 152)[0]
+
         with self.server.connect() as client:
-            for _ in range(21):
-                begun = time.monotonic()
+            client.sendall(http_request())
+            read_answers(client, 1)       # and with it what TLS says at first
+            before = packets()
+            for _ in range(21):     # the second of two packets may wait 40 ms for the acknowledgement of the first
                 client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
                 read_answers(client, 1)
-                waits.append(time.monotonic() - begun)
-        self.assertLess(sorted(waits)[10], 0.035)   # an answer in two packets waits 40 ms for the client's acknowledgement
+            self.assertEqual(21, packets() - before)
 
     def test_hundreds_of_half_requests_hold_up_nobody(self) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(200):
                 client = stack.enter_context(self.server.connect())
                 client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')[:-5])
-            begun = time.monotonic()
             self.assertEqual([200], statuses(self.server.ask(http_request())))
-            self.assertLess(time.monotonic() - begun, 2)
+            # answered while all of them still wait for the rest
             self.world.wait(lambda: len(self.server.server.connections) >= 200, 10, 'all of them')
             self.assertTrue(all(one.deadline < math.inf for one in self.server.server.connections if one.head))
 
@@ -8471,10 +8485,8 @@ class SpoolTest(WorldTest):
         self.set_constant('CLIENT_DEADLINE_S', 0.3)
         self.set_constant('SLOWEST_BYTES_PER_S', 2 ** 20)
         with self.server.connect() as client:
-            began = time.monotonic()
             client.sendall(self.request(length=150 * 2 ** 20) + b'[' * 100000)
-            self.assertEqual([408], statuses(read_all(client)))
-            self.assertLess(time.monotonic() - began, 5)
+            self.assertEqual([408], statuses(read_all(client)))     # the client would not wait for 150 s
         self.assertEqual(set(), self.server.server.spools)
 
     def test_where_there_is_no_room_it_is_said(self) -> None:
@@ -10480,10 +10492,10 @@ class EmbeddedTest(WorldTest):
             os.kill(found['pid'], signal.SIGTERM)
             self.world.wait(lambda: not torc.process_lives(found), 10, 'the embedded server to end')
 
-    def start_server(self) -> Dict[str, Any]:
+    def start_server(self, database: str = '') -> Dict[str, Any]:
         """Start one; what its connection file says."""
-        self.assertTrue(torc.start_embedded_server(self.database))
-        return torc.read_connection_file(self.database)
+        self.assertTrue(torc.start_embedded_server(database or self.database))
+        return torc.read_connection_file(database or self.database)
 
     def hold(self, found: Dict[str, Any]) -> socket.socket:
         """A connection that keeps it."""
@@ -10523,10 +10535,11 @@ class EmbeddedTest(WorldTest):
                 self.assertEqual(name.endswith('.token'), token.encode() in file.read(), name)
 
     def test_it_leaves_when_its_last_client_has_left(self) -> None:
-        found = self.start_server()
+        found, other = self.start_server(), self.start_server(self.world.path('other', 'torc.db'))
         first, second = self.hold(found), self.hold(found)
         first.close()
-        select.select([], [], [], 2 * torc.EMBEDDED_GRACE_S)
+        self.hold(other).close()    # its last client, and after that of the one that is to stay
+        self.world.wait(lambda: torc.process_lives(other) is False, 10, 'the other to leave')
         self.assertTrue(torc.process_lives(found))
         second.close()
         self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
@@ -11468,7 +11481,7 @@ class ClientTest(WorldTest):
             begun = time.monotonic()
             with self.assertRaisesRegex(torc.Unreachable, 'too slow'):
                 client.call('create_workflow', {'name': 'w', 'user': 'u'}, deadline_s=0.2)
-            self.assertLess(time.monotonic() - begun, 2)
+            self.assertLess(time.monotonic() - begun, torc.CALL_DEADLINE_S / 2)
             client.close()
 
     def test_nobody_there_is_told_soon(self) -> None:
@@ -11756,10 +11769,9 @@ class LauncherTest(WorldTest):
     def test_a_guardian_that_is_stopped_is_not_waited_for(self):
         for pid in self.launcher.guardians:
             os.kill(pid, signal.SIGSTOP)
-        guardians, began = set(self.launcher.guardians), time.monotonic()
-        self.launcher.close()
+        guardians = set(self.launcher.guardians)
+        self.launcher.close()       # they would never end by themselves
         self.addCleanup(self.revive)
-        self.assertLess(time.monotonic() - began, 10)
         self.assertFalse(any(map(torc.read_process_start_ticks, guardians)))
 
     def test_a_command_gets_its_environment_and_its_exit_code_is_told(self):
@@ -12375,12 +12387,12 @@ class RunnerTest(WorldTest):
     def test_a_diamond_runs_in_order_and_is_reported(self):
         self.create('echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']}, {'command': 'echo b >> order', 'depends_on': ['j1']},
                     {'command': 'echo c >> order', 'depends_on': ['j2', 'j3']})
-        outcome = self.run_it()
+        outcome = self.run_it(poll_interval_s=60)
         self.assertEqual((4, 0, True, 'complete'), (outcome.completed, outcome.failed, outcome.is_complete, outcome.reason))
         self.assertEqual('a\nb\nb\nc\n', self.world.read('order'))
         self.assertEqual({'completed'}, set(self.statuses().values()))
         self.assertEqual([False], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
-        self.assertLess(outcome.wall_s, 3)
+        self.assertLess(outcome.wall_s, 60)     # no job waits for the next poll
 
     def test_the_log_has_the_words_of_the_pages_and_is_private(self):
         self.create('exit 3')
@@ -13034,7 +13046,7 @@ class RunnerTest(WorldTest):
         lacks = 'they need 64 CPUs, and this runner has 2 (--num-cpus)'
         self.assertEqual([f'jobs such as j2 cannot run here: {lacks}',
                           'leaving: of the jobs that are left (1) none can run here'], self.progress.messages)
-        self.assertLess(outcome.wall_s, 10)
+        self.assertLess(outcome.wall_s, 60)     # not after the next poll
 
     def test_why_nothing_is_claimed_is_said_once_though_the_time_left_changes(self):
         needs = [{'name': 'long', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1H'}]
@@ -13075,7 +13087,7 @@ class RunnerTest(WorldTest):
         self.client.before = lambda number: self.client.call('cancel_workflow', workflow_id=1) if number == 3 else None
         outcome = self.run_it()
         self.assertEqual((1, True, 'cancel'), (outcome.canceled, outcome.is_canceled, outcome.reason))
-        self.assertLess(outcome.wall_s, 10)
+        self.assertLess(outcome.wall_s, 500)    # not after the job
 
     def test_ends_by_the_deadline_are_told_apart(self):
         wait = 'while :; do sleep 0.02; done'
@@ -13142,7 +13154,7 @@ class RunnerTest(WorldTest):
             outcome = self.run_it(poll_interval_s=30.0)
         entities = self.client.call('list_ro_crate_entities', workflow_id=1)['items']
         self.assertEqual(9, sum('sha256' in entity['metadata'] for entity in entities))
-        self.assertLess(outcome.wall_s, 15)
+        self.assertLess(outcome.wall_s, 30)     # one poll
 
     def test_a_second_signal_kills_at_once(self):
         self.create("trap '' TERM INT; echo > ready; while :; do sleep 0.02; done")
@@ -13154,7 +13166,7 @@ class RunnerTest(WorldTest):
         self.client.after = interrupt
         outcome = self.run_it(poll_interval_s=0.05)
         self.assertEqual([(1, 1, 137, 'terminated')], self.results())
-        self.assertLess(outcome.wall_s, 10)
+        self.assertLess(outcome.wall_s, torc.EXECUTION_DEFAULTS['sigterm_lead_seconds'])    # as after one signal
 
     def test_signals_are_as_they_were_afterwards(self):
         before = [signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
@@ -18448,6 +18460,26 @@ BORDERS = {
     'main': 'a bug becomes a traceback and exit 70',
 }
 
+# What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
+LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
+FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
+LONG_LINES = {0: 4, 1: 25, 2: 4, 3: 28, 4: 77, 5: 181, 6: 23, 7: 48, 8: 383, 9: 247, 10: 162, 11: 68, 12: 2, 13: 31, 16: 65, 19: 20, 20: 141, 21: 99}
+LARGER = {
+    'section 4': 1540, 'section 5': 2399, 'section 7': 901, 'section 8': 3731, 'section 9': 1373, 'section 10': 3047, 'section 16': 1854,
+    'section 20': 2651, 'section 21': 944,
+    'class Store': 464, 'methods of Store': 42, 'class Server': 924, 'methods of Server': 71, 'class Runner': 541, 'methods of Runner': 39,
+    'parameters of Client.connect': 9,
+}
+
+# Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
+PAUSES = {
+    'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
+    'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
+    'AwayTrial.pause': 'longer than a lease', 'AwayTrial.stop': 'wakes up after another one',
+    'orphan_trial': 'dies at a moment that chance decides', 'kill_under_clerks': 'dies at a moment that chance decides',
+    'Intruder.pause': 'acts at a moment that chance decides',
+}
+
 # Words that belong to no file of this project: where it is made, and by whose tools. Split, so that this list is not found.
 FOREIGN_WORDS = ['py' + 'pi.org', 'crates' + '.io', 'npm' + 'js', 'deb.deb' + 'ian', 'proxy.go' + 'lang', 'mav' + 'en.org', 'anth' + 'ropic', 'open' + 'ai',
                  'chat' + 'gpt', 'co' + 'pilot', '/wo' + 'rk/', '/.lib' + 'rary', 'CONTR' + 'ACT.md', 'DEVELO' + 'PERS.md', 'DES' + 'IGN.md', 'STY' + 'LE.md', 'farm-' + 'bench', 'farm-' + 'studio', 'BUGS' + '.md']
@@ -18481,6 +18513,10 @@ class Source:
         names = [ruler.name for ruler in self.rulers if ruler.line <= line]
         return names[-1] if names else 'Head'
 
+    def number(self, line: int) -> int:
+        """Number of the section that holds a line, without the letter of a part."""
+        return max([top_number(ruler.number) for ruler in self.rulers if ruler.line <= line] or [0])
+
     def floor(self, line: int) -> int:
         """Rank of the section that holds a line."""
         return sum(ruler.line <= line for ruler in self.rulers)
@@ -18505,6 +18541,28 @@ class Source:
     def listed_sections(self) -> List[Tuple[str, str]]:
         """Sections that the docstring lists: (number, name)."""
         return re.findall(r'^    (\w+)\. (\S.*)$', (ast.get_docstring(self.tree, clean=False) or '').partition('Sections')[2], re.MULTILINE)
+
+
+def top_number(number: str) -> int:
+    """10 of '10b'; 0 of what has no number."""
+    return int(re.match(r'\d*', number).group() or 0)
+
+
+def last_line(node: Any) -> int:
+    """Last line on which a part of a node begins (Python 3.8 knows where it ends)."""
+    return max(getattr(part, 'lineno', 0) for part in ast.walk(node))
+
+
+def deepest_block(node: Any, depth: int = 0) -> int:
+    """How deep blocks stand in each other in a function; elif is not deeper, inner functions do not count."""
+    deepest = depth
+    for field, value in ast.iter_fields(node):
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, ast.AST) and not isinstance(part, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
+                is_elif = isinstance(node, ast.If) and field == 'orelse' and isinstance(part, ast.If) and len(value) == 1
+                is_block = isinstance(part, (ast.If, ast.For, ast.While, ast.With, ast.Try)) and not is_elif
+                deepest = max(deepest, deepest_block(part, depth + is_block))
+    return deepest
 
 
 def line_is_top(line: str) -> bool:
@@ -18562,7 +18620,7 @@ class CodeLaws(unittest.TestCase):
 
     def test_sections_stand_in_the_order_of_their_numbers(self):
         for source in (self.torc, self.tests):
-            numbers = [int(ruler.number) for ruler in source.rulers if ruler.number.isdigit()]
+            numbers = [(top_number(ruler.number), ruler.number) for ruler in source.rulers if ruler.number[:1].isdigit()]
             self.assertEqual(sorted(set(numbers)), numbers, source.path)
 
     def test_sections_of_the_tests_have_the_names_of_the_sections_they_test(self):
@@ -18709,19 +18767,26 @@ class CodeLaws(unittest.TestCase):
             self.assertTrue(inspect.getdoc(getattr(torc, name)), name)
 
     def test_every_test_asserts_something(self):
-        calls, asserting = {}, set()    # a name is enough: two functions of one name are both looked at
-        for node in self.tests.walk(ast.FunctionDef):
-            names = {getattr(call.func, 'attr', getattr(call.func, 'id', '')) for call in ast.walk(node) if isinstance(call, ast.Call)}
-            calls.setdefault(node.name, set()).update(names)
-            if any(isinstance(part, (ast.Assert, ast.Raise)) for part in ast.walk(node)) or any(re.match('assert[A-Z]|fail$', name) for name in names):
-                asserting.add(node.name)
-        grown = True
-        while grown:
-            more = {name for name, used in calls.items() if name not in asserting and used & asserting}
-            asserting |= more
-            grown = bool(more)
-        self.assertEqual([], sorted(name for name in calls if name.startswith('test_') and name not in asserting))
-        self.assertGreater(len([name for name in calls if name.startswith('test_')]), 50)
+        classes = {node.name: node for node in self.tests.tree.body if isinstance(node, ast.ClassDef)}
+
+        def method(case: Any, name: str) -> Any:
+            found = [part for part in case.body if getattr(part, 'name', '') == name]
+            bases = [classes[base.id] for base in case.bases if getattr(base, 'id', '') in classes]
+            return found[0] if found else next(filter(None, (method(base, name) for base in bases)), None)
+
+        def asserts(case: Any, node: Any, is_test: bool) -> bool:
+            for call in (part.func for part in ast.walk(node) if isinstance(part, ast.Call)):
+                name, owner = getattr(call, 'attr', ''), getattr(call, 'value', None)
+                is_own = getattr(owner, 'id', '') == 'self'
+                if is_own and re.match('assert[A-Z]|fail$', name) or name == 'wait' and getattr(owner, 'attr', '') == 'world':
+                    return True
+                if is_own and is_test and method(case, name) and asserts(case, method(case, name), False):
+                    return True     # one call away, no further
+            return any(isinstance(part, ast.Assert) for part in ast.walk(node))
+
+        tests = [(case, part) for case in classes.values() for part in case.body if getattr(part, 'name', '').startswith('test_')]
+        self.assertEqual([], [f'{case.name}.{test.name}' for case, test in tests if not asserts(case, test, True)])
+        self.assertGreater(len(tests), 1000)
 
     def test_no_two_tests_of_a_class_have_one_name(self):
         for node in self.tests.walk(ast.ClassDef):
@@ -18730,8 +18795,40 @@ class CodeLaws(unittest.TestCase):
             self.assertEqual([], [name for name in twice if name.startswith('test_')], node.name)
 
     def test_tests_wait_for_conditions(self):
-        calls = [node for node in self.tests.walk(ast.Attribute) if node.attr == 'sleep' and getattr(node.value, 'id', '') == 'time']
-        self.assertEqual([], [node.lineno for node in calls])
+        found = set()
+        for node in self.tests.walk(ast.Call):
+            words = getattr(getattr(node.func, 'value', None), 'id', ''), getattr(node.func, 'attr', '')
+            waits_for_nothing = all(getattr(part, 'elts', None) == [] for part in node.args[:3])
+            if words == ('time', 'sleep') or words == ('select', 'select') and waits_for_nothing:
+                found.add(self.tests.owner(node))
+        self.assertEqual(set(PAUSES), found)
+
+    # -------- sizes --------
+
+    def test_lines_are_short(self):
+        found = collections.Counter(self.torc.number(line) for line, text in enumerate(self.torc.lines, 1) if len(text) > LINE_COLUMNS)
+        more = {number: count for number, count in found.items() if count > LONG_LINES.get(number, 0)}
+        self.assertEqual({}, more, f'more long lines than LONG_LINES allows; now there are {dict(found)}')
+
+    def test_sections_classes_and_functions_are_short(self):
+        rulers = self.torc.rulers
+        sizes = {f'section {ruler.number}': (after - ruler.line, SECTION_LINES) for ruler, after in
+                 zip(rulers, [ruler.line for ruler in rulers[1:]] + [len(self.torc.lines)])}
+        for node in self.torc.walk(ast.ClassDef):
+            sizes[f'class {node.name}'] = last_line(node) - node.lineno + 1, CLASS_LINES
+            sizes[f'methods of {node.name}'] = sum(isinstance(part, ast.FunctionDef) for part in node.body), CLASS_METHODS
+        for node in self.torc.walk(ast.FunctionDef):
+            name = f'{self.torc.owner(node)}.{node.name}'.lstrip('.')
+            sizes[f'function {name}'] = last_line(node) - node.lineno + 1, FUNCTION_LINES
+            sizes[f'parameters of {name}'] = len(node.args.args) + len(node.args.kwonlyargs), FUNCTION_PARAMETERS
+            sizes[f'nesting of {name}'] = deepest_block(node), FUNCTION_NESTING
+        self.assertEqual({}, {name: size for name, (size, limit) in sizes.items() if size > max(limit, LARGER.get(name, 0))})
+
+    def test_the_laws_of_sizes_see_a_breach(self):
+        text = ('def first() -> None:\n    while True:\n        if 1:\n            pass\n        elif 2:\n            with 3:\n'
+                '                pass\n        def inner() -> None:\n            if 1:\n                pass\n')
+        node = ast.parse(text).body[0]
+        self.assertEqual((3, 10), (deepest_block(node), last_line(node)))
 
     def test_it_compiles_on_the_floor(self):
         found = [sys.executable] if sys.version_info < (3, 7) else sorted(glob.glob(
