@@ -7365,7 +7365,8 @@ class PlanMerge:
         linked = stored.get('access_groups', ())
         groups = [name for name in planned.get('access_groups') or () if name not in linked]
         for name in groups:
-            add_workflow_to_group(store, workflow_id, group_named(store, name))
+            check_may_link(store, workflow_id, group_named(store, name))
+        link_groups(store, workflow_id, groups)
         fields += ['access_groups'] if groups else []
         if fields:
             self.changes['workflow', 'changed', tuple(fields)].append(stored['name'])
@@ -10591,7 +10592,7 @@ def list_rows(store: Store, resource: str, offset: int = 0, limit: int = MAX_LIS
         workflow_state(store, filters['workflow_id'])
     limit = page_size(offset, limit)
     if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
-        raise wrong_type('status', 'one of ' + ', '.join(STATUS_CODES), filters['status'])
+        raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of {', '.join(STATUS_CODES)}", field='status')
     names = [column.name for column in store.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
     check_sort_field(sort_by, names)
     conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
