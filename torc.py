@@ -24,6 +24,14 @@ Sections (grep '^# ==' torc.py):
     6. Schema
     7. Store
     8. Service
+    8a. Creation
+    8b. Initialization
+    8c. Claims
+    8d. Completion
+    8e. Nodes
+    8f. Resources
+    8g. Administration
+    8h. Ad-hoc SQL
     9. API
     10. Server
     11. Client
@@ -6359,30 +6367,24 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
 
 
-# ======== 8. Service: the rules of a workflow ========
+# ======== 8. Service: the rules of a workflow, from states and access to dependencies and actions ========
 #
-# Plain verbs over a Store, with the same names as the operations of the API. They start no process, open no socket and
-# know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at all.
+# Sections 8 to 8h are plain verbs over a Store, with the same names as the operations of the API, in the order of a
+# job's life: what all verbs share (8), creation (8a), initialization and reset (8b), claims (8c), completion (8d),
+# compute nodes and a runner's turn (8e); then rows that few rules hold for (8f), administration (8g), and SQL that an
+# administrator wrote (8h). They start no process, open no socket and know no clock but the Store's. The caller holds a
+# transaction, so that every verb happens whole or not at all. SQL of one use stands with the rule that it is for; only
+# the Store executes it.
 #
 # Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts, completions
-# and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt) and has one result, also when
-# its job is taken from the runner's hands: so the name is never given again.
+# and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt) and has one result, also
+# when a reset takes its job from the runner: the same name is never given again.
 #
-# Completion. Of the current run and attempt, once, whether a node holds the job or nobody has claimed it;
-# never of what another node holds, or of what has finished. In one transaction: the result row, the job's
-# status, the counters of the sets that it is a member of, the jobs that this makes ready or cancels, and so
-# on until nothing changes, and the actions that all of this triggers. So no state needs a second look, and a
-# restart of the server changes no outcome. An attempt that ended as pending_failed holds its dependants until
-# it is run again, or a second completion says how it ends after all.
-# One that was stopped only because its runner was interrupted makes its job ready again, and spends no retry.
+# Prerequisites. Jobs with the same prerequisites share a dependency set. A waiting job is released when its set has no
+# pending member. If a member ended badly, a job with cancel_on_blocking_job_failure is canceled, and counts as a bad
+# member in turn.
 #
-# Prerequisites. A waiting job is released when its set has no pending member. If a member ended badly, a job with
-# cancel_on_blocking_job_failure is canceled, and counts as a bad member in turn.
-#
-# News. Verbs say with announce() and record_event() what happened, for those who listen. It is told after the commit.
-#
-# Claims. Looked at by kind, in order of priority, GPUs, runtime, memory, CPUs (largest first), then id; so the cost
-# grows with the number of kinds and of jobs returned, not with the number of jobs that are ready.
+# Updates. Verbs report what happened with announce() and record_event(); it is sent after the commit.
 
 FINISHED = tuple(row.code for row in STATUSES if row.is_finished)
 BAD = tuple(row.code for row in STATUSES if row.is_bad)
@@ -6506,7 +6508,21 @@ def check_stays(workflow_id: int, body: Dict[str, Any]) -> None:
         raise Refused(f"workflow_id is {body['workflow_id']}: what is of workflow {workflow_id} stays there", field='workflow_id')
 
 
-# -------- telling those who listen --------
+def page_size(offset: int, limit: int) -> int:
+    """How many items of a list to give: not more than MAX_LIST_ITEMS. Refused below 0."""
+    for name, value in (('offset', offset), ('limit', limit)):
+        if value < 0:
+            raise Refused(f'{name} is {value}; it must be at least 0', field=name)
+    return min(limit, MAX_LIST_ITEMS)
+
+
+def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
+    """The envelope of every list."""
+    return {'items': items, 'offset': offset, 'max_limit': MAX_LIST_ITEMS, 'count': len(items), 'total_count': total,
+            'has_more': offset + len(items) < total}
+
+
+# -------- updates for those who listen --------
 
 def announce(store: Store, workflow_id: int, event_type: str, data: Dict[str, Any], severity: str = 'info') -> None:
     """Say what happened to a workflow. It is told after the commit, if anybody listens; otherwise this costs nothing."""
@@ -6556,8 +6572,6 @@ def record_event(store: Store, workflow_id: int, data: Dict[str, Any], severity:
 
 MAY_USE = ('(user = ? OR EXISTS (SELECT 1 FROM workflow_access_group JOIN user_group_membership USING (group_id) '
            'WHERE workflow_id = workflow.id AND user_name = ?))')     # a workflow; parameters: names_of() the caller
-GROUPS_OF_WORKFLOW = 'id IN (SELECT group_id FROM workflow_access_group WHERE workflow_id = ?)'
-GROUPS_OF_USER = 'id IN (SELECT group_id FROM user_group_membership WHERE user_name = ?)'
 
 
 def check_admin(store: Store) -> None:
@@ -6591,19 +6605,6 @@ def is_system_admin(store: Store, user: str) -> bool:
     """Whether a user is in the group of the administrators."""
     return store.one('SELECT 1 FROM user_group_membership JOIN access_group ON access_group.id = group_id '
                      'WHERE is_system = 1 AND user_name = ?', (user,)) is not None
-
-
-def set_administrators(store: Store, users: Iterable[str]) -> None:
-    """Let the group of the administrators have these members and no others."""
-    wanted = set(users)
-    if ANONYMOUS in wanted:
-        raise BadInput(f'{ANONYMOUS!r} cannot be an administrator: it is anybody')
-    group_id = store.value('SELECT id FROM access_group WHERE is_system = 1')
-    group_id = group_id or store.insert('access_group', {'name': ADMIN_GROUP, 'created_at': format_time(store.now()), 'is_system': True})
-    if set(store.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?', (group_id,))) != wanted:
-        store.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
-        for user in sorted(wanted):
-            store.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin', 'created_at': format_time(store.now())})
 
 
 def speaks_for(store: Store, user: str) -> bool:
@@ -6661,105 +6662,6 @@ def check_group_admin(store: Store, group_id: Optional[int] = None) -> None:
         get_row(store, 'access_group', group_id)
 
 
-def check_fills_by_hand(store: Store, group_id: int) -> None:
-    """Refuse changes of the group of the administrators."""
-    if store.value('SELECT is_system FROM access_group WHERE id = ?', (group_id,)):
-        raise Denied('the group of the administrators is filled by `serve --admin-user` and TORC_ADMIN_USERS only')
-
-
-def find_link(store: Store, table: str, group_id: int, other: str, value: Any) -> Optional[Dict[str, Any]]:
-    """The row that ties a group to a user (user_name) or a workflow (workflow_id); None if there is none."""
-    return next(iter(store.select(table, f'WHERE group_id = ? AND {other} = ?', (group_id, value))), None)
-
-
-def check_is_self(store: Store, user: str) -> None:
-    """Refuse questions about other users, but from administrators and where users have no names."""
-    if store.caller != user and not store.is_admin and (store.knows_users or store.enforces_access):
-        raise Denied(f'only {printable(user)} and administrators may ask this')
-
-
-def group_page(store: Store, table: str, where: str, value: Any, offset: int, limit: int) -> Dict[str, Any]:
-    """One page of groups or members, in the envelope that these lists have."""
-    limit = page_size(offset, limit)
-    total = store.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
-    items = store.select(table, f'WHERE {where} ORDER BY id LIMIT ? OFFSET ?', (value, limit, offset))
-    return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total, 'has_more': offset + len(items) < total}
-
-
-def create_access_group(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Make a group, without members."""
-    check_group_admin(store)
-    if store.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
-        raise Conflict(f"there is an access group {printable(body['name'])!r} already")
-    values = {'name': body['name'], 'description': body.get('description'), 'created_at': format_time(store.now())}
-    return get_row(store, 'access_group', store.insert('access_group', values))
-
-
-def list_access_groups(store: Store, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
-    """All groups."""
-    check_group_admin(store)
-    return group_page(store, 'access_group', 'id > ?', 0, offset, limit)
-
-
-def get_access_group(store: Store, group_id: int) -> Dict[str, Any]:
-    """One group."""
-    check_group_admin(store, group_id)
-    return get_row(store, 'access_group', group_id)
-
-
-def delete_access_group(store: Store, group_id: int) -> Dict[str, Any]:
-    """Remove a group; its members lose what it gave them."""
-    check_group_admin(store)
-    group = get_row(store, 'access_group', group_id)
-    check_fills_by_hand(store, group_id)
-    store.run('DELETE FROM access_group WHERE id = ?', (group_id,))
-    return group
-
-
-def list_group_members(store: Store, group_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
-    """Who is in a group."""
-    check_group_admin(store, group_id)
-    return group_page(store, 'user_group_membership', 'group_id = ?', group_id, offset, limit)
-
-
-def add_user_to_group(store: Store, group_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Let a user into a group, as one of GROUP_ROLES."""
-    check_group_admin(store, group_id)
-    check_fills_by_hand(store, group_id)
-    user, role = body.get('user_name'), body.get('role') or 'member'
-    if not user or user == ANONYMOUS:
-        raise Refused(f'user_name: {user!r} is nobody who could be in a group', field='user_name')
-    if (body.get('group_id') or group_id) != group_id:
-        raise Refused(f"the body is about group {body['group_id']}, the path about {group_id}", field='group_id')
-    if find_link(store, 'user_group_membership', group_id, 'user_name', user):
-        raise Conflict(f'{printable(user)} is in access group {group_id} already')
-    values = {'group_id': group_id, 'user_name': user, 'role': role, 'created_at': format_time(store.now())}
-    return get_row(store, 'user_group_membership', store.insert('user_group_membership', values))
-
-
-def remove_user_from_group(store: Store, group_id: int, user_name: str) -> Dict[str, Any]:
-    """Take a user out of a group."""
-    check_group_admin(store, group_id)
-    check_fills_by_hand(store, group_id)
-    found = find_link(store, 'user_group_membership', group_id, 'user_name', user_name)
-    if found is None:
-        raise NotFound(f'{printable(user_name)} is not in access group {group_id}')
-    store.run('DELETE FROM user_group_membership WHERE id = ?', (found['id'],))
-    return found
-
-
-def list_user_groups(store: Store, user_name: str, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
-    """Groups that a user is in."""
-    check_is_self(store, user_name)
-    return group_page(store, 'access_group', GROUPS_OF_USER, user_name, offset, limit)
-
-
-def list_workflow_groups(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
-    """Groups whose members may use a workflow."""
-    workflow_state(store, workflow_id)
-    return group_page(store, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
-
-
 def check_may_link(store: Store, workflow_id: int, group_id: int) -> None:
     """Refuse all but a workflow's owner and the group's admins. That the latter may use the workflow was checked before."""
     owner = get_row(store, 'workflow', workflow_id)['user']
@@ -6767,51 +6669,6 @@ def check_may_link(store: Store, workflow_id: int, group_id: int) -> None:
         get_row(store, 'access_group', group_id)
     else:
         check_group_admin(store, group_id)
-
-
-def add_workflow_to_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
-    """Let the members of a group use a workflow."""
-    check_may_link(store, workflow_id, group_id)
-    if find_link(store, 'workflow_access_group', group_id, 'workflow_id', workflow_id):
-        raise Conflict(f'access group {group_id} has access to workflow {workflow_id} already')
-    link = {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())}
-    store.insert('workflow_access_group', link)
-    return link
-
-
-def remove_workflow_from_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
-    """Take a workflow from the members of a group."""
-    check_may_link(store, workflow_id, group_id)
-    found = find_link(store, 'workflow_access_group', group_id, 'workflow_id', workflow_id)
-    if found is None:
-        raise NotFound(f'access group {group_id} has no access to workflow {workflow_id}')
-    store.run('DELETE FROM workflow_access_group WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
-    return found
-
-
-def check_workflow_access(store: Store, workflow_id: int, user_name: str) -> Dict[str, Any]:
-    """Whether a user may use a workflow where access is enforced, and why."""
-    check_is_self(store, user_name)
-    owner = store.value('SELECT user FROM workflow WHERE id = ?', (workflow_id,))
-    if owner is None and not is_limited(store):
-        raise NotFound(f'there is no workflow {workflow_id}')
-    reason = ('is anybody' if user_name == ANONYMOUS else 'owns it' if owner == user_name else
-              'is in a group that has access' if may_use(store, workflow_id, user_name) else
-              'is an administrator' if is_system_admin(store, user_name) else '')
-    has_access = bool(reason) and user_name != ANONYMOUS
-    return {'has_access': has_access, 'user_name': user_name, 'workflow_id': workflow_id,
-            'reason': f"{user_name} {reason or 'neither owns it nor is in a group that has access'}"}
-
-
-def reload_auth(store: Store) -> Dict[str, Any]:
-    """Read the password file again, and forget what was known of passwords."""
-    check_admin(store)
-    if store.reload_users is None:
-        raise Refused('this server has no password file: it was started without --auth-file',
-                      kind='NoAuthFile')
-    with failing_as('ReloadFailed'):
-        count = store.reload_users()
-    return {'message': 'Auth credentials reloaded successfully', 'user_count': count}
 
 
 # -------- dependency sets --------
@@ -7002,15 +6859,6 @@ def satisfy_trigger(store: Store, workflow_id: int, trigger: str) -> None:
               (workflow_id, trigger))
 
 
-def note_if_complete(store: Store, workflow_id: int) -> bool:
-    """Whether the workflow is complete; if so, its on_workflow_complete actions are due."""
-    complete = is_complete(store, workflow_id)
-    if complete:
-        satisfy_trigger(store, workflow_id, 'on_workflow_complete')
-        note_run_end(store, workflow_id)
-    return complete
-
-
 def expect_completion(store: Store, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
     store.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = 'on_workflow_complete'", (workflow_id,))
@@ -7196,6 +7044,12 @@ def note_action_reported(store: Store, action_id: int, node_id: int) -> None:
     store.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?', (action_id, node_id))
 
 
+# ======== 8a. Creation: workflows and jobs, made, changed and deleted ========
+#
+# A workflow comes into being whole, from a plan (see Spec), or piece by piece through the API. A plan can also be merged
+# into a workflow that an earlier plan made: then rows are matched by name.
+
+
 # -------- creating --------
 
 def create_workflow(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -7286,6 +7140,8 @@ def insert_plan(store: Store, body: Dict[str, Any]) -> int:
         refuse_cycles(store, workflow_id)
     return workflow_id
 
+
+# -------- plans --------
 
 def index_below(index: int, count: int) -> int:
     """The index, if it leads to one of so many things. IndexError otherwise: below 0 Python would count from the end."""
@@ -7672,6 +7528,8 @@ def check_labels(labels: Optional[Sequence[str]]) -> None:
             raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end with a blank', field='labels')
 
 
+# -------- jobs --------
+
 def create_job(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add one job, uninitialized."""
     return get_job(store, insert_job(store, body))
@@ -7810,6 +7668,25 @@ def delete_job(store: Store, job_id: int) -> Dict[str, Any]:
         recount_sets(store, job['workflow_id'])
         settle(store, job['workflow_id'], release_sets(store, job['workflow_id'], sets))
     return job
+
+
+LINEAGE_RECORD = '__torc_lineage__{}__'     # followed by g000001, g000002 ... or final
+
+
+def take_back_spawned(store: Store, workflow_id: int) -> None:
+    """Remove what jobs spawned that are to start over, and what that spawned in turn, with the records; but nothing that a
+    runner has in hand."""
+    idle = f'job.status NOT IN {sql_list(ACTIVE)}'
+    gone = store.ids(
+        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller ON caller.id = spawn.caller_id '
+        'CROSS JOIN job ON job.id = spawn.job_id '
+        f'WHERE spawn.workflow_id = ? AND caller.status = {UNINITIALIZED} AND {idle} UNION '
+        'SELECT job.id FROM gone CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = spawn.job_id '
+        f'WHERE {idle}) SELECT id FROM gone', (workflow_id,))
+    generations = set(rows_by_ids(store, 'SELECT lineage, generation FROM spawn WHERE job_id IN', gone))
+    names = {LINEAGE_RECORD.format(lineage) + last for lineage, generation in generations for last in (f'g{generation:06}', 'final')}
+    store.run_many('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', ((workflow_id, name) for name in names))
+    run_by_ids(store, 'DELETE FROM job WHERE id IN', gone)
 
 
 # -------- workflows --------
@@ -7988,33 +7865,11 @@ def list_required(store: Store, workflow_id: int, kind: str, column: str, condit
         f'WHERE made.{column} = item.id AND job.status = {COMPLETED})) ORDER BY item.id', (workflow_id,))
 
 
-def page_size(offset: int, limit: int) -> int:
-    """How many items of a list to give: not more than MAX_LIST_ITEMS. Refused below 0."""
-    for name, value in (('offset', offset), ('limit', limit)):
-        if value < 0:
-            raise Refused(f'{name} is {value}; it must be at least 0', field=name)
-    return min(limit, MAX_LIST_ITEMS)
-
-
-def get_running_jobs(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
-    """Running jobs with their nodes."""
-    workflow_state(store, workflow_id)
-    limit = page_size(offset, limit)
-    total = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
-    rows = store.rows(
-        'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id FROM job '
-        f'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND job.status = {RUNNING} '
-        'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, limit, offset))
-    slurm_jobs = slurm_jobs_of_nodes(store, workflow_id)
-    names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time', 'scheduler_job_id')
-    items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None} for row in rows]
-    return list_answer(items, offset, total)
-
-
-def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
-    """The envelope of every list."""
-    return {'items': items, 'offset': offset, 'max_limit': MAX_LIST_ITEMS, 'count': len(items), 'total_count': total,
-            'has_more': offset + len(items) < total}
+# ======== 8b. Initialization: making jobs ready, resetting them, and seeing what changed ========
+#
+# Initialize builds the dependency sets and makes every job ready or blocked; reset begins a new run generation or sets
+# jobs back. Change detection finds finished jobs that would do something else now. All of it is set-based SQL: a
+# workflow may have 100,000 jobs. Provenance stands first, because a run that begins is described there.
 
 
 # -------- provenance --------
@@ -8154,6 +8009,15 @@ def note_contents(store: Store, workflow_id: int, contents: Sequence[Sequence[An
 
 
 # -------- initialize and reset --------
+
+def note_if_complete(store: Store, workflow_id: int) -> bool:
+    """Whether the workflow is complete; if so, its on_workflow_complete actions are due."""
+    complete = is_complete(store, workflow_id)
+    if complete:
+        satisfy_trigger(store, workflow_id, 'on_workflow_complete')
+        note_run_end(store, workflow_id)
+    return complete
+
 
 def refuse_archived(state: WorkflowState) -> None:
     """Refuse to work on what was put away."""
@@ -8518,7 +8382,10 @@ def refuse_runners(store: Store, workflow_id: int) -> None:
                       f'torc.py cancel {workflow_id}); one that was killed is noticed after a while')
 
 
-# -------- claiming --------
+# ======== 8c. Claims: which ready jobs a node gets ========
+#
+# Looked at by job class, in order of priority, GPUs, runtime, memory, CPUs (largest first), then id; so the cost grows
+# with the number of classes and of jobs returned, not with the number of jobs that are ready.
 
 class Kind(Row):
     """What claims look at, for a group of ready jobs."""
@@ -8813,6 +8680,30 @@ def claimed_models(store: Store, job_ids: Sequence[int]) -> List[Dict[str, Any]]
             for job_id, item in rows_by_ids(store, f'SELECT job_id, {column} FROM {table} WHERE job_id IN', job_ids):
                 jobs[job_id].setdefault(field, []).append(item)
     return [jobs[job_id] for job_id in job_ids]
+
+
+def get_ready_job_requirements(store: Store, workflow_id: int, scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
+    """What the ready jobs need in all (of one scheduler's, if it is named), the nodes of the widest and the time of the longest."""
+    workflow_state(store, workflow_id)
+    kinds = [Kind(*row) for row in store.rows(KIND_QUERY, (workflow_id,))]
+    counts = {kind: store.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}', (kind.id,)) for kind in kinds
+              if scheduler_config_id in (None, kind.scheduler_id)}
+    return {'num_jobs': sum(counts.values()), 'num_cpus': sum(kind.num_cpus * count for kind, count in counts.items()),
+            'num_gpus': sum(kind.num_gpus * count for kind, count in counts.items()),
+            'memory_gb': sum(kind.memory_bytes * count for kind, count in counts.items()) / 1024 ** 3,
+            'max_num_nodes': max((kind.num_nodes for kind in counts), default=0),
+            'max_runtime': format_duration(max((kind.runtime_s for kind in counts), default=0))}
+
+
+# ======== 8d. Completion: starts, ends, retries and what follows from them ========
+#
+# A completion is of the current run and attempt, once, whether a node holds the job or nobody has claimed it; never of
+# what another node holds, or of what has finished. In one transaction: the result row, the job's status, the counters of
+# the sets that it is a member of, the jobs that this makes ready or cancels, and so on until nothing changes, and the
+# actions that all of this triggers. So no state needs a second look, and a restart of the server changes no outcome. An
+# attempt that ended as pending_failed holds its dependants until it is run again, or a second completion says how it
+# ends after all. One that was stopped only because its runner was interrupted makes its job ready again, and spends no
+# retry.
 
 
 # -------- start, complete, retry --------
@@ -9261,9 +9152,6 @@ def list_workflow_statuses(store: Store, ids: Sequence[int]) -> Dict[str, Any]:
 # results: it will spawn anew, perhaps something else. So no loop goes on with the jobs of an earlier run, and the cap on
 # generations counts those of this run.
 
-LINEAGE_RECORD = '__torc_lineage__{}__'     # followed by g000001, g000002 ... or final
-
-
 def spawn_jobs(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add jobs on behalf of a running one; they wait for its end, and for those that they name. With `state` and no jobs:
     the last word of the lineage."""
@@ -9378,22 +9266,6 @@ def refuse_sibling_cycles(jobs: List[Dict[str, Any]]) -> None:
         raise Refused('these jobs wait for each other: ' + ', '.join(sorted(waiting)[:10]))
 
 
-def take_back_spawned(store: Store, workflow_id: int) -> None:
-    """Remove what jobs spawned that are to start over, and what that spawned in turn, with the records; but nothing that a
-    runner has in hand."""
-    idle = f'job.status NOT IN {sql_list(ACTIVE)}'
-    gone = store.ids(
-        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller ON caller.id = spawn.caller_id '
-        'CROSS JOIN job ON job.id = spawn.job_id '
-        f'WHERE spawn.workflow_id = ? AND caller.status = {UNINITIALIZED} AND {idle} UNION '
-        'SELECT job.id FROM gone CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = spawn.job_id '
-        f'WHERE {idle}) SELECT id FROM gone', (workflow_id,))
-    generations = set(rows_by_ids(store, 'SELECT lineage, generation FROM spawn WHERE job_id IN', gone))
-    names = {LINEAGE_RECORD.format(lineage) + last for lineage, generation in generations for last in (f'g{generation:06}', 'final')}
-    store.run_many('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', ((workflow_id, name) for name in names))
-    run_by_ids(store, 'DELETE FROM job WHERE id IN', gone)
-
-
 # -------- tasks --------
 
 class Accepted(dict):
@@ -9477,6 +9349,12 @@ def fail_open_tasks(store: Store) -> None:
         end_task(store, task_id, 'the server ended before the task was done; ask for it again')
 
 
+# ======== 8e. Nodes: compute nodes, Slurm jobs, and a runner's turn ========
+#
+# A runner registers a compute node, says all that it has to say in runner_sync() once a turn, and deregisters. A node
+# that goes away, or whose lease ends, gives back what it holds.
+
+
 # -------- Slurm jobs, remote workers --------
 
 def slurm_jobs_of_nodes(store: Store, workflow_id: int) -> Dict[int, str]:
@@ -9505,17 +9383,19 @@ def get_slurm_job_correlations(store: Store, workflow_id: int, offset: int = 0, 
     return list_answer([{'job_id': job_id, 'job_name': names[job_id], 'slurm_job_id': number} for job_id, number in page], offset, len(pairs))
 
 
-def get_ready_job_requirements(store: Store, workflow_id: int, scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
-    """What the ready jobs need in all (of one scheduler's, if it is named), the nodes of the widest and the time of the longest."""
+def get_running_jobs(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Running jobs with their nodes."""
     workflow_state(store, workflow_id)
-    kinds = [Kind(*row) for row in store.rows(KIND_QUERY, (workflow_id,))]
-    counts = {kind: store.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}', (kind.id,)) for kind in kinds
-              if scheduler_config_id in (None, kind.scheduler_id)}
-    return {'num_jobs': sum(counts.values()), 'num_cpus': sum(kind.num_cpus * count for kind, count in counts.items()),
-            'num_gpus': sum(kind.num_gpus * count for kind, count in counts.items()),
-            'memory_gb': sum(kind.memory_bytes * count for kind, count in counts.items()) / 1024 ** 3,
-            'max_num_nodes': max((kind.num_nodes for kind in counts), default=0),
-            'max_runtime': format_duration(max((kind.runtime_s for kind in counts), default=0))}
+    limit = page_size(offset, limit)
+    total = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
+    rows = store.rows(
+        'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id FROM job '
+        f'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND job.status = {RUNNING} '
+        'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, limit, offset))
+    slurm_jobs = slurm_jobs_of_nodes(store, workflow_id)
+    names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time', 'scheduler_job_id')
+    items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None} for row in rows]
+    return list_answer(items, offset, total)
 
 
 WORKER_TEXT = Expression(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')      # a word that begins with a dash would be an option of ssh
@@ -9873,7 +9753,579 @@ def is_last_node(store: Store, workflow_id: int, node_id: int) -> bool:
     return not store.one(active, (workflow_id, node_id)) and not store.one(queued, (workflow_id,))
 
 
-# -------- for administrators --------
+# ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
+#
+# RESOURCES says which table and view a noun has and what a list of it may be asked for. The usual operations serve all
+# of them; what a rule holds for has a verb of its own.
+
+
+# -------- lists --------
+
+class Resource(Row):
+    """A noun with the usual operations on rows of one table."""
+    table: str
+    view: str                   # what is read; usually the table
+    model: str                  # of its rows
+    plural: str                 # in the name of the model of its lists
+    filters: Dict[str, str]     # query parameter -> condition with one ?; other parameters compare for equality
+
+
+CONTAINS = 'instr(lower({0}), lower(?)) > 0'
+RESOURCES = {
+    'workflow': Resource('workflow', 'workflow', 'WorkflowModel', 'Workflows', {
+        'description': CONTAINS.format('description'),
+        'access_group': "id IN (SELECT workflow_id FROM workflow_access_group WHERE instr(?, ',' || group_id || ',') > 0)"}),
+    'job': Resource('job', 'job_view', 'JobModel', 'Jobs', {
+        'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
+        'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
+        'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = dep_member.dep_set_id WHERE dep_member.job_id = ?)',
+        'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
+        'origin_is_set': '(origin IS NOT NULL) = ?', 'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"}),
+    'file': Resource('file', 'file', 'FileModel', 'Files', {
+        'path': CONTAINS.format('path'), 'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
+        'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
+    'user_data': Resource('user_data', 'user_data', 'UserDataModel', 'UserData', {
+        'name': CONTAINS.format('name'),
+        'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
+        'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
+    'resource_requirements': Resource('resource_requirements', 'resource_requirements', 'ResourceRequirementsModel', 'ResourceRequirements', {
+        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)',
+        'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'}),
+    'failure_handler': Resource('failure_handler', 'failure_handler', 'FailureHandlerModel', 'FailureHandlers', {}),
+    'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', 'SlurmSchedulerModel', 'SlurmSchedulers', {}),
+    'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel', 'LocalSchedulers', {}),
+    'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', 'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
+    'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
+        'hostname': CONTAINS.format('hostname'),
+        'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
+    'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
+    'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
+    'ro_crate_entity': Resource('ro_crate_entity', 'ro_crate_entity', 'RoCrateEntityModel', 'RoCrateEntities', {}),
+    'event': Resource('event', 'event', 'EventModel', 'Events', {
+        'category': "has_member(data, 'category', ?)", 'after_timestamp': 'timestamp > ?'}),
+}
+
+
+def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
+    """Refuse a field that a list does not show; '' is the usual order."""
+    if sort_by and sort_by not in names:
+        raise BadInput(f'sort_by: {printable(sort_by)!r} is no field to sort by' + (did_you_mean(sort_by, names) or '; use ' + ', '.join(names)),
+                       field='sort_by')
+
+
+def list_rows(store: Store, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
+              reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
+    """One page of a list: filtered, sorted (by id among equals), with the total number of items under the filters."""
+    noun = RESOURCES[resource]
+    if 'workflow_id' in filters:
+        workflow_state(store, filters['workflow_id'])
+    limit = page_size(offset, limit)
+    if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
+        raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of {', '.join(STATUS_CODES)}", field='status')
+    names = [column.name for column in store.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
+    check_sort_field(sort_by, names)
+    conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
+    values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value for name, value in filters.items()]
+    if is_limited(store):
+        conditions.append(f"{'id' if resource == 'workflow' else 'workflow_id'} IN (SELECT id FROM workflow WHERE {MAY_USE})")
+        values += names_of(store.caller)
+    where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
+    total = store.value(f'SELECT count(*) FROM {noun.view} {where}', values)
+    way = 'DESC' if reverse_sort else 'ASC'
+    order = f'{sort_by} {way}, id {way}' if sort_by and sort_by != 'id' else f'id {way}'
+    items = store.select(noun.view, f'{where} ORDER BY {order} LIMIT ? OFFSET ?', [*values, limit, offset])
+    return list_answer(items, offset, total)
+
+
+def list_workflows(store: Store, resource: str, access_group: Sequence[str] = (), **query: Any) -> Dict[str, Any]:
+    """Workflows; of one of these groups only, if any is named."""
+    if access_group:
+        names = [access_group] if isinstance(access_group, str) else access_group
+        found = rows_by_ids(store, 'SELECT id FROM access_group WHERE name IN', names)
+        query['access_group'] = ',' + ''.join(f'{row[0]},' for row in found)
+    answer = list_rows(store, resource, **query)
+    add_group_names(store, answer['items'])
+    return answer
+
+
+def list_jobs(store: Store, resource: str, include_relationships: bool = False, **query: Any) -> Dict[str, Any]:
+    """Jobs; their id lists only if asked for."""
+    if 'labels' in query:
+        query['labels'] = served_labels(store, query['workflow_id'], set(filter(None, query['labels'].split(','))))
+    answer = list_rows(store, resource, **query)
+    if include_relationships:
+        add_relations(store, answer['items'])
+    return answer
+
+
+def served_labels(store: Store, workflow_id: int, labels: Set[str]) -> str:
+    """The label sets of a workflow's jobs that a runner with these labels may take, between line ends: no JSON text holds one."""
+    kinds = store.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,))
+    served = [text for text in kinds if labels.issuperset(json.loads(text))] if labels else ['']
+    return '\n' + '\n'.join(served) + '\n' if served else ''
+
+
+def list_results(store: Store, resource: str, all_runs: bool = False, **query: Any) -> Dict[str, Any]:
+    """Results: each job's current one, or all of all runs and attempts."""
+    return list_rows(store, resource, all_runs=all_runs, **query)
+
+
+ITEM_RELATIONS = (     # of files or user data: who makes, and who uses them
+    'item.name, item.id AS {0}_id, item.name AS {0}_name, {1}made.job_id AS producer_job_id, maker.name AS producer_job_name, '
+    'used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM {0} item '
+    'LEFT JOIN job_output_{0} made ON made.{0}_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
+    'LEFT JOIN job_input_{0} used ON used.{0}_id = item.id LEFT JOIN job user ON user.id = used.job_id '
+    'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)')
+RELATION_QUERIES = {
+    'job': ('job.name, job.id AS job_id, job.name AS job_name, need.id AS depends_on_job_id, need.name AS depends_on_job_name '
+            'FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id CROSS JOIN job need ON need.id = dep_member.job_id '
+            'WHERE job.workflow_id = :workflow'),
+    'file': ITEM_RELATIONS.format('file', 'item.path AS file_path, '),
+    'user_data': ITEM_RELATIONS.format('user_data', ''),
+}
+
+
+def list_relations(store: Store, resource: str, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS,
+                   sort_by: str = '', reverse_sort: bool = False) -> Dict[str, Any]:
+    """Who waits for whom, or which job makes and uses which file or user data; dependency sets spelled out."""
+    workflow_state(store, workflow_id)
+    query = RELATION_QUERIES[resource]
+    names = re.findall(r' AS (\w+)', query)
+    check_sort_field(sort_by, [*names, 'workflow_id'])
+    limit = page_size(offset, limit)
+    total = store.value(f'SELECT count(*) FROM (SELECT {query})', {'workflow': workflow_id})
+    way = 'DESC' if reverse_sort else 'ASC'
+    first = [sort_by] if sort_by in names else []   # all are of one workflow
+    order = ', '.join(f'{column} {way}' for column in first + [name for name in names if name.endswith('_id')])
+    rows = store.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
+                      {'workflow': workflow_id, 'limit': limit, 'offset': offset})
+    items = [{name: cell for name, cell in zip(names, row[1:]) if cell is not None} for row in rows]
+    return list_answer([dict(item, workflow_id=workflow_id) for item in items], offset, total)
+
+
+# -------- the usual operations --------
+
+def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add a row that no special rule holds for."""
+    workflow_state(store, body['workflow_id'])
+    check_references(store, body['workflow_id'], body)
+    try:
+        return read_row(store, resource, store.insert(RESOURCES[resource].table, body))
+    except sqlite3.IntegrityError as error:
+        raise explain_integrity_error(error, resource, body) from None
+
+
+def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str, Any]) -> TorcError:
+    """A row that stands in another's way, or points at nothing."""
+    noun = resource.replace('_', ' ')
+    if 'UNIQUE' in str(error) and resource == 'ro_crate_entity':
+        what = 'entity_id' if 'entity_id' in str(error) else 'file'
+        return Refused(f'an RO-Crate entity already exists for this workflow/{what} link')  # 422, as in Torc
+    if 'UNIQUE' in str(error):
+        return Conflict(f"there is such a {noun} already" + (f": {body['name']!r}" if 'name' in body else ''))
+    return Refused(f'the {noun} refers to something that does not exist')
+
+
+def create_rows(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add up to 100,000 files or user data records of one workflow; their names must differ."""
+    key = 'user_data' if resource == 'user_data' else resource + 's'
+    check_bulk([row['workflow_id'] for row in body[key]], [row['name'] for row in body[key]], key)
+    return {key: [create_row(store, resource, row) for row in body[key]]}
+
+
+def create_requirements(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add resource requirements; memory and runtime must be readable."""
+    workflow_state(store, body['workflow_id'])
+    return read_row(store, resource, insert_requirements(store, body['workflow_id'], {k: v for k, v in body.items() if k != 'id'}))
+
+
+def update_requirements(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Change resource requirements, for all jobs that have them."""
+    current = read_row(store, resource, row_id)
+    check_stays(current['workflow_id'], body)
+    values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
+    values.update(checked_requirements(dict(current, **values)), is_implicit=False)
+    store.update('resource_requirements', row_id, values)
+    changed = read_row(store, resource, row_id)
+    details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items() if key != 'workflow_id'}
+    add_user_event(store, current['workflow_id'], 'update_resource_requirements', **details)
+    return changed
+
+
+def create_user_data(store: Store, resource: str, body: Dict[str, Any], consumer_job_id: Optional[int] = None,
+                     producer_job_id: Optional[int] = None) -> Dict[str, Any]:
+    """Add user data, and link it to the jobs that use and make it."""
+    record = create_row(store, resource, body)
+    for table, job_id in (('job_input_user_data', consumer_job_id), ('job_output_user_data', producer_job_id)):
+        if job_id is not None:
+            check_owned(store, 'job', body['workflow_id'], [job_id])
+            store.insert_rows(table, ('job_id', 'user_data_id'), [(job_id, record['id'])])
+    return record
+
+
+def create_result(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add a result by hand, as the job's current one; the job's status stays."""
+    check_references(store, body['workflow_id'], body)
+    store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (body['job_id'],))
+    return create_row(store, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
+
+
+def read_row(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+    """One row."""
+    return get_row(store, RESOURCES[resource].view, row_id)
+
+
+def update_row(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Change the given fields of a row; it stays in its workflow."""
+    current = read_row(store, resource, row_id)
+    values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
+    check_stays(current['workflow_id'], body)
+    check_references(store, current['workflow_id'], body)
+    fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values and values[name] != current.get(name)]
+    if fixed:
+        raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot be changed")
+    if resource == 'file':
+        values['st_mtime'] = body.get('st_mtime')   # as in Torc, whose clients leave out what is null
+    try:
+        store.update(RESOURCES[resource].table, row_id, values)
+    except sqlite3.IntegrityError as error:
+        raise explain_integrity_error(error, resource, values) from None
+    return read_row(store, resource, row_id)
+
+
+def create_event(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Add an event, of this moment."""
+    workflow_state(store, body['workflow_id'])
+    return read_row(store, resource, store.add_event(body['workflow_id'], body['data']))
+
+
+def update_event(store: Store, resource: str, row_id: int, body: Any) -> Dict[str, Any]:
+    """Replace what an event says."""
+    read_row(store, resource, row_id)
+    data = body.get('data', body) if isinstance(body, dict) else body
+    store.run('UPDATE event SET data = ? WHERE id = ?', (format_json(data), row_id))
+    return read_row(store, resource, row_id)
+
+
+def delete_row(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+    """Remove a row; what it was is the answer."""
+    row = read_row(store, resource, row_id)
+    delete_where(store, resource, 'id', row_id)
+    return row
+
+
+def delete_where(store: Store, resource: str, column: str, value: int) -> int:
+    """Remove rows, unless others need them; how many."""
+    try:
+        with store.savepoint():
+            if resource == 'resource_requirements':     # kinds that no job is of any more
+                store.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
+            return store.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
+    except sqlite3.IntegrityError:
+        raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete them first") from None
+
+
+def delete_rows(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+    """Remove all rows of a workflow."""
+    workflow_state(store, workflow_id)
+    if resource == 'job':
+        refuse_active(store, workflow_id, 'emptied')
+    return {'count': delete_where(store, resource, 'workflow_id', workflow_id)}
+
+
+def delete_ro_crate_entity(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+    """Remove one RO-Crate entity."""
+    delete_row(store, resource, row_id)
+    return {'message': f'Deleted RO-Crate entity {row_id}'}
+
+
+def delete_ro_crate_entities(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+    """Remove all RO-Crate entities of a workflow."""
+    count = delete_rows(store, resource, workflow_id)['count']
+    return {'deleted_count': count, 'message': f'Deleted {count} RO-Crate entities of workflow {workflow_id}'}
+
+
+def delete_all_user_data(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+    """Remove all user data of a workflow."""
+    count = delete_rows(store, resource, workflow_id)['count']
+    return {'deleted_count': count, 'message': f'Deleted {count} user data records of workflow {workflow_id}'}
+
+
+# ======== 8g. Administration: access groups, the server itself, and event streams ========
+#
+# Who is in which group, and which groups may use which workflow; the rules that these serve stand in section 8. Then what
+# a server says of itself, and what may be subscribed to.
+
+
+# -------- access groups --------
+
+GROUPS_OF_WORKFLOW = 'id IN (SELECT group_id FROM workflow_access_group WHERE workflow_id = ?)'
+GROUPS_OF_USER = 'id IN (SELECT group_id FROM user_group_membership WHERE user_name = ?)'
+
+
+def set_administrators(store: Store, users: Iterable[str]) -> None:
+    """Let the group of the administrators have these members and no others."""
+    wanted = set(users)
+    if ANONYMOUS in wanted:
+        raise BadInput(f'{ANONYMOUS!r} cannot be an administrator: it is anybody')
+    group_id = store.value('SELECT id FROM access_group WHERE is_system = 1')
+    group_id = group_id or store.insert('access_group', {'name': ADMIN_GROUP, 'created_at': format_time(store.now()), 'is_system': True})
+    if set(store.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?', (group_id,))) != wanted:
+        store.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
+        for user in sorted(wanted):
+            store.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin', 'created_at': format_time(store.now())})
+
+
+def check_fills_by_hand(store: Store, group_id: int) -> None:
+    """Refuse changes of the group of the administrators."""
+    if store.value('SELECT is_system FROM access_group WHERE id = ?', (group_id,)):
+        raise Denied('the group of the administrators is filled by `serve --admin-user` and TORC_ADMIN_USERS only')
+
+
+def find_link(store: Store, table: str, group_id: int, other: str, value: Any) -> Optional[Dict[str, Any]]:
+    """The row that ties a group to a user (user_name) or a workflow (workflow_id); None if there is none."""
+    return next(iter(store.select(table, f'WHERE group_id = ? AND {other} = ?', (group_id, value))), None)
+
+
+def check_is_self(store: Store, user: str) -> None:
+    """Refuse questions about other users, but from administrators and where users have no names."""
+    if store.caller != user and not store.is_admin and (store.knows_users or store.enforces_access):
+        raise Denied(f'only {printable(user)} and administrators may ask this')
+
+
+def group_page(store: Store, table: str, where: str, value: Any, offset: int, limit: int) -> Dict[str, Any]:
+    """One page of groups or members, in the envelope that these lists have."""
+    limit = page_size(offset, limit)
+    total = store.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
+    items = store.select(table, f'WHERE {where} ORDER BY id LIMIT ? OFFSET ?', (value, limit, offset))
+    return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total, 'has_more': offset + len(items) < total}
+
+
+def create_access_group(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Make a group, without members."""
+    check_group_admin(store)
+    if store.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
+        raise Conflict(f"there is an access group {printable(body['name'])!r} already")
+    values = {'name': body['name'], 'description': body.get('description'), 'created_at': format_time(store.now())}
+    return get_row(store, 'access_group', store.insert('access_group', values))
+
+
+def list_access_groups(store: Store, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """All groups."""
+    check_group_admin(store)
+    return group_page(store, 'access_group', 'id > ?', 0, offset, limit)
+
+
+def get_access_group(store: Store, group_id: int) -> Dict[str, Any]:
+    """One group."""
+    check_group_admin(store, group_id)
+    return get_row(store, 'access_group', group_id)
+
+
+def delete_access_group(store: Store, group_id: int) -> Dict[str, Any]:
+    """Remove a group; its members lose what it gave them."""
+    check_group_admin(store)
+    group = get_row(store, 'access_group', group_id)
+    check_fills_by_hand(store, group_id)
+    store.run('DELETE FROM access_group WHERE id = ?', (group_id,))
+    return group
+
+
+def list_group_members(store: Store, group_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Who is in a group."""
+    check_group_admin(store, group_id)
+    return group_page(store, 'user_group_membership', 'group_id = ?', group_id, offset, limit)
+
+
+def add_user_to_group(store: Store, group_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+    """Let a user into a group, as one of GROUP_ROLES."""
+    check_group_admin(store, group_id)
+    check_fills_by_hand(store, group_id)
+    user, role = body.get('user_name'), body.get('role') or 'member'
+    if not user or user == ANONYMOUS:
+        raise Refused(f'user_name: {user!r} is nobody who could be in a group', field='user_name')
+    if (body.get('group_id') or group_id) != group_id:
+        raise Refused(f"the body is about group {body['group_id']}, the path about {group_id}", field='group_id')
+    if find_link(store, 'user_group_membership', group_id, 'user_name', user):
+        raise Conflict(f'{printable(user)} is in access group {group_id} already')
+    values = {'group_id': group_id, 'user_name': user, 'role': role, 'created_at': format_time(store.now())}
+    return get_row(store, 'user_group_membership', store.insert('user_group_membership', values))
+
+
+def remove_user_from_group(store: Store, group_id: int, user_name: str) -> Dict[str, Any]:
+    """Take a user out of a group."""
+    check_group_admin(store, group_id)
+    check_fills_by_hand(store, group_id)
+    found = find_link(store, 'user_group_membership', group_id, 'user_name', user_name)
+    if found is None:
+        raise NotFound(f'{printable(user_name)} is not in access group {group_id}')
+    store.run('DELETE FROM user_group_membership WHERE id = ?', (found['id'],))
+    return found
+
+
+def list_user_groups(store: Store, user_name: str, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Groups that a user is in."""
+    check_is_self(store, user_name)
+    return group_page(store, 'access_group', GROUPS_OF_USER, user_name, offset, limit)
+
+
+def list_workflow_groups(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+    """Groups whose members may use a workflow."""
+    workflow_state(store, workflow_id)
+    return group_page(store, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
+
+
+def add_workflow_to_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
+    """Let the members of a group use a workflow."""
+    check_may_link(store, workflow_id, group_id)
+    if find_link(store, 'workflow_access_group', group_id, 'workflow_id', workflow_id):
+        raise Conflict(f'access group {group_id} has access to workflow {workflow_id} already')
+    link = {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())}
+    store.insert('workflow_access_group', link)
+    return link
+
+
+def remove_workflow_from_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
+    """Take a workflow from the members of a group."""
+    check_may_link(store, workflow_id, group_id)
+    found = find_link(store, 'workflow_access_group', group_id, 'workflow_id', workflow_id)
+    if found is None:
+        raise NotFound(f'access group {group_id} has no access to workflow {workflow_id}')
+    store.run('DELETE FROM workflow_access_group WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
+    return found
+
+
+def check_workflow_access(store: Store, workflow_id: int, user_name: str) -> Dict[str, Any]:
+    """Whether a user may use a workflow where access is enforced, and why."""
+    check_is_self(store, user_name)
+    owner = store.value('SELECT user FROM workflow WHERE id = ?', (workflow_id,))
+    if owner is None and not is_limited(store):
+        raise NotFound(f'there is no workflow {workflow_id}')
+    reason = ('is anybody' if user_name == ANONYMOUS else 'owns it' if owner == user_name else
+              'is in a group that has access' if may_use(store, workflow_id, user_name) else
+              'is an administrator' if is_system_admin(store, user_name) else '')
+    has_access = bool(reason) and user_name != ANONYMOUS
+    return {'has_access': has_access, 'user_name': user_name, 'workflow_id': workflow_id,
+            'reason': f"{user_name} {reason or 'neither owns it nor is in a group that has access'}"}
+
+
+# -------- the server --------
+
+@contextlib.contextmanager
+def failing_as(kind: str) -> Iterator[None]:
+    """What is refused in the block is an error of this kind, in Torc's words."""
+    try:
+        yield
+    except TorcError as error:
+        error.details['kind'] = kind
+        raise
+
+
+def reload_auth(store: Store) -> Dict[str, Any]:
+    """Read the password file again, and forget what was known of passwords."""
+    check_admin(store)
+    if store.reload_users is None:
+        raise Refused('this server has no password file: it was started without --auth-file',
+                      kind='NoAuthFile')
+    with failing_as('ReloadFailed'):
+        count = store.reload_users()
+    return {'message': 'Auth credentials reloaded successfully', 'user_count': count}
+
+
+class Traffic:
+    """How many requests and bytes came and went, for each second of the last hour in which some did."""
+    MOST_S = 3600
+    KEYS = ('request_count', 'bytes_in', 'bytes_out', 'status_2xx', 'status_4xx', 'status_5xx', 'status_other')
+
+    SLOTS = {b'2': 4, b'4': 5, b'5': 6}     # first digit of a status -> index in a row; others: 7
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self.row = [0] * (1 + len(self.KEYS))                               # [second, *KEYS] of this second
+        self.rows = collections.deque([self.row], maxlen=self.MOST_S)       # type: collections.deque
+
+    def begin_turn(self) -> None:
+        """See whether another second has begun."""
+        second = int(self.now())
+        if second != self.row[0]:
+            self.row = [second] + [0] * len(self.KEYS)
+            self.rows.append(self.row)
+
+    def add_answer(self, head: bytes) -> None:
+        """A request was answered with what begins so."""
+        self.row[1] += 1
+        self.row[self.SLOTS.get(head[9:10], 7)] += 1
+
+
+def get_api_stats(store: Store, window_seconds: int = 3600, interval_seconds: int = 60) -> Dict[str, Any]:
+    """Requests and bytes of the last seconds, in buckets that begin at multiples of the interval, the newest first."""
+    check_admin(store)
+    window = max(1, min(window_seconds, Traffic.MOST_S))
+    interval = max(1, min(interval_seconds, window))
+    now = store.now()
+    buckets = {start: [0] * len(Traffic.KEYS) for start in range(int(now) // interval * interval, int(now) - window, -interval)}
+    for second, *counts in store.traffic.rows if store.traffic is not None else ():
+        bucket = buckets.get(second // interval * interval)
+        if bucket is not None:
+            bucket[:] = map(operator.add, bucket, counts)
+    return {'now_ms': int(now * 1000), 'interval_seconds': interval, 'window_seconds': window,
+            'buckets': [dict(zip(Traffic.KEYS, counts), start_ms=start * 1000) for start, counts in buckets.items()]}
+
+
+def ping(store: Store) -> Dict[str, Any]:
+    """The server is there."""
+    return {'status': 'ok'}
+
+
+def get_version(store: Store) -> Dict[str, Any]:
+    """Versions of the program and of the interface; the commit, as in Torc, only where all may see all."""
+    answer = {'version': __version__, 'api_version': API_VERSION}
+    return answer if store.enforces_access else dict(answer, git_hash=RELEASE_TAG)
+
+
+def get_database(store: Store) -> Dict[str, Any]:
+    """Which database answers: its identity, and where it is stored."""
+    identity = store.value('SELECT id FROM identity')
+    return {'id': identity, 'path': store.file_path, 'host': socket.gethostname()}
+
+
+def snapshot_database(store: Store) -> Dict[str, Any]:
+    """Write a database in memory to its file, done when `saved` has reached the `changes` of this answer."""
+    changes, snapshots = store.changes, store.snapshots
+    if snapshots is None:
+        return {'changes': changes, 'saved': changes}
+    if snapshots.saved < changes:
+        snapshots.ask()
+    return dict({'error': snapshots.error} if snapshots.error else {}, changes=changes, saved=snapshots.saved)
+
+
+# -------- streams --------
+
+class Subscription(Row):
+    """What the reader of a stream wants to hear."""
+    subject: Any        # id of a workflow, or one of API_SUBJECTS
+    least: int          # index in SEVERITIES
+
+
+API_SUBJECTS = ('api', 'api with bodies')
+
+
+def stream_workflow_events(store: Store, workflow_id: int, level: str = 'info') -> Subscription:
+    """What happens to a workflow from now on; of an unknown level: info."""
+    workflow_state(store, workflow_id)
+    return Subscription(workflow_id, SEVERITIES.index(level if level in SEVERITIES else 'info'))
+
+
+def stream_api_events(store: Store, include_bodies: bool = False) -> Subscription:
+    """Every request that is answered from now on."""
+    check_admin(store)
+    return Subscription(API_SUBJECTS[include_bodies], 0)
+
+
+# ======== 8h. Ad-hoc SQL: an administrator's own statements ========
+#
+# One statement at a time, refused by its words where it would end our transaction or change a whole table by mistake,
+# and taken back where it leaves something that no verb could read. What an administrator wrote is put on record.
 
 SQL_LITERALS = Expression(r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
@@ -9946,16 +10398,6 @@ def admin_sql(store: Store, body: Dict[str, Any]) -> Any:
     return answer
 
 
-@contextlib.contextmanager
-def failing_as(kind: str) -> Iterator[None]:
-    """What is refused in the block is an error of this kind, in Torc's words."""
-    try:
-        yield
-    except TorcError as error:
-        error.details['kind'] = kind
-        raise
-
-
 def write_foreign(store: Store, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
     """Carry out a statement that writes, and see that everything can still be read and that no job waits for nothing."""
     with store.savepoint(keeps=not is_dry):
@@ -10026,69 +10468,6 @@ def list_admin_audit_log(store: Store, offset: int = 0, limit: int = MAX_LIST_IT
     check_admin(store)
     rows = store.select('admin_audit_log', 'ORDER BY id DESC LIMIT ? OFFSET ?', (page_size(offset, limit), offset))
     return list_answer(rows, offset, store.value('SELECT count(*) FROM admin_audit_log'))
-
-
-class Traffic:
-    """How many requests and bytes came and went, for each second of the last hour in which some did."""
-    MOST_S = 3600
-    KEYS = ('request_count', 'bytes_in', 'bytes_out', 'status_2xx', 'status_4xx', 'status_5xx', 'status_other')
-
-    SLOTS = {b'2': 4, b'4': 5, b'5': 6}     # first digit of a status -> index in a row; others: 7
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
-        self.row = [0] * (1 + len(self.KEYS))                               # [second, *KEYS] of this second
-        self.rows = collections.deque([self.row], maxlen=self.MOST_S)       # type: collections.deque
-
-    def begin_turn(self) -> None:
-        """See whether another second has begun."""
-        second = int(self.now())
-        if second != self.row[0]:
-            self.row = [second] + [0] * len(self.KEYS)
-            self.rows.append(self.row)
-
-    def add_answer(self, head: bytes) -> None:
-        """A request was answered with what begins so."""
-        self.row[1] += 1
-        self.row[self.SLOTS.get(head[9:10], 7)] += 1
-
-
-def get_api_stats(store: Store, window_seconds: int = 3600, interval_seconds: int = 60) -> Dict[str, Any]:
-    """Requests and bytes of the last seconds, in buckets that begin at multiples of the interval, the newest first."""
-    check_admin(store)
-    window = max(1, min(window_seconds, Traffic.MOST_S))
-    interval = max(1, min(interval_seconds, window))
-    now = store.now()
-    buckets = {start: [0] * len(Traffic.KEYS) for start in range(int(now) // interval * interval, int(now) - window, -interval)}
-    for second, *counts in store.traffic.rows if store.traffic is not None else ():
-        bucket = buckets.get(second // interval * interval)
-        if bucket is not None:
-            bucket[:] = map(operator.add, bucket, counts)
-    return {'now_ms': int(now * 1000), 'interval_seconds': interval, 'window_seconds': window,
-            'buckets': [dict(zip(Traffic.KEYS, counts), start_ms=start * 1000) for start, counts in buckets.items()]}
-
-
-# -------- streams --------
-
-class Subscription(Row):
-    """What the reader of a stream wants to hear."""
-    subject: Any        # id of a workflow, or one of API_SUBJECTS
-    least: int          # index in SEVERITIES
-
-
-API_SUBJECTS = ('api', 'api with bodies')
-
-
-def stream_workflow_events(store: Store, workflow_id: int, level: str = 'info') -> Subscription:
-    """What happens to a workflow from now on; of an unknown level: info."""
-    workflow_state(store, workflow_id)
-    return Subscription(workflow_id, SEVERITIES.index(level if level in SEVERITIES else 'info'))
-
-
-def stream_api_events(store: Store, include_bodies: bool = False) -> Subscription:
-    """Every request that is answered from now on."""
-    check_admin(store)
-    return Subscription(API_SUBJECTS[include_bodies], 0)
 
 
 # ======== 9. API: tables that map HTTP to verbs ========
@@ -10517,51 +10896,6 @@ def check_model(place: str, model: str, value: Any, is_partial: bool = False) ->
     return known
 
 
-# -------- lists --------
-
-class Resource(Row):
-    """A noun with the usual operations on rows of one table."""
-    table: str
-    view: str                   # what is read; usually the table
-    model: str                  # of its rows
-    plural: str                 # in the name of the model of its lists
-    filters: Dict[str, str]     # query parameter -> condition with one ?; other parameters compare for equality
-
-
-CONTAINS = 'instr(lower({0}), lower(?)) > 0'
-RESOURCES = {
-    'workflow': Resource('workflow', 'workflow', 'WorkflowModel', 'Workflows', {
-        'description': CONTAINS.format('description'),
-        'access_group': "id IN (SELECT workflow_id FROM workflow_access_group WHERE instr(?, ',' || group_id || ',') > 0)"}),
-    'job': Resource('job', 'job_view', 'JobModel', 'Jobs', {
-        'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
-        'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
-        'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = dep_member.dep_set_id WHERE dep_member.job_id = ?)',
-        'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
-        'origin_is_set': '(origin IS NOT NULL) = ?', 'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"}),
-    'file': Resource('file', 'file', 'FileModel', 'Files', {
-        'path': CONTAINS.format('path'), 'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
-        'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
-    'user_data': Resource('user_data', 'user_data', 'UserDataModel', 'UserData', {
-        'name': CONTAINS.format('name'),
-        'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
-        'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
-    'resource_requirements': Resource('resource_requirements', 'resource_requirements', 'ResourceRequirementsModel', 'ResourceRequirements', {
-        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)',
-        'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'}),
-    'failure_handler': Resource('failure_handler', 'failure_handler', 'FailureHandlerModel', 'FailureHandlers', {}),
-    'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', 'SlurmSchedulerModel', 'SlurmSchedulers', {}),
-    'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel', 'LocalSchedulers', {}),
-    'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', 'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
-    'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
-        'hostname': CONTAINS.format('hostname'),
-        'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
-    'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
-    'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
-    'ro_crate_entity': Resource('ro_crate_entity', 'ro_crate_entity', 'RoCrateEntityModel', 'RoCrateEntities', {}),
-    'event': Resource('event', 'event', 'EventModel', 'Events', {
-        'category': "has_member(data, 'category', ?)", 'after_timestamp': 'timestamp > ?'}),
-}
 LIST_MODEL = 'count:int! has_more:bool! items:[@{0}]! max_limit:int! offset:int! total_count:int!'
 GROUP_LIST_MODEL = 'has_more:bool! items:[@{0}]! limit:int! offset:int! total_count:int!'
 MODELS.update({f'List{noun.plural}Response': LIST_MODEL.format(noun.model) for noun in RESOURCES.values()})
@@ -10575,278 +10909,6 @@ MODELS.update({name: shape.format(model) for name, model, shape in (
     ('ListJobUserDataRelationshipsResponse', 'JobUserDataRelationshipModel', LIST_MODEL),
     ('RunningJobsResponse', 'RunningJobModel', LIST_MODEL),
     ('SlurmJobCorrelationsResponse', 'SlurmJobCorrelationModel', LIST_MODEL))})
-
-
-def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
-    """Refuse a field that a list does not show; '' is the usual order."""
-    if sort_by and sort_by not in names:
-        raise BadInput(f'sort_by: {printable(sort_by)!r} is no field to sort by' + (did_you_mean(sort_by, names) or '; use ' + ', '.join(names)),
-                       field='sort_by')
-
-
-def list_rows(store: Store, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
-              reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
-    """One page of a list: filtered, sorted (by id among equals), with the total number of items under the filters."""
-    noun = RESOURCES[resource]
-    if 'workflow_id' in filters:
-        workflow_state(store, filters['workflow_id'])
-    limit = page_size(offset, limit)
-    if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
-        raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of {', '.join(STATUS_CODES)}", field='status')
-    names = [column.name for column in store.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
-    check_sort_field(sort_by, names)
-    conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
-    values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value for name, value in filters.items()]
-    if is_limited(store):
-        conditions.append(f"{'id' if resource == 'workflow' else 'workflow_id'} IN (SELECT id FROM workflow WHERE {MAY_USE})")
-        values += names_of(store.caller)
-    where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
-    total = store.value(f'SELECT count(*) FROM {noun.view} {where}', values)
-    way = 'DESC' if reverse_sort else 'ASC'
-    order = f'{sort_by} {way}, id {way}' if sort_by and sort_by != 'id' else f'id {way}'
-    items = store.select(noun.view, f'{where} ORDER BY {order} LIMIT ? OFFSET ?', [*values, limit, offset])
-    return list_answer(items, offset, total)
-
-
-def list_workflows(store: Store, resource: str, access_group: Sequence[str] = (), **query: Any) -> Dict[str, Any]:
-    """Workflows; of one of these groups only, if any is named."""
-    if access_group:
-        names = [access_group] if isinstance(access_group, str) else access_group
-        found = rows_by_ids(store, 'SELECT id FROM access_group WHERE name IN', names)
-        query['access_group'] = ',' + ''.join(f'{row[0]},' for row in found)
-    answer = list_rows(store, resource, **query)
-    add_group_names(store, answer['items'])
-    return answer
-
-
-def list_jobs(store: Store, resource: str, include_relationships: bool = False, **query: Any) -> Dict[str, Any]:
-    """Jobs; their id lists only if asked for."""
-    if 'labels' in query:
-        query['labels'] = served_labels(store, query['workflow_id'], set(filter(None, query['labels'].split(','))))
-    answer = list_rows(store, resource, **query)
-    if include_relationships:
-        add_relations(store, answer['items'])
-    return answer
-
-
-def served_labels(store: Store, workflow_id: int, labels: Set[str]) -> str:
-    """The label sets of a workflow's jobs that a runner with these labels may take, between line ends: no JSON text holds one."""
-    kinds = store.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,))
-    served = [text for text in kinds if labels.issuperset(json.loads(text))] if labels else ['']
-    return '\n' + '\n'.join(served) + '\n' if served else ''
-
-
-def list_results(store: Store, resource: str, all_runs: bool = False, **query: Any) -> Dict[str, Any]:
-    """Results: each job's current one, or all of all runs and attempts."""
-    return list_rows(store, resource, all_runs=all_runs, **query)
-
-
-ITEM_RELATIONS = (     # of files or user data: who makes, and who uses them
-    'item.name, item.id AS {0}_id, item.name AS {0}_name, {1}made.job_id AS producer_job_id, maker.name AS producer_job_name, '
-    'used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM {0} item '
-    'LEFT JOIN job_output_{0} made ON made.{0}_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
-    'LEFT JOIN job_input_{0} used ON used.{0}_id = item.id LEFT JOIN job user ON user.id = used.job_id '
-    'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)')
-RELATION_QUERIES = {
-    'job': ('job.name, job.id AS job_id, job.name AS job_name, need.id AS depends_on_job_id, need.name AS depends_on_job_name '
-            'FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id CROSS JOIN job need ON need.id = dep_member.job_id '
-            'WHERE job.workflow_id = :workflow'),
-    'file': ITEM_RELATIONS.format('file', 'item.path AS file_path, '),
-    'user_data': ITEM_RELATIONS.format('user_data', ''),
-}
-
-
-def list_relations(store: Store, resource: str, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS,
-                   sort_by: str = '', reverse_sort: bool = False) -> Dict[str, Any]:
-    """Who waits for whom, or which job makes and uses which file or user data; dependency sets spelled out."""
-    workflow_state(store, workflow_id)
-    query = RELATION_QUERIES[resource]
-    names = re.findall(r' AS (\w+)', query)
-    check_sort_field(sort_by, [*names, 'workflow_id'])
-    limit = page_size(offset, limit)
-    total = store.value(f'SELECT count(*) FROM (SELECT {query})', {'workflow': workflow_id})
-    way = 'DESC' if reverse_sort else 'ASC'
-    first = [sort_by] if sort_by in names else []   # all are of one workflow
-    order = ', '.join(f'{column} {way}' for column in first + [name for name in names if name.endswith('_id')])
-    rows = store.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
-                      {'workflow': workflow_id, 'limit': limit, 'offset': offset})
-    items = [{name: cell for name, cell in zip(names, row[1:]) if cell is not None} for row in rows]
-    return list_answer([dict(item, workflow_id=workflow_id) for item in items], offset, total)
-
-
-# -------- the usual operations --------
-
-def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Add a row that no special rule holds for."""
-    workflow_state(store, body['workflow_id'])
-    check_references(store, body['workflow_id'], body)
-    try:
-        return read_row(store, resource, store.insert(RESOURCES[resource].table, body))
-    except sqlite3.IntegrityError as error:
-        raise explain_integrity_error(error, resource, body) from None
-
-
-def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str, Any]) -> TorcError:
-    """A row that stands in another's way, or points at nothing."""
-    noun = resource.replace('_', ' ')
-    if 'UNIQUE' in str(error) and resource == 'ro_crate_entity':
-        what = 'entity_id' if 'entity_id' in str(error) else 'file'
-        return Refused(f'an RO-Crate entity already exists for this workflow/{what} link')  # 422, as in Torc
-    if 'UNIQUE' in str(error):
-        return Conflict(f"there is such a {noun} already" + (f": {body['name']!r}" if 'name' in body else ''))
-    return Refused(f'the {noun} refers to something that does not exist')
-
-
-def create_rows(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Add up to 100,000 files or user data records of one workflow; their names must differ."""
-    key = 'user_data' if resource == 'user_data' else resource + 's'
-    check_bulk([row['workflow_id'] for row in body[key]], [row['name'] for row in body[key]], key)
-    return {key: [create_row(store, resource, row) for row in body[key]]}
-
-
-def create_requirements(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Add resource requirements; memory and runtime must be readable."""
-    workflow_state(store, body['workflow_id'])
-    return read_row(store, resource, insert_requirements(store, body['workflow_id'], {k: v for k, v in body.items() if k != 'id'}))
-
-
-def update_requirements(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Change resource requirements, for all jobs that have them."""
-    current = read_row(store, resource, row_id)
-    check_stays(current['workflow_id'], body)
-    values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
-    values.update(checked_requirements(dict(current, **values)), is_implicit=False)
-    store.update('resource_requirements', row_id, values)
-    changed = read_row(store, resource, row_id)
-    details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items() if key != 'workflow_id'}
-    add_user_event(store, current['workflow_id'], 'update_resource_requirements', **details)
-    return changed
-
-
-def create_user_data(store: Store, resource: str, body: Dict[str, Any], consumer_job_id: Optional[int] = None,
-                     producer_job_id: Optional[int] = None) -> Dict[str, Any]:
-    """Add user data, and link it to the jobs that use and make it."""
-    record = create_row(store, resource, body)
-    for table, job_id in (('job_input_user_data', consumer_job_id), ('job_output_user_data', producer_job_id)):
-        if job_id is not None:
-            check_owned(store, 'job', body['workflow_id'], [job_id])
-            store.insert_rows(table, ('job_id', 'user_data_id'), [(job_id, record['id'])])
-    return record
-
-
-def create_result(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Add a result by hand, as the job's current one; the job's status stays."""
-    check_references(store, body['workflow_id'], body)
-    store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (body['job_id'],))
-    return create_row(store, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
-
-
-def read_row(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
-    """One row."""
-    return get_row(store, RESOURCES[resource].view, row_id)
-
-
-def update_row(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Change the given fields of a row; it stays in its workflow."""
-    current = read_row(store, resource, row_id)
-    values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
-    check_stays(current['workflow_id'], body)
-    check_references(store, current['workflow_id'], body)
-    fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values and values[name] != current.get(name)]
-    if fixed:
-        raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot be changed")
-    if resource == 'file':
-        values['st_mtime'] = body.get('st_mtime')   # as in Torc, whose clients leave out what is null
-    try:
-        store.update(RESOURCES[resource].table, row_id, values)
-    except sqlite3.IntegrityError as error:
-        raise explain_integrity_error(error, resource, values) from None
-    return read_row(store, resource, row_id)
-
-
-def create_event(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Add an event, of this moment."""
-    workflow_state(store, body['workflow_id'])
-    return read_row(store, resource, store.add_event(body['workflow_id'], body['data']))
-
-
-def update_event(store: Store, resource: str, row_id: int, body: Any) -> Dict[str, Any]:
-    """Replace what an event says."""
-    read_row(store, resource, row_id)
-    data = body.get('data', body) if isinstance(body, dict) else body
-    store.run('UPDATE event SET data = ? WHERE id = ?', (format_json(data), row_id))
-    return read_row(store, resource, row_id)
-
-
-def delete_row(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
-    """Remove a row; what it was is the answer."""
-    row = read_row(store, resource, row_id)
-    delete_where(store, resource, 'id', row_id)
-    return row
-
-
-def delete_where(store: Store, resource: str, column: str, value: int) -> int:
-    """Remove rows, unless others need them; how many."""
-    try:
-        with store.savepoint():
-            if resource == 'resource_requirements':     # kinds that no job is of any more
-                store.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
-            return store.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
-    except sqlite3.IntegrityError:
-        raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete them first") from None
-
-
-def delete_rows(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
-    """Remove all rows of a workflow."""
-    workflow_state(store, workflow_id)
-    if resource == 'job':
-        refuse_active(store, workflow_id, 'emptied')
-    return {'count': delete_where(store, resource, 'workflow_id', workflow_id)}
-
-
-def delete_ro_crate_entity(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
-    """Remove one RO-Crate entity."""
-    delete_row(store, resource, row_id)
-    return {'message': f'Deleted RO-Crate entity {row_id}'}
-
-
-def delete_ro_crate_entities(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
-    """Remove all RO-Crate entities of a workflow."""
-    count = delete_rows(store, resource, workflow_id)['count']
-    return {'deleted_count': count, 'message': f'Deleted {count} RO-Crate entities of workflow {workflow_id}'}
-
-
-def delete_all_user_data(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
-    """Remove all user data of a workflow."""
-    count = delete_rows(store, resource, workflow_id)['count']
-    return {'deleted_count': count, 'message': f'Deleted {count} user data records of workflow {workflow_id}'}
-
-
-def ping(store: Store) -> Dict[str, Any]:
-    """The server is there."""
-    return {'status': 'ok'}
-
-
-def get_version(store: Store) -> Dict[str, Any]:
-    """Versions of the program and of the interface; the commit, as in Torc, only where all may see all."""
-    answer = {'version': __version__, 'api_version': API_VERSION}
-    return answer if store.enforces_access else dict(answer, git_hash=RELEASE_TAG)
-
-
-def get_database(store: Store) -> Dict[str, Any]:
-    """Which database answers: its identity, and where it is stored."""
-    identity = store.value('SELECT id FROM identity')
-    return {'id': identity, 'path': store.file_path, 'host': socket.gethostname()}
-
-
-def snapshot_database(store: Store) -> Dict[str, Any]:
-    """Write a database in memory to its file, done when `saved` has reached the `changes` of this answer."""
-    changes, snapshots = store.changes, store.snapshots
-    if snapshots is None:
-        return {'changes': changes, 'saved': changes}
-    if snapshots.saved < changes:
-        snapshots.ask()
-    return dict({'error': snapshots.error} if snapshots.error else {}, changes=changes, saved=snapshots.saved)
 
 
 def get_openapi(store: Store) -> Dict[str, Any]:
