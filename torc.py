@@ -5478,15 +5478,6 @@ UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- a runner's
 # after any other loss what SQLite still has is copied, and nothing more is accepted. Each log raises the
 # number that the header calls application id by one, so that a start knows a log that was written for another
 # state of the main file: SQLite would mix them, and drop the log of a file that is empty.
-#
-# What happened is also told to those who listen: verbs append to Store.news, a savepoint or transaction that fails takes
-# its part back, and the server takes the list after the commit. It is empty as long as nobody listens.
-#
-# An administrator's own SQL runs in execute_foreign(), between two savepoints and under an authorizer, which
-# SQLite asks while it compiles a statement. What it refuses, and the words that admin_sql() refuses before,
-# keep our transaction and our tables ours. Administrators may make tables called t_..., which nothing of ours
-# looks at or waits for: no trigger, view or foreign key that ties them to our tables, so that every verb and
-# every migration still works.
 
 PRAGMAS = (
     ('locking_mode', 'EXCLUSIVE'),  # before the first access: no shared memory file, no second process
@@ -5499,37 +5490,11 @@ PRAGMAS = (
     ('cache_size', '-16384'),       # KiB; four times as much claims and completes 300,000 jobs no faster
     ('wal_autocheckpoint', '4000'), # pages: a fourth of the checkpoints, a tenth of a completion's time; 16 MB beside the database
 )
-# How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
-# by temporary triggers, in memory: databases without runners pay nothing, and a rollback undoes it too.
-JOB_COUNTERS = (
-    'CREATE TEMP TABLE job_count (workflow_id INTEGER, status INTEGER, count INTEGER NOT NULL, '
-    'PRIMARY KEY (workflow_id, status)) WITHOUT ROWID',
-    'CREATE TEMP TRIGGER job_count_added AFTER INSERT ON main.job BEGIN '
-    'UPDATE job_count SET count = count + 1 WHERE workflow_id = new.workflow_id AND status = new.status; END',
-    'CREATE TEMP TRIGGER job_count_removed AFTER DELETE ON main.job BEGIN '
-    'UPDATE job_count SET count = count - 1 WHERE workflow_id = old.workflow_id AND status = old.status; END',
-    'CREATE TEMP TRIGGER job_count_moved AFTER UPDATE OF status ON main.job WHEN new.status <> old.status '
-    'BEGIN '
-    'UPDATE job_count SET count = count - 1 WHERE workflow_id = old.workflow_id AND status = old.status; '
-    'UPDATE job_count SET count = count + 1 WHERE workflow_id = new.workflow_id AND status = new.status; END',
-)
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
-FOREIGN_SQL_S = 5.0                 # an administrator's statement may hold up everybody so long; one call of a function of SQLite, longer
-FOREIGN_SQL_STEPS = 10000           # of SQLite's machine between looks at the clock
-MAX_FOREIGN_BYTES = 64 * 1024 ** 2  # of one answer, about
 PUT_BACK = 'the right file back, or give another place with --db'
 HEAD_BYTES = 100                    # of a database file: SQLite's header; of its log: its header, and more
 LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
-MAX_NEWS = 4000                     # of one transaction, fewer than a feed keeps; of more only the number is kept
-READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURSIVE (sqlite.org/c3ref/c_alter_table.html)
-WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
-MAKING_ACTIONS = frozenset([1, 2, 27])          # CREATE_INDEX, CREATE_TABLE, REINDEX
-SCRATCH_PREFIX = 't_'               # of what administrators make: all other names are ours, now or later
-FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
-CELL_KINDS = {'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer',), 'REAL': ('real', 'integer')}     # others: text
-CELL_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dict}     # of JSON that verbs look into
-MOST_FOREIGN_ID = 2 ** 53           # SQLite gives ids above the highest: after its last one, nothing could be added
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared'])
@@ -5568,21 +5533,79 @@ def encode_cell(codec: str, value: Any) -> Any:
     return value
 
 
-class News(Row):
-    """Something that happened to a workflow, for those who listen."""
-    workflow_id: int
-    event_type: str
-    severity: str           # one of SEVERITIES
-    timestamp: int          # milliseconds since the epoch
-    data: Dict[str, Any]
+class Statements:
+    """Single statements on a database, and rows as dicts. Whoever uses them holds a transaction."""
 
+    def __init__(self, connection: sqlite3.Connection, now: Callable[[], float],
+                 columns: Dict[str, List[TableColumn]]) -> None:
+        self.connection = connection
+        self.now = now                      # the clock; seconds since the epoch
+        self.known_columns = columns             # of tables, as the database has described them
 
-class ForeignAnswer(Row):
-    """What an administrator's statement brought."""
-    columns: List[str]
-    rows: List[Tuple]
-    changed: int                # rows that it changed itself
-    tables: Set[str]            # that it wrote to
+    def run(self, sql: str, parameters: Sequence[Any] = ()) -> int:
+        """Execute one statement; the number of rows that it changed."""
+        return self.connection.execute(sql, parameters).rowcount
+
+    def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Execute one statement for each row of parameters."""
+        self.connection.executemany(sql, rows)
+
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> List[Tuple]:
+        """All rows of a query, as tuples."""
+        return self.connection.execute(sql, parameters).fetchall()
+
+    def one(self, sql: str, parameters: Sequence[Any] = ()) -> Optional[Tuple]:
+        """First row of a query, or None."""
+        return self.connection.execute(sql, parameters).fetchone()
+
+    def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
+        """First cell of a query, or None."""
+        row = self.connection.execute(sql, parameters).fetchone()
+        return None if row is None else row[0]
+
+    def ids(self, sql: str, parameters: Sequence[Any] = ()) -> List[Any]:
+        """First column of a query."""
+        return [row[0] for row in self.connection.execute(sql, parameters)]
+
+    def columns(self, table: str) -> List[TableColumn]:
+        """Columns of a table or view, read back from the database."""
+        if table not in self.known_columns:
+            described = self.connection.execute(f'PRAGMA table_info({table})')
+            self.known_columns[table] = [TableColumn(row[1], (row[2].split() or [''])[0], bool(row[3]))
+                                    for row in described]
+        return self.known_columns[table]
+
+    def select(self, table: str, where: str = '', parameters: Sequence[Any] = ()) -> List[Dict[str, Any]]:
+        """Rows of a table or view as dicts; `where` may go on with ORDER BY and LIMIT."""
+        columns = [column for column in self.columns(table) if column.name not in PRIVATE_COLUMNS]
+        names = ', '.join(column.name for column in columns)
+        found = self.connection.execute(f'SELECT {names} FROM {table} {where}', parameters)
+        return [{column.name: decode_cell(column.codec, cell) for column, cell in zip(columns, row) if cell is not None}
+                for row in found]
+
+    def insert(self, table: str, values: Dict[str, Any]) -> int:
+        """Add a row; keys that are no columns are passed over, and so is `id`: ids are ours to give. The new one."""
+        cells = {column.name: encode_cell(column.codec, values[column.name])
+                 for column in self.columns(table) if column.name != 'id' and values.get(column.name) is not None}
+        names, marks = ', '.join(cells), ', '.join('?' * len(cells))
+        return self.connection.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})', list(cells.values())).lastrowid
+
+    def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Add many rows of already encoded cells."""
+        marks = ', '.join('?' * len(names))
+        self.connection.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", rows)
+
+    def update(self, table: str, row_id: int, values: Dict[str, Any]) -> None:
+        """Change columns of one row; None stores NULL, keys that are no columns are passed over."""
+        cells = {column.name: encode_cell(column.codec, values[column.name])
+                 for column in self.columns(table) if column.name in values and column.name != 'id'}
+        if cells:
+            names = ', '.join(f'{name} = ?' for name in cells)
+            self.connection.execute(f'UPDATE {table} SET {names} WHERE id = ?', [*cells.values(), row_id])
+
+    def next_id(self, table: str) -> int:
+        """The id that the next row of a table would get."""
+        return (self.value('SELECT seq FROM sqlite_sequence WHERE name = ?', (table,)) or 0) + 1
 
 
 class FileState(Row):
@@ -5592,8 +5615,8 @@ class FileState(Row):
     head: bytes = b''
 
 
-class Store:
-    """The workflow database. All verbs of the Service run on one."""
+class Store(Statements):
+    """The workflow database: its files, and its transactions."""
 
     def __init__(self, path: str, now: Callable[[], float] = time.time) -> None:
         """Open the database file, or make it. BadInput if it is something else, Conflict if another process has it."""
@@ -5603,23 +5626,7 @@ class Store:
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
         self._is_spoilt = False             # ... because somebody has written to the files
-        self.now = now                      # the clock; seconds since the epoch
-        self.clock = time.monotonic         # ... of leases, which nobody can set; a server gives it its own
-        self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
-        self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
-        self.caller = ''                    # who asks, for events and new workflows; set for each request
-        self.is_admin = True                # ... may use what is for administrators; whoever opens the file may
-        self.knows_users = False            # callers are told apart: groups are managed by those who may
-        self.enforces_access = False        # who is no administrator sees workflows of his own and of his groups only
-        self.is_user = lambda name: False   # type: Callable[[str], bool]  # whether somebody logs in under it
-        self.reload_users = None            # type: Optional[Callable[[], int]]  # read the password file again; how many users
-        self.allows_sql = self.allows_sql_writes = True     # ... of which SQL, and SQL that changes something
-        self.watched = frozenset()          # type: Any  # ids of the workflows whose news somebody wants; anything with `in`
-        self.news = []                      # type: List[Union[News, int]]  # of this transaction; int: a workflow's, beyond MAX_NEWS
-        self.traffic = None                 # type: Any  # what the server counts, if one serves this store
-        self._guard = None                  # type: Optional[ForeignGuard]
-        self._depth = 0                     # of savepoints
-        self._columns = {}                  # type: Dict[str, List[TableColumn]]
+        self.depth = 0                      # of savepoints
         self._descriptors = []              # type: List[int]  # of the main file and, if any, the log
         self._files = ()                    # type: Tuple[FileState, ...]  # of both, as we left them
         self._is_frozen = False             # between freeze() and thaw()
@@ -5628,12 +5635,12 @@ class Store:
         check_log(path)
         prepare_database_file(path)
         identity = file_identity(path)      # before it is opened: it may be replaced until it is locked
-        self._db = open_database(path)
+        super().__init__(open_database(path), now, {})
         try:
             self.open_files()
             if self._files[0].identity != identity:
                 raise Conflict(f'the database {path} was replaced while it was opened: try again')
-            prepare_schema(self._db, path)
+            prepare_schema(self.connection, path)
             self.note_files()
             self._is_new_log = self._files[-1].size == 0
         except (sqlite3.Error, OSError, TorcError) as error:
@@ -5644,8 +5651,8 @@ class Store:
 
     def open_files(self) -> None:
         """Take the lock that holds until close(), and open both files for looks at them."""
-        self._db.execute('BEGIN IMMEDIATE')
-        self._db.execute('COMMIT')
+        self.connection.execute('BEGIN IMMEDIATE')
+        self.connection.execute('COMMIT')
         for path in (self.path, self.path + '-wal')[len(self._descriptors):]:
             with contextlib.suppress(FileNotFoundError):    # no write-ahead log
                 self._descriptors.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
@@ -5655,7 +5662,7 @@ class Store:
         """Give the database back, with everything in its main file."""
         is_spoilt = self._is_spoilt and file_identity(self.path) == self._files[0].identity
         with keeping_aside(self.path) if is_spoilt else contextlib.suppress():      # nothing is written to it
-            self._db.close()
+            self.connection.close()
         for descriptor in self._descriptors:    # last: closing any of a file drops its locks (fcntl(2))
             os.close(descriptor)
         self._descriptors = []
@@ -5664,15 +5671,15 @@ class Store:
         """Write the whole database, as it is now, to another file. Between transactions only."""
         with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
             if sqlite3.sqlite_version_info >= (3, 27):
-                self._db.execute('VACUUM INTO ?', (path,))
+                self.connection.execute('VACUUM INTO ?', (path,))
             else:
-                copy_rows(self._db, path)
+                copy_rows(self.connection, path)
             os.fsync(file.fileno())
 
     @property
     def changes(self) -> int:
         """A number that grows with each change."""
-        return self._db.total_changes + self.value('PRAGMA schema_version')
+        return self.connection.total_changes + self.value('PRAGMA schema_version')
 
     def main_file(self) -> int:
         """Descriptor of the main file, to be read only; it stays good when the file is removed."""
@@ -5683,9 +5690,9 @@ class Store:
 
         Between transactions only. False where there is no such log: the next transaction changes the file.
         """
-        self._db.execute('PRAGMA wal_autocheckpoint = 0')
+        self.connection.execute('PRAGMA wal_autocheckpoint = 0')
         self._is_frozen = True
-        is_busy, pages, _ = self._db.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
+        is_busy, pages, _ = self.connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
         self.note_files()
         if is_busy:
             self.thaw()
@@ -5695,7 +5702,7 @@ class Store:
     def thaw(self) -> None:
         """End freeze()."""
         self._is_frozen = False
-        self._db.execute('PRAGMA wal_autocheckpoint = %s' % dict(PRAGMAS)['wal_autocheckpoint'])
+        self.connection.execute('PRAGMA wal_autocheckpoint = %s' % dict(PRAGMAS)['wal_autocheckpoint'])
 
     # ---- the files ----
 
@@ -5744,7 +5751,7 @@ class Store:
         """Say in the log for which state of the main file it was written. In a transaction."""
         found = self.value('PRAGMA application_id')     # 0: an older version or copy_rows() made the file
         number = (found + 1) % 2 ** 31 if found else new_log_number()
-        self._db.execute(f'PRAGMA application_id = {number}')
+        self.connection.execute(f'PRAGMA application_id = {number}')
 
     def keep_room(self) -> None:
         """Empty the log before it fills the disk: the main file may need as much room as the log has."""
@@ -5755,14 +5762,14 @@ class Store:
         room = os.fstatvfs(self.main_file())
         if room.f_bavail * room.f_frsize < size:
             with contextlib.suppress(sqlite3.Error):    # not even that is left: a later commit tries again
-                self._db.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
+                self.connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
             self.note_files()
         self._room_look = self._files[1].size, now
 
     def roll_back(self) -> None:
         """Take a transaction back, with the room that it took: to empty the log of a full disk needs it."""
-        if self._db.in_transaction:     # SQLite has rolled back by itself when the disk is full
-            self._db.execute('ROLLBACK')
+        if self.connection.in_transaction:     # SQLite has rolled back by itself when the disk is full
+            self.connection.execute('ROLLBACK')
         found = self.look()
         if found[1:] and found[1].identity == self._files[1].identity and found[1].size > self._files[1].size:
             with contextlib.suppress(OSError):
@@ -5794,9 +5801,9 @@ class Store:
         """Write the log, which has lost its name, to the main file, and begin a new one."""
         if os.path.lexists(self.path + '-wal'):     # SQLite would remove it
             os.rename(self.path + '-wal', free_name(self.path + '-wal.replaced'))
-        if self._db.execute('PRAGMA journal_mode = DELETE').fetchone()[0] != 'delete':
+        if self.connection.execute('PRAGMA journal_mode = DELETE').fetchone()[0] != 'delete':
             raise OSError(errno.EBUSY, 'the write-ahead log is in use')
-        self._db.execute('PRAGMA journal_mode = WAL').fetchone()
+        self.connection.execute('PRAGMA journal_mode = WAL').fetchone()
         os.close(self._descriptors.pop())
         self.open_files()
 
@@ -5834,310 +5841,48 @@ class Store:
     def transaction(self) -> Iterator[None]:
         """All of the block or none of it, on disk at the end."""
         self.check_in_place()
-        self._db.execute('BEGIN IMMEDIATE')
-        told = len(self.news)
+        self.connection.execute('BEGIN IMMEDIATE')
         try:
             if self._is_new_log:
                 self.mark_log()
             yield
             self.check_lease()      # the block may have taken long, or the process been stopped meanwhile
         except BaseException:
-            del self.news[told:]
             self.roll_back()
             raise
         try:
-            self._db.execute('COMMIT')
+            self.connection.execute('COMMIT')
         except sqlite3.Error as error:
-            del self.news[told:]
             self.roll_back()
             raise explain_database_error(error, self.path) from None
-        try:
-            self.on_commit()
-        except Conflict:        # it is on disk, but nobody may find it there
-            del self.news[told:]
-            raise
+        self.on_commit()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """A view of one moment, for a block that changes nothing."""
-        self._db.execute('BEGIN')
+        self.connection.execute('BEGIN')
         try:
             yield
         finally:
-            self._db.execute('ROLLBACK')
+            self.connection.execute('ROLLBACK')
 
     @contextlib.contextmanager
     def savepoint(self, keeps: bool = True) -> Iterator[None]:
         """Inside a transaction: all of the block or none of it, while the transaction goes on. Without `keeps`: none of it."""
-        self._db.execute('SAVEPOINT verb')
-        self._depth += 1
-        told = len(self.news)
+        self.connection.execute('SAVEPOINT verb')
+        self.depth += 1
         try:
             yield
         except BaseException:
-            del self.news[told:]
-            if self._db.in_transaction:     # a full disk may have rolled everything back already
-                self._db.execute('ROLLBACK TO verb')
-                self._db.execute('RELEASE verb')
+            if self.connection.in_transaction:     # a full disk may have rolled everything back already
+                self.connection.execute('ROLLBACK TO verb')
+                self.connection.execute('RELEASE verb')
             raise
         finally:
-            self._depth -= 1
+            self.depth -= 1
         if not keeps:
-            del self.news[told:]
-            self._db.execute('ROLLBACK TO verb')
-        self._db.execute('RELEASE verb')
-
-    def take_news(self) -> List[Union[News, int]]:
-        """What was announced and has been committed."""
-        news, self.news = self.news, []
-        return news
-
-    # ---- statements ----
-
-    def run(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Execute one statement; the number of rows that it changed."""
-        return self._db.execute(sql, parameters).rowcount
-
-    def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        """Execute one statement for each row of parameters."""
-        self._db.executemany(sql, rows)
-
-    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> List[Tuple]:
-        """All rows of a query, as tuples."""
-        return self._db.execute(sql, parameters).fetchall()
-
-    def one(self, sql: str, parameters: Sequence[Any] = ()) -> Optional[Tuple]:
-        """First row of a query, or None."""
-        return self._db.execute(sql, parameters).fetchone()
-
-    def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
-        """First cell of a query, or None."""
-        row = self._db.execute(sql, parameters).fetchone()
-        return None if row is None else row[0]
-
-    def ids(self, sql: str, parameters: Sequence[Any] = ()) -> List[Any]:
-        """First column of a query."""
-        return [row[0] for row in self._db.execute(sql, parameters)]
-
-    # ---- counters of jobs ----
-
-    def job_counts(self, workflow_id: int) -> Dict[int, int]:
-        """Status code -> number of jobs of a workflow. Only the first call counts them."""
-        if not self.one("SELECT 1 FROM sqlite_temp_master WHERE name = 'job_count'"):   # a rollback undoes it
-            for statement in JOB_COUNTERS:
-                self._db.execute(statement)
-        counts = dict(self.rows('SELECT status, count FROM job_count WHERE workflow_id = ?', (workflow_id,)))
-        if not counts:
-            sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
-            counts = {**dict.fromkeys(STATUS_NAMES, 0), **dict(self.rows(sql, (workflow_id,)))}
-            cells = ((workflow_id, status, count) for status, count in counts.items())
-            self.run_many('INSERT INTO job_count VALUES (?, ?, ?)', cells)
-        return counts
-
-    def forget_job_counts(self) -> None:
-        """Let the next call count anew."""
-        for kind, name in self.rows("SELECT type, name FROM sqlite_temp_master WHERE name LIKE 'job_count%' "
-                                    "ORDER BY type = 'table'"):
-            self._db.execute(f'DROP {kind} temp.{name}')
-
-    # ---- an administrator's SQL ----
-
-    def execute_foreign(self, sql: str, limit: int, writes: bool, makes: bool = False) -> ForeignAnswer:
-        """Execute one statement that a person wrote; at most `limit` rows of what it brings. Refused for all that goes wrong.
-
-        Callers have looked at its words, hold a savepoint around it, and have done nothing before in this transaction: SQLite
-        gives the whole transaction up when a statement that writes is interrupted, and it begins here anew.
-        """
-        if self._guard is None:
-            self._guard = ForeignGuard()
-            self._db.set_authorizer(self._guard.judge)  # for good: before Python 3.11 it cannot be taken off
-        if writes:      # REPLACE deletes rows without firing triggers, and the guard refuses what ours write
-            self.forget_job_counts()
-        depth, before = self._depth, self._db.total_changes
-        with contextlib.closing(self._db.cursor()) as cursor:
-            try:
-                with self._guarding(self._guard, writes, makes):
-                    cursor.execute(f'/* {self._guard.count} */ {sql}')
-                    rows = fetch_bounded(cursor, limit)
-                changed = self.value('SELECT changes()') if self._db.total_changes > before else 0
-            except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
-                raise Refused(self._guard.explain(error)) from None
-            finally:
-                if not self._db.in_transaction:
-                    self._db.execute('BEGIN IMMEDIATE')
-                    for _ in range(depth):
-                        self._db.execute('SAVEPOINT verb')
-            return ForeignAnswer([row[0] for row in cursor.description or ()], rows, changed, set(self._guard.tables))
-
-    @contextlib.contextmanager
-    def _guarding(self, guard: 'ForeignGuard', writes: bool, makes: bool) -> Iterator[None]:
-        """While the block runs, statements are judged, timed, and may bring text that is not UTF-8."""
-        guard.begin(writes, makes)
-        try:
-            if not writes:      # whatever the guard might overlook
-                self._db.execute('PRAGMA query_only = ON')
-            self._db.text_factory = decode_leniently
-            self._db.set_progress_handler(guard.interrupter, FOREIGN_SQL_STEPS)
-            guard.is_on = True
-            yield
-        finally:
-            guard.is_on = False
-            self._db.set_progress_handler(None, 0)
-            self._db.text_factory = str
-            self._db.execute('PRAGMA query_only = OFF')
-
-    def check_cells(self, table: str) -> None:
-        """Refused if a table holds what no verb could read: after foreign SQL has written to it."""
-        for column in self.columns(table):
-            kinds = CELL_KINDS.get(column.codec, ('text',))
-            allowed = ', '.join(f"'{kind}'" for kind in ('null', *kinds))
-            condition = f'typeof({column.name}) NOT IN ({allowed})'
-            if column.codec == 'STATUS':
-                condition += f' OR {column.name} NOT BETWEEN 0 AND {len(STATUSES) - 1}'
-            elif column.codec == 'REAL':
-                condition += f' OR abs({column.name}) > 1e15'       # nor may a sum of them be infinite: JSON knows no such number
-            elif column.name == 'id':
-                condition += f' OR id NOT BETWEEN 1 AND {MOST_FOREIGN_ID}'
-            if self.one(f'SELECT 1 FROM {table} WHERE {condition} LIMIT 1'):
-                raise Refused(f'{table}.{column.name} would hold what it is not for; its type is {column.codec}')
-            try:
-                for cell in self._db.execute(f'SELECT DISTINCT {column.name} FROM {table}') if kinds == ('text',) else ():
-                    value = decode_cell(column.codec, cell[0])
-                    format_json(value).encode()
-                    wanted = CELL_TYPES.get(column.name) if cell[0] is not None else None
-                    if wanted and not (isinstance(value, wanted) and all(isinstance(item, str) for item in value)):     # labels, keys
-                        raise ValueError(f'{format_json(value)[:60]} is no {wanted.__name__}, or not one of texts')
-            except (sqlite3.OperationalError, ValueError, RecursionError) as error:
-                raise Refused(f'{table}.{column.name} would hold what cannot be read: {printable(str(error))[:200]}') from None
-
-    # ---- rows as dicts ----
-
-    def columns(self, table: str) -> List[TableColumn]:
-        """Columns of a table or view, read back from the database."""
-        if table not in self._columns:
-            described = self._db.execute(f'PRAGMA table_info({table})')
-            self._columns[table] = [TableColumn(row[1], (row[2].split() or [''])[0], bool(row[3]))
-                                    for row in described]
-        return self._columns[table]
-
-    def select(self, table: str, where: str = '', parameters: Sequence[Any] = ()) -> List[Dict[str, Any]]:
-        """Rows of a table or view as dicts; `where` may go on with ORDER BY and LIMIT."""
-        columns = [column for column in self.columns(table) if column.name not in PRIVATE_COLUMNS]
-        names = ', '.join(column.name for column in columns)
-        found = self._db.execute(f'SELECT {names} FROM {table} {where}', parameters)
-        return [{column.name: decode_cell(column.codec, cell) for column, cell in zip(columns, row) if cell is not None}
-                for row in found]
-
-    def insert(self, table: str, values: Dict[str, Any]) -> int:
-        """Add a row; keys that are no columns are passed over, and so is `id`: ids are ours to give. The new one."""
-        cells = {column.name: encode_cell(column.codec, values[column.name])
-                 for column in self.columns(table) if column.name != 'id' and values.get(column.name) is not None}
-        names, marks = ', '.join(cells), ', '.join('?' * len(cells))
-        return self._db.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})', list(cells.values())).lastrowid
-
-    def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Add many rows of already encoded cells."""
-        marks = ', '.join('?' * len(names))
-        self._db.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", rows)
-
-    def update(self, table: str, row_id: int, values: Dict[str, Any]) -> None:
-        """Change columns of one row; None stores NULL, keys that are no columns are passed over."""
-        cells = {column.name: encode_cell(column.codec, values[column.name])
-                 for column in self.columns(table) if column.name in values and column.name != 'id'}
-        if cells:
-            names = ', '.join(f'{name} = ?' for name in cells)
-            self._db.execute(f'UPDATE {table} SET {names} WHERE id = ?', [*cells.values(), row_id])
-
-    def next_id(self, table: str) -> int:
-        """The id that the next row of a table would get."""
-        return (self.value('SELECT seq FROM sqlite_sequence WHERE name = ?', (table,)) or 0) + 1
-
-    def add_event(self, workflow_id: int, data: Any) -> int:
-        """Record something that happened to a workflow."""
-        return self._db.execute('INSERT INTO event (workflow_id, timestamp, data) VALUES (?, ?, ?)',
-                                (workflow_id, int(self.now() * 1000), format_json(data))).lastrowid
-
-
-class ForeignGuard:
-    """Judges an administrator's statements while it is on: SQLite's authorizer and progress handler. Otherwise lets all pass."""
-
-    def __init__(self) -> None:
-        self.is_on = self.writes = self.makes = False
-        self.refused = ''                   # what the statement must not do, if it was refused
-        self.tables = set()                 # type: Set[str]  # that it writes to
-        self.deadline = math.inf            # monotonic
-        self.count = 0                      # of statements: no two have the same text, so that each is compiled, and judged
-        # One object for good: of several that are equal, Python 3.6 keeps the first alive and calls the last.
-        self.interrupter = self.look_at_clock
-
-    def begin(self, writes: bool, makes: bool) -> None:
-        """Get ready for a statement."""
-        self.writes, self.makes, self.refused, self.tables = writes, makes, '', set()
-        self.deadline = time.monotonic() + FOREIGN_SQL_S
-        self.count += 1
-
-    def judge(self, action: int, one: Optional[str], two: Optional[str], place: Optional[str], _: Optional[str]) -> int:
-        """SQLite's question, for each thing that a statement is going to do: 0 to allow, 1 to refuse."""
-        if not self.is_on:
-            return 0
-        if action in READING_ACTIONS and (two or '').lower() not in FORBIDDEN_FUNCTIONS:
-            return 0
-        if action in WRITING_ACTIONS and self.writes and place == 'main' and is_open_table(one or ''):
-            self.tables.add(one or '')
-            return 0
-        if self.makes and place == 'main' and may_be_made(action, one or '', two or ''):
-            return 0
-        self.refused = self.refused or (
-            f'make {one}: only tables called {SCRATCH_PREFIX}... can be made, with indexes' if self.makes else
-            f'write to {one}' if action in WRITING_ACTIONS else
-            f'do what it wants with {one or two or "this"}')
-        return 1
-
-    def look_at_clock(self) -> int:
-        """Whether to interrupt the statement."""
-        return int(time.monotonic() > self.deadline)
-
-    def explain(self, error: Exception) -> str:
-        """Why a statement failed, in words for users."""
-        if self.refused:
-            return f'this statement must not {self.refused}'
-        if 'interrupted' in str(error):
-            return f'the statement took longer than {FOREIGN_SQL_S:g} s and was given up: it would hold up everybody'
-        return f'SQLite refuses the statement: {printable(str(error))[:200]}'
-
-
-def is_open_table(table: str) -> bool:
-    """Whether an administrator may write to a table with SQL."""
-    return not table.lower().startswith('sqlite_') and table.lower() not in ('admin_audit_log', 'identity')
-
-
-def is_scratch(name: str) -> bool:
-    """Whether a table or index is one that an administrator has made."""
-    return name.lower().startswith(SCRATCH_PREFIX)
-
-
-def may_be_made(action: int, one: str, two: str) -> bool:
-    """Whether a CREATE may do this to a table, an index (one) of a table (two), or SQLite's list of both."""
-    if action in WRITING_ACTIONS:
-        return one in ('sqlite_master', 'sqlite_schema')
-    is_ours = not is_scratch(two or one) or not (is_scratch(one) or one.startswith('sqlite_autoindex_'))
-    return action in MAKING_ACTIONS and not is_ours
-
-
-def decode_leniently(data: bytes) -> str:
-    """Text of a foreign statement, which may have made it of any bytes."""
-    return data.decode('utf-8', 'replace')
-
-
-def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
-    """The first rows of a foreign statement. Refused if they are too large to be sent."""
-    rows, size = [], 0
-    for row in itertools.islice(cursor, limit):
-        size += sum(len(cell) if isinstance(cell, (str, bytes)) else 16 for cell in row)
-        if size > MAX_FOREIGN_BYTES:
-            raise Refused(f'the answer has more than {MAX_FOREIGN_BYTES // 1024 ** 2} MiB; ask for less, or give a limit')
-        rows.append(row)
-    return rows
+            self.connection.execute('ROLLBACK TO verb')
+        self.connection.execute('RELEASE verb')
 
 
 def look_at_file(path: str, descriptor: int) -> FileState:
@@ -6386,6 +6131,89 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 #
 # Updates. Verbs report what happened with announce() and record_event(); it is sent after the commit.
 
+MAX_UPDATES = 4000      # of one transaction, fewer than a feed keeps; of more only the number is kept
+
+
+class Update(Row):
+    """Something that happened to a workflow, for those who listen."""
+    workflow_id: int
+    event_type: str
+    severity: str           # one of SEVERITIES
+    timestamp: int          # milliseconds since the epoch
+    data: Dict[str, Any]
+
+
+class Service:
+    """What outlives a request: how callers are treated, the nodes' leases, and the updates that wait for a commit."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.knows_users = False            # callers are told apart: groups are managed by those who may
+        self.enforces_access = False        # others than administrators see their own and their groups' workflows only
+        self.is_user = lambda name: False   # type: Callable[[str], bool]  # whether somebody logs in under it
+        self.reload_users = None            # type: Optional[Callable[[], int]]  # read the password file again; how many users
+        self.allows_sql = self.allows_sql_writes = True     # ad-hoc SQL, and such that changes something
+        self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
+        self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
+        self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
+        self.watched = frozenset()          # type: Any  # ids of the workflows whose updates are wanted; anything with `in`
+        self.updates = []                   # type: List[Union[Update, int]]  # int: a workflow's, beyond MAX_UPDATES
+        self.traffic = None                 # type: Any  # what the server counts, if there is one
+        self.sql_guard = None               # type: Any  # the SqlGuard, once somebody has asked for ad-hoc SQL
+
+    @property
+    def tells_callers_apart(self) -> bool:
+        """Whether it matters who asks."""
+        return self.knows_users or self.enforces_access
+
+    def context(self, caller: str = '', is_admin: bool = True) -> 'Context':
+        """What a verb gets that is called for somebody; whoever opens the file is an administrator."""
+        return Context(self, caller, is_admin)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """As the store's; the updates of one that fails are dropped."""
+        count = len(self.updates)
+        try:
+            with self.store.transaction():
+                yield
+        except BaseException:
+            del self.updates[count:]
+            raise
+
+    def take_updates(self) -> List[Union[Update, int]]:
+        """What was announced and has been committed."""
+        updates, self.updates = self.updates, []
+        return updates
+
+
+class Context(Statements):
+    """What a verb gets: the statements of the store, who asks, and the service that it is part of."""
+
+    def __init__(self, service: Service, caller: str, is_admin: bool) -> None:
+        store = service.store
+        super().__init__(store.connection, store.now, store.known_columns)
+        self.service = service
+        self.store = store
+        self.caller = caller                # who asks, for events and new workflows
+        self.is_admin = is_admin            # ... and may use what is for administrators
+        self.on_failure = None              # type: Optional[Callable[[], Any]]  # what is to be stored if the verb fails
+
+    @contextlib.contextmanager
+    def savepoint(self, keeps: bool = True) -> Iterator[None]:
+        """As the store's; the updates of what is taken back are dropped."""
+        updates = self.service.updates
+        count = len(updates)
+        try:
+            with self.store.savepoint(keeps):
+                yield
+        except BaseException:
+            del updates[count:]
+            raise
+        if not keeps:
+            del updates[count:]
+
+
 FINISHED = tuple(row.code for row in STATUSES if row.is_finished)
 BAD = tuple(row.code for row in STATUSES if row.is_bad)
 UNFINISHED = tuple(row.code for row in STATUSES if not row.is_finished)
@@ -6405,15 +6233,15 @@ def chunks(items: Sequence[Any], size: int = 500) -> Iterator[Sequence[Any]]:
         yield items[start:start + size]
 
 
-def rows_by_ids(store: Store, sql: str, ids: Sequence[Any]) -> List[Tuple]:
+def rows_by_ids(context: Context, sql: str, ids: Sequence[Any]) -> List[Tuple]:
     """Rows of a query that ends in IN, for any number of ids or names."""
-    return [row for piece in chunks(ids) for row in store.rows(f"{sql} ({', '.join('?' * len(piece))})", piece)]
+    return [row for piece in chunks(ids) for row in context.rows(f"{sql} ({', '.join('?' * len(piece))})", piece)]
 
 
-def run_by_ids(store: Store, sql: str, ids: Sequence[int]) -> None:
+def run_by_ids(context: Context, sql: str, ids: Sequence[int]) -> None:
     """A statement that ends in IN, for any number of ids."""
     for piece in chunks(ids):
-        store.run(f"{sql} ({', '.join('?' * len(piece))})", piece)
+        context.run(f"{sql} ({', '.join('?' * len(piece))})", piece)
 
 
 # -------- looking things up --------
@@ -6427,9 +6255,9 @@ class WorkflowState(Row):
     is_run_zero: bool
 
 
-def workflow_state(store: Store, workflow_id: int) -> WorkflowState:
+def workflow_state(context: Context, workflow_id: int) -> WorkflowState:
     """The workflow's state. NotFound if there is none."""
-    row = store.one('SELECT id, run_id, is_canceled, is_archived, is_run_zero FROM workflow WHERE id = ?',
+    row = context.one('SELECT id, run_id, is_canceled, is_archived, is_run_zero FROM workflow WHERE id = ?',
                     (workflow_id,))
     if row is None:
         raise NotFound(f'there is no workflow {workflow_id}')
@@ -6452,34 +6280,34 @@ class JobState(Row):
     compute_node_id: Optional[int]
 
 
-def job_state(store: Store, job_id: int) -> JobState:
+def job_state(context: Context, job_id: int) -> JobState:
     """The job's state. NotFound if there is none."""
-    row = store.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id FROM job WHERE id = ?', (job_id,))
+    row = context.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id FROM job WHERE id = ?', (job_id,))
     if row is None:
         raise NotFound(f'there is no job {job_id}')
     return JobState(*row)
 
 
-def get_row(store: Store, table: str, row_id: int) -> Dict[str, Any]:
+def get_row(context: Context, table: str, row_id: int) -> Dict[str, Any]:
     """One row of a table or view as a dict. NotFound if there is none."""
-    found = store.select(table, 'WHERE id = ?', (row_id,))
+    found = context.select(table, 'WHERE id = ?', (row_id,))
     if not found:
         noun = table.replace('_view', '').replace('_', ' ')
         raise NotFound(f'there is no {noun} {row_id}')
     return found[0]
 
 
-def is_complete(store: Store, workflow_id: int) -> bool:
+def is_complete(context: Context, workflow_id: int) -> bool:
     """Whether no job of the workflow has anything left to do."""
-    return not store.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} LIMIT 1', (workflow_id,))
+    return not context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} LIMIT 1', (workflow_id,))
 
 
-def check_owned(store: Store, table: str, workflow_id: int, ids: Iterable[int]) -> None:
+def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[int]) -> None:
     """Refuse ids that do not exist or belong to another workflow."""
     wanted = sorted(set(ids))
     if not wanted:
         return
-    owned = {row[0] for row in rows_by_ids(store, f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN', wanted)}
+    owned = {row[0] for row in rows_by_ids(context, f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN', wanted)}
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
         raise Refused(f"workflow {workflow_id} has no {table.replace('_', ' ')} {missing[0]}")
@@ -6493,11 +6321,11 @@ REFERENCES = (      # field of a body, table, whether a row that is gone may be 
 )
 
 
-def check_references(store: Store, workflow_id: int, values: Dict[str, Any]) -> None:
+def check_references(context: Context, workflow_id: int, values: Dict[str, Any]) -> None:
     """Refuse fields that name a thing of another workflow."""
     for field, table, may_be_gone in REFERENCES:
         if values.get(field) is not None:
-            owner = store.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (values[field],))
+            owner = context.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (values[field],))
             if owner != workflow_id and not (owner is None and may_be_gone):
                 raise Refused(f"{field}: workflow {workflow_id} has no {table.replace('_', ' ')} {values[field]}", field=field)
 
@@ -6524,16 +6352,16 @@ def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
 
 # -------- updates for those who listen --------
 
-def announce(store: Store, workflow_id: int, event_type: str, data: Dict[str, Any], severity: str = 'info') -> None:
+def announce(context: Context, workflow_id: int, event_type: str, data: Dict[str, Any], severity: str = 'info') -> None:
     """Say what happened to a workflow. It is told after the commit, if anybody listens; otherwise this costs nothing."""
-    if workflow_id in store.watched:
-        store.news.append(News(workflow_id, event_type, severity, int(store.now() * 1000), data)
-                          if len(store.news) < MAX_NEWS else workflow_id)
+    if workflow_id in context.service.watched:
+        context.service.updates.append(Update(workflow_id, event_type, severity, int(context.now() * 1000), data)
+                          if len(context.service.updates) < MAX_UPDATES else workflow_id)
 
 
-def announce_start(store: Store, job: JobState, run_id: int) -> None:
+def announce_start(context: Context, job: JobState, run_id: int) -> None:
     """Say that a node has started a job."""
-    announce(store, job.workflow_id, 'job_started', {
+    announce(context, job.workflow_id, 'job_started', {
         'job_id': job.id, 'job_name': job.name, 'compute_node_id': job.compute_node_id, 'run_id': run_id})
 
 
@@ -6542,24 +6370,30 @@ END_SEVERITIES = {'failed': 'error', 'terminated': 'warning', 'canceled': 'warni
 FAILURE_LEVELS = {'failed': 'error', 'pending_failed': 'error', 'terminated': 'warning'}
 
 
-def announce_end(store: Store, workflow_id: int, job_id: int, job_name: str, status: str, **more: Any) -> None:
+def announce_end(context: Context, workflow_id: int, job_id: int, job_name: str, status: str, **more: Any) -> None:
     """Say that a job has ended."""
-    announce(store, workflow_id, f'job_{status}', dict(more, job_id=job_id, job_name=job_name, status=status), END_SEVERITIES.get(status, 'info'))
+    announce(context, workflow_id, f'job_{status}', dict(more, job_id=job_id, job_name=job_name, status=status), END_SEVERITIES.get(status, 'info'))
 
 
-def announce_canceled(store: Store, workflow_id: int, job_ids: Sequence[int]) -> None:
+def announce_canceled(context: Context, workflow_id: int, job_ids: Sequence[int]) -> None:
     """Say that jobs were canceled, however many they are."""
-    if workflow_id in store.watched:
-        room = max(0, MAX_NEWS - len(store.news))
-        for job_id, name in rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', job_ids[:room]):
-            announce_end(store, workflow_id, job_id, name, 'canceled', return_code=None)
-        store.news += [workflow_id] * len(job_ids[room:])
+    if workflow_id in context.service.watched:
+        room = max(0, MAX_UPDATES - len(context.service.updates))
+        for job_id, name in rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', job_ids[:room]):
+            announce_end(context, workflow_id, job_id, name, 'canceled', return_code=None)
+        context.service.updates += [workflow_id] * len(job_ids[room:])
 
 
-def record_event(store: Store, workflow_id: int, data: Dict[str, Any], severity: str = 'info') -> None:
+def add_event(context: Context, workflow_id: int, data: Any) -> None:
+    """Add a row to the workflow's events."""
+    context.run('INSERT INTO event (workflow_id, timestamp, data) VALUES (?, ?, ?)',
+                (workflow_id, int(context.now() * 1000), format_json(data)))
+
+
+def record_event(context: Context, workflow_id: int, data: Dict[str, Any], severity: str = 'info') -> None:
     """Say what happened, and keep it among the workflow's events."""
-    store.add_event(workflow_id, data if severity == 'info' else dict(data, level=severity))
-    announce(store, workflow_id, data.get('event_type') or data['category'], data, severity)
+    add_event(context, workflow_id, data if severity == 'info' else dict(data, level=severity))
+    announce(context, workflow_id, data.get('event_type') or data['category'], data, severity)
 
 
 # -------- who may do what --------
@@ -6574,15 +6408,15 @@ MAY_USE = ('(user = ? OR EXISTS (SELECT 1 FROM workflow_access_group JOIN user_g
            'WHERE workflow_id = workflow.id AND user_name = ?))')     # a workflow; parameters: names_of() the caller
 
 
-def check_admin(store: Store) -> None:
+def check_admin(context: Context) -> None:
     """Refuse callers who are neither the server's owner nor one of its administrators."""
-    if not store.is_admin:
-        raise Denied(f'this is for administrators, and {printable(store.caller)} is none: show the token of the server, or log in as a user whom `serve --admin-user` names')
+    if not context.is_admin:
+        raise Denied(f'this is for administrators, and {printable(context.caller)} is none: show the token of the server, or log in as a user whom `serve --admin-user` names')
 
 
-def is_limited(store: Store) -> bool:
+def is_limited(context: Context) -> bool:
     """Whether the caller may use some workflows only."""
-    return store.enforces_access and not store.is_admin
+    return context.service.enforces_access and not context.is_admin
 
 
 def names_of(user: str) -> List[Optional[str]]:
@@ -6590,100 +6424,100 @@ def names_of(user: str) -> List[Optional[str]]:
     return [None if user == ANONYMOUS else user] * 2
 
 
-def may_use(store: Store, workflow_id: int, user: str) -> bool:
+def may_use(context: Context, workflow_id: int, user: str) -> bool:
     """Whether a workflow is a user's own, or one of his groups'."""
-    return store.one(f'SELECT 1 FROM workflow WHERE id = ? AND {MAY_USE}', [workflow_id, *names_of(user)]) is not None
+    return context.one(f'SELECT 1 FROM workflow WHERE id = ? AND {MAY_USE}', [workflow_id, *names_of(user)]) is not None
 
 
-def check_may_use(store: Store, workflow_id: Optional[int], what: str) -> None:
+def check_may_use(context: Context, workflow_id: Optional[int], what: str) -> None:
     """Refuse a limited caller what is not his, in the same words as what does not exist. `what`: 'job 7'."""
-    if workflow_id is None or not may_use(store, workflow_id, store.caller):
-        raise Denied(f'{printable(store.caller)} has no access to {what}, or there is none')
+    if workflow_id is None or not may_use(context, workflow_id, context.caller):
+        raise Denied(f'{printable(context.caller)} has no access to {what}, or there is none')
 
 
-def is_system_admin(store: Store, user: str) -> bool:
+def is_system_admin(context: Context, user: str) -> bool:
     """Whether a user is in the group of the administrators."""
-    return store.one('SELECT 1 FROM user_group_membership JOIN access_group ON access_group.id = group_id '
+    return context.one('SELECT 1 FROM user_group_membership JOIN access_group ON access_group.id = group_id '
                      'WHERE is_system = 1 AND user_name = ?', (user,)) is not None
 
 
-def speaks_for(store: Store, user: str) -> bool:
+def speaks_for(context: Context, user: str) -> bool:
     """Whether the caller may act in a user's name: their own; any where names are not told apart; administrators.
 
     Who is let in without a name may use any that is nobody's: Torc's clients send that of their account.
     """
-    is_open = store.is_admin or not (store.knows_users or store.enforces_access)
-    return is_open or (not store.is_user(user) if store.caller == ANONYMOUS else store.caller == user)
+    is_open = context.is_admin or not context.service.tells_callers_apart
+    return is_open or (not context.service.is_user(user) if context.caller == ANONYMOUS else context.caller == user)
 
 
-def new_owner(store: Store, wanted: Optional[str]) -> str:
+def new_owner(context: Context, wanted: Optional[str]) -> str:
     """Owner of a workflow that is being made."""
-    if is_limited(store) and store.caller == ANONYMOUS:
+    if is_limited(context) and context.caller == ANONYMOUS:
         raise Denied('a workflow needs an owner: log in to make one')
-    if wanted and not speaks_for(store, wanted):
-        raise Denied(f'{printable(store.caller)} cannot make workflows in the name of {printable(wanted)}: '
+    if wanted and not speaks_for(context, wanted):
+        raise Denied(f'{printable(context.caller)} cannot make workflows in the name of {printable(wanted)}: '
                      'leave `user` out, or give the name that you log in with (TORC_USERNAME)')
-    return wanted or store.caller
+    return wanted or context.caller
 
 
-def link_groups(store: Store, workflow_id: int, names: List[str]) -> None:
+def link_groups(context: Context, workflow_id: int, names: List[str]) -> None:
     """Give groups access to a new workflow, by their names."""
     if len(set(names)) < len(names):
         raise Refused('access_groups names a group twice', field='access_groups')
     for name in names:
-        link = {'workflow_id': workflow_id, 'group_id': group_named(store, name),
-                'created_at': format_time(store.now())}
-        store.insert('workflow_access_group', link)
+        link = {'workflow_id': workflow_id, 'group_id': group_named(context, name),
+                'created_at': format_time(context.now())}
+        context.insert('workflow_access_group', link)
 
 
-def group_named(store: Store, name: str) -> int:
+def group_named(context: Context, name: str) -> int:
     """Id of an access group. Refused if there is none."""
-    group_id = store.value('SELECT id FROM access_group WHERE name = ?', (name,))
+    group_id = context.value('SELECT id FROM access_group WHERE name = ?', (name,))
     if group_id is None:
         raise Refused(f'Unknown access group {printable(name)!r}: make it first', field='access_groups')
     return group_id
 
 
-def add_group_names(store: Store, workflows: List[Dict[str, Any]]) -> None:
+def add_group_names(context: Context, workflows: List[Dict[str, Any]]) -> None:
     """Fill in the names of the access groups of workflows that have any."""
     by_id = {workflow['id']: workflow for workflow in workflows}
-    for workflow_id, name in sorted(rows_by_ids(store, 'SELECT workflow_id, name FROM workflow_access_group JOIN access_group ON id = group_id '
+    for workflow_id, name in sorted(rows_by_ids(context, 'SELECT workflow_id, name FROM workflow_access_group JOIN access_group ON id = group_id '
                                                 'WHERE workflow_id IN', list(by_id))):
         by_id[workflow_id].setdefault('access_groups', []).append(name)
 
 
-def check_group_admin(store: Store, group_id: Optional[int] = None) -> None:
+def check_group_admin(context: Context, group_id: Optional[int] = None) -> None:
     """Refuse those who may not manage groups; with an id, those who may not manage this one. NotFound if there is none."""
-    is_open = store.is_admin or not (store.knows_users or store.enforces_access)
-    role = store.value('SELECT role FROM user_group_membership WHERE group_id = ? AND user_name = ?', (group_id, store.caller))
-    if not is_open and (role != 'admin' or store.caller == ANONYMOUS):
+    is_open = context.is_admin or not context.service.tells_callers_apart
+    role = context.value('SELECT role FROM user_group_membership WHERE group_id = ? AND user_name = ?', (group_id, context.caller))
+    if not is_open and (role != 'admin' or context.caller == ANONYMOUS):
         raise Denied('access groups are managed by administrators' + (', and each by its own admins' if group_id else ''))
     if group_id is not None:
-        get_row(store, 'access_group', group_id)
+        get_row(context, 'access_group', group_id)
 
 
-def check_may_link(store: Store, workflow_id: int, group_id: int) -> None:
+def check_may_link(context: Context, workflow_id: int, group_id: int) -> None:
     """Refuse all but a workflow's owner and the group's admins. That the latter may use the workflow was checked before."""
-    owner = get_row(store, 'workflow', workflow_id)['user']
-    if not (store.knows_users or store.enforces_access) or store.caller == owner != ANONYMOUS:
-        get_row(store, 'access_group', group_id)
+    owner = get_row(context, 'workflow', workflow_id)['user']
+    if not context.service.tells_callers_apart or context.caller == owner != ANONYMOUS:
+        get_row(context, 'access_group', group_id)
     else:
-        check_group_admin(store, group_id)
+        check_group_admin(context, group_id)
 
 
 # -------- dependency sets --------
 
-def find_set(store: Store, workflow_id: int, members: Iterable[int]) -> Optional[int]:
+def find_set(context: Context, workflow_id: int, members: Iterable[int]) -> Optional[int]:
     """Id of the set with just these jobs, made if there is none; None for no jobs."""
     ordered = sorted(set(members))
     if not ordered:
         return None
     digest = members_digest(ordered)
-    found = store.value('SELECT id FROM dep_set WHERE workflow_id = ? AND digest = ?', (workflow_id, digest))
+    found = context.value('SELECT id FROM dep_set WHERE workflow_id = ? AND digest = ?', (workflow_id, digest))
     if found is None:
-        found = store.insert('dep_set', {'workflow_id': workflow_id, 'digest': digest})
-        store.insert_rows('dep_member', ('dep_set_id', 'job_id'), ((found, job_id) for job_id in ordered))
-        store.run(RECOUNT + 'id = ?', (found,))
+        found = context.insert('dep_set', {'workflow_id': workflow_id, 'digest': digest})
+        context.insert_rows('dep_member', ('dep_set_id', 'job_id'), ((found, job_id) for job_id in ordered))
+        context.run(RECOUNT + 'id = ?', (found,))
     return found
 
 
@@ -6692,16 +6526,16 @@ def members_digest(ordered: Sequence[int]) -> str:
     return hashlib.sha256(','.join(map(str, ordered)).encode()).hexdigest()
 
 
-def set_members(store: Store, set_id: Optional[int]) -> List[int]:
+def set_members(context: Context, set_id: Optional[int]) -> List[int]:
     """Ids of the jobs in a set, in order."""
-    return [] if set_id is None else store.ids('SELECT job_id FROM dep_member WHERE dep_set_id = ? ORDER BY job_id', (set_id,))
+    return [] if set_id is None else context.ids('SELECT job_id FROM dep_member WHERE dep_set_id = ? ORDER BY job_id', (set_id,))
 
 
-def implied_prerequisites(store: Store, workflow_id: int) -> Dict[int, Set[int]]:
+def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[int]]:
     """Consumer -> producers, through files and user data."""
     found = collections.defaultdict(set)  # type: Dict[int, Set[int]]
     for kind, column in (('file', 'file_id'), ('user_data', 'user_data_id')):
-        pairs = store.rows(
+        pairs = context.rows(
             f'SELECT consumer.job_id, producer.job_id FROM {kind} item '
             f'CROSS JOIN job_output_{kind} producer ON producer.{column} = item.id '
             f'CROSS JOIN job_input_{kind} consumer ON consumer.{column} = item.id WHERE item.workflow_id = ?', (workflow_id,))
@@ -6710,19 +6544,19 @@ def implied_prerequisites(store: Store, workflow_id: int) -> Dict[int, Set[int]]
     return found
 
 
-def get_dependency_graph(store: Store, workflow_id: int) -> Dict[str, Any]:
+def get_dependency_graph(context: Context, workflow_id: int) -> Dict[str, Any]:
     """What each job of a workflow waits for, by its request or through files and user data.
 
     A set that several jobs wait for is given once: spelled out, 1,000 jobs before 1,000 have 10^6 edges.
     """
-    workflow_state(store, workflow_id)
-    rows = store.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id',
+    workflow_state(context, workflow_id)
+    rows = context.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id',
                       (workflow_id,))
     members = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
-    for set_id, job_id in store.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
+    for set_id, job_id in context.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
                                      '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
         members[set_id].append(job_id)
-    implied = implied_prerequisites(store, workflow_id)
+    implied = implied_prerequisites(context, workflow_id)
     numbers = {}  # type: Dict[Tuple[Optional[int], frozenset], int]
     set_numbers = [numbers.setdefault((explicit_set, frozenset(implied.get(job_id, ()))), len(numbers))
                    for job_id, _, explicit_set in rows]
@@ -6731,28 +6565,28 @@ def get_dependency_graph(store: Store, workflow_id: int) -> Dict[str, Any]:
             'set_numbers': set_numbers, 'sets': sets}
 
 
-def rebuild_dependencies(store: Store, workflow_id: int) -> None:
+def rebuild_dependencies(context: Context, workflow_id: int) -> None:
     """Give every job the set of all its prerequisites: those asked for and those that files and user data imply."""
-    store.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? AND dep_set_id IS NOT explicit_set_id',
+    context.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? AND dep_set_id IS NOT explicit_set_id',
               (workflow_id,))
-    implied = implied_prerequisites(store, workflow_id)
-    explicit = dict(rows_by_ids(store, 'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND id IN', list(implied)))
+    implied = implied_prerequisites(context, workflow_id)
+    explicit = dict(rows_by_ids(context, 'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND id IN', list(implied)))
     consumers = collections.defaultdict(list)  # type: Dict[Tuple[Optional[int], frozenset], List[int]]
     for consumer, producers in implied.items():
         consumers[explicit.get(consumer), frozenset(producers)].append(consumer)
     for (explicit_set, producers), job_ids in consumers.items():
-        set_id = find_set(store, workflow_id, producers.union(set_members(store, explicit_set)))
-        store.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?', ((set_id, job_id) for job_id in job_ids))
-    store.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job WHERE job.dep_set_id = dep_set.id) '
+        set_id = find_set(context, workflow_id, producers.union(set_members(context, explicit_set)))
+        context.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?', ((set_id, job_id) for job_id in job_ids))
+    context.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job WHERE job.dep_set_id = dep_set.id) '
               'AND NOT EXISTS (SELECT 1 FROM job WHERE job.explicit_set_id = dep_set.id)', (workflow_id,))
-    refuse_cycles(store, workflow_id)
+    refuse_cycles(context, workflow_id)
 
 
-def refuse_cycles(store: Store, workflow_id: int) -> None:
+def refuse_cycles(context: Context, workflow_id: int) -> None:
     """Refuse jobs that wait for each other, by name."""
-    waiting = dict(store.rows('SELECT id, dep_set_id FROM job WHERE workflow_id = ? AND dep_set_id IS NOT NULL', (workflow_id,)))
+    waiting = dict(context.rows('SELECT id, dep_set_id FROM job WHERE workflow_id = ? AND dep_set_id IS NOT NULL', (workflow_id,)))
     members = collections.defaultdict(list)  # type: Dict[int, List[int]]
-    for set_id, job_id in store.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
+    for set_id, job_id in context.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
                                      '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
         if job_id in waiting:       # the others wait for nothing
             members[set_id].append(job_id)
@@ -6768,7 +6602,7 @@ def refuse_cycles(store: Store, workflow_id: int) -> None:
                     released.append(set_id)
     stuck = {set_id for set_id, count in pending.items() if count}
     if stuck:
-        raise Refused('these jobs wait for each other: ' + name_cycle(store, waiting, members, stuck))
+        raise Refused('these jobs wait for each other: ' + name_cycle(context, waiting, members, stuck))
 
 
 def invert(lists: Dict[int, List[int]]) -> Dict[int, List[int]]:
@@ -6780,7 +6614,7 @@ def invert(lists: Dict[int, List[int]]) -> Dict[int, List[int]]:
     return inverse
 
 
-def name_cycle(store: Store, waiting: Dict[int, int], members: Dict[int, List[int]], stuck: Set[int]) -> str:
+def name_cycle(context: Context, waiting: Dict[int, int], members: Dict[int, List[int]], stuck: Set[int]) -> str:
     """One cycle among the stuck sets, as 'a -> b -> a', each job waiting for the next."""
     job_id = next(job for job, set_id in waiting.items() if set_id in stuck)
     path = []  # type: List[int]
@@ -6788,7 +6622,7 @@ def name_cycle(store: Store, waiting: Dict[int, int], members: Dict[int, List[in
         path.append(job_id)
         job_id = next(member for member in members[waiting[job_id]] if waiting[member] in stuck)
     circle = path[path.index(job_id):] + [job_id]
-    names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', circle))
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', circle))
     return ' -> '.join(names[member] for member in circle)
 
 
@@ -6798,101 +6632,107 @@ RECOUNT = (f'UPDATE dep_set SET pending = {MEMBERS_THAT_ARE.format(sql_list(UNFI
            f'failed = {MEMBERS_THAT_ARE.format(sql_list(BAD))} WHERE ')
 
 
-def recount_sets(store: Store, workflow_id: int) -> None:
+def recount_sets(context: Context, workflow_id: int) -> None:
     """Make the counters of all sets agree with the statuses of their members."""
-    store.run(RECOUNT + 'workflow_id = ?', (workflow_id,))
+    context.run(RECOUNT + 'workflow_id = ?', (workflow_id,))
 
 
-def settle(store: Store, workflow_id: int, ended: List[Tuple[int, int]]) -> None:
+def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]]) -> None:
     """Jobs have just ended with these statuses: release or cancel those that wait for them, to the end of the cascade."""
     while ended:
         bad_by_set = collections.Counter()  # type: Dict[int, int]
         all_by_set = collections.Counter()  # type: Dict[int, int]
         for job_id, status in ended:
-            for set_id in store.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,)):
+            for set_id in context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,)):
                 all_by_set[set_id] += 1
                 bad_by_set[set_id] += status in BAD
-        store.run_many('UPDATE dep_set SET pending = pending - ?, failed = failed + ? WHERE id = ?',
+        context.run_many('UPDATE dep_set SET pending = pending - ?, failed = failed + ? WHERE id = ?',
                        ((count, bad_by_set[set_id], set_id) for set_id, count in all_by_set.items()))
-        count_trigger(store, workflow_id, 'on_jobs_complete', [job_id for job_id, _ in ended])
-        ended = release_sets(store, workflow_id, list(all_by_set))
+        count_trigger(context, workflow_id, 'on_jobs_complete', [job_id for job_id, _ in ended])
+        ended = release_sets(context, workflow_id, list(all_by_set))
 
 
-def release_sets(store: Store, workflow_id: int, set_ids: Sequence[int]) -> List[Tuple[int, int]]:
+def release_idle_sets(context: Context, workflow_id: int) -> None:
+    """Let go all jobs of a workflow that wait for nothing, to the end of the cascade."""
+    idle_sets = context.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
+    settle(context, workflow_id, release_sets(context, workflow_id, idle_sets))
+
+
+def release_sets(context: Context, workflow_id: int, set_ids: Sequence[int]) -> List[Tuple[int, int]]:
     """Let go the jobs that wait for these sets, where no member is pending. The ones that this cancels, with their status."""
     canceled = []   # type: List[Tuple[int, int]]
     ready = []      # type: List[int]
-    for set_id, failed in rows_by_ids(store, 'SELECT id, failed FROM dep_set WHERE pending <= 0 AND id IN', set_ids):
-        waiting = store.rows(f'SELECT id, cancel_on_blocking_job_failure FROM job WHERE dep_set_id = ? AND status = {BLOCKED}',
+    for set_id, failed in rows_by_ids(context, 'SELECT id, failed FROM dep_set WHERE pending <= 0 AND id IN', set_ids):
+        waiting = context.rows(f'SELECT id, cancel_on_blocking_job_failure FROM job WHERE dep_set_id = ? AND status = {BLOCKED}',
                              (set_id,))
         for job_id, cancels in waiting:
             if failed and cancels:
                 canceled.append((job_id, CANCELED))
             else:
                 ready.append(job_id)
-    run_by_ids(store, f'UPDATE job SET status = {READY} WHERE id IN', ready)
-    run_by_ids(store, f'UPDATE job SET status = {CANCELED} WHERE id IN', [job_id for job_id, _ in canceled])
-    announce_canceled(store, workflow_id, [job_id for job_id, _ in canceled])
-    count_trigger(store, workflow_id, 'on_jobs_ready', ready)
+    run_by_ids(context, f'UPDATE job SET status = {READY} WHERE id IN', ready)
+    run_by_ids(context, f'UPDATE job SET status = {CANCELED} WHERE id IN', [job_id for job_id, _ in canceled])
+    announce_canceled(context, workflow_id, [job_id for job_id, _ in canceled])
+    count_trigger(context, workflow_id, 'on_jobs_ready', ready)
     return canceled
 
 
 # -------- actions --------
 
-def count_trigger(store: Store, workflow_id: int, trigger: str, job_ids: Sequence[int]) -> None:
+def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Sequence[int]) -> None:
     """Tell the actions with a job trigger that these jobs are ready, or have ended; each job counts once."""
-    if not job_ids or not store.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? AND trigger_type = ? LIMIT 1',
+    if not job_ids or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? AND trigger_type = ? LIMIT 1',
                                     (workflow_id, trigger)):
         return
-    gates = rows_by_ids(store, 'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 AND action_id IN '
+    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 AND action_id IN '
                         f"(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND trigger_type = '{trigger}') "
                         'AND job_id IN', job_ids)
-    store.run_many('UPDATE action_job SET is_counted = 1 WHERE action_id = ? AND job_id = ?', gates)
+    context.run_many('UPDATE action_job SET is_counted = 1 WHERE action_id = ? AND job_id = ?', gates)
     counts = collections.Counter(action_id for action_id, _ in gates)
-    store.run_many('UPDATE workflow_action SET trigger_count = trigger_count + ? WHERE id = ?',
+    context.run_many('UPDATE workflow_action SET trigger_count = trigger_count + ? WHERE id = ?',
                    ((count, action_id) for action_id, count in counts.items()))
 
 
-def satisfy_trigger(store: Store, workflow_id: int, trigger: str) -> None:
+def satisfy_trigger(context: Context, workflow_id: int, trigger: str) -> None:
     """Make the actions of a workflow or worker trigger due."""
-    store.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? AND trigger_type = ?',
+    context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? AND trigger_type = ?',
               (workflow_id, trigger))
 
 
-def expect_completion(store: Store, workflow_id: int) -> None:
+def expect_completion(context: Context, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
-    store.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = 'on_workflow_complete'", (workflow_id,))
+    context.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = 'on_workflow_complete'", (workflow_id,))
 
 
-def rearm_actions(store: Store, workflow_id: int, is_partial: bool) -> None:
+def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
 
     In a partial run what has been done stays done: on_workflow_start, job triggers whose jobs have all
     finished, and on_workflow_complete if there is nothing to run.
     """
-    store.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
-    recount_actions(store, workflow_id, '1')
+    context.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
+    recount_actions(context, workflow_id, '1')
     kept = '0'
     if is_partial:
         kept = ("trigger_type = 'on_workflow_start' OR trigger_type IN ('on_jobs_ready', 'on_jobs_complete') AND NOT EXISTS "
                 '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
                 f'WHERE action_job.action_id = workflow_action.id AND job.status NOT IN {sql_list(FINISHED)})')
-        kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(store, workflow_id) else ''
-    store.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
+        kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(context, workflow_id) else ''
+    context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
               f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
-    store.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE workflow_id = ? AND executed = 0)',
+    context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE workflow_id = ? AND executed = 0)',
               (workflow_id,))
 
 
-def recount_actions(store: Store, workflow_id: int, condition: str) -> None:
+def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
     """Make the trigger counts of actions agree with the states of their jobs and of the workflow."""
     chosen = f'(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND {condition})'
-    store.run(f'UPDATE action_job SET is_counted = (SELECT CASE action.trigger_type '
+    context.run(f'UPDATE action_job SET is_counted = (SELECT CASE action.trigger_type '
               f"WHEN 'on_jobs_ready' THEN job.status NOT IN ({UNINITIALIZED}, {BLOCKED}) "
               f'ELSE job.status IN {sql_list(FINISHED)} END '
               'FROM job, workflow_action action WHERE job.id = action_job.job_id AND action.id = action_job.action_id) '
               f'WHERE action_id IN {chosen}')
-    store.run("UPDATE workflow_action SET trigger_count = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
+    context.run("UPDATE workflow_action SET trigger_count = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
               '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id AND is_counted = 1) '
               "WHEN trigger_type = 'on_workflow_complete' THEN 0 ELSE required_triggers END, "
               "required_triggers = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
@@ -6900,26 +6740,26 @@ def recount_actions(store: Store, workflow_id: int, condition: str) -> None:
               f'WHERE id IN {chosen}')
 
 
-def action_rows(store: Store, where: str, parameters: Sequence[Any]) -> List[Dict[str, Any]]:
+def action_rows(context: Context, where: str, parameters: Sequence[Any]) -> List[Dict[str, Any]]:
     """Actions as WorkflowActionModel, with the ids of the jobs that they wait for."""
-    actions = store.select('workflow_action', where, parameters)
+    actions = context.select('workflow_action', where, parameters)
     for action in actions:
-        gates = store.ids('SELECT job_id FROM action_job WHERE action_id = ? ORDER BY job_id', (action['id'],))
+        gates = context.ids('SELECT job_id FROM action_job WHERE action_id = ? ORDER BY job_id', (action['id'],))
         if gates:
             action['job_ids'] = gates
     return actions
 
 
-def get_workflow_actions(store: Store, workflow_id: int) -> List[Dict[str, Any]]:
+def get_workflow_actions(context: Context, workflow_id: int) -> List[Dict[str, Any]]:
     """All actions of a workflow, by id."""
-    workflow_state(store, workflow_id)
-    return action_rows(store, 'WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    workflow_state(context, workflow_id)
+    return action_rows(context, 'WHERE workflow_id = ? ORDER BY id', (workflow_id,))
 
 
-def get_pending_actions(store: Store, workflow_id: int, trigger_type: Sequence[str] = ()) -> List[Dict[str, Any]]:
+def get_pending_actions(context: Context, workflow_id: int, trigger_type: Sequence[str] = ()) -> List[Dict[str, Any]]:
     """Actions that are due and not taken, of the given triggers or of all."""
-    workflow_state(store, workflow_id)
-    return action_rows(store, *due_condition(workflow_id, [trigger_type] if isinstance(trigger_type, str) else trigger_type))
+    workflow_state(context, workflow_id)
+    return action_rows(context, *due_condition(workflow_id, [trigger_type] if isinstance(trigger_type, str) else trigger_type))
 
 
 def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> Tuple[str, Sequence[Any]]:
@@ -6930,24 +6770,24 @@ def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> 
             'ORDER BY id', (workflow_id, *triggers))
 
 
-def create_workflow_action(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_workflow_action(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add an action; a job trigger needs the ids of its jobs."""
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     check_stays(workflow_id, body)
     job_ids = sorted(set(body.get('job_ids') or ()))
-    check_action(store, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
-    check_owned(store, 'job', workflow_id, job_ids)
+    check_action(context, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
+    check_owned(context, 'job', workflow_id, job_ids)
     is_gated = body['trigger_type'] in JOB_TRIGGERS
     values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None, executed_by=None,
                   failure=None, required_triggers=max(1, len(job_ids)) if is_gated else 1)
-    action_id = store.insert('workflow_action', values)
-    store.insert_rows('action_job', ('action_id', 'job_id'), ((action_id, job_id) for job_id in job_ids))
-    if workflow_state(store, workflow_id).run_id:   # it comes late: what it waits for may have been
-        recount_actions(store, workflow_id, f'id = {action_id}')
-    return action_rows(store, 'WHERE id = ?', (action_id,))[0]
+    action_id = context.insert('workflow_action', values)
+    context.insert_rows('action_job', ('action_id', 'job_id'), ((action_id, job_id) for job_id in job_ids))
+    if workflow_state(context, workflow_id).run_id:   # it comes late: what it waits for may have been
+        recount_actions(context, workflow_id, f'id = {action_id}')
+    return action_rows(context, 'WHERE id = ?', (action_id,))[0]
 
 
-def check_action(store: Store, workflow_id: int, trigger_type: str, action_type: str, config: Any) -> None:
+def check_action(context: Context, workflow_id: int, trigger_type: str, action_type: str, config: Any) -> None:
     """Refuse an action that nobody could ever run."""
     if trigger_type not in TRIGGERS:
         raise Refused(f"unknown trigger_type {trigger_type!r}; one of {', '.join(TRIGGERS)}")
@@ -6958,14 +6798,14 @@ def check_action(store: Store, workflow_id: int, trigger_type: str, action_type:
                                               and len(config) == 1):
         raise Refused('action_config of run_commands needs "commands", a list of shell commands, and takes nothing else')
     if action_type == 'schedule_nodes':
-        check_schedule(store, workflow_id, config)
+        check_schedule(context, workflow_id, config)
 
 
 SCHEDULE_TYPES = {'scheduler_id': int, 'scheduler_type': str, 'num_allocations': int, 'start_one_worker_per_node': bool,
                    'max_parallel_jobs': int}
 
 
-def check_schedule(store: Store, workflow_id: int, config: Any) -> None:
+def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
     """Refuse an action_config of schedule_nodes with unknown keys, values of other types, or another workflow's scheduler."""
     if not isinstance(config, dict):
         raise Refused('action_config of schedule_nodes must be an object')
@@ -6974,74 +6814,74 @@ def check_schedule(store: Store, workflow_id: int, config: Any) -> None:
             raise Refused(f'action_config of schedule_nodes has no key {printable(name)!r}' + did_you_mean(name, SCHEDULE_TYPES))
         if value is not None and type(value) is not SCHEDULE_TYPES[name]:
             raise Refused(f'action_config: {name} must be of type {SCHEDULE_TYPES[name].__name__}, not {printable(repr(value)[:60])}')
-    owner = store.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?', (config.get('scheduler_id'),))
+    owner = context.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?', (config.get('scheduler_id'),))
     if config.get('scheduler_type') in (None, 'slurm') and owner not in (None, workflow_id):    # None: it may come later
         raise Refused(f"action_config: workflow {workflow_id} has no slurm scheduler {config['scheduler_id']}")
 
 
-def get_action(store: Store, workflow_id: int, action_id: int) -> Dict[str, Any]:
+def get_action(context: Context, workflow_id: int, action_id: int) -> Dict[str, Any]:
     """One action of a workflow. NotFound if it has none of this id."""
-    workflow_state(store, workflow_id)
-    found = action_rows(store, 'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
+    workflow_state(context, workflow_id)
+    found = action_rows(context, 'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
     if not found:
         raise NotFound(f'workflow {workflow_id} has no action {action_id}')
     return found[0]
 
 
-def update_workflow_action(store: Store, workflow_id: int, action_id: int, body: Any) -> Dict[str, Any]:
+def update_workflow_action(context: Context, workflow_id: int, action_id: int, body: Any) -> Dict[str, Any]:
     """Change some keys of an action's action_config; the others stay."""
-    action = get_action(store, workflow_id, action_id)
+    action = get_action(context, workflow_id, action_id)
     if not isinstance(body, dict) or not body:
         raise Refused('the body must be an object of the keys of action_config that are to change')
     config = dict(action['action_config'], **body)
-    check_action(store, workflow_id, action['trigger_type'], action['action_type'], config)
-    store.update('workflow_action', action_id, {'action_config': config})
-    return get_action(store, workflow_id, action_id)
+    check_action(context, workflow_id, action['trigger_type'], action['action_type'], config)
+    context.update('workflow_action', action_id, {'action_config': config})
+    return get_action(context, workflow_id, action_id)
 
 
-def delete_workflow_action(store: Store, workflow_id: int, action_id: int) -> Dict[str, Any]:
+def delete_workflow_action(context: Context, workflow_id: int, action_id: int) -> Dict[str, Any]:
     """Remove an action, taken or not."""
-    get_action(store, workflow_id, action_id)
-    store.run('DELETE FROM workflow_action WHERE id = ?', (action_id,))
+    get_action(context, workflow_id, action_id)
+    context.run('DELETE FROM workflow_action WHERE id = ?', (action_id,))
     return {'message': f'Deleted action {action_id} of workflow {workflow_id}'}
 
 
-def claim_action(store: Store, workflow_id: int, action_id: int, body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+def claim_action(context: Context, workflow_id: int, action_id: int, body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
-    action = get_action(store, workflow_id, action_id)
-    check_references(store, workflow_id, body or {})
+    action = get_action(context, workflow_id, action_id)
+    check_references(context, workflow_id, body or {})
     node_id = (body or {}).get('compute_node_id')
-    if not take_action(store, action_id, node_id, action['persistent']):
+    if not take_action(context, action_id, node_id, action['persistent']):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
-    note_action_reported(store, action_id, node_id or 0)     # who claims so never tells how it ended
+    note_action_reported(context, action_id, node_id or 0)     # who claims so never tells how it ended
     return {'success': True, 'action_id': action_id}
 
 
-def take_action(store: Store, action_id: int, node_id: Optional[int], persistent: bool) -> bool:
+def take_action(context: Context, action_id: int, node_id: Optional[int], persistent: bool) -> bool:
     """Mark an action as taken by a node; whether it was free."""
-    now = format_time(store.now())
+    now = format_time(context.now())
     if persistent:
-        taken = store.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) VALUES (?, ?)', (action_id, node_id or 0))
-        store.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
+        taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) VALUES (?, ?)', (action_id, node_id or 0))
+        context.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
     else:
-        taken = store.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
+        taken = context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
                           'is_reported = 0, failure = NULL WHERE id = ? AND executed = 0',
                           (now, node_id, action_id))
     return bool(taken)
 
 
-def take_due_actions(store: Store, workflow_id: int, node_id: int, triggers: Sequence[str]) -> List[Dict[str, Any]]:
+def take_due_actions(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str]) -> List[Dict[str, Any]]:
     """The due run_commands actions of these triggers, taken for a node."""
-    if not triggers or not store.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
+    if not triggers or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
         return []
-    due = store.select('workflow_action', *due_condition(workflow_id, triggers, "AND action_type = 'run_commands'"))
-    return [action for action in due if take_action(store, action['id'], node_id, action['persistent'])]
+    due = context.select('workflow_action', *due_condition(workflow_id, triggers, "AND action_type = 'run_commands'"))
+    return [action for action in due if take_action(context, action['id'], node_id, action['persistent'])]
 
 
-def note_action_reported(store: Store, action_id: int, node_id: int) -> None:
+def note_action_reported(context: Context, action_id: int, node_id: int) -> None:
     """The node that took an action has said all that it will say of it."""
-    store.run('UPDATE workflow_action SET is_reported = 1 WHERE id = ?', (action_id,))
-    store.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?', (action_id, node_id))
+    context.run('UPDATE workflow_action SET is_reported = 1 WHERE id = ?', (action_id,))
+    context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?', (action_id, node_id))
 
 
 # ======== 8a. Creation: workflows and jobs, made, changed and deleted ========
@@ -7052,22 +6892,22 @@ def note_action_reported(store: Store, action_id: int, node_id: int) -> None:
 
 # -------- creating --------
 
-def create_workflow(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_workflow(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """Make a workflow without jobs, with the implicit requirements named default."""
-    workflow_id = insert_workflow(store, body)
-    insert_requirements(store, workflow_id, dict(DEFAULT_REQUIREMENTS, is_implicit=True))
-    return get_workflow(store, workflow_id)
+    workflow_id = insert_workflow(context, body)
+    insert_requirements(context, workflow_id, dict(DEFAULT_REQUIREMENTS, is_implicit=True))
+    return get_workflow(context, workflow_id)
 
 
-def insert_workflow(store: Store, body: Dict[str, Any]) -> int:
+def insert_workflow(context: Context, body: Dict[str, Any]) -> int:
     """Check and store the workflow's own fields."""
     check_settings(body)
     values = dict(WORKFLOW_DEFAULTS)
     values.update({key: value for key, value in body.items() if value is not None})
-    values.update(timestamp=format_time(store.now()), user=new_owner(store, body.get('user')), run_id=0, is_canceled=False,
+    values.update(timestamp=format_time(context.now()), user=new_owner(context, body.get('user')), run_id=0, is_canceled=False,
                   is_archived=False, env=body.get('env') or None)
-    workflow_id = store.insert('workflow', values)
-    link_groups(store, workflow_id, body.get('access_groups') or [])
+    workflow_id = context.insert('workflow', values)
+    link_groups(context, workflow_id, body.get('access_groups') or [])
     return workflow_id
 
 
@@ -7085,9 +6925,9 @@ def check_env(env: Optional[Dict[str, str]]) -> None:
             raise Refused(f'env: {printable(name)!r} is not a name for an environment variable')
 
 
-def insert_requirements(store: Store, workflow_id: int, body: Dict[str, Any]) -> int:
+def insert_requirements(context: Context, workflow_id: int, body: Dict[str, Any]) -> int:
     """Check and store resource requirements."""
-    return store.insert('resource_requirements', dict(complete_requirements(body), workflow_id=workflow_id))
+    return context.insert('resource_requirements', dict(complete_requirements(body), workflow_id=workflow_id))
 
 
 def complete_requirements(body: Dict[str, Any]) -> Dict[str, Any]:
@@ -7111,10 +6951,10 @@ def checked_requirements(values: Dict[str, Any]) -> Dict[str, int]:
     return numbers
 
 
-def create_workflow_from_spec(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_workflow_from_spec(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """Make a whole workflow from a plan (see Spec), in one go."""
     with explaining_plan():
-        workflow_id = insert_plan(store, body)
+        workflow_id = insert_plan(context, body)
     return {'workflow_id': workflow_id, 'workflow_name': body['workflow']['name'],
             'job_count': len(body['jobs'])}
 
@@ -7132,12 +6972,12 @@ def explaining_plan() -> Iterator[None]:
                        'make it with torc.py create') from error
 
 
-def insert_plan(store: Store, body: Dict[str, Any]) -> int:
+def insert_plan(context: Context, body: Dict[str, Any]) -> int:
     """Store everything that a plan holds. The workflow's id."""
-    workflow_id = insert_workflow(store, body['workflow'])
-    PlanMerge(store, workflow_id, body).merge_rows()
+    workflow_id = insert_workflow(context, body['workflow'])
+    PlanMerge(context, workflow_id, body).merge_rows()
     if body['dependency_sets']:
-        refuse_cycles(store, workflow_id)
+        refuse_cycles(context, workflow_id)
     return workflow_id
 
 
@@ -7194,8 +7034,8 @@ class PlanMerge:
     made through the API stays, unless the plan has its name: from then on it is the file's.
     """
 
-    def __init__(self, store: Store, workflow_id: int, body: Dict[str, Any]) -> None:
-        self.store = store
+    def __init__(self, context: Context, workflow_id: int, body: Dict[str, Any]) -> None:
+        self.context = context
         self.workflow_id = workflow_id
         self.body = body
         self.jobs = [row if isinstance(row, PlannedJob) else PlannedJob(*row) for row in body['jobs']]
@@ -7209,20 +7049,20 @@ class PlanMerge:
 
     def merge_settings(self) -> None:
         """Make the workflow's own row what the plan says; its owner and submission directory stay."""
-        store, workflow_id, planned = self.store, self.workflow_id, dict(WORKFLOW_DEFAULTS)
+        context, workflow_id, planned = self.context, self.workflow_id, dict(WORKFLOW_DEFAULTS)
         planned.update({key: value for key, value in self.body['workflow'].items() if value is not None})
         check_settings(planned)
-        stored = get_workflow(store, workflow_id)
+        stored = get_workflow(context, workflow_id)
         fields = [name for name in SPEC_SETTINGS if (name in planned or name not in SPEC_REMARKS)
                   and not same_json(planned.get(name), stored.get(name))]
         values = {name: planned.get(name) for name in fields}
         values['spec_path'] = planned.get('spec_path') or stored.get('spec_path')
-        store.update('workflow', workflow_id, values)
+        context.update('workflow', workflow_id, values)
         linked = stored.get('access_groups', ())
         groups = [name for name in planned.get('access_groups') or () if name not in linked]
         for name in groups:
-            check_may_link(store, workflow_id, group_named(store, name))
-        link_groups(store, workflow_id, groups)
+            check_may_link(context, workflow_id, group_named(context, name))
+        link_groups(context, workflow_id, groups)
         fields += ['access_groups'] if groups else []
         if fields:
             self.changes['workflow', 'changed', tuple(fields)].append(stored['name'])
@@ -7254,11 +7094,11 @@ class PlanMerge:
 
     def merge_table(self, table: str, rows: Sequence[Dict[str, Any]], made: Iterable[int] = ()) -> None:
         """The rows of one table. `made`: indexes of user data whose values are their jobs' to give."""
-        store, wanted = self.store, PLANNED_TABLES[table][0].split()
+        context, wanted = self.context, PLANNED_TABLES[table][0].split()
         refuse_twice([row['name'] for row in rows if row.get('name')], table.replace('_', ' '))
-        columns = [column for column in store.columns(table) if column.name in wanted]
+        columns = [column for column in context.columns(table) if column.name in wanted]
         listed = [column.name for column in columns]
-        known = {row[1]: row for row in store.rows(     # of several with a name the first declared one
+        known = {row[1]: row for row in context.rows(     # of several with a name the first declared one
             f"SELECT id, name, is_declared, {', '.join(listed)} FROM {table} WHERE workflow_id = ? "
             'ORDER BY is_declared, id DESC', (self.workflow_id,))}
         named = {row.get('name') for row in rows} if known else ()
@@ -7268,7 +7108,7 @@ class PlanMerge:
         for index, row in enumerate(rows):
             found = known.get(row.get('name')) or renamed.pop(row.get('path'), None)
             if found is None:
-                ids.append(store.insert(table, dict(row, workflow_id=self.workflow_id, is_declared=True)))
+                ids.append(context.insert(table, dict(row, workflow_id=self.workflow_id, is_declared=True)))
                 self.changes[table, 'added', ()].append(row.get('name') or '')
                 continue
             ids.append(found[0])
@@ -7285,17 +7125,17 @@ class PlanMerge:
         implied = [name for name in ('memory_bytes', 'runtime_s') if name in row]
         implied += ['st_mtime'] if 'path' in fields else []
         values = {name: row.get(name) for name in fields + implied}
-        self.store.update(table, row_id, dict(values, is_declared=True))
+        self.context.update(table, row_id, dict(values, is_declared=True))
         if fields:
             self.changes[table, 'changed', tuple(fields)].append(row.get('name') or '')
 
     def remove_unnamed(self) -> None:
         """Remove what the workflow file has no longer, unless something else still needs it."""
-        store, workflow_id = self.store, self.workflow_id
-        store.run('DELETE FROM job_kind WHERE workflow_id = ? AND id NOT IN '
+        context, workflow_id = self.context, self.workflow_id
+        context.run('DELETE FROM job_kind WHERE workflow_id = ? AND id NOT IN '
                   '(SELECT kind_id FROM job WHERE workflow_id = ?)', (workflow_id, workflow_id))
         where = "WHERE workflow_id = ? AND action_type = 'schedule_nodes'"
-        actions = store.select('workflow_action', where, (workflow_id,))
+        actions = context.select('workflow_action', where, (workflow_id,))
         scheduled = {action['action_config'].get('scheduler_id') for action in actions}
         for table, unnamed in self.unnamed.items():
             ids = [row_id for row_id in unnamed if table != 'slurm_scheduler' or row_id not in scheduled]
@@ -7303,8 +7143,8 @@ class PlanMerge:
             is_free = ' AND '.join(f'NOT EXISTS (SELECT 1 FROM {user} WHERE {user}.{column} = {table}.id)'
                                    for user, column in users)
             query = f'SELECT id, name FROM {table} WHERE {is_free} AND id IN'
-            free = sorted(rows_by_ids(store, query, ids))
-            run_by_ids(store, f'DELETE FROM {table} WHERE id IN', [row_id for row_id, _ in free])
+            free = sorted(rows_by_ids(context, query, ids))
+            run_by_ids(context, f'DELETE FROM {table} WHERE id IN', [row_id for row_id, _ in free])
             if free:
                 self.changes[table, 'removed', ()] += [name or '' for _, name in free]
 
@@ -7314,44 +7154,44 @@ class PlanMerge:
         """Id of a kind of the plan: requirements and scheduler by index, priority, labels."""
         requirements, priority, scheduler, labels = row
         check_labels(labels)
-        return find_kind(self.store, self.workflow_id, (
+        return find_kind(self.context, self.workflow_id, (
             default if requirements is None else self.ids['resource_requirements'][requirements],
             priority, None if scheduler is None else self.ids['slurm_scheduler'][scheduler], labels))
 
     def merge_jobs(self) -> None:
         """Remove, change and add jobs, with the sets of those that they wait for."""
-        store, workflow_id, names = self.store, self.workflow_id, [job.name for job in self.jobs]
+        context, workflow_id, names = self.context, self.workflow_id, [job.name for job in self.jobs]
         refuse_twice(names, 'jobs')
         self.find_known(set(names))
         self.remove_jobs(set(names))
-        new_ids = itertools.count(store.next_id('job'))
+        new_ids = itertools.count(context.next_id('job'))
         ids = [self.known[name].id if name in self.known else next(new_ids) for name in names]
         self.ids['job'] = ids
         groups = [tuple(sorted({ids[index_below(member, len(ids))] for member in members}))
                   for members in self.body['dependency_sets']]
         digests = [members_digest(group) for group in groups]
-        sets = dict(store.rows('SELECT digest, id FROM dep_set WHERE workflow_id = ?', (workflow_id,)))
+        sets = dict(context.rows('SELECT digest, id FROM dep_set WHERE workflow_id = ?', (workflow_id,)))
         fresh = {digest: group for digest, group in zip(digests, groups) if digest not in sets}
         for digest, group in fresh.items():
             values = {'workflow_id': workflow_id, 'digest': digest, 'pending': len(group)}
-            sets[digest] = store.insert('dep_set', values)
+            sets[digest] = context.insert('dep_set', values)
         self.store_jobs([sets[digest] for digest in digests])
-        store.insert_rows('dep_member', ('dep_set_id', 'job_id'), (
+        context.insert_rows('dep_member', ('dep_set_id', 'job_id'), (
             (sets[digest], job_id) for digest, group in fresh.items() for job_id in group))
 
     def find_known(self, names: Set[str]) -> None:
         """See which jobs there are. Refused if one that was spawned has a name of the plan."""
-        store, of = self.store, (self.workflow_id,)
+        context, of = self.context, (self.workflow_id,)
         query = 'SELECT name FROM job WHERE id IN (SELECT job_id FROM spawn WHERE workflow_id = ?)'
-        spawned = set(store.ids(query, of))
+        spawned = set(context.ids(query, of))
         for name in sorted(names & spawned):
             raise Refused(f'another job has spawned a job {name!r}: give the one in the file another name')
-        rows = store.rows(f"SELECT id, is_declared, name, {', '.join(PLANNED_CELLS)} FROM job "
+        rows = context.rows(f"SELECT id, is_declared, name, {', '.join(PLANNED_CELLS)} FROM job "
                           'WHERE workflow_id = ? ORDER BY is_declared, id DESC', of)
         known = {row[2]: KnownJob(row[0], bool(row[1]), row[3:]) for row in rows}
         self.known = {name: job for name, job in known.items() if name not in spawned}
         if known:
-            self.kinds = {row[0]: row[1:] for row in store.rows(
+            self.kinds = {row[0]: row[1:] for row in context.rows(
                 'SELECT id, resource_requirements_id, priority, scheduler_id, labels FROM job_kind '
                 'WHERE workflow_id = ?', of)}
 
@@ -7361,9 +7201,9 @@ class PlanMerge:
         gone = sorted((job_id, name) for job_id, name in declared if name not in names)
         if gone:
             ids = [job_id for job_id, _ in gone]
-            run_by_ids(self.store, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', ids)
-            take_back_spawned(self.store, self.workflow_id)
-            run_by_ids(self.store, 'DELETE FROM job WHERE id IN', ids)
+            run_by_ids(self.context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', ids)
+            take_back_spawned(self.context, self.workflow_id)
+            run_by_ids(self.context, 'DELETE FROM job WHERE id IN', ids)
             self.changes['job', 'removed', ()] += [name for _, name in gone]
 
     def store_jobs(self, sets: Sequence[int]) -> None:
@@ -7391,9 +7231,9 @@ class PlanMerge:
         if added:
             self.changes['job', 'added', ()] += [row[2] for row in added]
         columns = ('workflow_id', 'is_declared', 'name', 'dep_set_id', *PLANNED_CELLS)
-        self.store.insert_rows('job', columns, added)
+        self.context.insert_rows('job', columns, added)
         self.change_jobs(changed)
-        run_by_ids(self.store, 'UPDATE job SET is_declared = 1 WHERE id IN', adopted)
+        run_by_ids(self.context, 'UPDATE job SET is_declared = 1 WHERE id IN', adopted)
 
     def compare(self, known: KnownJob, cells: Sequence[Any]) -> List[Any]:
         """The cells to store for a job that was there; the fields that differ are noted."""
@@ -7418,9 +7258,9 @@ class PlanMerge:
         # In a savepoint, each statement that sets a foreign key costs SQLite what was changed before it.
         for handler_id, job_ids in groups.items():
             update = f"UPDATE job SET failure_handler_id = {handler_id or 'NULL'} WHERE id IN"
-            run_by_ids(self.store, update, job_ids)
+            run_by_ids(self.context, update, job_ids)
         del columns[handler]
-        self.store.run_many(f"UPDATE job SET {' = ?, '.join(columns)} = ?, dep_set_id = ? WHERE id = ?", (
+        self.context.run_many(f"UPDATE job SET {' = ?, '.join(columns)} = ?, dep_set_id = ? WHERE id = ?", (
             (*row[:handler], *row[handler + 1:], row[members], job_id) for job_id, row in changed.items()))
 
     def merge_relations(self) -> None:
@@ -7432,12 +7272,12 @@ class PlanMerge:
                        for index in getattr(job, field)]
             if known:
                 items = {*ids, *self.unnamed[related]}
-                pairs = self.store.rows(f'SELECT job_id, {column} FROM {table} WHERE job_id IN '
+                pairs = self.context.rows(f'SELECT job_id, {column} FROM {table} WHERE job_id IN '
                                         '(SELECT id FROM job WHERE workflow_id = ?)', (self.workflow_id,))
                 stored = {pair for pair in pairs if pair[0] in jobs and pair[1] in items}
             added, gone = [pair for pair in planned if pair not in stored], stored.difference(planned)
-            self.store.insert_rows(table, ('job_id', column), added)
-            self.store.run_many(f'DELETE FROM {table} WHERE job_id = ? AND {column} = ?', gone)
+            self.context.insert_rows(table, ('job_id', column), added)
+            self.context.run_many(f'DELETE FROM {table} WHERE job_id = ? AND {column} = ?', gone)
             for job_id in known.intersection(job_id for job_id, _ in itertools.chain(added, gone)):
                 self.differences[job_id].append(field)
 
@@ -7445,17 +7285,17 @@ class PlanMerge:
         """The actions. They have no names: one that differs is another one."""
         stored = collections.defaultdict(list)      # type: Dict[Tuple, List[Dict[str, Any]]]
         where = 'WHERE workflow_id = ? AND is_declared = 1 ORDER BY id'
-        for action in action_rows(self.store, where, (self.workflow_id,)):
+        for action in action_rows(self.context, where, (self.workflow_id,)):
             stored[action_key(action)].append(action)
         for planned in self.body['actions']:
             action = self.plan_action(planned)
             if stored.get(action_key(action)):
                 stored[action_key(action)].pop(0)
             else:
-                create_workflow_action(self.store, self.workflow_id, action)
+                create_workflow_action(self.context, self.workflow_id, action)
                 self.changes['action', 'added', ()].append(action_title(action))
         for action in itertools.chain.from_iterable(stored.values()):
-            delete_workflow_action(self.store, self.workflow_id, action['id'])
+            delete_workflow_action(self.context, self.workflow_id, action['id'])
             self.changes['action', 'removed', ()].append(action_title(action))
 
     def plan_action(self, action: Dict[str, Any]) -> Dict[str, Any]:
@@ -7509,14 +7349,14 @@ def action_title(action: Dict[str, Any]) -> str:
     return f"{action['trigger_type']} {action['action_type']}"
 
 
-def find_kind(store: Store, workflow_id: int, kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
+def find_kind(context: Context, workflow_id: int, kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
     """Id of the kind with these requirements, priority, scheduler and labels, made if there is none."""
     requirements, priority, scheduler, labels = kind
     text = format_json(sorted(set(labels))) if labels else None
-    found = store.value('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? AND priority = ? '
+    found = context.value('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? AND priority = ? '
                         'AND scheduler_id IS ? AND labels IS ?', (workflow_id, requirements, priority, scheduler, text))
     if found is None:
-        found = store.insert('job_kind', {'workflow_id': workflow_id, 'resource_requirements_id': requirements,
+        found = context.insert('job_kind', {'workflow_id': workflow_id, 'resource_requirements_id': requirements,
                                           'priority': priority, 'scheduler_id': scheduler, 'labels': json.loads(text) if text else None})
     return found
 
@@ -7530,19 +7370,19 @@ def check_labels(labels: Optional[Sequence[str]]) -> None:
 
 # -------- jobs --------
 
-def create_job(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_job(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add one job, uninitialized."""
-    return get_job(store, insert_job(store, body))
+    return get_job(context, insert_job(context, body))
 
 
-def create_jobs(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_jobs(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add up to 100,000 jobs of one workflow; their names must differ."""
     check_bulk([job['workflow_id'] for job in body['jobs']], [job['name'] for job in body['jobs']], 'jobs')
-    ids = [insert_job(store, job) for job in body['jobs']]
+    ids = [insert_job(context, job) for job in body['jobs']]
     jobs = []   # type: List[Dict[str, Any]]
     for piece in chunks(ids):
-        jobs += store.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))}) ORDER BY id", piece)
-    add_relations(store, jobs)
+        jobs += context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))}) ORDER BY id", piece)
+    add_relations(context, jobs)
     return {'jobs': jobs}
 
 
@@ -7555,64 +7395,64 @@ def check_bulk(workflow_ids: Sequence[int], names: Sequence[str], noun: str) -> 
     refuse_twice(names, noun)
 
 
-def refuse_taken_name(store: Store, workflow_id: int, name: str) -> None:
+def refuse_taken_name(context: Context, workflow_id: int, name: str) -> None:
     """Refuse a name that a job of the workflow has: commands and dependencies find jobs by their names."""
-    if store.one('SELECT 1 FROM job WHERE workflow_id = ? AND name = ?', (workflow_id, name)):
+    if context.one('SELECT 1 FROM job WHERE workflow_id = ? AND name = ?', (workflow_id, name)):
         raise Refused(f'workflow {workflow_id} has a job {printable(name)!r} already; give another name')
 
 
-def insert_job(store: Store, body: Dict[str, Any]) -> int:
+def insert_job(context: Context, body: Dict[str, Any]) -> int:
     """Check and store one job with its relations. Its id."""
     workflow_id = body['workflow_id']
-    workflow_state(store, workflow_id)
-    refuse_taken_name(store, workflow_id, body['name'])
+    workflow_state(context, workflow_id)
+    refuse_taken_name(context, workflow_id, body['name'])
     check_env(body.get('env'))
-    env = json.loads(store.value('SELECT env FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
+    env = json.loads(context.value('SELECT env FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
     env.update(body.get('env') or {})
-    requirements = body.get('resource_requirements_id') or store.value(
+    requirements = body.get('resource_requirements_id') or context.value(
         "SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = 'default' ORDER BY id LIMIT 1", (workflow_id,))
-    kind = job_kind(store, workflow_id, requirements, body)
+    kind = job_kind(context, workflow_id, requirements, body)
     handler = body.get('failure_handler_id') or None
-    check_owned(store, 'failure_handler', workflow_id, [handler] if handler else [])
+    check_owned(context, 'failure_handler', workflow_id, [handler] if handler else [])
     prerequisites = body.get('depends_on_job_ids') or []
-    check_owned(store, 'job', workflow_id, prerequisites)
-    set_id = find_set(store, workflow_id, prerequisites)
+    check_owned(context, 'job', workflow_id, prerequisites)
+    set_id = find_set(context, workflow_id, prerequisites)
     values = dict(body, env=env or None, kind_id=kind, failure_handler_id=handler, explicit_set_id=set_id, dep_set_id=set_id,
                   status='uninitialized', attempt_id=1, compute_node_id=None, start_time=None, origin=None)
-    job_id = store.insert('job', values)
+    job_id = context.insert('job', values)
     for _, field, table, column, related in JOB_RELATIONS:
         ids = sorted(set(body.get(field) or ()))
-        check_owned(store, related, workflow_id, ids)
-        store.insert_rows(table, ('job_id', column), ((job_id, item) for item in ids))
+        check_owned(context, related, workflow_id, ids)
+        context.insert_rows(table, ('job_id', column), ((job_id, item) for item in ids))
     return job_id
 
 
-def job_kind(store: Store, workflow_id: int, requirements: Optional[int], body: Dict[str, Any]) -> int:
+def job_kind(context: Context, workflow_id: int, requirements: Optional[int], body: Dict[str, Any]) -> int:
     """Kind of a job that a request describes."""
     check_labels(body.get('labels'))
     if (body.get('priority') or 0) < 0:
         raise BadInput(f"priority is {body['priority']}; it must be at least 0")
     scheduler = body.get('scheduler_id') or None
-    check_owned(store, 'resource_requirements', workflow_id, [requirements or 0])
-    check_owned(store, 'slurm_scheduler', workflow_id, [scheduler] if scheduler else [])
-    return find_kind(store, workflow_id, (requirements or 0, body.get('priority') or 0, scheduler, body.get('labels')))
+    check_owned(context, 'resource_requirements', workflow_id, [requirements or 0])
+    check_owned(context, 'slurm_scheduler', workflow_id, [scheduler] if scheduler else [])
+    return find_kind(context, workflow_id, (requirements or 0, body.get('priority') or 0, scheduler, body.get('labels')))
 
 
-def get_job(store: Store, job_id: int) -> Dict[str, Any]:
+def get_job(context: Context, job_id: int) -> Dict[str, Any]:
     """A job with all that it is related to."""
-    job = get_row(store, 'job_view', job_id)
-    add_relations(store, [job])
+    job = get_row(context, 'job_view', job_id)
+    add_relations(context, [job])
     return job
 
 
-def add_relations(store: Store, jobs: List[Dict[str, Any]]) -> None:
+def add_relations(context: Context, jobs: List[Dict[str, Any]]) -> None:
     """Fill in the id lists of jobs; empty ones are left out."""
     by_id = {job['id']: job for job in jobs}
     query = ' UNION ALL '.join(f"SELECT '{field}' AS field, job_id, {column} AS item FROM {table}" for _, field, table, column, _ in JOB_RELATIONS)
-    for field, job_id, item in rows_by_ids(store, f'SELECT field, job_id, item FROM ({query}) WHERE job_id IN', list(by_id)):
+    for field, job_id, item in rows_by_ids(context, f'SELECT field, job_id, item FROM ({query}) WHERE job_id IN', list(by_id)):
         by_id[job_id].setdefault(field, []).append(item)
-    sets = dict(rows_by_ids(store, 'SELECT id, dep_set_id FROM job WHERE dep_set_id IS NOT NULL AND id IN', list(by_id)))
-    members = {set_id: set_members(store, set_id) for set_id in set(sets.values())}
+    sets = dict(rows_by_ids(context, 'SELECT id, dep_set_id FROM job WHERE dep_set_id IS NOT NULL AND id IN', list(by_id)))
+    members = {set_id: set_members(context, set_id) for set_id in set(sets.values())}
     for job_id, set_id in sets.items():
         by_id[job_id]['depends_on_job_ids'] = members[set_id]
 
@@ -7623,9 +7463,9 @@ EDITABLE_WHEN_IDLE = ('name', 'command')        # reinitialize sees the change a
 EDITABLE_BEFORE_START = ('depends_on_job_ids', 'status')
 
 
-def update_job(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_job(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Change a job: what it runs only while no runner has it, what it waits for only while it is uninitialized."""
-    job = get_job(store, job_id)
+    job = get_job(context, job_id)
     changed = {key: value for key, value in body.items()
                if value is not None and key != 'id' and comparable(key, value) != comparable(key, job.get(key))}
     fixed = [key for key in changed if key not in ALWAYS_EDITABLE + EDITABLE_WHEN_IDLE + EDITABLE_BEFORE_START
@@ -7637,16 +7477,16 @@ def update_job(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any
     if changed.get('status', 'disabled') != 'disabled':
         raise Refused(f"status of job {job_id} is immutable, but for 'disabled': not {changed['status']!r}")
     if 'name' in changed:
-        refuse_taken_name(store, job['workflow_id'], changed['name'])
+        refuse_taken_name(context, job['workflow_id'], changed['name'])
     if any(key in KIND_FIELDS for key in changed):
         kind = dict({key: job.get(key) for key in KIND_FIELDS}, **changed)
-        changed['kind_id'] = job_kind(store, job['workflow_id'], kind['resource_requirements_id'], kind)
+        changed['kind_id'] = job_kind(context, job['workflow_id'], kind['resource_requirements_id'], kind)
     if 'depends_on_job_ids' in changed:
-        check_owned(store, 'job', job['workflow_id'], changed['depends_on_job_ids'])
-        set_id = find_set(store, job['workflow_id'], changed['depends_on_job_ids'])
+        check_owned(context, 'job', job['workflow_id'], changed['depends_on_job_ids'])
+        set_id = find_set(context, job['workflow_id'], changed['depends_on_job_ids'])
         changed.update(explicit_set_id=set_id, dep_set_id=set_id)
-    store.update('job', job_id, changed)
-    return get_job(store, job_id)
+    context.update('job', job_id, changed)
+    return get_job(context, job_id)
 
 
 def comparable(key: str, value: Any) -> Any:
@@ -7654,47 +7494,47 @@ def comparable(key: str, value: Any) -> Any:
     return sorted(set(value or ())) if key.endswith('_ids') or key == 'labels' else value or None
 
 
-def delete_job(store: Store, job_id: int) -> Dict[str, Any]:
+def delete_job(context: Context, job_id: int) -> Dict[str, Any]:
     """Remove a job and what belongs to it; those that waited for it wait no longer. Refused while a runner has it."""
-    job = get_job(store, job_id)
+    job = get_job(context, job_id)
     if STATUSES[STATUS_CODES[job['status']]].is_active:
         raise Refused(f"job {job_id} is {job['status']}: wait for its end, or cancel the workflow first")
-    sets = store.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,))
-    gated = store.ids('SELECT action_id FROM action_job WHERE job_id = ?', (job_id,))
-    store.run('DELETE FROM job WHERE id = ?', (job_id,))
+    sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,))
+    gated = context.ids('SELECT action_id FROM action_job WHERE job_id = ?', (job_id,))
+    context.run('DELETE FROM job WHERE id = ?', (job_id,))
     if gated:
-        recount_actions(store, job['workflow_id'], f'id IN {sql_list(gated)}')
+        recount_actions(context, job['workflow_id'], f'id IN {sql_list(gated)}')
     if sets:
-        recount_sets(store, job['workflow_id'])
-        settle(store, job['workflow_id'], release_sets(store, job['workflow_id'], sets))
+        recount_sets(context, job['workflow_id'])
+        settle(context, job['workflow_id'], release_sets(context, job['workflow_id'], sets))
     return job
 
 
 LINEAGE_RECORD = '__torc_lineage__{}__'     # followed by g000001, g000002 ... or final
 
 
-def take_back_spawned(store: Store, workflow_id: int) -> None:
+def take_back_spawned(context: Context, workflow_id: int) -> None:
     """Remove what jobs spawned that are to start over, and what that spawned in turn, with the records; but nothing that a
     runner has in hand."""
     idle = f'job.status NOT IN {sql_list(ACTIVE)}'
-    gone = store.ids(
+    gone = context.ids(
         'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller ON caller.id = spawn.caller_id '
         'CROSS JOIN job ON job.id = spawn.job_id '
         f'WHERE spawn.workflow_id = ? AND caller.status = {UNINITIALIZED} AND {idle} UNION '
         'SELECT job.id FROM gone CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = spawn.job_id '
         f'WHERE {idle}) SELECT id FROM gone', (workflow_id,))
-    generations = set(rows_by_ids(store, 'SELECT lineage, generation FROM spawn WHERE job_id IN', gone))
+    generations = set(rows_by_ids(context, 'SELECT lineage, generation FROM spawn WHERE job_id IN', gone))
     names = {LINEAGE_RECORD.format(lineage) + last for lineage, generation in generations for last in (f'g{generation:06}', 'final')}
-    store.run_many('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', ((workflow_id, name) for name in names))
-    run_by_ids(store, 'DELETE FROM job WHERE id IN', gone)
+    context.run_many('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', ((workflow_id, name) for name in names))
+    run_by_ids(context, 'DELETE FROM job WHERE id IN', gone)
 
 
 # -------- workflows --------
 
-def get_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
+def get_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
     """One workflow."""
-    workflow = get_row(store, 'workflow', workflow_id)
-    add_group_names(store, [workflow])
+    workflow = get_row(context, 'workflow', workflow_id)
+    add_group_names(context, [workflow])
     return workflow
 
 
@@ -7706,112 +7546,112 @@ WORKFLOW_EDITABLE = (
     'resource_monitor_config', 'slurm_defaults', 'user', 'spec_path')
 
 
-def update_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Change the fields of a workflow that may change after its creation."""
-    current = get_workflow(store, workflow_id)
+    current = get_workflow(context, workflow_id)
     given = {key: value for key, value in body.items() if value is not None}
-    is_told_apart = store.knows_users or store.enforces_access
-    if given.get('user', current['user']) != current['user'] and is_told_apart and not store.is_admin:
+    is_told_apart = context.service.tells_callers_apart
+    if given.get('user', current['user']) != current['user'] and is_told_apart and not context.is_admin:
         raise Denied("only the server's owner and administrators can give "
                      f'workflow {workflow_id} to another user')
     fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot be changed: immutable")
-    store.update('workflow', workflow_id, {key: given[key] for key in WORKFLOW_EDITABLE if key in given})
-    return get_workflow(store, workflow_id)
+    context.update('workflow', workflow_id, {key: given[key] for key in WORKFLOW_EDITABLE if key in given})
+    return get_workflow(context, workflow_id)
 
 
-def delete_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
+def delete_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Remove a workflow and everything that belongs to it."""
-    workflow = get_workflow(store, workflow_id)
-    store.run('DELETE FROM workflow WHERE id = ?', (workflow_id,))
+    workflow = get_workflow(context, workflow_id)
+    context.run('DELETE FROM workflow WHERE id = ?', (workflow_id,))
     return dict(workflow, message=f'Deleted workflow {workflow_id}')
 
 
-def archive_workflow(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def archive_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Put a workflow away, or take it back: archived ones are not initialized, reset or listed by default."""
-    workflow_state(store, workflow_id)
-    store.update('workflow', workflow_id, {'is_archived': body['is_archived']})
-    add_user_event(store, workflow_id, 'archive_workflow', is_archived=body['is_archived'])
-    return get_workflow(store, workflow_id)
+    workflow_state(context, workflow_id)
+    context.update('workflow', workflow_id, {'is_archived': body['is_archived']})
+    add_user_event(context, workflow_id, 'archive_workflow', is_archived=body['is_archived'])
+    return get_workflow(context, workflow_id)
 
 
-def add_user_event(store: Store, workflow_id: int, action: str, **details: Any) -> None:
+def add_user_event(context: Context, workflow_id: int, action: str, **details: Any) -> None:
     """Record that a user did something to a workflow."""
-    record_event(store, workflow_id, dict(details, category='user_action', action=action, user=store.caller, workflow_id=workflow_id))
+    record_event(context, workflow_id, dict(details, category='user_action', action=action, user=context.caller, workflow_id=workflow_id))
 
 
-def cancel_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
+def cancel_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Stop a workflow: no job starts any more, and runners stop those that run."""
-    state = workflow_state(store, workflow_id)
-    store.run('UPDATE workflow SET is_canceled = 1 WHERE id = ?', (workflow_id,))
+    state = workflow_state(context, workflow_id)
+    context.run('UPDATE workflow SET is_canceled = 1 WHERE id = ?', (workflow_id,))
     stopped = f'workflow_id = ? AND status IN {sql_list((BLOCKED, READY, *ACTIVE))}'
-    record_event(store, workflow_id, {'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
-                                      'workflow_id': workflow_id, 'run_id': state.run_id, 'user': store.caller}, 'warning')
-    if workflow_id in store.watched:
-        announce_canceled(store, workflow_id, store.ids(f'SELECT id FROM job WHERE {stopped}', (workflow_id,)))
-    store.run(f'UPDATE job SET status = {CANCELED} WHERE {stopped}', (workflow_id,))
-    recount_sets(store, workflow_id)
-    return get_workflow(store, workflow_id)
+    record_event(context, workflow_id, {'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
+                                      'workflow_id': workflow_id, 'run_id': state.run_id, 'user': context.caller}, 'warning')
+    if workflow_id in context.service.watched:
+        announce_canceled(context, workflow_id, context.ids(f'SELECT id FROM job WHERE {stopped}', (workflow_id,)))
+    context.run(f'UPDATE job SET status = {CANCELED} WHERE {stopped}', (workflow_id,))
+    recount_sets(context, workflow_id)
+    return get_workflow(context, workflow_id)
 
 
-def is_workflow_complete(store: Store, workflow_id: int) -> Dict[str, Any]:
+def is_workflow_complete(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Whether a runner has anything left to wait for."""
-    state = workflow_state(store, workflow_id)
-    return {'is_complete': state.is_canceled or is_complete(store, workflow_id), 'is_canceled': state.is_canceled}
+    state = workflow_state(context, workflow_id)
+    return {'is_complete': state.is_canceled or is_complete(context, workflow_id), 'is_canceled': state.is_canceled}
 
 
-def is_workflow_uninitialized(store: Store, workflow_id: int) -> Dict[str, Any]:
+def is_workflow_uninitialized(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Whether no job has been initialized yet."""
-    workflow_state(store, workflow_id)
-    touched = store.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED}) LIMIT 1', (workflow_id,))
+    workflow_state(context, workflow_id)
+    touched = context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED}) LIMIT 1', (workflow_id,))
     return {'is_uninitialized': touched is None}
 
 
-def count_by_status(store: Store, workflow_id: int) -> Dict[str, int]:
+def count_by_status(context: Context, workflow_id: int) -> Dict[str, int]:
     """Status name -> number of jobs, zeros included."""
-    counts = dict(store.rows('SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status', (workflow_id,)))
+    counts = dict(context.rows('SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status', (workflow_id,)))
     return {row.name: counts.get(row.code, 0) for row in STATUSES}
 
 
-def get_workflow_status(store: Store, workflow_id: int) -> Dict[str, Any]:
+def get_workflow_status(context: Context, workflow_id: int) -> Dict[str, Any]:
     """One summary: jobs by status, times, nodes, and why ready jobs may be waiting."""
-    workflow = get_workflow(store, workflow_id)
-    counts = count_by_status(store, workflow_id)
+    workflow = get_workflow(context, workflow_id)
+    counts = count_by_status(context, workflow_id)
     answer = {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
               'total_jobs': sum(counts.values()), 'jobs_by_status': counts, 'is_canceled': workflow['is_canceled'],
               'is_complete': workflow['is_canceled'] or not any(counts[STATUS_NAMES[code]] for code in NOT_DONE),
-              'unserved_ready_labels': count_unserved_labels(store, workflow_id)}
-    answer.update(measure_times(store, workflow_id))
-    answer['active_compute_nodes'] = store.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1', (workflow_id,))
+              'unserved_ready_labels': count_unserved_labels(context, workflow_id)}
+    answer.update(measure_times(context, workflow_id))
+    answer['active_compute_nodes'] = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1', (workflow_id,))
     for status in ('pending', 'active'):
-        answer[f'{status}_scheduled_nodes'] = store.value(
+        answer[f'{status}_scheduled_nodes'] = context.value(
             'SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? AND status = ?', (workflow_id, status))
-    answer.update(measure_blocked_by_time(store, workflow_id))
+    answer.update(measure_blocked_by_time(context, workflow_id))
     return answer
 
 
-def measure_times(store: Store, workflow_id: int) -> Dict[str, Any]:
+def measure_times(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Time spent in jobs, and from the first start to the last end, of the current results."""
-    total, walltime_s = store.one(
+    total, walltime_s = context.one(
         'SELECT total(exec_time_minutes), (max(julianday(completion_time)) - '
         'min(julianday(completion_time) - exec_time_minutes / 1440)) * 86400 '
         'FROM result WHERE workflow_id = ? AND is_current = 1', (workflow_id,))
     return {'total_exec_time_minutes': total, **({} if walltime_s is None else {'walltime_seconds': walltime_s})}
 
 
-def measure_blocked_by_time(store: Store, workflow_id: int) -> Dict[str, Any]:
+def measure_blocked_by_time(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Ready jobs whose runtime no active node has left; nodes and jobs with labels are left out."""
-    nodes = store.rows('SELECT end_time, labels FROM compute_node WHERE workflow_id = ? AND is_active = 1',
+    nodes = context.rows('SELECT end_time, labels FROM compute_node WHERE workflow_id = ? AND is_active = 1',
                        (workflow_id,))
-    left_s = {end: max(0, int(parse_time(end) - store.now())) for end, _ in nodes if end is not None}
+    left_s = {end: max(0, int(parse_time(end) - context.now())) for end, _ in nodes if end is not None}
     answer = {'runtime_blocked_ready_jobs': 0}
     if left_s:
         answer['max_allocation_remaining_seconds'] = max(left_s.values())
     ends = [end for end, labels in nodes if labels is None]
     if not ends or None in ends:    # nobody is at work, or somebody without an end
         return answer
-    kinds = store.rows(
+    kinds = context.rows(
         f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) '
         'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
         'WHERE kind.workflow_id = ? AND labels IS NULL', (workflow_id,))
@@ -7823,12 +7663,12 @@ def measure_blocked_by_time(store: Store, workflow_id: int) -> Dict[str, Any]:
     return answer
 
 
-def count_unserved_labels(store: Store, workflow_id: int) -> Dict[str, int]:
+def count_unserved_labels(context: Context, workflow_id: int) -> Dict[str, int]:
     """Label set, joined by commas -> ready jobs that no active node may take."""
-    nodes = [set(json.loads(labels)) for labels in store.ids(
+    nodes = [set(json.loads(labels)) for labels in context.ids(
         'SELECT labels FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND labels IS NOT NULL', (workflow_id,))]
     unserved = collections.Counter()  # type: Dict[str, int]
-    for text, count in store.rows(
+    for text, count in context.rows(
             f'SELECT labels, (SELECT count(*) FROM job WHERE job.kind_id = job_kind.id AND status = {READY}) FROM job_kind '
             'WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,)):
         labels = json.loads(text)
@@ -7837,27 +7677,27 @@ def count_unserved_labels(store: Store, workflow_id: int) -> Dict[str, int]:
     return dict(unserved)
 
 
-def list_job_ids(store: Store, workflow_id: int) -> Dict[str, Any]:
+def list_job_ids(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Ids of all jobs."""
-    workflow_state(store, workflow_id)
-    ids = store.ids('SELECT id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    workflow_state(context, workflow_id)
+    ids = context.ids('SELECT id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
     return {'job_ids': ids, 'count': len(ids)}
 
 
-def list_required_existing_files(store: Store, workflow_id: int) -> Dict[str, Any]:
+def list_required_existing_files(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Files that must exist before the start: inputs that no job makes, and outputs of completed jobs."""
-    return {'files': list_required(store, workflow_id, 'file', 'file_id', '1')}
+    return {'files': list_required(context, workflow_id, 'file', 'file_id', '1')}
 
 
-def list_missing_user_data(store: Store, workflow_id: int) -> Dict[str, Any]:
+def list_missing_user_data(context: Context, workflow_id: int) -> Dict[str, Any]:
     """User data without a value that should have one: inputs that no job makes, and outputs of completed jobs."""
-    return {'user_data': list_required(store, workflow_id, 'user_data', 'user_data_id', 'item.data IS NULL')}
+    return {'user_data': list_required(context, workflow_id, 'user_data', 'user_data_id', 'item.data IS NULL')}
 
 
-def list_required(store: Store, workflow_id: int, kind: str, column: str, condition: str) -> List[int]:
+def list_required(context: Context, workflow_id: int, kind: str, column: str, condition: str) -> List[int]:
     """Ids of files or user data that jobs rely on from the start."""
-    workflow_state(store, workflow_id)
-    return store.ids(
+    workflow_state(context, workflow_id)
+    return context.ids(
         f'SELECT item.id FROM {kind} item WHERE item.workflow_id = ? AND {condition} AND ('
         f'EXISTS (SELECT 1 FROM job_input_{kind} WHERE {column} = item.id) '
         f'AND NOT EXISTS (SELECT 1 FROM job_output_{kind} WHERE {column} = item.id) '
@@ -7898,9 +7738,9 @@ MEDIA_TYPES = {     # https://www.iana.org/assignments/media-types, or what is u
 ENCODING_FORMATS = {end: kind for kind, ends in MEDIA_TYPES.items() for end in ends.split()}
 
 
-def keeps_crate(store: Store, workflow_id: int) -> bool:
+def keeps_crate(context: Context, workflow_id: int) -> bool:
     """Whether a workflow keeps RO-Crate entities."""
-    return bool(store.value('SELECT enable_ro_crate FROM workflow WHERE id = ?', (workflow_id,)))
+    return bool(context.value('SELECT enable_ro_crate FROM workflow WHERE id = ?', (workflow_id,)))
 
 
 def refer(*entity_ids: str) -> Any:
@@ -7909,10 +7749,10 @@ def refer(*entity_ids: str) -> Any:
     return references if len(references) > 1 else references[0] if references else None
 
 
-def put_entity(store: Store, workflow_id: int, entity_id: str, types: Sequence[str], metadata: Dict[str, Any],
+def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequence[str], metadata: Dict[str, Any],
                file_id: Optional[int] = None) -> None:
     """Add an RO-Crate entity, or renew the one of this file or name; None takes a key away."""
-    known = store.one('SELECT id, entity_id, metadata FROM ro_crate_entity WHERE workflow_id = ? '
+    known = context.one('SELECT id, entity_id, metadata FROM ro_crate_entity WHERE workflow_id = ? '
                       'AND (file_id = ? OR entity_id = ?) ORDER BY file_id IS NULL LIMIT 1',
                       (workflow_id, file_id, entity_id))
     row_id, entity_id, text = known or (None, entity_id, '{}')
@@ -7922,16 +7762,16 @@ def put_entity(store: Store, workflow_id: int, entity_id: str, types: Sequence[s
     merged = {**old, '@id': entity_id, '@type': list(types), **metadata}
     kept = {key: value for key, value in merged.items() if value is not None}
     if row_id is not None:
-        return store.update('ro_crate_entity', row_id, {'entity_type': types[0], 'metadata': kept})
-    store.insert('ro_crate_entity', {'workflow_id': workflow_id, 'file_id': file_id, 'entity_id': entity_id,
+        return context.update('ro_crate_entity', row_id, {'entity_type': types[0], 'metadata': kept})
+    context.insert('ro_crate_entity', {'workflow_id': workflow_id, 'file_id': file_id, 'entity_id': entity_id,
                                      'entity_type': types[0], 'metadata': kept})
 
 
-def put_software(store: Store, workflow_id: int, role: str) -> None:
+def put_software(context: Context, workflow_id: int, role: str) -> None:
     """Name this program as the one that serves the current run (torc-server) or works on it (torc)."""
-    run_id = workflow_state(store, workflow_id).run_id
+    run_id = workflow_state(context, workflow_id).run_id
     types = ('SoftwareApplication', 'prov:SoftwareAgent')
-    put_entity(store, workflow_id, CRATE_SOFTWARE.format(role, run_id), types,
+    put_entity(context, workflow_id, CRATE_SOFTWARE.format(role, run_id), types,
                {'name': 'torc.py', 'version': __version__, 'torc:git_hash': RELEASE_TAG})
 
 
@@ -7942,80 +7782,80 @@ def run_of_crate(run_id: int) -> Dict[str, Any]:
             'prov:wasAssociatedWith': refer(*agents)}
 
 
-def put_file(store: Store, workflow_id: int, row: Sequence[Any], more: Dict[str, Any]) -> None:
+def put_file(context: Context, workflow_id: int, row: Sequence[Any], more: Dict[str, Any]) -> None:
     """Describe a file that is there. `row`: a FILE_ROW."""
     file_id, path, identifier, mtime = row
     encoding = ENCODING_FORMATS.get(path.rpartition('.')[2].lower(), 'application/octet-stream')
-    put_entity(store, workflow_id, identifier or path, ('File', 'prov:Entity'), dict({
+    put_entity(context, workflow_id, identifier or path, ('File', 'prov:Entity'), dict({
         'name': os.path.basename(path), 'encodingFormat': encoding, 'dateModified': format_time(mtime),
         'sameAs': refer(path) if identifier else None}, **more), file_id)
 
 
-def note_run(store: Store, workflow_id: int) -> None:
+def note_run(context: Context, workflow_id: int) -> None:
     """A run begins: describe the workflow, the run, this server and the input files."""
-    workflow = get_workflow(store, workflow_id)
+    workflow = get_workflow(context, workflow_id)
     run_id = workflow['run_id']
-    put_entity(store, workflow_id, CRATE_PLAN, ('SoftwareApplication', 'prov:Plan'),
+    put_entity(context, workflow_id, CRATE_PLAN, ('SoftwareApplication', 'prov:Plan'),
                {'name': workflow['name'], 'description': workflow.get('description')})
-    put_software(store, workflow_id, 'torc-server')
+    put_software(context, workflow_id, 'torc-server')
     run = CRATE_RUN.format(run_id)
-    known = json.loads(store.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? '
+    known = json.loads(context.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? '
                                    'AND entity_id = ?', (workflow_id, run)) or '{}')
-    put_entity(store, workflow_id, run, ('CreateAction', 'prov:Activity'), dict(
+    put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), dict(
         run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}",
-        startTime=known.get('startTime') or format_time(store.now()), endTime=None))
-    for row in store.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
+        startTime=known.get('startTime') or format_time(context.now()), endTime=None))
+    for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
                           'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) '
                           'ORDER BY id',
                           (workflow_id,)):
-        put_file(store, workflow_id, row, {})
+        put_file(context, workflow_id, row, {})
 
 
-def note_run_end(store: Store, workflow_id: int) -> None:
+def note_run_end(context: Context, workflow_id: int) -> None:
     """Nothing more is to come: the run has ended with its last job."""
-    run_id = workflow_state(store, workflow_id).run_id if keeps_crate(store, workflow_id) else 0
+    run_id = workflow_state(context, workflow_id).run_id if keeps_crate(context, workflow_id) else 0
     run = CRATE_RUN.format(run_id)
-    if run_id and store.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?',
+    if run_id and context.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?',
                             (workflow_id, run)):
-        last = store.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
+        last = context.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
                            (workflow_id, run_id))
-        put_entity(store, workflow_id, run, ('CreateAction', 'prov:Activity'), {'endTime': last})
+        put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), {'endTime': last})
 
 
-def note_job_outputs(store: Store, state: WorkflowState, job: JobState) -> None:
+def note_job_outputs(context: Context, state: WorkflowState, job: JobState) -> None:
     """A job has completed: describe its attempt, and the files that it made."""
-    if not keeps_crate(store, state.id):
+    if not keeps_crate(context, state.id):
         return
-    inputs = refer(*store.ids('SELECT path FROM job_input_file JOIN file ON id = file_id WHERE job_id = ? '
+    inputs = refer(*context.ids('SELECT path FROM job_input_file JOIN file ON id = file_id WHERE job_id = ? '
                               'ORDER BY id', (job.id,)))
-    made = store.rows(f'SELECT {FILE_ROW} FROM job_output_file JOIN file ON id = file_id '
+    made = context.rows(f'SELECT {FILE_ROW} FROM job_output_file JOIN file ON id = file_id '
                       'WHERE job_id = ? AND st_mtime IS NOT NULL ORDER BY id', (job.id,))
     action, run = f'#job-{job.id}-attempt-{job.attempt_id}', refer(CRATE_RUN.format(state.run_id))
-    put_entity(store, state.id, action, ('CreateAction', 'prov:Activity'), {
+    put_entity(context, state.id, action, ('CreateAction', 'prov:Activity'), {
         **run_of_crate(state.run_id), 'name': job.name, 'isPartOf': run,
         'result': [refer(row[1]) for row in made], 'object': inputs, 'prov:used': inputs})
     for row in made:
-        put_file(store, state.id, row, {'prov:wasGeneratedBy': refer(action), 'prov:wasDerivedFrom': inputs,
+        put_file(context, state.id, row, {'prov:wasGeneratedBy': refer(action), 'prov:wasDerivedFrom': inputs,
                                         'prov:wasAttributedTo': run})
 
 
-def note_contents(store: Store, workflow_id: int, contents: Sequence[Sequence[Any]]) -> None:
+def note_contents(context: Context, workflow_id: int, contents: Sequence[Sequence[Any]]) -> None:
     """Take in file id, time of change, size and SHA-256 of files, unless they have changed since."""
-    for file_id, mtime, size, digest in contents if contents and keeps_crate(store, workflow_id) else ():
-        row = store.one(f'SELECT {FILE_ROW} FROM file WHERE id = ? AND workflow_id = ?',
+    for file_id, mtime, size, digest in contents if contents and keeps_crate(context, workflow_id) else ():
+        row = context.one(f'SELECT {FILE_ROW} FROM file WHERE id = ? AND workflow_id = ?',
                         (file_id, workflow_id))
         if row is not None and row[3] is not None and abs(row[3] - mtime) <= MTIME_TOLERANCE_S:
-            put_file(store, workflow_id, row, {'contentSize': size, 'sha256': digest})
+            put_file(context, workflow_id, row, {'contentSize': size, 'sha256': digest})
 
 
 # -------- initialize and reset --------
 
-def note_if_complete(store: Store, workflow_id: int) -> bool:
+def note_if_complete(context: Context, workflow_id: int) -> bool:
     """Whether the workflow is complete; if so, its on_workflow_complete actions are due."""
-    complete = is_complete(store, workflow_id)
+    complete = is_complete(context, workflow_id)
     if complete:
-        satisfy_trigger(store, workflow_id, 'on_workflow_complete')
-        note_run_end(store, workflow_id)
+        satisfy_trigger(context, workflow_id, 'on_workflow_complete')
+        note_run_end(context, workflow_id)
     return complete
 
 
@@ -8025,48 +7865,48 @@ def refuse_archived(state: WorkflowState) -> None:
         raise Refused(f'workflow {state.id} is archived; take it back first: torc.py workflows archive false {state.id}')
 
 
-def initialize_jobs(store: Store, workflow_id: int, only_uninitialized: bool = False,
+def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
                     clear_ephemeral_user_data: bool = True) -> Dict[str, Any]:
     """Make a workflow ready to run: all of it, or only what is uninitialized or undecided (pending_failed) and what depends on it."""
-    state = workflow_state(store, workflow_id)
+    state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
-        refuse_active(store, workflow_id, 'initialized')
+        refuse_active(context, workflow_id, 'initialized')
     if state.run_id == 0:
-        store.run('UPDATE workflow SET run_id = 1, is_run_zero = 1 WHERE id = ?', (workflow_id,))
-    store.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
-    rebuild_dependencies(store, workflow_id)
+        context.run('UPDATE workflow SET run_id = 1, is_run_zero = 1 WHERE id = ?', (workflow_id,))
+    context.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
+    rebuild_dependencies(context, workflow_id)
     if only_uninitialized:
-        uninitialize(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}', (workflow_id,)))
-        uninitialize(store, downstream_of_uninitialized(store, workflow_id))
+        uninitialize(context, context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}', (workflow_id,)))
+        uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
-        end_in_hand(store, store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {IN_HAND}', (workflow_id,)))
-        store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
-    take_back_spawned(store, workflow_id)
-    start_over(store, workflow_id, clear_ephemeral_user_data)
-    rearm_actions(store, workflow_id, only_uninitialized)
-    note_if_complete(store, workflow_id)
-    if keeps_crate(store, workflow_id):
-        note_run(store, workflow_id)
+        end_in_hand(context, context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {IN_HAND}', (workflow_id,)))
+        context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
+    take_back_spawned(context, workflow_id)
+    start_over(context, workflow_id, clear_ephemeral_user_data)
+    rearm_actions(context, workflow_id, only_uninitialized)
+    note_if_complete(context, workflow_id)
+    if keeps_crate(context, workflow_id):
+        note_run(context, workflow_id)
     is_again = only_uninitialized and state.run_id > 0
     kind = 'workflow_reinitialized' if is_again else 'workflow_started'
     message = f"{'Reinitialized' if is_again else 'Initialized'} workflow {workflow_id}"
-    announce(store, workflow_id, kind, {'category': 'workflow', 'type': kind, 'user': store.caller, 'message': message})
+    announce(context, workflow_id, kind, {'category': 'workflow', 'type': kind, 'user': context.caller, 'message': message})
     return {'message': message}
 
 
-def refuse_active(store: Store, workflow_id: int, verb: str) -> None:
+def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
     """Refuse while jobs are in runners' hands."""
-    active = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
+    active = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
     if active:
         raise Refused(f'workflow {workflow_id} cannot be {verb} while {active} of its jobs are pending or running; '
                       f'cancel it first (torc.py cancel {workflow_id}), or reset it with --force')
 
 
-def downstream_of_uninitialized(store: Store, workflow_id: int, condition: str = '1') -> List[int]:
+def downstream_of_uninitialized(context: Context, workflow_id: int, condition: str = '1') -> List[int]:
     """Jobs that depend, however far, on an uninitialized one; but none that is uninitialized, disabled or active itself."""
     kept = sql_list((UNINITIALIZED, DISABLED, *ACTIVE))
-    return store.ids(
+    return context.ids(
         'WITH RECURSIVE downstream (id) AS ('
         f'SELECT id FROM job WHERE workflow_id = ? AND status = {UNINITIALIZED} UNION '
         'SELECT waiting.id FROM downstream CROSS JOIN dep_member ON dep_member.job_id = downstream.id '
@@ -8079,86 +7919,85 @@ def downstream_of_uninitialized(store: Store, workflow_id: int, condition: str =
 IN_HAND = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_node_id IS NOT NULL)'
 
 
-def end_in_hand(store: Store, job_ids: Sequence[int]) -> None:
+def end_in_hand(context: Context, job_ids: Sequence[int]) -> None:
     """Jobs are about to go on without the runners that may have them: those attempts end as canceled, so that their names are used."""
     run_by_ids(
-        store, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, '
+        context, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, '
         'return_code, exec_time_minutes, completion_time, status, is_current, reason) '
         'SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), attempt_id, '
-        f"ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(store.now())}', {CANCELED}, 0, "
+        f"ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(context.now())}', {CANCELED}, 0, "
         f"'the job was reset while a runner had it' FROM job WHERE {IN_HAND} AND id IN", job_ids)
 
 
-def uninitialize(store: Store, job_ids: Sequence[int]) -> None:
+def uninitialize(context: Context, job_ids: Sequence[int]) -> None:
     """Set jobs back to the state before initialize."""
-    end_in_hand(store, job_ids)
-    run_by_ids(store, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', job_ids)
+    end_in_hand(context, job_ids)
+    run_by_ids(context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', job_ids)
 
 
-def start_over(store: Store, workflow_id: int, clear_ephemeral: bool) -> None:
+def start_over(context: Context, workflow_id: int, clear_ephemeral: bool) -> None:
     """Give all uninitialized jobs a first attempt, and make them ready, blocked or canceled."""
     fresh = f'(SELECT id FROM job WHERE workflow_id = {int(workflow_id)} AND status = {UNINITIALIZED})'
-    store.run(f'UPDATE result SET is_current = 0 WHERE workflow_id = ? AND is_current = 1 AND job_id IN {fresh}', (workflow_id,))
+    context.run(f'UPDATE result SET is_current = 0 WHERE workflow_id = ? AND is_current = 1 AND job_id IN {fresh}', (workflow_id,))
     if clear_ephemeral:
-        store.run('UPDATE user_data SET data = NULL WHERE workflow_id = ? AND is_ephemeral = 1 AND id IN '
+        context.run('UPDATE user_data SET data = NULL WHERE workflow_id = ? AND is_ephemeral = 1 AND id IN '
                   f'(SELECT user_data_id FROM job_output_user_data WHERE job_id IN {fresh})', (workflow_id,))
-    recount_sets(store, workflow_id)
-    store.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} ELSE {BLOCKED} END, attempt_id = 1, start_time = NULL, '
+    recount_sets(context, workflow_id)
+    context.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} ELSE {BLOCKED} END, attempt_id = 1, start_time = NULL, '
               f'compute_node_id = NULL, origin = nullif(origin, ?) WHERE workflow_id = ? AND status = {UNINITIALIZED}', ('retry', workflow_id))
-    number_attempts(store, workflow_id)
-    idle_sets = store.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
-    settle(store, workflow_id, release_sets(store, workflow_id, idle_sets))
+    number_attempts(context, workflow_id)
+    release_idle_sets(context, workflow_id)
 
 
-def number_attempts(store: Store, workflow_id: int) -> None:
+def number_attempts(context: Context, workflow_id: int) -> None:
     """Jobs that run again within a run go on counting: an attempt's name (job, run, attempt) is never used twice."""
-    run_id = workflow_state(store, workflow_id).run_id
+    run_id = workflow_state(context, workflow_id).run_id
     ended = ('SELECT {0} FROM result WHERE result.workflow_id = ' + str(int(workflow_id)) + f' AND result.run_id = {run_id}')
-    if store.one(ended.format('1') + ' LIMIT 1'):
-        store.run(f"UPDATE job SET attempt_id = 1 + ({ended.format('max(result.attempt_id)')} AND result.job_id = job.id) "
+    if context.one(ended.format('1') + ' LIMIT 1'):
+        context.run(f"UPDATE job SET attempt_id = 1 + ({ended.format('max(result.attempt_id)')} AND result.job_id = job.id) "
                   f"WHERE status IN {sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN ({ended.format('job_id')})")
 
 
-def reset_workflow_status(store: Store, workflow_id: int, force: bool = False) -> Dict[str, Any]:
+def reset_workflow_status(context: Context, workflow_id: int, force: bool = False) -> Dict[str, Any]:
     """Begin a new run generation. With force also while jobs are active: what their runners report is then stale."""
-    state = workflow_state(store, workflow_id)
+    state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not force:
-        refuse_active(store, workflow_id, 'reset')
-        if store.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
+        refuse_active(context, workflow_id, 'reset')
+        if context.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
             raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or reset it with --force')
-    begin_run(store, workflow_id)
-    add_user_event(store, workflow_id, 'reset_workflow_status', force=force)
-    return get_workflow(store, workflow_id)
+    begin_run(context, workflow_id)
+    add_user_event(context, workflow_id, 'reset_workflow_status', force=force)
+    return get_workflow(context, workflow_id)
 
 
-def begin_run(store: Store, workflow_id: int) -> None:
+def begin_run(context: Context, workflow_id: int) -> None:
     """Raise the run generation; what runners still have in hand is theirs no longer."""
     active = f'workflow_id = ? AND status IN {sql_list(ACTIVE)}'
-    store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE {active}', (workflow_id,))
+    context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE {active}', (workflow_id,))
     # Otherwise the end of an attempt of the old run would be taken for one of the new run.
-    store.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}',
+    context.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}',
               (workflow_id,))
     waiting = f'workflow_id = ? AND status IN ({BLOCKED}, {READY})'
-    store.run(f'UPDATE job SET attempt_id = 1 WHERE {waiting} AND attempt_id > 1', (workflow_id,))
-    store.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1, is_run_zero = 0 WHERE id = ?',
+    context.run(f'UPDATE job SET attempt_id = 1 WHERE {waiting} AND attempt_id > 1', (workflow_id,))
+    context.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1, is_run_zero = 0 WHERE id = ?',
               (workflow_id,))
 
 
-def reset_job_status(store: Store, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
+def reset_job_status(context: Context, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
     """Set all jobs, or those that ended badly and all that depend on them, back to uninitialized. Disabled ones stay so."""
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     if not failed_only:
-        refuse_active(store, workflow_id, 'reset')
+        refuse_active(context, workflow_id, 'reset')
     wanted = (*BAD, PENDING_FAILED) if failed_only else tuple(set(STATUS_NAMES) - {UNINITIALIZED, DISABLED})
-    job_ids = store.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(wanted)}', (workflow_id,))
-    uninitialize(store, job_ids)
+    job_ids = context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(wanted)}', (workflow_id,))
+    uninitialize(context, job_ids)
     if failed_only:
-        uninitialize(store, downstream_of_uninitialized(store, workflow_id))
-    recount_sets(store, workflow_id)
+        uninitialize(context, downstream_of_uninitialized(context, workflow_id))
+    recount_sets(context, workflow_id)
     if job_ids:
-        expect_completion(store, workflow_id)
-    add_user_event(store, workflow_id, 'reset_job_status', failed_only=failed_only, updated_count=len(job_ids))
+        expect_completion(context, workflow_id)
+    add_user_event(context, workflow_id, 'reset_job_status', failed_only=failed_only, updated_count=len(job_ids))
     answer = {'workflow_id': workflow_id, 'updated_count': len(job_ids), 'status': 'uninitialized'}
     return dict(answer, reset_type='failed_only') if failed_only else answer
 
@@ -8168,19 +8007,19 @@ def reset_job_status(store: Store, workflow_id: int, failed_only: bool = False) 
 MTIME_TOLERANCE_S = 0.01    # file systems and JSON round
 
 
-def set_file_times(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def set_file_times(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Record when files were last changed: file id -> seconds since the epoch, or null for a file that is not there."""
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     times, contents = times_by_id(body['files']), body.get('contents') or ()
-    check_owned(store, 'file', workflow_id, [*times, *(row[0] for row in contents)])
-    store_file_times(store, workflow_id, times)
-    note_contents(store, workflow_id, contents)
+    check_owned(context, 'file', workflow_id, [*times, *(row[0] for row in contents)])
+    store_file_times(context, workflow_id, times)
+    note_contents(context, workflow_id, contents)
     return {'count': len(times)}
 
 
-def store_file_times(store: Store, workflow_id: int, times: Dict[int, Optional[float]]) -> None:
+def store_file_times(context: Context, workflow_id: int, times: Dict[int, Optional[float]]) -> None:
     """The same, passing over files that are gone."""
-    store.run_many('UPDATE file SET st_mtime = ? WHERE id = ? AND workflow_id = ?',
+    context.run_many('UPDATE file SET st_mtime = ? WHERE id = ? AND workflow_id = ?',
                    ((mtime, file_id, workflow_id) for file_id, mtime in times.items()))
 
 
@@ -8192,42 +8031,42 @@ def times_by_id(files: Dict[str, Optional[float]]) -> Dict[int, Optional[float]]
     return {int(file_id): mtime for file_id, mtime in files.items()}
 
 
-def check_changes(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def check_changes(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Find the finished jobs whose inputs are no longer what they ran with, or whose outputs are gone; set them back.
 
     `files` tells the caller's present file times (null: missing). With dry_run nothing changes.
     """
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     times = times_by_id(body.get('files') or {})
-    check_owned(store, 'file', workflow_id, times)
-    reasons = find_outdated(store, workflow_id, times, {})
+    check_owned(context, 'file', workflow_id, times)
+    reasons = find_outdated(context, workflow_id, times, {})
     if not body.get('dry_run'):
-        uninitialize(store, list(reasons))
-        store_file_times(store, workflow_id, times)
-        recount_sets(store, workflow_id)
-    downstream = find_downstream(store, workflow_id, reasons)
-    names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', [*reasons, *downstream]))
+        uninitialize(context, list(reasons))
+        store_file_times(context, workflow_id, times)
+        recount_sets(context, workflow_id)
+    downstream = find_downstream(context, workflow_id, reasons)
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', [*reasons, *downstream]))
     return {key: [{'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
                   for job_id, reason in sorted(found.items())]
             for key, found in (('changed', reasons), ('downstream_jobs', downstream))}
 
 
-def find_downstream(store: Store, workflow_id: int, changed: Dict[int, str]) -> Dict[int, str]:
+def find_downstream(context: Context, workflow_id: int, changed: Dict[int, str]) -> Dict[int, str]:
     """What else the next initialize of uninitialized jobs runs again, and why: jobs that were reset before,
     and finished ones that depend, however far, on any of these or of the changed ones."""
     downstream = {}     # type: Dict[int, str]
     for status, reason in ((UNINITIALIZED, 'it was added or set back, and not initialized since'),
                            (PENDING_FAILED, 'it failed, and nobody has decided about it')):
-        ids = store.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ?', (workflow_id, status))
+        ids = context.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ?', (workflow_id, status))
         downstream.update((job_id, reason) for job_id in ids if job_id not in changed)
     found = [*changed, *downstream]
     passed, seen = set(found), set()    # type: Set[int], Set[int]
     while found:
-        members = rows_by_ids(store, 'SELECT job_id, dep_set_id FROM dep_member WHERE job_id IN', found)
+        members = rows_by_ids(context, 'SELECT job_id, dep_set_id FROM dep_member WHERE job_id IN', found)
         causes = {set_id: job_id for job_id, set_id in sorted(members, reverse=True) if set_id not in seen}
         seen.update(causes)
-        names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', sorted(set(causes.values()))))
-        rows = rows_by_ids(store, 'SELECT id, dep_set_id, status FROM job WHERE dep_set_id IN', list(causes))
+        names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', sorted(set(causes.values()))))
+        rows = rows_by_ids(context, 'SELECT id, dep_set_id, status FROM job WHERE dep_set_id IN', list(causes))
         found = []
         for job_id, set_id, status in rows:
             if job_id not in passed:
@@ -8238,73 +8077,73 @@ def find_downstream(store: Store, workflow_id: int, changed: Dict[int, str]) -> 
     return downstream
 
 
-def find_outdated(store: Store, workflow_id: int, times: Dict[int, Optional[float]],
+def find_outdated(context: Context, workflow_id: int, times: Dict[int, Optional[float]],
                   differences: Dict[int, List[str]]) -> Dict[int, str]:
     """Finished job -> why what it has done is out of date.
 
     `differences`: fields in which jobs have just changed; of one that no runner has claimed no more is known.
     """
     reasons = {}  # type: Dict[int, str]
-    note_changed_files(store, workflow_id, times, reasons)
+    note_changed_files(context, workflow_id, times, reasons)
     query = f'SELECT id FROM job WHERE input_hash IS NULL AND status = {COMPLETED} AND id IN'
-    unclaimed = {row[0] for row in rows_by_ids(store, query, list(differences))}
-    for job_id in [*changed_job_inputs(store, workflow_id), *sorted(unclaimed)]:
+    unclaimed = {row[0] for row in rows_by_ids(context, query, list(differences))}
+    for job_id in [*changed_job_inputs(context, workflow_id), *sorted(unclaimed)]:
         fields = ', '.join(field for field in differences.get(job_id, ()) if field in OUTCOME_FIELDS)
         if fields or job_id not in unclaimed:
             reasons.setdefault(job_id, f"its {fields or 'command, environment, files or input data'} changed")
     return reasons
 
 
-def note_changed_files(store: Store, workflow_id: int, times: Dict[int, Optional[float]], reasons: Dict[int, str]) -> None:
+def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Optional[float]], reasons: Dict[int, str]) -> None:
     """Add the jobs that read a changed file, and the completed ones that made a file which is gone."""
     finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
-    for file_id, path, known in store.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?', (workflow_id,)):
+    for file_id, path, known in context.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?', (workflow_id,)):
         if file_id not in times:
             continue
         seen = times[file_id]
         if seen is None:
-            for job_id in store.ids('SELECT job.id FROM job_output_file made CROSS JOIN job ON job.id = made.job_id '
+            for job_id in context.ids('SELECT job.id FROM job_output_file made CROSS JOIN job ON job.id = made.job_id '
                                     f'WHERE made.file_id = ? AND job.status = {COMPLETED}', (file_id,)):
                 reasons.setdefault(job_id, f'its output {path} is missing')
         if (seen is None) != (known is None) or seen is not None and abs(seen - known) > MTIME_TOLERANCE_S:
-            for job_id in store.ids('SELECT job.id FROM job_input_file used CROSS JOIN job ON job.id = used.job_id '
+            for job_id in context.ids('SELECT job.id FROM job_input_file used CROSS JOIN job ON job.id = used.job_id '
                                     f'WHERE used.file_id = ? AND job.status IN {finished}', (file_id,)):
                 reasons.setdefault(job_id, f'its input {path} changed')
 
 
-def changed_job_inputs(store: Store, workflow_id: int) -> List[int]:
+def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
     """Finished jobs that would be handed out differently now than when they were claimed."""
     finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
-    known = dict(store.rows(f'SELECT id, input_hash FROM job WHERE workflow_id = ? AND input_hash IS NOT NULL AND status IN {finished}',
+    known = dict(context.rows(f'SELECT id, input_hash FROM job WHERE workflow_id = ? AND input_hash IS NOT NULL AND status IN {finished}',
                             (workflow_id,)))
-    return [job_id for job_id, found in hash_inputs(store, list(known)).items() if found != known[job_id]]
+    return [job_id for job_id, found in hash_inputs(context, list(known)).items() if found != known[job_id]]
 
 
-def process_changed_job_inputs(store: Store, workflow_id: int, dry_run: bool = False) -> Dict[str, Any]:
+def process_changed_job_inputs(context: Context, workflow_id: int, dry_run: bool = False) -> Dict[str, Any]:
     """Set back the finished jobs whose command, environment, relations or input data changed since they ran."""
-    workflow_state(store, workflow_id)
-    job_ids = changed_job_inputs(store, workflow_id)
-    names = [row[0] for row in rows_by_ids(store, 'SELECT name FROM job WHERE id IN', job_ids)]
+    workflow_state(context, workflow_id)
+    job_ids = changed_job_inputs(context, workflow_id)
+    names = [row[0] for row in rows_by_ids(context, 'SELECT name FROM job WHERE id IN', job_ids)]
     if not dry_run:
-        uninitialize(store, job_ids)
-        recount_sets(store, workflow_id)
-        add_user_event(store, workflow_id, 'process_changed_job_inputs', reinitialized_count=len(names), reinitialized_jobs=names)
+        uninitialize(context, job_ids)
+        recount_sets(context, workflow_id)
+        add_user_event(context, workflow_id, 'process_changed_job_inputs', reinitialized_count=len(names), reinitialized_jobs=names)
     return {'reinitialized_jobs': names}
 
 
-def hash_inputs(store: Store, job_ids: Sequence[int]) -> Dict[int, str]:
+def hash_inputs(context: Context, job_ids: Sequence[int]) -> Dict[int, str]:
     """Job id -> SHA-256 of what the job is given to run: command, script, env, prerequisites, file paths, input data."""
     parts = {row[0]: list(row[1:]) for row in rows_by_ids(
-        store, 'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set WHERE dep_set.id = explicit_set_id) '
+        context, 'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set WHERE dep_set.id = explicit_set_id) '
         'FROM job WHERE id IN', job_ids)}
     for table, text in (('job_input_file', 'path'), ('job_output_file', 'path')):
         for job_id, name, path in rows_by_ids(
-                store, f"SELECT used.job_id, '{table}', file.{text} FROM {table} used CROSS JOIN file ON file.id = used.file_id "
+                context, f"SELECT used.job_id, '{table}', file.{text} FROM {table} used CROSS JOIN file ON file.id = used.file_id "
                 'WHERE used.job_id IN', job_ids):
             parts[job_id].append(f'{name}:{path}')
     for table, text in (('job_input_user_data', 'data'), ('job_output_user_data', 'name')):
         for job_id, name, content in rows_by_ids(
-                store, f"SELECT used.job_id, '{table}', record.name || '=' || ifnull(record.{text}, '') FROM {table} used "
+                context, f"SELECT used.job_id, '{table}', record.name || '=' || ifnull(record.{text}, '') FROM {table} used "
                 'CROSS JOIN user_data record ON record.id = used.user_data_id WHERE used.job_id IN', job_ids):
             parts[job_id].append(f'{name}:{content}')
     fixed = 4   # the columns of the job itself; what follows is in no certain order
@@ -8319,7 +8158,7 @@ WHY_TO_RUN = {  # status before -> why a job is to run
     CANCELED: 'it was canceled', TERMINATED: 'it was terminated', PENDING_FAILED: 'its failure is undecided'}
 
 
-def apply_spec(store: Store, workflow_id: int, body: Dict[str, Any], dry_run: bool = False) -> Dict[str, Any]:
+def apply_spec(context: Context, workflow_id: int, body: Dict[str, Any], dry_run: bool = False) -> Dict[str, Any]:
     """Make a workflow what an edited file says, and ready what is new, failed, unfinished or outdated.
 
     A completed job is outdated if its command, invocation script, environment, prerequisites, files or input
@@ -8327,54 +8166,54 @@ def apply_spec(store: Store, workflow_id: int, body: Dict[str, Any], dry_run: bo
     null if it is missing) or its output files are gone, or if it depends on one that is to run. Begins a new
     run if anything is to change.
     """
-    state = workflow_state(store, workflow_id)
+    state = workflow_state(context, workflow_id)
     refuse_archived(state)
-    refuse_runners(store, workflow_id)
-    before = dict(store.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
-    with store.savepoint(keeps=not dry_run):
-        merge = PlanMerge(store, workflow_id, body)
+    refuse_runners(context, workflow_id)
+    before = dict(context.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
+    with context.savepoint(keeps=not dry_run):
+        merge = PlanMerge(context, workflow_id, body)
         with explaining_plan():
             merge.merge_settings()
             merge.merge_rows()
         seen = body.get('file_times') or {}
         ids = {row['name']: file_id for file_id, row in zip(merge.ids['file'], body['files'])}
         times = {file_id: seen[name] for name, file_id in ids.items() if name in seen}
-        reasons = find_outdated(store, workflow_id, times, merge.differences)
+        reasons = find_outdated(context, workflow_id, times, merge.differences)
         has_failed = not {*BAD, PENDING_FAILED}.isdisjoint(before.values())
         is_due = bool(merge.changes or reasons or has_failed or state.is_canceled)
-        if is_due or not is_complete(store, workflow_id):
-            store_file_times(store, workflow_id, times)
+        if is_due or not is_complete(context, workflow_id):
+            store_file_times(context, workflow_id, times)
         if is_due:
-            begin_run(store, workflow_id)
-            store.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? '
+            begin_run(context, workflow_id)
+            context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? '
                       f'AND status NOT IN ({COMPLETED}, {DISABLED})', (workflow_id,))
-            uninitialize(store, list(reasons))
-            initialize_jobs(store, workflow_id, only_uninitialized=True)
-            add_user_event(store, workflow_id, 'apply_spec', job_count=len(merge.jobs),
+            uninitialize(context, list(reasons))
+            initialize_jobs(context, workflow_id, only_uninitialized=True)
+            add_user_event(context, workflow_id, 'apply_spec', job_count=len(merge.jobs),
                            change_count=sum(map(len, merge.changes.values())))
-        return describe_applied(store, merge, before, reasons)
+        return describe_applied(context, merge, before, reasons)
 
 
-def describe_applied(store: Store, merge: PlanMerge, before: Dict[int, int],
+def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
                      reasons: Dict[int, str]) -> Dict[str, Any]:
     """What an edited workflow file has changed, and the jobs that are to run, each with the reason."""
-    unfinished = store.rows('SELECT id, name FROM job WHERE workflow_id = ? '
+    unfinished = context.rows('SELECT id, name FROM job WHERE workflow_id = ? '
                             f'AND status IN {sql_list(NOT_DONE)} ORDER BY id', (merge.workflow_id,))
     to_run = [{'job_id': job_id, 'job_name': name,
                'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it is not done')}
               for job_id, name in unfinished]
     changes = sorted(merge.changes.items(), key=lambda item: (APPLIED_ORDER.index(item[0][0]), item[0][1:]))
-    return {'workflow_id': merge.workflow_id, 'run_id': workflow_state(store, merge.workflow_id).run_id,
+    return {'workflow_id': merge.workflow_id, 'run_id': workflow_state(context, merge.workflow_id).run_id,
             'job_count': len(merge.jobs), 'to_run': to_run,
             'changes': [{'noun': noun, 'change': change, 'fields': list(fields), 'names': names}
                         for (noun, change, fields), names in changes]}
 
 
-def refuse_runners(store: Store, workflow_id: int) -> None:
+def refuse_runners(context: Context, workflow_id: int) -> None:
     """Refuse while runners work on a workflow, or have jobs of it in hand."""
-    jobs = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
+    jobs = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
                        (workflow_id,))
-    nodes = store.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1',
+    nodes = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1',
                         (workflow_id,))
     if jobs or nodes:
         raise Refused(f'runners are at work on workflow {workflow_id} ({nodes} active, with {jobs} pending '
@@ -8413,12 +8252,12 @@ KIND_QUERY = (f'{ALL_KINDS_QUERY} AND EXISTS '
               f'(SELECT 1 FROM job WHERE job.kind_id = kind.id AND job.status = {READY})')
 
 
-def ready_kinds(store: Store, workflow_id: int, labels: Optional[Sequence[str]]) -> List[Kind]:
+def ready_kinds(context: Context, workflow_id: int, labels: Optional[Sequence[str]]) -> List[Kind]:
     """Kinds with ready jobs that a node with these labels may take: it must have all of a job's, and labelled nodes take
     labelled jobs only."""
     check_labels(labels)
     mine = set(labels or ())
-    kinds = [Kind(*row) for row in store.rows(KIND_QUERY, (workflow_id,))]
+    kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
     return [kind for kind in kinds if matches_labels(mine, kind.labels)]
 
 
@@ -8485,19 +8324,19 @@ class Packer:
         return count
 
 
-def take_ready(store: Store, kind_id: int, count: int, after: int = 0) -> List[int]:
+def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> List[int]:
     """Ids of the first ready jobs of a kind."""
-    return store.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} AND id > ? ORDER BY id LIMIT ?', (kind_id, after, count))
+    return context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} AND id > ? ORDER BY id LIMIT ?', (kind_id, after, count))
 
 
-def claim_by_resources(store: Store, workflow_id: int, want: Dict[str, Any]) -> List[int]:
+def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any]) -> List[int]:
     """Ready jobs that fit the stated free capacity per node and the remaining time, first those bound to the caller's
     scheduler, then unbound ones, then (unless strict) any. `depth` further rounds of the `total` capacity may be taken ahead."""
     missing = [name for name in ('num_cpus', 'memory_gb', 'num_gpus') if want.get(name) is None]
     if missing:
         raise BadInput(f"a claim by resources needs {', '.join(missing)}")
     limit_s = parse_time_limit(want.get('time_limit'))
-    kinds = [kind for kind in ready_kinds(store, workflow_id, want.get('labels')) if limit_s is None or kind.runtime_s <= limit_s]
+    kinds = [kind for kind in ready_kinds(context, workflow_id, want.get('labels')) if limit_s is None or kind.runtime_s <= limit_s]
     kinds = kinds_by_turn(kinds, want)
     chosen = []  # type: List[int]
     last = {}    # type: Dict[int, int]
@@ -8505,7 +8344,7 @@ def claim_by_resources(store: Store, workflow_id: int, want: Dict[str, Any]) -> 
         capacity = want['total'] if number and want.get('total') else want
         packer = Packer(Capacity(int(capacity['num_cpus']), int(capacity['memory_gb'] * 1024 ** 3), int(capacity['num_gpus'])),
                         int(want.get('num_nodes') or 1))
-        found = pack_round(store, kinds, packer, want['limit'] - len(chosen), last)
+        found = pack_round(context, kinds, packer, want['limit'] - len(chosen), last)
         if not found:
             break
         chosen += found
@@ -8527,28 +8366,28 @@ def kinds_by_turn(kinds: Sequence[Kind], want: Dict[str, Any]) -> List[List[Kind
     return [list(group) for _, group in itertools.groupby(sorted(allowed, key=order), key=order)]
 
 
-def pack_round(store: Store, kinds: Sequence[Sequence[Kind]], packer: Packer, limit: int, last: Dict[int, int]) -> List[int]:
+def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], packer: Packer, limit: int, last: Dict[int, int]) -> List[int]:
     """Take from each kind what fits, at most `limit`. `last` remembers the last job taken of each kind."""
     chosen = []  # type: List[int]
     for group in kinds:
         room = min(limit - len(chosen), packer.room(group[0]))
         if room > 0:
-            ready = sorted((job_id, kind.id) for kind in group for job_id in take_ready(store, kind.id, room, last.get(kind.id, 0)))
+            ready = sorted((job_id, kind.id) for kind in group for job_id in take_ready(context, kind.id, room, last.get(kind.id, 0)))
             taken = ready[:packer.take(group[0], min(room, len(ready)))]
             last.update((kind_id, job_id) for job_id, kind_id in taken)
             chosen += [job_id for job_id, _ in taken]
     return chosen
 
 
-def claim_by_queue(store: Store, workflow_id: int, want: Dict[str, Any]) -> List[int]:
+def claim_by_queue(context: Context, workflow_id: int, want: Dict[str, Any]) -> List[int]:
     """The next ready jobs by priority and id, whatever they need."""
-    kinds = sorted(ready_kinds(store, workflow_id, want.get('labels')), key=lambda kind: -kind.priority)
+    kinds = sorted(ready_kinds(context, workflow_id, want.get('labels')), key=lambda kind: -kind.priority)
     chosen = []  # type: List[int]
     for _, group in itertools.groupby(kinds, key=lambda kind: kind.priority):
         room = want['limit'] - len(chosen)
         if room <= 0:
             break
-        chosen += sorted(job_id for kind in group for job_id in take_ready(store, kind.id, room))[:room]
+        chosen += sorted(job_id for kind in group for job_id in take_ready(context, kind.id, room))[:room]
     return chosen
 
 
@@ -8563,30 +8402,30 @@ def parse_time_limit(text: Optional[str]) -> Optional[int]:
         raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
 
 
-def claim(store: Store, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> List[int]:
+def claim(context: Context, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> List[int]:
     """Choose ready jobs by the wanted strategy and hand them to a node: ready -> pending."""
-    check_references(store, state.id, want)
+    check_references(context, state.id, want)
     if state.is_canceled or want['limit'] <= 0:
         return []
-    chosen = CLAIM_STRATEGIES[want['strategy']](store, state.id, want)
-    hashes = hash_inputs(store, chosen)
-    store.run_many(f'UPDATE job SET status = {PENDING}, compute_node_id = ?, input_hash = ? WHERE id = ?',
+    chosen = CLAIM_STRATEGIES[want['strategy']](context, state.id, want)
+    hashes = hash_inputs(context, chosen)
+    context.run_many(f'UPDATE job SET status = {PENDING}, compute_node_id = ?, input_hash = ? WHERE id = ?',
                    ((node_id, hashes[job_id], job_id) for job_id in chosen))
     return chosen
 
 
-def explain_no_jobs(store: Store, state: WorkflowState, want: Dict[str, Any]) -> str:
+def explain_no_jobs(context: Context, state: WorkflowState, want: Dict[str, Any]) -> str:
     """Why a claim brought nothing, in words that a user understands."""
     if state.is_canceled:
         return 'Workflow is canceled'
     if want['limit'] <= 0:
         return 'the limit is 0'
-    everything = [Kind(*row) for row in store.rows(KIND_QUERY, (state.id,))]
+    everything = [Kind(*row) for row in context.rows(KIND_QUERY, (state.id,))]
     if not everything:
-        waiting = count_by_status(store, state.id)
+        waiting = count_by_status(context, state.id)
         return 'no job is ready: ' + (', '.join(f'{count} {name}' for name, count in waiting.items() if count) or 'there are none')
-    kinds = ready_kinds(store, state.id, want.get('labels'))
-    incompatible = find_incompatible_jobs(store, state.id, want, KIND_QUERY, f'status = {READY}')
+    kinds = ready_kinds(context, state.id, want.get('labels'))
+    incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
     if incompatible and all(lacks_of(kind, want) for kind in kinds):
         return '; '.join(incompatible)
     if not kinds:
@@ -8631,62 +8470,62 @@ def lacks_of(kind: Kind, want: Dict[str, Any]) -> List[str]:
          f'{left} left (--time-limit, --end-time)')) if is_lacking]
 
 
-def find_incompatible_jobs(store: Store, workflow_id: int, want: Dict[str, Any], kinds: str,
+def find_incompatible_jobs(context: Context, workflow_id: int, want: Dict[str, Any], kinds: str,
                            condition: str) -> List[str]:
     """For each reason why jobs will never fit a runner: one of those jobs and the reason, for users.
 
     `kinds` is the query of the kinds to look at, `condition` an SQL condition for their jobs.
     """
     lacking = collections.defaultdict(list)  # type: Dict[str, List[int]]
-    for kind in (Kind(*row) for row in store.rows(kinds, (workflow_id,))):
+    for kind in (Kind(*row) for row in context.rows(kinds, (workflow_id,))):
         lacking['; '.join(lacks_of(kind, want))].append(kind.id)
     lacking.pop('', None)
     found = []
     for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
         some = sql_list(kind_ids[:500])
-        name = store.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
+        name = context.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
         found += [f'jobs such as {name} cannot run here: they need {reason}'] if name is not None else []
     return found
 
 
-def claim_jobs_based_on_resources(store: Store, workflow_id: int, limit: int, body: Dict[str, Any],
+def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int, body: Dict[str, Any],
                                   strict_scheduler_match: bool = False) -> Dict[str, Any]:
     """Claim jobs that fit a node's free resources."""
-    state = workflow_state(store, workflow_id)
-    check_owned(store, 'compute_node', workflow_id, [body['id']] if body.get('id') else [])
+    state = workflow_state(context, workflow_id)
+    check_owned(context, 'compute_node', workflow_id, [body['id']] if body.get('id') else [])
     want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match)
-    chosen = claim(store, state, want, body.get('id') or None)
-    answer = {'jobs': claimed_models(store, chosen)}  # type: Dict[str, Any]
+    chosen = claim(context, state, want, body.get('id') or None)
+    answer = {'jobs': claimed_models(context, chosen)}  # type: Dict[str, Any]
     if not chosen:
-        answer['reason'] = explain_no_jobs(store, state, want)
+        answer['reason'] = explain_no_jobs(context, state, want)
     return answer
 
 
-def claim_next_jobs(store: Store, workflow_id: int, limit: int = 10, labels: str = '') -> Dict[str, Any]:
+def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels: str = '') -> Dict[str, Any]:
     """Claim the next jobs of the queue."""
-    state = workflow_state(store, workflow_id)
+    state = workflow_state(context, workflow_id)
     if limit < 0:
         raise Refused(f'limit is {limit}; it must be at least 0')
     want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS), 'labels': [label for label in labels.split(',') if label]}
-    return {'jobs': claimed_models(store, claim(store, state, want, None))}
+    return {'jobs': claimed_models(context, claim(context, state, want, None))}
 
 
-def claimed_models(store: Store, job_ids: Sequence[int]) -> List[Dict[str, Any]]:
+def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Dict[str, Any]]:
     """Claimed jobs as JobModel, with the ids of what they write."""
     jobs = {job['id']: job for piece in chunks(job_ids)
-            for job in store.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))})", piece)}
+            for job in context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))})", piece)}
     for _, field, table, column, _ in JOB_RELATIONS:
         if field.startswith('output'):
-            for job_id, item in rows_by_ids(store, f'SELECT job_id, {column} FROM {table} WHERE job_id IN', job_ids):
+            for job_id, item in rows_by_ids(context, f'SELECT job_id, {column} FROM {table} WHERE job_id IN', job_ids):
                 jobs[job_id].setdefault(field, []).append(item)
     return [jobs[job_id] for job_id in job_ids]
 
 
-def get_ready_job_requirements(store: Store, workflow_id: int, scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
+def get_ready_job_requirements(context: Context, workflow_id: int, scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
     """What the ready jobs need in all (of one scheduler's, if it is named), the nodes of the widest and the time of the longest."""
-    workflow_state(store, workflow_id)
-    kinds = [Kind(*row) for row in store.rows(KIND_QUERY, (workflow_id,))]
-    counts = {kind: store.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}', (kind.id,)) for kind in kinds
+    workflow_state(context, workflow_id)
+    kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
+    counts = {kind: context.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}', (kind.id,)) for kind in kinds
               if scheduler_config_id in (None, kind.scheduler_id)}
     return {'num_jobs': sum(counts.values()), 'num_cpus': sum(kind.num_cpus * count for kind, count in counts.items()),
             'num_gpus': sum(kind.num_gpus * count for kind, count in counts.items()),
@@ -8708,36 +8547,36 @@ def get_ready_job_requirements(store: Store, workflow_id: int, scheduler_config_
 
 # -------- start, complete, retry --------
 
-def start_job(store: Store, job_id: int, run_id: int, compute_node_id: int) -> Dict[str, Any]:
+def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) -> Dict[str, Any]:
     """A node has started a claimed job: pending -> running. The same word again is no error."""
-    job = job_state(store, job_id)
-    check_run(workflow_state(store, job.workflow_id), run_id)
-    check_owned(store, 'compute_node', job.workflow_id, [compute_node_id])
+    job = job_state(context, job_id)
+    check_run(workflow_state(context, job.workflow_id), run_id)
+    check_owned(context, 'compute_node', job.workflow_id, [compute_node_id])
     if (job.status, job.compute_node_id) != (RUNNING, compute_node_id):
         if job.status != PENDING:
             raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a pending one can be started')
         if job.compute_node_id not in (None, compute_node_id):
             raise Refused(f'job {job_id} is in the hands of compute node {job.compute_node_id}')
-        mark_started(store, job_id, compute_node_id, format_time(store.now()))
-    return get_row(store, 'job_view', job_id)
+        mark_started(context, job_id, compute_node_id, format_time(context.now()))
+    return get_row(context, 'job_view', job_id)
 
 
-def mark_started(store: Store, job_id: int, node_id: int, start_time: str) -> None:
+def mark_started(context: Context, job_id: int, node_id: int, start_time: str) -> None:
     """pending -> running; anything else stays."""
-    is_new = store.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ? AND status = {PENDING}',
+    is_new = context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ? AND status = {PENDING}',
                        (start_time, node_id, job_id))
-    if is_new and store.watched:
-        job = job_state(store, job_id)
-        announce_start(store, job, workflow_state(store, job.workflow_id).run_id)
+    if is_new and context.service.watched:
+        job = job_state(context, job_id)
+        announce_start(context, job, workflow_state(context, job.workflow_id).run_id)
 
 
-def complete_job(store: Store, job_id: int, status: str, run_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def complete_job(context: Context, job_id: int, status: str, run_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """The end of an attempt. The same again gets the same answer; another one for the same attempt is refused."""
-    job = job_state(store, job_id)
-    check_result(store, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
-    record_end(store, workflow_state(store, job.workflow_id), body)
-    note_if_complete(store, job.workflow_id)
-    return get_job(store, job_id)
+    job = job_state(context, job_id)
+    check_result(context, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
+    record_end(context, workflow_state(context, job.workflow_id), body)
+    note_if_complete(context, job.workflow_id)
+    return get_job(context, job_id)
 
 
 def check_final(status: str) -> None:
@@ -8746,52 +8585,52 @@ def check_final(status: str) -> None:
         raise Refused(f'a job cannot complete as {status!r}')
 
 
-def check_result(store: Store, result: Dict[str, Any], **asked: Any) -> None:
+def check_result(context: Context, result: Dict[str, Any], **asked: Any) -> None:
     """Refuse a result that is not of the job, workflow, status and run of its request."""
     check_final(asked['status'])
     for key, value in asked.items():
         if result[key] != value:
             raise Refused(f'{key} of the result is {result[key]}, and {value} in the request', field=key)
-    check_references(store, asked['workflow_id'], result)
+    check_references(context, asked['workflow_id'], result)
 
 
-def batch_complete_jobs(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def batch_complete_jobs(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """The ends of many attempts; each is accepted or refused for itself."""
-    state = workflow_state(store, workflow_id)
+    state = workflow_state(context, workflow_id)
     completed, errors = [], []
     for entry in body['completions']:
         try:
-            check_result(store, entry['result'], job_id=entry['job_id'], workflow_id=workflow_id, status=entry['status'], run_id=entry['run_id'])
-            record_end(store, state, entry['result'])
+            check_result(context, entry['result'], job_id=entry['job_id'], workflow_id=workflow_id, status=entry['status'], run_id=entry['run_id'])
+            record_end(context, state, entry['result'])
             completed.append(entry['job_id'])
         except TorcError as error:
             errors.append({'job_id': entry['job_id'], 'message': error.message})
-    note_if_complete(store, workflow_id)
+    note_if_complete(context, workflow_id)
     return {'completed': completed, 'errors': errors}
 
 
-def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
+def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> str:
     """Take in the end of one attempt, with all that follows from it. The job's status afterwards.
 
     `end` is a ResultModel, with `retry` if the next attempt is to be made ready, or `interrupted` if it must
     be, since the job was stopped only because its runner was. Raises TorcErrors before it writes.
     """
-    job = job_state(store, end['job_id'])
+    job = job_state(context, end['job_id'])
     if job.workflow_id != state.id:
         raise NotFound(f'workflow {state.id} has no job {job.id}')
     check_run(state, end['run_id'])
     told, end = end, dict(end, run_id=state.run_id)
     attempt_id = end.get('attempt_id') or job.attempt_id
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and end['status'] != 'pending_failed':
-        return decide_failure(store, state, job, end)
+        return decide_failure(context, state, job, end)
     # Run 0 may name run 1, but what has ended before the first initialize has not ended once more.
-    ends = store.rows('SELECT return_code, status FROM result WHERE job_id = ? AND run_id IN (?, ?) '
+    ends = context.rows('SELECT return_code, status FROM result WHERE job_id = ? AND run_id IN (?, ?) '
                       'AND attempt_id = ?', (job.id, state.run_id, told['run_id'], attempt_id))
     if any(is_same_end(known, end) for known in ends):
         return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
     if ends:
         code, status = ends[-1]
-        job = take_back_lost(store, state, job, attempt_id, end.get('compute_node_id'))
+        job = take_back_lost(context, state, job, attempt_id, end.get('compute_node_id'))
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[status]} with return code {code}')
@@ -8801,73 +8640,73 @@ def record_end(store: Store, state: WorkflowState, end: Dict[str, Any]) -> str:
     if job.status not in OPEN and not was_canceled:
         raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
     if job.status in ACTIVE or was_canceled:
-        refuse_other_holder(store, job, end.get('compute_node_id'))
+        refuse_other_holder(context, job, end.get('compute_node_id'))
     else:
-        note_unclaimed(store, job)
+        note_unclaimed(context, job)
     reason = (end.get('reason') or '')[:MAX_REASON_CHARACTERS]
-    store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
+    context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
     is_interrupted = bool(end.get('interrupted')) and end['status'] == 'terminated' and not was_canceled
-    store.insert('result', dict(
+    context.insert('result', dict(
         end, workflow_id=state.id, attempt_id=attempt_id, is_current=True, reason=reason or None,
         is_interrupted=is_interrupted, compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
         status='canceled' if was_canceled else end['status']))
     if was_canceled:
         return 'canceled'
-    record_failure(store, state.id, job, end, reason)
-    if state.id in store.watched:
+    record_failure(context, state.id, job, end, reason)
+    if state.id in context.service.watched:
         if job.status == PENDING:       # the runner has not told its start before
-            announce_start(store, job, state.run_id)
+            announce_start(context, job, state.run_id)
         more = {'message': reason} if reason else {}
-        announce_end(store, state.id, job.id, job.name, end['status'], return_code=end['return_code'], **more)
+        announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'], **more)
     may_retry = end.get('retry') and end['status'] in ('failed', 'terminated')
     most = end.get('max_retries') or DEFAULT_MAX_RETRIES
-    if is_interrupted or may_retry and has_retries(store, state, job, most):
-        return begin_next_attempt(store, state, job)
+    if is_interrupted or may_retry and has_retries(context, state, job, most):
+        return begin_next_attempt(context, state, job)
     status = STATUS_CODES[end['status']]
-    store.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
+    context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
     if status == COMPLETED:
-        record_unwritten_data(store, state, job)
+        record_unwritten_data(context, state, job)
     if STATUSES[status].is_finished:
-        settle(store, state.id, [(job.id, status)])
+        settle(context, state.id, [(job.id, status)])
     return end['status']
 
 
-def record_failure(store: Store, workflow_id: int, job: JobState, end: Dict[str, Any], reason: str) -> None:
+def record_failure(context: Context, workflow_id: int, job: JobState, end: Dict[str, Any], reason: str) -> None:
     """Keep an attempt that did not complete among the workflow's events, whether it is retried or not."""
     level = FAILURE_LEVELS.get(end['status'])
     if level:       # announce_end() tells those who listen
-        store.add_event(workflow_id, {
+        add_event(context, workflow_id, {
             'category': 'job', 'event_type': f"job_{end['status']}", 'level': level,
             'job_id': job.id, 'job_name': job.name, 'run_id': end['run_id'], 'attempt_id': job.attempt_id,
             'return_code': end['return_code'],
             'message': f"{job.name}: {reason or 'return code %d' % end['return_code']}"})
 
 
-def refuse_other_holder(store: Store, job: JobState, node_id: Optional[int]) -> None:
+def refuse_other_holder(context: Context, job: JobState, node_id: Optional[int]) -> None:
     """Refuse the end of an attempt that is in the hands of another node, while that one is at work."""
-    if node_id is not None and job.compute_node_id not in (None, node_id) and store.value(
+    if node_id is not None and job.compute_node_id not in (None, node_id) and context.value(
             'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,)):
         raise Refused(f'job {job.id} is in the hands of compute node {job.compute_node_id}')
 
 
-def note_unclaimed(store: Store, job: JobState) -> None:
+def note_unclaimed(context: Context, job: JobState) -> None:
     """A job that nobody has claimed runs or has ended, by somebody's word: note what a claim would."""
-    store.run('UPDATE job SET input_hash = ? WHERE id = ?', (hash_inputs(store, [job.id])[job.id], job.id))
+    context.run('UPDATE job SET input_hash = ? WHERE id = ?', (hash_inputs(context, [job.id])[job.id], job.id))
     if job.status in (UNINITIALIZED, BLOCKED):
-        count_trigger(store, job.workflow_id, 'on_jobs_ready', [job.id])
+        count_trigger(context, job.workflow_id, 'on_jobs_ready', [job.id])
 
 
-def record_unwritten_data(store: Store, state: WorkflowState, job: JobState) -> None:
+def record_unwritten_data(context: Context, state: WorkflowState, job: JobState) -> None:
     """Warn of user data that a job has declared as its output and not written.
 
     It stays completed: Torc passes over it, and its workflows go on.
     """
-    names = store.ids('SELECT item.name FROM job_output_user_data made '
+    names = context.ids('SELECT item.name FROM job_output_user_data made '
                       'CROSS JOIN user_data item ON item.id = made.user_data_id '
                       'WHERE made.job_id = ? AND item.data IS NULL ORDER BY item.name', (job.id,))
     if names:
         message = f"job {job.name} has completed without writing its output_user_data: {', '.join(names)}"
-        record_event(store, state.id, {
+        record_event(context, state.id, {
             'category': 'user_data', 'event_type': 'output_missing', 'job_id': job.id, 'job_name': job.name,
             'run_id': state.run_id, 'attempt_id': job.attempt_id, 'message': message}, 'warning')
 
@@ -8877,100 +8716,100 @@ def is_same_end(known: Tuple[int, int], end: Dict[str, Any]) -> bool:
     return known[0] == end['return_code'] and known[1] in (STATUS_CODES[end['status']], CANCELED)
 
 
-def decide_failure(store: Store, state: WorkflowState, job: JobState, end: Dict[str, Any]) -> str:
+def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Dict[str, Any]) -> str:
     """A person or program says how a pending_failed attempt ends: its result gets that status, its dependants go on or are canceled."""
     status = STATUS_CODES[end['status']]
-    if not store.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
+    if not context.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
                      (status, job.id, state.run_id, job.attempt_id)):
         raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or reset it')
-    store.run('UPDATE job SET status = ? WHERE id = ?', (status, job.id))
-    announce_end(store, state.id, job.id, job.name, end['status'], return_code=end['return_code'])
+    context.run('UPDATE job SET status = ? WHERE id = ?', (status, job.id))
+    announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'])
     if status == COMPLETED:
-        record_unwritten_data(store, state, job)
-    settle(store, state.id, [(job.id, status)])
+        record_unwritten_data(context, state, job)
+    settle(context, state.id, [(job.id, status)])
     return end['status']
 
 
-def begin_next_attempt(store: Store, state: WorkflowState, job: JobState) -> str:
+def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) -> str:
     """Make a job ready again, as its next attempt; or blocked, if it had ended before its prerequisites."""
     waits = 'EXISTS (SELECT 1 FROM dep_set WHERE dep_set.id = job.dep_set_id AND pending > 0)'
-    store.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} ELSE {READY} END, '
+    context.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} ELSE {READY} END, '
               "attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
               'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
-    expect_completion(store, state.id)
-    record_event(store, state.id, {
+    expect_completion(context, state.id)
+    record_event(context, state.id, {
         'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'previous_attempt': job.attempt_id,
         'new_attempt': job.attempt_id + 1, 'run_id': state.run_id, 'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
     return 'ready'
 
 
-def has_retries(store: Store, state: WorkflowState, job: JobState, max_retries: int) -> bool:
+def has_retries(context: Context, state: WorkflowState, job: JobState, max_retries: int) -> bool:
     """Whether a job may have another attempt after this one. Interrupted ones do not count."""
-    return job.attempt_id - count_interruptions(store, state.run_id, [job.id])[job.id] < max_retries
+    return job.attempt_id - count_interruptions(context, state.run_id, [job.id])[job.id] < max_retries
 
 
-def count_interruptions(store: Store, run_id: int, job_ids: Sequence[int]) -> Dict[int, int]:
+def count_interruptions(context: Context, run_id: int, job_ids: Sequence[int]) -> Dict[int, int]:
     """How many attempts of each of these jobs ended in this run because their runners were interrupted."""
     sql = f'SELECT job_id FROM result WHERE is_interrupted = 1 AND run_id = {int(run_id)} AND job_id IN'
-    return collections.Counter(row[0] for row in rows_by_ids(store, sql, job_ids))
+    return collections.Counter(row[0] for row in rows_by_ids(context, sql, job_ids))
 
 
-def retry_job(store: Store, job_id: int, run_id: int, max_retries: int) -> Dict[str, Any]:
+def retry_job(context: Context, job_id: int, run_id: int, max_retries: int) -> Dict[str, Any]:
     """Make a running, failed or terminated job ready for its next attempt, if it has one left."""
-    job = job_state(store, job_id)
-    state = workflow_state(store, job.workflow_id)
+    job = job_state(context, job_id)
+    state = workflow_state(context, job.workflow_id)
     check_run(state, run_id)
     if state.is_canceled:
         raise Refused(f'workflow {state.id} is canceled')
     if job.status not in (RUNNING, FAILED, TERMINATED):
         raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a running, failed or terminated one can be retried')
-    if not has_retries(store, state, job, max_retries):
+    if not has_retries(context, state, job, max_retries):
         raise Refused(f'job {job_id} has used its {max_retries} attempts')
-    begin_next_attempt(store, state, job)
+    begin_next_attempt(context, state, job)
     if job.status != RUNNING:
-        recount_sets(store, job.workflow_id)
-    return get_row(store, 'job_view', job_id)
+        recount_sets(context, job.workflow_id)
+    return get_row(context, 'job_view', job_id)
 
 
-def manage_status_change(store: Store, job_id: int, status: str, run_id: int) -> Dict[str, Any]:
+def manage_status_change(context: Context, job_id: int, status: str, run_id: int) -> Dict[str, Any]:
     """Set a job to a status that is not an end. What depends on a job that is set back is set back too, at the next initialize."""
-    job = job_state(store, job_id)
+    job = job_state(context, job_id)
     code = STATUS_CODES[status]
     if STATUSES[code].is_final:
         raise Refused(f'{status} is an end: report it as a completion')
     if code != job.status:
-        check_run(workflow_state(store, job.workflow_id), run_id)
+        check_run(workflow_state(context, job.workflow_id), run_id)
         if code not in ACTIVE:
-            end_in_hand(store, [job_id])
-        store.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
+            end_in_hand(context, [job_id])
+        context.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
         if code not in ACTIVE:
-            store.run('UPDATE job SET start_time = NULL, compute_node_id = NULL WHERE id = ?', (job_id,))
-            number_attempts(store, job.workflow_id)
+            context.run('UPDATE job SET start_time = NULL, compute_node_id = NULL WHERE id = ?', (job_id,))
+            number_attempts(context, job.workflow_id)
         elif job.status not in ACTIVE:
-            note_unclaimed(store, job)
+            note_unclaimed(context, job)
         if STATUSES[job.status].is_finished or STATUSES[code].is_finished:
-            reverse_or_settle(store, job, code)
-            expect_completion(store, job.workflow_id)
-            note_if_complete(store, job.workflow_id)
-    return get_job(store, job_id)
+            reverse_or_settle(context, job, code)
+            expect_completion(context, job.workflow_id)
+            note_if_complete(context, job.workflow_id)
+    return get_job(context, job_id)
 
 
-def reverse_or_settle(store: Store, job: JobState, code: int) -> None:
+def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
     """After a job was moved into or out of a finished status by hand."""
     if code == UNINITIALIZED:   # what has ended further down stays, as in Torc, until the next initialize
         near = f'dep_set_id IN (SELECT dep_set_id FROM dep_member WHERE job_id = {job.id})'
         condition = f'(status NOT IN {sql_list(FINISHED)} OR {near})'
-        uninitialize(store, downstream_of_uninitialized(store, job.workflow_id, condition))
-    recount_sets(store, job.workflow_id)
-    sets = store.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
-    settle(store, job.workflow_id, release_sets(store, job.workflow_id, sets))
+        uninitialize(context, downstream_of_uninitialized(context, job.workflow_id, condition))
+    recount_sets(context, job.workflow_id)
+    sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
+    settle(context, job.workflow_id, release_sets(context, job.workflow_id, sets))
     if STATUSES[code].is_finished:
-        count_trigger(store, job.workflow_id, 'on_jobs_complete', [job.id])
+        count_trigger(context, job.workflow_id, 'on_jobs_complete', [job.id])
 
 
-def give_back(store: Store, job_ids: Sequence[int]) -> None:
+def give_back(context: Context, job_ids: Sequence[int]) -> None:
     """Claimed jobs that nobody started: pending -> ready."""
-    run_by_ids(store, f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN', job_ids)
+    run_by_ids(context, f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN', job_ids)
 
 
 # -------- attempts that were lost with their node --------
@@ -8984,55 +8823,55 @@ ASSUMED = (f'is_current = 1 AND return_code = {ORPHAN_RETURN_CODE} '
            f'AND (status = {FAILED} OR is_interrupted = 1)')
 
 
-def assume_interrupted(store: Store, state: WorkflowState, job: JobState, reason: str) -> None:
+def assume_interrupted(context: Context, state: WorkflowState, job: JobState, reason: str) -> None:
     """End an attempt that was claimed, and perhaps started: it spends no retry, but its name is used."""
-    store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
-    store.insert('result', {
+    context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
+    context.insert('result', {
         'workflow_id': state.id, 'job_id': job.id, 'run_id': state.run_id, 'attempt_id': job.attempt_id,
         'compute_node_id': job.compute_node_id, 'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0,
-        'completion_time': format_time(store.now()), 'status': 'canceled', 'is_current': True,
+        'completion_time': format_time(context.now()), 'status': 'canceled', 'is_current': True,
         'is_interrupted': True, 'reason': reason})
 
 
-def take_back_lost(store: Store, state: WorkflowState, job: JobState, attempt_id: int, node_id: Optional[int],
+def take_back_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int, node_id: Optional[int],
                    start_time: Optional[str] = None) -> Optional[JobState]:
     """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may be at work."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
-    row = store.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ? '
+    row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ? '
                     f'AND {ASSUMED}', (job.id, state.run_id, attempt_id))
     if not is_last or row is None:
         return None
     node_id = node_id or row[1]
-    store.run('DELETE FROM result WHERE id = ?', row[:1])
-    store.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
+    context.run('DELETE FROM result WHERE id = ?', row[:1])
+    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
               "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
               (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
-        wait_again(store, [job.id])
-    expect_completion(store, state.id)
-    record_event(store, state.id, {
+        wait_again(context, [job.id])
+    expect_completion(context, state.id)
+    record_event(context, state.id, {
         'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
         'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': node_id,
         'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
-    return job_state(store, job.id)
+    return job_state(context, job.id)
 
 
-def wait_again(store: Store, job_ids: List[int]) -> None:
+def wait_again(context: Context, job_ids: List[int]) -> None:
     """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on.
 
     So do ready ones, which run whatever becomes of their prerequisites, but after these.
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
-        rows = rows_by_ids(store, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
+        rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         sets = sorted({row[0] for row in rows})
-        run_by_ids(store, RECOUNT + 'id IN', sets)
-        run_by_ids(store, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN', sets)
+        run_by_ids(context, RECOUNT + 'id IN', sets)
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN', sets)
         job_ids = [row[0] for row in rows_by_ids(
-            store, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id WHERE failed = 0 '
+            context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id WHERE failed = 0 '
             f'AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
-        run_by_ids(store, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
 
 
 # -------- why a job failed, or does not run --------
@@ -9051,17 +8890,17 @@ PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
 
 
-def explain_job(store: Store, job_id: int) -> Dict[str, Any]:
+def explain_job(context: Context, job_id: int) -> Dict[str, Any]:
     """Why a job failed or was canceled, or what it waits for; without `reason` if nothing is wrong."""
-    job = job_state(store, job_id)
+    job = job_state(context, job_id)
     answer = {'job_id': job.id, 'job_name': job.name, 'status': STATUS_NAMES[job.status]}
     if job.status in BROKEN:
-        reason = end_reason(store, job_id)
+        reason = end_reason(context, job_id)
     elif job.status == CANCELED:
-        reason = end_reason(store, job_id) or cancellation_reason(store, job)
+        reason = end_reason(context, job_id) or cancellation_reason(context, job)
     elif job.status == BLOCKED:
         condition = f'need.status IN {sql_list(UNFINISHED)}'
-        found = store.rows(f'SELECT need.name, need.status {PREREQUISITES} AND {condition}', (job_id,))
+        found = context.rows(f'SELECT need.name, need.status {PREREQUISITES} AND {condition}', (job_id,))
         names = [f'{name} ({STATUS_NAMES[status]})' for name, status in found]
         reason = f'waits for {first_of(names, FAILURES_EXPLAINED)}'
     else:
@@ -9069,20 +8908,20 @@ def explain_job(store: Store, job_id: int) -> Dict[str, Any]:
     return dict(answer, reason=reason) if reason else answer
 
 
-def end_reason(store: Store, job_id: int) -> Optional[str]:
+def end_reason(context: Context, job_id: int) -> Optional[str]:
     """Why a job's last attempt ended badly; None if it left no result."""
-    found = store.one('SELECT reason, return_code FROM result WHERE job_id = ? AND is_current = 1', (job_id,))
+    found = context.one('SELECT reason, return_code FROM result WHERE job_id = ? AND is_current = 1', (job_id,))
     return found and (found[0] or f'return code {found[1]}')
 
 
-def cancellation_reason(store: Store, job: JobState) -> str:
+def cancellation_reason(context: Context, job: JobState) -> str:
     """Why a job without a result was canceled: the prerequisite that failed, directly or through others."""
     if job.compute_node_id is not None:
         return 'canceled while it ran'
     path = []  # type: List[Tuple]
     job_id = job.id
     while len(path) < CAUSE_STEPS and (not path or path[-1][2] == CANCELED):
-        found = store.one(
+        found = context.one(
             f'SELECT need.id, need.name, need.status {PREREQUISITES} AND need.status IN {sql_list(BAD)} '
             f'AND job.cancel_on_blocking_job_failure = 1 ORDER BY need.status = {CANCELED}, need.id LIMIT 1',
             (job_id,))
@@ -9091,35 +8930,35 @@ def cancellation_reason(store: Store, job: JobState) -> str:
         path.append(found)
         job_id = found[0]
     steps = [f'{name} {ENDED_WORDS[status]}' for _, name, status in (path[:1] + path[-1:])[:len(path)]]
-    reason = end_reason(store, job_id)
+    reason = end_reason(context, job_id)
     return f"never ran: its prerequisite {', because '.join(steps)}" + (f': {reason}' if reason else '')
 
 
-def explain_workflow(store: Store, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Dict[str, Any]:
+def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Dict[str, Any]:
     """Why jobs failed, those with the same reason together and the most frequent first; why jobs were
     canceled; and what blocked ones wait for. Each list ends at the limit, at most MOST_EXPLAINED.
     """
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     limit = min(page_size(0, limit), MOST_EXPLAINED)
-    groups = store.rows(
+    groups = context.rows(
         'SELECT min(job.id), count(*), result.return_code FROM job '
         'LEFT JOIN result ON result.job_id = job.id AND result.is_current = 1 '
         f'WHERE job.workflow_id = ? AND job.status IN {sql_list(BROKEN)} '
         'GROUP BY result.return_code, result.reason ORDER BY 2 DESC, 1 LIMIT ?', (workflow_id, limit))
-    failures = [dict(explain_job(store, job_id), count=count, return_code=code)
+    failures = [dict(explain_job(context, job_id), count=count, return_code=code)
                 for job_id, count, code in groups]
-    canceled = store.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ? ORDER BY id LIMIT ?',
+    canceled = context.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ? ORDER BY id LIMIT ?',
                          (workflow_id, CANCELED, limit))
-    blockers = find_blockers(store, workflow_id, limit)
-    return {'failures': failures, 'canceled': [explain_job(store, job_id) for job_id in canceled],
-            'blockers': [explain_job(store, job_id) for job_id in blockers]}
+    blockers = find_blockers(context, workflow_id, limit)
+    return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
+            'blockers': [explain_job(context, job_id) for job_id in blockers]}
 
 
-def find_blockers(store: Store, workflow_id: int, limit: int) -> List[int]:
+def find_blockers(context: Context, workflow_id: int, limit: int) -> List[int]:
     """The first jobs that blocked ones wait for and that are not blocked themselves, running ones first."""
     found = []  # type: List[int]
     for status in HOLDING:
-        found += store.ids(
+        found += context.ids(
             'SELECT id FROM job WHERE workflow_id = ? AND status = ? AND EXISTS (SELECT 1 FROM dep_member '
             'CROSS JOIN job waiting ON waiting.dep_set_id = dep_member.dep_set_id '
             f'WHERE dep_member.job_id = job.id AND waiting.status = {BLOCKED}) ORDER BY id LIMIT ?',
@@ -9132,14 +8971,14 @@ WORKFLOW_STATES = (     # the first of which there is a job; a workflow without 
     ('uninitialized', (UNINITIALIZED,)), ('failed', BAD), ('completed', FINISHED))
 
 
-def list_workflow_statuses(store: Store, ids: Sequence[int]) -> Dict[str, Any]:
+def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Dict[str, Any]:
     """State of workflows in one word, by id; without those that do not exist or the caller may not see."""
     form = "WHEN EXISTS (SELECT 1 FROM job WHERE workflow_id = workflow.id AND status IN {}) THEN '{}'"
     cases = ' '.join(form.format(sql_list(codes), word) for word, codes in WORKFLOW_STATES)
     case = f"CASE WHEN is_canceled THEN 'canceled' {cases} ELSE 'uninitialized' END"
-    rows = rows_by_ids(store, f'SELECT id, {case} FROM workflow WHERE id IN', ids)
-    if is_limited(store):
-        rows = [row for row in rows if may_use(store, row[0], store.caller)]
+    rows = rows_by_ids(context, f'SELECT id, {case} FROM workflow WHERE id IN', ids)
+    if is_limited(context):
+        rows = [row for row in rows if may_use(context, row[0], context.caller)]
     return {'statuses': {str(workflow_id): word for workflow_id, word in rows}}
 
 
@@ -9152,20 +8991,20 @@ def list_workflow_statuses(store: Store, ids: Sequence[int]) -> Dict[str, Any]:
 # results: it will spawn anew, perhaps something else. So no loop goes on with the jobs of an earlier run, and the cap on
 # generations counts those of this run.
 
-def spawn_jobs(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def spawn_jobs(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add jobs on behalf of a running one; they wait for its end, and for those that they name. With `state` and no jobs:
     the last word of the lineage."""
-    caller = job_state(store, job_id)
+    caller = job_state(context, job_id)
     names = [job['name'] for job in body['jobs']]
     if names:
         check_bulk([caller.workflow_id], names, 'jobs')
     if caller.status == PENDING and caller.compute_node_id is not None:     # it runs: its runner's word of it is on the way
-        mark_started(store, job_id, caller.compute_node_id, format_time(store.now()))
+        mark_started(context, job_id, caller.compute_node_id, format_time(context.now()))
     elif caller.status != RUNNING:
         raise Refused(f'job {job_id} is {STATUS_NAMES[caller.status]}; only a running job can spawn others')
     lineage = body.get('lineage') or caller.name
-    counter = count_generations(store, caller.workflow_id, lineage)
-    known = {name: (spawned, generation) for name, spawned, generation in store.rows(
+    counter = count_generations(context, caller.workflow_id, lineage)
+    known = {name: (spawned, generation) for name, spawned, generation in context.rows(
         'SELECT job.name, job.id, spawn.generation FROM spawn CROSS JOIN job ON job.id = spawn.job_id '
         'WHERE spawn.workflow_id = ? AND lineage = ?', (caller.workflow_id, lineage))}
     old = [name for name in names if name in known]
@@ -9173,67 +9012,67 @@ def spawn_jobs(store: Store, job_id: int, body: Dict[str, Any]) -> Dict[str, Any
         return {'spawned_job_ids': [known[name][0] for name in names], 'iteration': max(known[name][1] for name in names)}
     if old:
         raise Refused(f'lineage {lineage!r} has spawned {old[0]!r} before, but not all jobs of this request')
-    spawned = insert_spawned(store, caller, lineage, counter + 1, body['jobs'])
+    spawned = insert_spawned(context, caller, lineage, counter + 1, body['jobs'])
     counter += bool(spawned)
-    record_generation(store, caller.workflow_id, lineage, counter, len(spawned), body.get('state'))
+    record_generation(context, caller.workflow_id, lineage, counter, len(spawned), body.get('state'))
     return {'spawned_job_ids': spawned, 'iteration': counter}
 
 
-def count_generations(store: Store, workflow_id: int, lineage: str) -> int:
+def count_generations(context: Context, workflow_id: int, lineage: str) -> int:
     """Number of the newest generation of a lineage, by its records."""
     prefix = LINEAGE_RECORD.format(lineage) + 'g'
-    names = store.ids('SELECT name FROM user_data WHERE workflow_id = ? AND name >= ? AND name < ?', (workflow_id, prefix, prefix + ':'))
+    names = context.ids('SELECT name FROM user_data WHERE workflow_id = ? AND name >= ? AND name < ?', (workflow_id, prefix, prefix + ':'))
     return max((int(name[len(prefix):]) for name in names if re.match(r'[0-9]{6,18}\Z', name[len(prefix):])), default=0)
 
 
-def record_generation(store: Store, workflow_id: int, lineage: str, counter: int, count: int, state: Any) -> None:
+def record_generation(context: Context, workflow_id: int, lineage: str, counter: int, count: int, state: Any) -> None:
     """Leave the record of a generation, or, without jobs, that of the lineage's end; what was said of its end before is over."""
     final = LINEAGE_RECORD.format(lineage) + 'final'
     content = {'generation': counter, 'spawn_count': count, 'state': state}
     if count or state is not None:
-        store.run('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', (workflow_id, final))
-        store.insert('user_data', {'workflow_id': workflow_id, 'is_ephemeral': True,
+        context.run('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', (workflow_id, final))
+        context.insert('user_data', {'workflow_id': workflow_id, 'is_ephemeral': True,
                                    'name': LINEAGE_RECORD.format(lineage) + f'g{counter:06}' if count else final,
                                    'data': content if count else dict(content, final=True)})
 
 
-def insert_spawned(store: Store, caller: JobState, lineage: str, generation: int, jobs: List[Dict[str, Any]]) -> List[int]:
+def insert_spawned(context: Context, caller: JobState, lineage: str, generation: int, jobs: List[Dict[str, Any]]) -> List[int]:
     """Add the jobs of one generation, blocked. Their ids, in the order of the request."""
     if not jobs:
         return []
-    limit = (get_workflow(store, caller.workflow_id).get('dynamic_jobs') or {}).get('max_iterations') or DEFAULT_MAX_ITERATIONS
+    limit = (get_workflow(context, caller.workflow_id).get('dynamic_jobs') or {}).get('max_iterations') or DEFAULT_MAX_ITERATIONS
     if generation > limit:
         raise Refused(f'lineage {lineage!r} has spawned {limit} times, which is its limit (dynamic_jobs: max_iterations)')
     refuse_sibling_cycles(jobs)
-    by_name = jobs_by_name(store, caller.workflow_id, {name for job in jobs for name in (job['name'], *(job.get('depends_on') or ()))})
+    by_name = jobs_by_name(context, caller.workflow_id, {name for job in jobs for name in (job['name'], *(job.get('depends_on') or ()))})
     for job in jobs:
         if job['name'] in by_name:
             raise Refused(f"workflow {caller.workflow_id} has a job {job['name']!r} already, which lineage {lineage!r} did not spawn")
-    ids = [insert_job(store, spawned_model(store, caller.workflow_id, lineage, job)) for job in jobs]
+    ids = [insert_job(context, spawned_model(context, caller.workflow_id, lineage, job)) for job in jobs]
     by_name.update((job['name'], [job_id]) for job, job_id in zip(jobs, ids))
-    sets = [find_set(store, caller.workflow_id, {caller.id, *(find_prerequisite(by_name, job, name) for name in job.get('depends_on') or ())})
+    sets = [find_set(context, caller.workflow_id, {caller.id, *(find_prerequisite(by_name, job, name) for name in job.get('depends_on') or ())})
             for job in jobs]
-    store.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id = ? WHERE id = ?",
+    context.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id = ? WHERE id = ?",
                    zip(sets, sets, ids))
-    store.insert_rows('spawn', ('job_id', 'workflow_id', 'caller_id', 'lineage', 'generation'),
+    context.insert_rows('spawn', ('job_id', 'workflow_id', 'caller_id', 'lineage', 'generation'),
                       ((job_id, caller.workflow_id, caller.id, lineage, generation) for job_id in ids))
-    run_by_ids(store, RECOUNT + 'id IN', list(set(sets)))
+    run_by_ids(context, RECOUNT + 'id IN', list(set(sets)))
     return ids
 
 
-def spawned_model(store: Store, workflow_id: int, lineage: str, job: Dict[str, Any]) -> Dict[str, Any]:
+def spawned_model(context: Context, workflow_id: int, lineage: str, job: Dict[str, Any]) -> Dict[str, Any]:
     """JobModel of a job that is to be spawned; its requirements are found by their name."""
     name = job.get('resource_requirements') or 'default'
-    needs = store.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? ORDER BY id LIMIT 1', (workflow_id, name))
+    needs = context.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? ORDER BY id LIMIT 1', (workflow_id, name))
     if needs is None:
         raise Refused(f'job {job["name"]!r}: workflow {workflow_id} has no resource requirements {name!r}')
     return dict(job, workflow_id=workflow_id, resource_requirements_id=needs, env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage})
 
 
-def jobs_by_name(store: Store, workflow_id: int, names: Set[str]) -> Dict[str, List[int]]:
+def jobs_by_name(context: Context, workflow_id: int, names: Set[str]) -> Dict[str, List[int]]:
     """The jobs of a workflow that have one of these names."""
     found = collections.defaultdict(list)  # type: Dict[str, List[int]]
-    for name, job_id in rows_by_ids(store, f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND name IN', list(names)):
+    for name, job_id in rows_by_ids(context, f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND name IN', list(names)):
         found[name].append(job_id)
     return found
 
@@ -9272,57 +9111,58 @@ class Accepted(dict):
     """The answer to an operation that is not done yet (HTTP 202): its task, a TaskModel."""
 
 
-def initialize_or_begin(store: Store, workflow_id: int, only_uninitialized: bool = False, clear_ephemeral_user_data: bool = True,
+def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: bool = False, clear_ephemeral_user_data: bool = True,
                         **more: bool) -> Dict[str, Any]:
     """Initialize a workflow: at once, or, with `async` (a word of Python's), as a task that goes on after this answer."""
     request = {'only_uninitialized': only_uninitialized, 'clear_ephemeral_user_data': clear_ephemeral_user_data}
     if more.get('async'):
-        return begin_task(store, workflow_id, 'initialize_jobs', request)
-    return initialize_jobs(store, workflow_id, **request)
+        return begin_task(context, workflow_id, 'initialize_jobs', request)
+    return initialize_jobs(context, workflow_id, **request)
 
 
 TASK_VERBS = {'initialize_jobs': initialize_jobs}
 TASK_OPEN = "status IN ('queued', 'running')"
 
 
-def begin_task(store: Store, workflow_id: int, operation: str, request: Dict[str, Any]) -> Accepted:
+def begin_task(context: Context, workflow_id: int, operation: str, request: Dict[str, Any]) -> Accepted:
     """Queue a task. The one that a workflow has at work is the answer if it is the same; otherwise it is a Conflict."""
-    workflow_state(store, workflow_id)
-    found = store.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
+    workflow_state(context, workflow_id)
+    found = context.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
     if found is not None and (found[1], json.loads(found[2])) != (operation, request):
         raise Conflict(f'task {found[0]} ({found[1]}, with different parameters) of workflow {workflow_id} '
                        f'is not done yet: wait for it with `torc.py tasks wait {found[0]}`',
                        existing_task_id=found[0], existing_operation=found[1])
-    task_id = found[0] if found is not None else store.insert('task', {
+    task_id = found[0] if found is not None else context.insert('task', {
         'workflow_id': workflow_id, 'operation': operation, 'request': request, 'status': 'queued',
-        'requested_by': store.caller, 'created_at_ms': int(store.now() * 1000)})
-    return Accepted(get_task(store, task_id))
+        'requested_by': context.caller, 'created_at_ms': int(context.now() * 1000)})
+    return Accepted(get_task(context, task_id))
 
 
-def get_task(store: Store, task_id: int) -> Dict[str, Any]:
+def get_task(context: Context, task_id: int) -> Dict[str, Any]:
     """One task."""
-    return get_row(store, 'task', task_id)
+    return get_row(context, 'task', task_id)
 
 
-def get_active_task_for_workflow(store: Store, workflow_id: int) -> Dict[str, Any]:
+def get_active_task_for_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
     """The task that a workflow has at work, or null."""
-    workflow_state(store, workflow_id)
-    return {'task': next(iter(store.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))), None)}
+    workflow_state(context, workflow_id)
+    return {'task': next(iter(context.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))), None)}
 
 
-def run_tasks(store: Store) -> None:
+def run_tasks(service: Service) -> None:
     """Carry out the tasks that wait, oldest first. A server calls it between requests, others right after the task was made."""
-    for task_id, workflow_id, operation, request, store.caller in store.rows(
+    for task_id, workflow_id, operation, request, caller in service.store.rows(
             f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} ORDER BY id'):
-        store.update('task', task_id, {'status': 'running', 'started_at_ms': int(store.now() * 1000)})
-        end_task(store, task_id, run_task(store, workflow_id, operation, json.loads(request)))
+        context = service.context(caller)
+        context.update('task', task_id, {'status': 'running', 'started_at_ms': int(context.now() * 1000)})
+        end_task(context, task_id, run_task(context, workflow_id, operation, json.loads(request)))
 
 
-def run_task(store: Store, workflow_id: int, operation: str, request: Dict[str, Any]) -> str:
+def run_task(context: Context, workflow_id: int, operation: str, request: Dict[str, Any]) -> str:
     """Carry out a task, whole or not at all. Why it failed, or ''."""
     try:
-        with store.savepoint():
-            TASK_VERBS[operation](store, workflow_id, **request)
+        with context.savepoint():
+            TASK_VERBS[operation](context, workflow_id, **request)
     except TorcError as error:
         return error.message
     except sqlite3.OperationalError:
@@ -9333,20 +9173,20 @@ def run_task(store: Store, workflow_id: int, operation: str, request: Dict[str, 
     return ''
 
 
-def end_task(store: Store, task_id: int, error: str) -> None:
+def end_task(context: Context, task_id: int, error: str) -> None:
     """Record how a task ended."""
     status = 'failed' if error else 'succeeded'
-    store.update('task', task_id, {'status': status, 'error': error or None, 'finished_at_ms': int(store.now() * 1000)})
-    workflow_id, operation, user = store.one('SELECT workflow_id, operation, requested_by FROM task WHERE id = ?', (task_id,))
-    record_event(store, workflow_id, dict({'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
+    context.update('task', task_id, {'status': status, 'error': error or None, 'finished_at_ms': int(context.now() * 1000)})
+    workflow_id, operation, user = context.one('SELECT workflow_id, operation, requested_by FROM task WHERE id = ?', (task_id,))
+    record_event(context, workflow_id, dict({'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
                                           operation=operation, status=status, user=user, message=f'Task {task_id} ({operation}) {status}'),
                  'error' if error else 'info')
 
 
-def fail_open_tasks(store: Store) -> None:
+def fail_open_tasks(context: Context) -> None:
     """After a start: tasks that an earlier process has left have failed."""
-    for task_id in store.ids(f'SELECT id FROM task WHERE {TASK_OPEN}'):
-        end_task(store, task_id, 'the server ended before the task was done; ask for it again')
+    for task_id in context.ids(f'SELECT id FROM task WHERE {TASK_OPEN}'):
+        end_task(context, task_id, 'the server ended before the task was done; ask for it again')
 
 
 # ======== 8e. Nodes: compute nodes, Slurm jobs, and a runner's turn ========
@@ -9357,11 +9197,11 @@ def fail_open_tasks(store: Store) -> None:
 
 # -------- Slurm jobs, remote workers --------
 
-def slurm_jobs_of_nodes(store: Store, workflow_id: int) -> Dict[int, str]:
+def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
     """Compute node -> the Slurm job that it runs in, for those that tell."""
-    scheduled = dict(store.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?', (workflow_id,)))
+    scheduled = dict(context.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?', (workflow_id,)))
     found = {}
-    for node_id, text in store.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND scheduler IS NOT NULL', (workflow_id,)):
+    for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND scheduler IS NOT NULL', (workflow_id,)):
         scheduler = json.loads(text)
         known = scheduler if isinstance(scheduler, dict) else {}
         number = known.get('slurm_job_id') or scheduled.get(known['scheduler_id'] if isinstance(known.get('scheduler_id'), int) else None)
@@ -9370,29 +9210,29 @@ def slurm_jobs_of_nodes(store: Store, workflow_id: int) -> Dict[int, str]:
     return found
 
 
-def get_slurm_job_correlations(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Which job ran, or runs, in which Slurm job, over all runs; each pair once."""
-    workflow_state(store, workflow_id)
-    slurm_jobs = slurm_jobs_of_nodes(store, workflow_id)
-    pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in store.rows(
+    workflow_state(context, workflow_id)
+    slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
+    pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in context.rows(
         'SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
         'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,)) if node_id in slurm_jobs}
-    pairs.update(store.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? AND slurm_job_id IS NOT NULL', (workflow_id,)))
+    pairs.update(context.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? AND slurm_job_id IS NOT NULL', (workflow_id,)))
     page = sorted(pairs)[offset:][:page_size(offset, limit)]
-    names = dict(rows_by_ids(store, 'SELECT id, name FROM job WHERE id IN', sorted({job_id for job_id, _ in page})))
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', sorted({job_id for job_id, _ in page})))
     return list_answer([{'job_id': job_id, 'job_name': names[job_id], 'slurm_job_id': number} for job_id, number in page], offset, len(pairs))
 
 
-def get_running_jobs(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def get_running_jobs(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Running jobs with their nodes."""
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     limit = page_size(offset, limit)
-    total = store.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
-    rows = store.rows(
+    total = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
+    rows = context.rows(
         'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id FROM job '
         f'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND job.status = {RUNNING} '
         'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, limit, offset))
-    slurm_jobs = slurm_jobs_of_nodes(store, workflow_id)
+    slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
     names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time', 'scheduler_job_id')
     items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None} for row in rows]
     return list_answer(items, offset, total)
@@ -9401,148 +9241,184 @@ def get_running_jobs(store: Store, workflow_id: int, offset: int = 0, limit: int
 WORKER_TEXT = Expression(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')      # a word that begins with a dash would be an option of ssh
 
 
-def create_remote_workers(store: Store, workflow_id: int, body: List[str]) -> List[Dict[str, Any]]:
+def create_remote_workers(context: Context, workflow_id: int, body: List[str]) -> List[Dict[str, Any]]:
     """Note the hosts on which a workflow may run; known ones stay. Those that were named."""
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     for worker in body:
         if not WORKER_TEXT.match(worker):
             raise Refused(f'{printable(worker)!r} is not a worker: write [USER@]HOST[:PORT]')
-    store.run_many('INSERT OR IGNORE INTO remote_worker (workflow_id, worker) VALUES (?, ?)', ((workflow_id, worker) for worker in body))
+    context.run_many('INSERT OR IGNORE INTO remote_worker (workflow_id, worker) VALUES (?, ?)', ((workflow_id, worker) for worker in body))
     return [{'worker': worker, 'workflow_id': workflow_id} for worker in sorted(set(body))]
 
 
-def list_remote_workers(store: Store, workflow_id: int) -> List[Dict[str, Any]]:
+def list_remote_workers(context: Context, workflow_id: int) -> List[Dict[str, Any]]:
     """A workflow's remote workers, sorted."""
-    workflow_state(store, workflow_id)
-    return store.select('remote_worker', 'WHERE workflow_id = ? ORDER BY worker', (workflow_id,))
+    workflow_state(context, workflow_id)
+    return context.select('remote_worker', 'WHERE workflow_id = ? ORDER BY worker', (workflow_id,))
 
 
-def delete_remote_worker(store: Store, workflow_id: int, worker: str) -> Dict[str, Any]:
+def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Dict[str, Any]:
     """Forget a remote worker."""
-    workflow_state(store, workflow_id)
-    if not store.run('DELETE FROM remote_worker WHERE workflow_id = ? AND worker = ?', (workflow_id, worker)):
+    workflow_state(context, workflow_id)
+    if not context.run('DELETE FROM remote_worker WHERE workflow_id = ? AND worker = ?', (workflow_id, worker)):
         raise NotFound(f'workflow {workflow_id} has no remote worker {printable(worker)!r}')
     return {'worker': worker, 'workflow_id': workflow_id}
 
 
 # -------- nodes --------
 
-def create_compute_node(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+# How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
+# by temporary triggers, in memory: databases without runners pay nothing, and a rollback undoes it too.
+JOB_COUNTERS = (
+    'CREATE TEMP TABLE job_count (workflow_id INTEGER, status INTEGER, count INTEGER NOT NULL, '
+    'PRIMARY KEY (workflow_id, status)) WITHOUT ROWID',
+    'CREATE TEMP TRIGGER job_count_added AFTER INSERT ON main.job BEGIN '
+    'UPDATE job_count SET count = count + 1 WHERE workflow_id = new.workflow_id AND status = new.status; END',
+    'CREATE TEMP TRIGGER job_count_removed AFTER DELETE ON main.job BEGIN '
+    'UPDATE job_count SET count = count - 1 WHERE workflow_id = old.workflow_id AND status = old.status; END',
+    'CREATE TEMP TRIGGER job_count_moved AFTER UPDATE OF status ON main.job WHEN new.status <> old.status '
+    'BEGIN '
+    'UPDATE job_count SET count = count - 1 WHERE workflow_id = old.workflow_id AND status = old.status; '
+    'UPDATE job_count SET count = count + 1 WHERE workflow_id = new.workflow_id AND status = new.status; END',
+)
+
+def job_counts(context: Context, workflow_id: int) -> Dict[int, int]:
+    """Status code -> number of jobs of a workflow. Only the first call counts them."""
+    if not context.one("SELECT 1 FROM sqlite_temp_master WHERE name = 'job_count'"):     # a rollback undoes it
+        for statement in JOB_COUNTERS:
+            context.run(statement)
+    counts = dict(context.rows('SELECT status, count FROM job_count WHERE workflow_id = ?', (workflow_id,)))
+    if not counts:
+        sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
+        counts = {**dict.fromkeys(STATUS_NAMES, 0), **dict(context.rows(sql, (workflow_id,)))}
+        cells = ((workflow_id, status, count) for status, count in counts.items())
+        context.run_many('INSERT INTO job_count VALUES (?, ?, ?)', cells)
+    return counts
+
+
+def forget_job_counts(context: Context) -> None:
+    """Let the next call count anew."""
+    for kind, name in context.rows("SELECT type, name FROM sqlite_temp_master WHERE name LIKE 'job_count%' "
+                                   "ORDER BY type = 'table'"):
+        context.run(f'DROP {kind} temp.{name}')
+
+
+def create_compute_node(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """A runner begins."""
-    workflow_state(store, body['workflow_id'])
+    workflow_state(context, body['workflow_id'])
     check_labels(body.get('labels'))
-    check_references(store, body['workflow_id'], body)
-    store.job_counts(body['workflow_id'])       # so that no turn of a runner has to count them
+    check_references(context, body['workflow_id'], body)
+    job_counts(context, body['workflow_id'])       # so that no turn of a runner has to count them
     labels = sorted(set(body['labels'])) if body.get('labels') else None
     values = dict(body, labels=labels)
     if body.get('identity'):    # a runner of ours
-        release_former(store, body)
-        if keeps_crate(store, body['workflow_id']):
-            put_software(store, body['workflow_id'], 'torc')
-    node = get_row(store, 'compute_node', store.insert('compute_node', values))
-    announce_node(store, 'compute_node_started', node, STARTED_KEYS)
+        release_former(context, body)
+        if keeps_crate(context, body['workflow_id']):
+            put_software(context, body['workflow_id'], 'torc')
+    node = get_row(context, 'compute_node', context.insert('compute_node', values))
+    announce_node(context, 'compute_node_started', node, STARTED_KEYS)
     return node
 
 
-def release_former(store: Store, body: Dict[str, Any]) -> None:
+def release_former(context: Context, body: Dict[str, Any]) -> None:
     """A runner that registers has no other node: it has not heard of one that it got before."""
     keys = ('workflow_id', 'hostname', 'pid', 'identity')
     condition = ' AND '.join(f'{key} = ?' for key in keys)
-    for node_id in store.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
+    for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
                              [body[key] for key in keys]):
-        announce_node(store, 'compute_node_stopped', get_row(store, 'compute_node', node_id), STOPPED_KEYS)
-        release_node(store, node_id)
+        announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id), STOPPED_KEYS)
+        release_node(context, node_id)
 
 
 STARTED_KEYS = ('hostname', 'pid', 'num_cpus', 'memory_gb', 'num_gpus', 'compute_node_type')
 STOPPED_KEYS = ('hostname', 'pid', 'duration_seconds', 'compute_node_type')
 
 
-def announce_node(store: Store, event_type: str, node: Dict[str, Any], keys: Sequence[str]) -> None:
+def announce_node(context: Context, event_type: str, node: Dict[str, Any], keys: Sequence[str]) -> None:
     """Say that a node has begun or ended."""
-    announce(store, node['workflow_id'], event_type, dict({key: node.get(key) for key in keys}, compute_node_id=node['id']))
+    announce(context, node['workflow_id'], event_type, dict({key: node.get(key) for key in keys}, compute_node_id=node['id']))
 
 
-def update_compute_node(store: Store, node_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_compute_node(context: Context, node_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Change a node; its labels stay. One that ends gives back what it has claimed and not started, and is over for good."""
-    before = get_row(store, 'compute_node', node_id)
+    before = get_row(context, 'compute_node', node_id)
     check_stays(before['workflow_id'], body)
-    check_references(store, before['workflow_id'], body)
+    check_references(context, before['workflow_id'], body)
     if body.get('is_active') and before.get('is_active') is False:
         raise Refused(f'compute node {node_id} has ended or was given up, and its jobs with it; register a new one', field='is_active')
-    store.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None and key not in ('workflow_id', 'labels')})
+    context.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None and key not in ('workflow_id', 'labels')})
     if before.get('is_active') and body.get('is_active') is False:
-        give_back(store, store.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))     # it knows what it did not start
-        release_node(store, node_id)
-    node = get_row(store, 'compute_node', node_id)
+        give_back(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))     # it knows what it did not start
+        release_node(context, node_id)
+    node = get_row(context, 'compute_node', node_id)
     if before.get('is_active') and not node.get('is_active'):
-        announce_node(store, 'compute_node_stopped', node, STOPPED_KEYS)
+        announce_node(context, 'compute_node_stopped', node, STOPPED_KEYS)
     return node
 
 
-def delete_compute_node(store: Store, node_id: int) -> Dict[str, Any]:
+def delete_compute_node(context: Context, node_id: int) -> Dict[str, Any]:
     """Remove a node; what it had in hand is released first. Its results stay."""
-    node = get_row(store, 'compute_node', node_id)
+    node = get_row(context, 'compute_node', node_id)
     if node.get('is_active'):
-        announce_node(store, 'compute_node_stopped', node, STOPPED_KEYS)
-    release_node(store, node_id)
-    store.run('DELETE FROM compute_node WHERE id = ?', (node_id,))
+        announce_node(context, 'compute_node_stopped', node, STOPPED_KEYS)
+    release_node(context, node_id)
+    context.run('DELETE FROM compute_node WHERE id = ?', (node_id,))
     return node
 
 
-def delete_compute_nodes(store: Store, workflow_id: int) -> Dict[str, Any]:
+def delete_compute_nodes(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Remove all nodes of a workflow."""
-    workflow_state(store, workflow_id)
-    nodes = store.ids('SELECT id FROM compute_node WHERE workflow_id = ?', (workflow_id,))
+    workflow_state(context, workflow_id)
+    nodes = context.ids('SELECT id FROM compute_node WHERE workflow_id = ?', (workflow_id,))
     for node_id in nodes:
-        delete_compute_node(store, node_id)
+        delete_compute_node(context, node_id)
     return {'count': len(nodes)}
 
 
-def release_node(store: Store, node_id: int) -> None:
+def release_node(context: Context, node_id: int) -> None:
     """A node went away: its claims come back, its running jobs have failed as orphans, its unreported actions are due again."""
-    workflow_id, host = store.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
-    store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
-    store.leases.pop(node_id, None)
-    store.turns.pop(node_id, None)
-    store.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
+    workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
+    context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
+    context.service.leases.pop(node_id, None)
+    context.service.turns.pop(node_id, None)
+    context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
               'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
-    state = workflow_state(store, workflow_id)
-    for job_id in store.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,)):
+    state = workflow_state(context, workflow_id)
+    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,)):
         # It may have been started without our being told: what runs now is another attempt.
-        job = job_state(store, job_id)
+        job = job_state(context, job_id)
         reason = f'compute node {node_id} ({host}), which had claimed it, went away'
-        assume_interrupted(store, state, job, reason)
-        begin_next_attempt(store, state, job)
-    for job_id, start_time in store.rows(f'SELECT id, start_time FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,)):
-        spent_s = store.now() - parse_time(start_time) if start_time else 0.0
-        record_end(store, state, {
+        assume_interrupted(context, state, job, reason)
+        begin_next_attempt(context, state, job)
+    for job_id, start_time in context.rows(f'SELECT id, start_time FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,)):
+        spent_s = context.now() - parse_time(start_time) if start_time else 0.0
+        record_end(context, state, {
             'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(store.now()),
+            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(context.now()),
             'reason': f'compute node {node_id} ({host}), which ran it, went away'})
-        record_event(store, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
+        record_event(context, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
                                           'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
-    note_if_complete(store, workflow_id)
+    note_if_complete(context, workflow_id)
 
 
-def release_lost_nodes(store: Store, lives: Callable[[str, int, str], Optional[bool]]) -> List[int]:
+def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]]) -> List[int]:
     """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
 
     lives(hostname, pid, identity) is asked for every active node; it answers None when it cannot know.
     """
     lost = []
-    rows = store.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
+    rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
                       'WHERE is_active = 1 AND lease_s IS NOT NULL')
     for node_id, hostname, pid, identity, lease_s in rows:
-        ends_at = store.leases.setdefault(node_id, store.clock() + lease_s + MAX_RETRY_PAUSE_S)
+        ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s + MAX_RETRY_PAUSE_S)
         is_alive = lives(hostname, pid, identity or '')
         if is_alive is None:
-            is_alive = store.clock() <= ends_at
+            is_alive = context.service.clock() <= ends_at
         if not is_alive:
             try:
-                with store.savepoint():
-                    announce_node(store, 'compute_node_stopped', get_row(store, 'compute_node', node_id), STOPPED_KEYS)
-                    release_node(store, node_id)
+                with context.savepoint():
+                    announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id), STOPPED_KEYS)
+                    release_node(context, node_id)
                 lost.append(node_id)
             except TorcError as error:      # the other nodes' jobs must not wait for it
                 log.error('compute node %d cannot be released: %s', node_id, error.message)
@@ -9551,194 +9427,194 @@ def release_lost_nodes(store: Store, lives: Callable[[str, int, str], Optional[b
 
 # -------- a runner's turn --------
 
-def runner_sync(store: Store, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Everything that a runner has to say and to ask in one turn of its loop, in one transaction.
 
     Takes in ends, starts and returned claims; gives work, due actions and the workflow's state.
     """
-    state = workflow_state(store, workflow_id)
+    state = workflow_state(context, workflow_id)
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
-    renew_lease(store, workflow_id, node_id, body.get('lease_s'))
-    refuse_overtaken(store, node_id, body.get('turn'))
+    renew_lease(context, workflow_id, node_id, body.get('lease_s'))
+    refuse_overtaken(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Dict[str, Any]
     for end in body.get('completions') or ():
-        take_in_end(store, state, node_id, end, answer)
-    note_contents(store, workflow_id, body.get('contents') or ())
+        take_in_end(context, state, node_id, end, answer)
+    note_contents(context, workflow_id, body.get('contents') or ())
     for start in body.get('started') or ():
-        take_in_start(store, state, node_id, start)
-    give_back(store, [job_id for job_id, _ in body.get('returned') or () if
-                      store.value('SELECT compute_node_id FROM job WHERE id = ?', (job_id,)) == node_id])
+        take_in_start(context, state, node_id, start)
+    give_back(context, [job_id for job_id, _ in body.get('returned') or () if
+                      context.value('SELECT compute_node_id FROM job WHERE id = ?', (job_id,)) == node_id])
     for result in body.get('action_results') or ():
-        take_in_action(store, workflow_id, node_id, result)
+        take_in_action(context, workflow_id, node_id, result)
     if body.get('held') is not None:
-        take_back_unheard(store, node_id, {job_id for job_id, _ in body['held']}, set(body.get('held_actions') or ()))
-        answer['revoked'] = find_revoked(store, node_id, body['held'])
-        answer['revoked_actions'] = find_revoked_actions(store, workflow_id, node_id,
+        take_back_unheard(context, node_id, {job_id for job_id, _ in body['held']}, set(body.get('held_actions') or ()))
+        answer['revoked'] = find_revoked(context, node_id, body['held'])
+        answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
     want = body.get('want')
-    chosen = claim(store, state, want, node_id) if want else []
-    answer.update(describe_claims(store, state.run_id, chosen))
-    answer['reason'] = explain_no_jobs(store, state, want) if want and not chosen and body.get('explain') else None
+    chosen = claim(context, state, want, node_id) if want else []
+    answer.update(describe_claims(context, state.run_id, chosen))
+    answer['reason'] = explain_no_jobs(context, state, want) if want and not chosen and body.get('explain') else None
     undone = f'workflow_id = {state.id} AND status IN {sql_list(NOT_DONE)}'
     is_survey = want and body.get('survey')
-    answer['notices'] = (find_incompatible_jobs(store, state.id, want, ALL_KINDS_QUERY, undone)
+    answer['notices'] = (find_incompatible_jobs(context, state.id, want, ALL_KINDS_QUERY, undone)
                          if is_survey else [])
-    note_if_complete(store, workflow_id)
-    answer['actions'] = take_due_actions(store, workflow_id, node_id, body.get('actions') or ())
-    answer.update(describe_progress(store, state, node_id, is_denied=bool(want) and not chosen))
+    note_if_complete(context, workflow_id)
+    answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or ())
+    answer.update(describe_progress(context, state, node_id, is_denied=bool(want) and not chosen))
     if body.get('explain'):
-        answer['has_jobs_for_node'] = has_jobs_for_node(store, workflow_id, node_id)
+        answer['has_jobs_for_node'] = has_jobs_for_node(context, workflow_id, node_id)
     return answer
 
 
-def has_jobs_for_node(store: Store, workflow_id: int, node_id: int) -> bool:
+def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     """Whether a job is left that a node may take by its labels, now or later."""
-    mine = set(json.loads(store.value('SELECT labels FROM compute_node WHERE id = ?', (node_id,)) or '[]'))
-    kinds = store.rows('SELECT id, labels FROM job_kind WHERE workflow_id = ?', (workflow_id,))
+    mine = set(json.loads(context.value('SELECT labels FROM compute_node WHERE id = ?', (node_id,)) or '[]'))
+    kinds = context.rows('SELECT id, labels FROM job_kind WHERE workflow_id = ?', (workflow_id,))
     wanted = [kind_id for kind_id, labels in kinds if matches_labels(mine, labels)]
     undone = f'SELECT 1 FROM job WHERE workflow_id = {int(workflow_id)} AND status IN {sql_list(NOT_DONE)}'
-    return any(store.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
+    return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
 
-def renew_lease(store: Store, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
+def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
     """The node is alive. Refused if it was given up: its jobs may already run elsewhere."""
-    row = store.one('SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
+    row = context.one('SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
     if row is None:
         raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
     if not row[0]:
         raise Refused(f'compute node {node_id} was given up, because nothing was heard of it; register a new one', gone=True)
     if lease_s is not None:
-        store.leases[node_id] = store.clock() + lease_s
-        store.run('UPDATE compute_node SET lease_s = ? WHERE id = ? AND lease_s IS NOT ?',
+        context.service.leases[node_id] = context.service.clock() + lease_s
+        context.run('UPDATE compute_node SET lease_s = ? WHERE id = ? AND lease_s IS NOT ?',
                   (lease_s, node_id, lease_s))
 
 
-def take_back_unheard(store: Store, node_id: int, held_jobs: Set[int], held_actions: Set[int]) -> None:
+def take_back_unheard(context: Context, node_id: int, held_jobs: Set[int], held_actions: Set[int]) -> None:
     """After an answer was lost: what the node was given but does not hold goes back, to be given again."""
-    claimed = store.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
-    give_back(store, [job_id for job_id in claimed if job_id not in held_jobs])
-    taken = store.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
-    store.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE id = ?',
+    claimed = context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
+    give_back(context, [job_id for job_id in claimed if job_id not in held_jobs])
+    taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+    context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE id = ?',
                    ((action_id,) for action_id in taken if action_id not in held_actions))
-    persistent = store.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND is_reported = 0', (node_id,))
-    store.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
+    persistent = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND is_reported = 0', (node_id,))
+    context.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
                    ((action_id, node_id) for action_id in persistent if action_id not in held_actions))
 
 
-def find_revoked(store: Store, node_id: int, held: Sequence[List[int]]) -> List[List[int]]:
+def find_revoked(context: Context, node_id: int, held: Sequence[List[int]]) -> List[List[int]]:
     """Of the attempts that a node believes to have, those that it has not: reset, or given to others."""
     own = f'SELECT id, attempt_id FROM job WHERE compute_node_id = {int(node_id)} AND id IN'
-    rows = set(rows_by_ids(store, own, [key[0] for key in held]))
+    rows = set(rows_by_ids(context, own, [key[0] for key in held]))
     return [key for key in held if tuple(key) not in rows]
 
 
-def find_revoked_actions(store: Store, workflow_id: int, node_id: int, held: Sequence[int]) -> List[int]:
+def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held: Sequence[int]) -> List[int]:
     """Of the actions that a node believes to have, those that another has; what is free is its own again."""
     own = (f'SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} '
            f'AND (persistent = 1 OR executed_by = {int(node_id)}) AND id IN')
     for action_id in held:
-        take_again(store, workflow_id, action_id, node_id)
-    return sorted(set(held).difference(row[0] for row in rows_by_ids(store, own, held)))
+        take_again(context, workflow_id, action_id, node_id)
+    return sorted(set(held).difference(row[0] for row in rows_by_ids(context, own, held)))
 
 
-def take_again(store: Store, workflow_id: int, action_id: int, node_id: int) -> bool:
+def take_again(context: Context, workflow_id: int, action_id: int, node_id: int) -> bool:
     """A node is at an action, or was: it is taken, if it was due again meanwhile. False if there is none."""
-    row = store.one('SELECT persistent, trigger_count >= required_triggers FROM workflow_action '
+    row = context.one('SELECT persistent, trigger_count >= required_triggers FROM workflow_action '
                     'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
     if row is not None and row[1]:
-        take_action(store, action_id, node_id, bool(row[0]))
+        take_action(context, action_id, node_id, bool(row[0]))
     return row is not None
 
 
-def refuse_overtaken(store: Store, node_id: int, turn: Optional[int]) -> None:
+def refuse_overtaken(context: Context, node_id: int, turn: Optional[int]) -> None:
     """Refuse what a runner had asked before its last answer: a server that was stopped finds both."""
     if turn is not None:
-        if turn < store.turns.get(node_id, 0):
+        if turn < context.service.turns.get(node_id, 0):
             raise Conflict('a later request of this runner was answered already: nobody waits for this one')
-        store.turns[node_id] = turn
+        context.service.turns[node_id] = turn
 
 
-def take_in_start(store: Store, state: WorkflowState, node_id: int, start: Sequence[Any]) -> None:
+def take_in_start(context: Context, state: WorkflowState, node_id: int, start: Sequence[Any]) -> None:
     """An attempt runs on a node, which has it, or was given up with it; any other one stays as it is."""
     job_id, attempt_id, start_time = start
     try:
-        job = job_state(store, job_id)
+        job = job_state(context, job_id)
     except NotFound:    # deleted while it ran
         return
     if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
-        mark_started(store, job_id, node_id, start_time)
+        mark_started(context, job_id, node_id, start_time)
     elif job.workflow_id == state.id:
-        take_back_lost(store, state, job, attempt_id, node_id, start_time)
+        take_back_lost(context, state, job, attempt_id, node_id, start_time)
 
 
-def take_in_end(store: Store, state: WorkflowState, node_id: int, end: Dict[str, Any], answer: Dict[str, Any]) -> None:
+def take_in_end(context: Context, state: WorkflowState, node_id: int, end: Dict[str, Any], answer: Dict[str, Any]) -> None:
     """One completion of a runner's turn: into `accepted` or `errors`."""
     try:
         check_final(end['status'])
         times = times_by_id(end.get('file_times') or {})
-        status = record_end(store, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
+        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
     except TorcError as error:
         answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'], 'message': error.message})
         return
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
     if end.get('file_times'):
-        store_file_times(store, state.id, times)
+        store_file_times(context, state.id, times)
         if status == 'completed':
-            note_job_outputs(store, state, job_state(store, end['job_id']))
+            note_job_outputs(context, state, job_state(context, end['job_id']))
 
 
-def take_in_action(store: Store, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
+def take_in_action(context: Context, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
     """How an action ended on the node that took it."""
-    if not take_again(store, workflow_id, result['action_id'], node_id):
+    if not take_again(context, workflow_id, result['action_id'], node_id):
         return      # deleted while it ran
-    note_action_reported(store, result['action_id'], node_id)
+    note_action_reported(context, result['action_id'], node_id)
     if not result['success']:
         failure = result.get('message') or 'failed'
-        store.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, result['action_id']))
+        context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, result['action_id']))
     event_type, severity = ('action_completed', 'info') if result['success'] else ('action_failed', 'error')
-    record_event(store, workflow_id, {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
+    record_event(context, workflow_id, {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
                                       'message': result.get('message') or ''}, severity)
 
 
-def describe_claims(store: Store, run_id: int, job_ids: Sequence[int]) -> Dict[str, Any]:
+def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Dict[str, Any]:
     """Claimed jobs with all that is needed to run them; what many share is told once."""
     rows = {row[0]: row for row in rows_by_ids(
-        store, 'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job WHERE id IN', job_ids)}
+        context, 'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job WHERE id IN', job_ids)}
     outputs = collections.defaultdict(list)  # type: Dict[int, List[List[Any]]]
     for job_id, file_id, path in rows_by_ids(
-            store, 'SELECT made.job_id, file.id, file.path FROM job_output_file made CROSS JOIN file ON file.id = made.file_id '
+            context, 'SELECT made.job_id, file.id, file.path FROM job_output_file made CROSS JOIN file ON file.id = made.file_id '
             'WHERE made.job_id IN', job_ids):
         outputs[job_id].append([file_id, path])
     kinds = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
     handlers = list(dict.fromkeys(row[7] for row in rows.values() if row[7]))
-    rules = dict(rows_by_ids(store, 'SELECT id, rules FROM failure_handler WHERE id IN', handlers))
-    interruptions = count_interruptions(store, run_id, [row[0] for row in rows.values() if row[5] > 1])
+    rules = dict(rows_by_ids(context, 'SELECT id, rules FROM failure_handler WHERE id IN', handlers))
+    interruptions = count_interruptions(context, run_id, [row[0] for row in rows.values() if row[5] > 1])
     jobs = [{'id': row[0], 'name': row[1], 'command': row[2], 'invocation_script': row[3], 'env': json.loads(row[4]) if row[4] else None,
              'attempt_id': row[5], 'kind': kinds.index(row[6]), 'outputs': outputs.get(row[0], []),
              'failure_handler': handlers.index(row[7]) if row[7] else None,
              'interruptions': interruptions[row[0]]} for row in (rows[job_id] for job_id in job_ids)]
-    return {'jobs': jobs, 'kinds': [describe_kind(store, kind) for kind in kinds], 'handlers': [json.loads(rules[h]) for h in handlers]}
+    return {'jobs': jobs, 'kinds': [describe_kind(context, kind) for kind in kinds], 'handlers': [json.loads(rules[h]) for h in handlers]}
 
 
-def describe_kind(store: Store, kind_id: int) -> Dict[str, Any]:
+def describe_kind(context: Context, kind_id: int) -> Dict[str, Any]:
     """What a job of a kind needs."""
-    row = store.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, needs.num_nodes, needs.runtime_s, '
+    row = context.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, needs.num_nodes, needs.runtime_s, '
                     'needs.is_implicit FROM job_kind kind CROSS JOIN resource_requirements needs '
                     'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (kind_id,))
     names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s', 'is_implicit')
     return dict(zip(names, row), is_implicit=bool(row[-1]))
 
 
-def describe_progress(store: Store, state: WorkflowState, node_id: int, is_denied: bool) -> Dict[str, Any]:
+def describe_progress(context: Context, state: WorkflowState, node_id: int, is_denied: bool) -> Dict[str, Any]:
     """What a runner shows, and what it needs to decide whether to stay. `is_denied`: it got no jobs."""
-    counts = store.job_counts(state.id)
+    counts = job_counts(context, state.id)
     unfinished = sum(counts[code] for code in NOT_DONE)
     # A blocked job waits for one of those that are ready or active, or for a person.
     is_active = any(counts[code] for code in ACTIVE)
-    claimable = is_active or counts[READY] and not (is_denied and is_last_node(store, state.id, node_id))
-    actions = store.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 "
+    claimable = is_active or counts[READY] and not (is_denied and is_last_node(context, state.id, node_id))
+    actions = context.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 "
                           "AND action_type = 'run_commands' "
                           "AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')", (state.id,))
     return {'is_complete': not unfinished or state.is_canceled, 'is_canceled': state.is_canceled,
@@ -9746,11 +9622,11 @@ def describe_progress(store: Store, state: WorkflowState, node_id: int, is_denie
             'jobs_by_status': {STATUS_NAMES[code]: count for code, count in counts.items() if count}}
 
 
-def is_last_node(store: Store, workflow_id: int, node_id: int) -> bool:
+def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     """Whether no other node works on a workflow or is expected: what this one cannot run, nobody will."""
     active = 'SELECT 1 FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND id <> ? LIMIT 1'
     queued = "SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status = 'pending' LIMIT 1"
-    return not store.one(active, (workflow_id, node_id)) and not store.one(queued, (workflow_id,))
+    return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
 
 
 # ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
@@ -9813,61 +9689,61 @@ def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
                        field='sort_by')
 
 
-def list_rows(store: Store, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
+def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
               reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
     """One page of a list: filtered, sorted (by id among equals), with the total number of items under the filters."""
     noun = RESOURCES[resource]
     if 'workflow_id' in filters:
-        workflow_state(store, filters['workflow_id'])
+        workflow_state(context, filters['workflow_id'])
     limit = page_size(offset, limit)
     if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of {', '.join(STATUS_CODES)}", field='status')
-    names = [column.name for column in store.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
+    names = [column.name for column in context.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
     check_sort_field(sort_by, names)
     conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
     values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value for name, value in filters.items()]
-    if is_limited(store):
+    if is_limited(context):
         conditions.append(f"{'id' if resource == 'workflow' else 'workflow_id'} IN (SELECT id FROM workflow WHERE {MAY_USE})")
-        values += names_of(store.caller)
+        values += names_of(context.caller)
     where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
-    total = store.value(f'SELECT count(*) FROM {noun.view} {where}', values)
+    total = context.value(f'SELECT count(*) FROM {noun.view} {where}', values)
     way = 'DESC' if reverse_sort else 'ASC'
     order = f'{sort_by} {way}, id {way}' if sort_by and sort_by != 'id' else f'id {way}'
-    items = store.select(noun.view, f'{where} ORDER BY {order} LIMIT ? OFFSET ?', [*values, limit, offset])
+    items = context.select(noun.view, f'{where} ORDER BY {order} LIMIT ? OFFSET ?', [*values, limit, offset])
     return list_answer(items, offset, total)
 
 
-def list_workflows(store: Store, resource: str, access_group: Sequence[str] = (), **query: Any) -> Dict[str, Any]:
+def list_workflows(context: Context, resource: str, access_group: Sequence[str] = (), **query: Any) -> Dict[str, Any]:
     """Workflows; of one of these groups only, if any is named."""
     if access_group:
         names = [access_group] if isinstance(access_group, str) else access_group
-        found = rows_by_ids(store, 'SELECT id FROM access_group WHERE name IN', names)
+        found = rows_by_ids(context, 'SELECT id FROM access_group WHERE name IN', names)
         query['access_group'] = ',' + ''.join(f'{row[0]},' for row in found)
-    answer = list_rows(store, resource, **query)
-    add_group_names(store, answer['items'])
+    answer = list_rows(context, resource, **query)
+    add_group_names(context, answer['items'])
     return answer
 
 
-def list_jobs(store: Store, resource: str, include_relationships: bool = False, **query: Any) -> Dict[str, Any]:
+def list_jobs(context: Context, resource: str, include_relationships: bool = False, **query: Any) -> Dict[str, Any]:
     """Jobs; their id lists only if asked for."""
     if 'labels' in query:
-        query['labels'] = served_labels(store, query['workflow_id'], set(filter(None, query['labels'].split(','))))
-    answer = list_rows(store, resource, **query)
+        query['labels'] = served_labels(context, query['workflow_id'], set(filter(None, query['labels'].split(','))))
+    answer = list_rows(context, resource, **query)
     if include_relationships:
-        add_relations(store, answer['items'])
+        add_relations(context, answer['items'])
     return answer
 
 
-def served_labels(store: Store, workflow_id: int, labels: Set[str]) -> str:
+def served_labels(context: Context, workflow_id: int, labels: Set[str]) -> str:
     """The label sets of a workflow's jobs that a runner with these labels may take, between line ends: no JSON text holds one."""
-    kinds = store.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,))
+    kinds = context.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,))
     served = [text for text in kinds if labels.issuperset(json.loads(text))] if labels else ['']
     return '\n' + '\n'.join(served) + '\n' if served else ''
 
 
-def list_results(store: Store, resource: str, all_runs: bool = False, **query: Any) -> Dict[str, Any]:
+def list_results(context: Context, resource: str, all_runs: bool = False, **query: Any) -> Dict[str, Any]:
     """Results: each job's current one, or all of all runs and attempts."""
-    return list_rows(store, resource, all_runs=all_runs, **query)
+    return list_rows(context, resource, all_runs=all_runs, **query)
 
 
 ITEM_RELATIONS = (     # of files or user data: who makes, and who uses them
@@ -9885,19 +9761,19 @@ RELATION_QUERIES = {
 }
 
 
-def list_relations(store: Store, resource: str, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS,
+def list_relations(context: Context, resource: str, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS,
                    sort_by: str = '', reverse_sort: bool = False) -> Dict[str, Any]:
     """Who waits for whom, or which job makes and uses which file or user data; dependency sets spelled out."""
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     query = RELATION_QUERIES[resource]
     names = re.findall(r' AS (\w+)', query)
     check_sort_field(sort_by, [*names, 'workflow_id'])
     limit = page_size(offset, limit)
-    total = store.value(f'SELECT count(*) FROM (SELECT {query})', {'workflow': workflow_id})
+    total = context.value(f'SELECT count(*) FROM (SELECT {query})', {'workflow': workflow_id})
     way = 'DESC' if reverse_sort else 'ASC'
     first = [sort_by] if sort_by in names else []   # all are of one workflow
     order = ', '.join(f'{column} {way}' for column in first + [name for name in names if name.endswith('_id')])
-    rows = store.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
+    rows = context.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
                       {'workflow': workflow_id, 'limit': limit, 'offset': offset})
     items = [{name: cell for name, cell in zip(names, row[1:]) if cell is not None} for row in rows]
     return list_answer([dict(item, workflow_id=workflow_id) for item in items], offset, total)
@@ -9905,12 +9781,12 @@ def list_relations(store: Store, resource: str, workflow_id: int, offset: int = 
 
 # -------- the usual operations --------
 
-def create_row(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_row(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add a row that no special rule holds for."""
-    workflow_state(store, body['workflow_id'])
-    check_references(store, body['workflow_id'], body)
+    workflow_state(context, body['workflow_id'])
+    check_references(context, body['workflow_id'], body)
     try:
-        return read_row(store, resource, store.insert(RESOURCES[resource].table, body))
+        return read_row(context, resource, context.insert(RESOURCES[resource].table, body))
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, body) from None
 
@@ -9926,128 +9802,129 @@ def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str,
     return Refused(f'the {noun} refers to something that does not exist')
 
 
-def create_rows(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_rows(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add up to 100,000 files or user data records of one workflow; their names must differ."""
     key = 'user_data' if resource == 'user_data' else resource + 's'
     check_bulk([row['workflow_id'] for row in body[key]], [row['name'] for row in body[key]], key)
-    return {key: [create_row(store, resource, row) for row in body[key]]}
+    return {key: [create_row(context, resource, row) for row in body[key]]}
 
 
-def create_requirements(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_requirements(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add resource requirements; memory and runtime must be readable."""
-    workflow_state(store, body['workflow_id'])
-    return read_row(store, resource, insert_requirements(store, body['workflow_id'], {k: v for k, v in body.items() if k != 'id'}))
+    workflow_state(context, body['workflow_id'])
+    return read_row(context, resource, insert_requirements(context, body['workflow_id'], {k: v for k, v in body.items() if k != 'id'}))
 
 
-def update_requirements(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_requirements(context: Context, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Change resource requirements, for all jobs that have them."""
-    current = read_row(store, resource, row_id)
+    current = read_row(context, resource, row_id)
     check_stays(current['workflow_id'], body)
     values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
     values.update(checked_requirements(dict(current, **values)), is_implicit=False)
-    store.update('resource_requirements', row_id, values)
-    changed = read_row(store, resource, row_id)
+    context.update('resource_requirements', row_id, values)
+    changed = read_row(context, resource, row_id)
     details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items() if key != 'workflow_id'}
-    add_user_event(store, current['workflow_id'], 'update_resource_requirements', **details)
+    add_user_event(context, current['workflow_id'], 'update_resource_requirements', **details)
     return changed
 
 
-def create_user_data(store: Store, resource: str, body: Dict[str, Any], consumer_job_id: Optional[int] = None,
+def create_user_data(context: Context, resource: str, body: Dict[str, Any], consumer_job_id: Optional[int] = None,
                      producer_job_id: Optional[int] = None) -> Dict[str, Any]:
     """Add user data, and link it to the jobs that use and make it."""
-    record = create_row(store, resource, body)
+    record = create_row(context, resource, body)
     for table, job_id in (('job_input_user_data', consumer_job_id), ('job_output_user_data', producer_job_id)):
         if job_id is not None:
-            check_owned(store, 'job', body['workflow_id'], [job_id])
-            store.insert_rows(table, ('job_id', 'user_data_id'), [(job_id, record['id'])])
+            check_owned(context, 'job', body['workflow_id'], [job_id])
+            context.insert_rows(table, ('job_id', 'user_data_id'), [(job_id, record['id'])])
     return record
 
 
-def create_result(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_result(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add a result by hand, as the job's current one; the job's status stays."""
-    check_references(store, body['workflow_id'], body)
-    store.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (body['job_id'],))
-    return create_row(store, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
+    check_references(context, body['workflow_id'], body)
+    context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (body['job_id'],))
+    return create_row(context, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
 
 
-def read_row(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+def read_row(context: Context, resource: str, row_id: int) -> Dict[str, Any]:
     """One row."""
-    return get_row(store, RESOURCES[resource].view, row_id)
+    return get_row(context, RESOURCES[resource].view, row_id)
 
 
-def update_row(store: Store, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_row(context: Context, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Change the given fields of a row; it stays in its workflow."""
-    current = read_row(store, resource, row_id)
+    current = read_row(context, resource, row_id)
     values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
     check_stays(current['workflow_id'], body)
-    check_references(store, current['workflow_id'], body)
+    check_references(context, current['workflow_id'], body)
     fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values and values[name] != current.get(name)]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot be changed")
     if resource == 'file':
         values['st_mtime'] = body.get('st_mtime')   # as in Torc, whose clients leave out what is null
     try:
-        store.update(RESOURCES[resource].table, row_id, values)
+        context.update(RESOURCES[resource].table, row_id, values)
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, values) from None
-    return read_row(store, resource, row_id)
+    return read_row(context, resource, row_id)
 
 
-def create_event(store: Store, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_event(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add an event, of this moment."""
-    workflow_state(store, body['workflow_id'])
-    return read_row(store, resource, store.add_event(body['workflow_id'], body['data']))
+    workflow_state(context, body['workflow_id'])
+    add_event(context, body['workflow_id'], body['data'])
+    return read_row(context, resource, context.value('SELECT last_insert_rowid()'))
 
 
-def update_event(store: Store, resource: str, row_id: int, body: Any) -> Dict[str, Any]:
+def update_event(context: Context, resource: str, row_id: int, body: Any) -> Dict[str, Any]:
     """Replace what an event says."""
-    read_row(store, resource, row_id)
+    read_row(context, resource, row_id)
     data = body.get('data', body) if isinstance(body, dict) else body
-    store.run('UPDATE event SET data = ? WHERE id = ?', (format_json(data), row_id))
-    return read_row(store, resource, row_id)
+    context.run('UPDATE event SET data = ? WHERE id = ?', (format_json(data), row_id))
+    return read_row(context, resource, row_id)
 
 
-def delete_row(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+def delete_row(context: Context, resource: str, row_id: int) -> Dict[str, Any]:
     """Remove a row; what it was is the answer."""
-    row = read_row(store, resource, row_id)
-    delete_where(store, resource, 'id', row_id)
+    row = read_row(context, resource, row_id)
+    delete_where(context, resource, 'id', row_id)
     return row
 
 
-def delete_where(store: Store, resource: str, column: str, value: int) -> int:
+def delete_where(context: Context, resource: str, column: str, value: int) -> int:
     """Remove rows, unless others need them; how many."""
     try:
-        with store.savepoint():
+        with context.savepoint():
             if resource == 'resource_requirements':     # kinds that no job is of any more
-                store.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
-            return store.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
+                context.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
+            return context.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
     except sqlite3.IntegrityError:
         raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete them first") from None
 
 
-def delete_rows(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+def delete_rows(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
     """Remove all rows of a workflow."""
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     if resource == 'job':
-        refuse_active(store, workflow_id, 'emptied')
-    return {'count': delete_where(store, resource, 'workflow_id', workflow_id)}
+        refuse_active(context, workflow_id, 'emptied')
+    return {'count': delete_where(context, resource, 'workflow_id', workflow_id)}
 
 
-def delete_ro_crate_entity(store: Store, resource: str, row_id: int) -> Dict[str, Any]:
+def delete_ro_crate_entity(context: Context, resource: str, row_id: int) -> Dict[str, Any]:
     """Remove one RO-Crate entity."""
-    delete_row(store, resource, row_id)
+    delete_row(context, resource, row_id)
     return {'message': f'Deleted RO-Crate entity {row_id}'}
 
 
-def delete_ro_crate_entities(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+def delete_ro_crate_entities(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
     """Remove all RO-Crate entities of a workflow."""
-    count = delete_rows(store, resource, workflow_id)['count']
+    count = delete_rows(context, resource, workflow_id)['count']
     return {'deleted_count': count, 'message': f'Deleted {count} RO-Crate entities of workflow {workflow_id}'}
 
 
-def delete_all_user_data(store: Store, resource: str, workflow_id: int) -> Dict[str, Any]:
+def delete_all_user_data(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
     """Remove all user data of a workflow."""
-    count = delete_rows(store, resource, workflow_id)['count']
+    count = delete_rows(context, resource, workflow_id)['count']
     return {'deleted_count': count, 'message': f'Deleted {count} user data records of workflow {workflow_id}'}
 
 
@@ -10063,147 +9940,147 @@ GROUPS_OF_WORKFLOW = 'id IN (SELECT group_id FROM workflow_access_group WHERE wo
 GROUPS_OF_USER = 'id IN (SELECT group_id FROM user_group_membership WHERE user_name = ?)'
 
 
-def set_administrators(store: Store, users: Iterable[str]) -> None:
+def set_administrators(context: Context, users: Iterable[str]) -> None:
     """Let the group of the administrators have these members and no others."""
     wanted = set(users)
     if ANONYMOUS in wanted:
         raise BadInput(f'{ANONYMOUS!r} cannot be an administrator: it is anybody')
-    group_id = store.value('SELECT id FROM access_group WHERE is_system = 1')
-    group_id = group_id or store.insert('access_group', {'name': ADMIN_GROUP, 'created_at': format_time(store.now()), 'is_system': True})
-    if set(store.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?', (group_id,))) != wanted:
-        store.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
+    group_id = context.value('SELECT id FROM access_group WHERE is_system = 1')
+    group_id = group_id or context.insert('access_group', {'name': ADMIN_GROUP, 'created_at': format_time(context.now()), 'is_system': True})
+    if set(context.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?', (group_id,))) != wanted:
+        context.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
         for user in sorted(wanted):
-            store.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin', 'created_at': format_time(store.now())})
+            context.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin', 'created_at': format_time(context.now())})
 
 
-def check_fills_by_hand(store: Store, group_id: int) -> None:
+def check_fills_by_hand(context: Context, group_id: int) -> None:
     """Refuse changes of the group of the administrators."""
-    if store.value('SELECT is_system FROM access_group WHERE id = ?', (group_id,)):
+    if context.value('SELECT is_system FROM access_group WHERE id = ?', (group_id,)):
         raise Denied('the group of the administrators is filled by `serve --admin-user` and TORC_ADMIN_USERS only')
 
 
-def find_link(store: Store, table: str, group_id: int, other: str, value: Any) -> Optional[Dict[str, Any]]:
+def find_link(context: Context, table: str, group_id: int, other: str, value: Any) -> Optional[Dict[str, Any]]:
     """The row that ties a group to a user (user_name) or a workflow (workflow_id); None if there is none."""
-    return next(iter(store.select(table, f'WHERE group_id = ? AND {other} = ?', (group_id, value))), None)
+    return next(iter(context.select(table, f'WHERE group_id = ? AND {other} = ?', (group_id, value))), None)
 
 
-def check_is_self(store: Store, user: str) -> None:
+def check_is_self(context: Context, user: str) -> None:
     """Refuse questions about other users, but from administrators and where users have no names."""
-    if store.caller != user and not store.is_admin and (store.knows_users or store.enforces_access):
+    if context.caller != user and not context.is_admin and context.service.tells_callers_apart:
         raise Denied(f'only {printable(user)} and administrators may ask this')
 
 
-def group_page(store: Store, table: str, where: str, value: Any, offset: int, limit: int) -> Dict[str, Any]:
+def group_page(context: Context, table: str, where: str, value: Any, offset: int, limit: int) -> Dict[str, Any]:
     """One page of groups or members, in the envelope that these lists have."""
     limit = page_size(offset, limit)
-    total = store.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
-    items = store.select(table, f'WHERE {where} ORDER BY id LIMIT ? OFFSET ?', (value, limit, offset))
+    total = context.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
+    items = context.select(table, f'WHERE {where} ORDER BY id LIMIT ? OFFSET ?', (value, limit, offset))
     return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total, 'has_more': offset + len(items) < total}
 
 
-def create_access_group(store: Store, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_access_group(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """Make a group, without members."""
-    check_group_admin(store)
-    if store.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
+    check_group_admin(context)
+    if context.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
         raise Conflict(f"there is an access group {printable(body['name'])!r} already")
-    values = {'name': body['name'], 'description': body.get('description'), 'created_at': format_time(store.now())}
-    return get_row(store, 'access_group', store.insert('access_group', values))
+    values = {'name': body['name'], 'description': body.get('description'), 'created_at': format_time(context.now())}
+    return get_row(context, 'access_group', context.insert('access_group', values))
 
 
-def list_access_groups(store: Store, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_access_groups(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """All groups."""
-    check_group_admin(store)
-    return group_page(store, 'access_group', 'id > ?', 0, offset, limit)
+    check_group_admin(context)
+    return group_page(context, 'access_group', 'id > ?', 0, offset, limit)
 
 
-def get_access_group(store: Store, group_id: int) -> Dict[str, Any]:
+def get_access_group(context: Context, group_id: int) -> Dict[str, Any]:
     """One group."""
-    check_group_admin(store, group_id)
-    return get_row(store, 'access_group', group_id)
+    check_group_admin(context, group_id)
+    return get_row(context, 'access_group', group_id)
 
 
-def delete_access_group(store: Store, group_id: int) -> Dict[str, Any]:
+def delete_access_group(context: Context, group_id: int) -> Dict[str, Any]:
     """Remove a group; its members lose what it gave them."""
-    check_group_admin(store)
-    group = get_row(store, 'access_group', group_id)
-    check_fills_by_hand(store, group_id)
-    store.run('DELETE FROM access_group WHERE id = ?', (group_id,))
+    check_group_admin(context)
+    group = get_row(context, 'access_group', group_id)
+    check_fills_by_hand(context, group_id)
+    context.run('DELETE FROM access_group WHERE id = ?', (group_id,))
     return group
 
 
-def list_group_members(store: Store, group_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_group_members(context: Context, group_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Who is in a group."""
-    check_group_admin(store, group_id)
-    return group_page(store, 'user_group_membership', 'group_id = ?', group_id, offset, limit)
+    check_group_admin(context, group_id)
+    return group_page(context, 'user_group_membership', 'group_id = ?', group_id, offset, limit)
 
 
-def add_user_to_group(store: Store, group_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def add_user_to_group(context: Context, group_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Let a user into a group, as one of GROUP_ROLES."""
-    check_group_admin(store, group_id)
-    check_fills_by_hand(store, group_id)
+    check_group_admin(context, group_id)
+    check_fills_by_hand(context, group_id)
     user, role = body.get('user_name'), body.get('role') or 'member'
     if not user or user == ANONYMOUS:
         raise Refused(f'user_name: {user!r} is nobody who could be in a group', field='user_name')
     if (body.get('group_id') or group_id) != group_id:
         raise Refused(f"the body is about group {body['group_id']}, the path about {group_id}", field='group_id')
-    if find_link(store, 'user_group_membership', group_id, 'user_name', user):
+    if find_link(context, 'user_group_membership', group_id, 'user_name', user):
         raise Conflict(f'{printable(user)} is in access group {group_id} already')
-    values = {'group_id': group_id, 'user_name': user, 'role': role, 'created_at': format_time(store.now())}
-    return get_row(store, 'user_group_membership', store.insert('user_group_membership', values))
+    values = {'group_id': group_id, 'user_name': user, 'role': role, 'created_at': format_time(context.now())}
+    return get_row(context, 'user_group_membership', context.insert('user_group_membership', values))
 
 
-def remove_user_from_group(store: Store, group_id: int, user_name: str) -> Dict[str, Any]:
+def remove_user_from_group(context: Context, group_id: int, user_name: str) -> Dict[str, Any]:
     """Take a user out of a group."""
-    check_group_admin(store, group_id)
-    check_fills_by_hand(store, group_id)
-    found = find_link(store, 'user_group_membership', group_id, 'user_name', user_name)
+    check_group_admin(context, group_id)
+    check_fills_by_hand(context, group_id)
+    found = find_link(context, 'user_group_membership', group_id, 'user_name', user_name)
     if found is None:
         raise NotFound(f'{printable(user_name)} is not in access group {group_id}')
-    store.run('DELETE FROM user_group_membership WHERE id = ?', (found['id'],))
+    context.run('DELETE FROM user_group_membership WHERE id = ?', (found['id'],))
     return found
 
 
-def list_user_groups(store: Store, user_name: str, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_user_groups(context: Context, user_name: str, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Groups that a user is in."""
-    check_is_self(store, user_name)
-    return group_page(store, 'access_group', GROUPS_OF_USER, user_name, offset, limit)
+    check_is_self(context, user_name)
+    return group_page(context, 'access_group', GROUPS_OF_USER, user_name, offset, limit)
 
 
-def list_workflow_groups(store: Store, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_workflow_groups(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Groups whose members may use a workflow."""
-    workflow_state(store, workflow_id)
-    return group_page(store, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
+    workflow_state(context, workflow_id)
+    return group_page(context, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
 
 
-def add_workflow_to_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
+def add_workflow_to_group(context: Context, workflow_id: int, group_id: int) -> Dict[str, Any]:
     """Let the members of a group use a workflow."""
-    check_may_link(store, workflow_id, group_id)
-    if find_link(store, 'workflow_access_group', group_id, 'workflow_id', workflow_id):
+    check_may_link(context, workflow_id, group_id)
+    if find_link(context, 'workflow_access_group', group_id, 'workflow_id', workflow_id):
         raise Conflict(f'access group {group_id} has access to workflow {workflow_id} already')
-    link = {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(store.now())}
-    store.insert('workflow_access_group', link)
+    link = {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(context.now())}
+    context.insert('workflow_access_group', link)
     return link
 
 
-def remove_workflow_from_group(store: Store, workflow_id: int, group_id: int) -> Dict[str, Any]:
+def remove_workflow_from_group(context: Context, workflow_id: int, group_id: int) -> Dict[str, Any]:
     """Take a workflow from the members of a group."""
-    check_may_link(store, workflow_id, group_id)
-    found = find_link(store, 'workflow_access_group', group_id, 'workflow_id', workflow_id)
+    check_may_link(context, workflow_id, group_id)
+    found = find_link(context, 'workflow_access_group', group_id, 'workflow_id', workflow_id)
     if found is None:
         raise NotFound(f'access group {group_id} has no access to workflow {workflow_id}')
-    store.run('DELETE FROM workflow_access_group WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
+    context.run('DELETE FROM workflow_access_group WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
     return found
 
 
-def check_workflow_access(store: Store, workflow_id: int, user_name: str) -> Dict[str, Any]:
+def check_workflow_access(context: Context, workflow_id: int, user_name: str) -> Dict[str, Any]:
     """Whether a user may use a workflow where access is enforced, and why."""
-    check_is_self(store, user_name)
-    owner = store.value('SELECT user FROM workflow WHERE id = ?', (workflow_id,))
-    if owner is None and not is_limited(store):
+    check_is_self(context, user_name)
+    owner = context.value('SELECT user FROM workflow WHERE id = ?', (workflow_id,))
+    if owner is None and not is_limited(context):
         raise NotFound(f'there is no workflow {workflow_id}')
     reason = ('is anybody' if user_name == ANONYMOUS else 'owns it' if owner == user_name else
-              'is in a group that has access' if may_use(store, workflow_id, user_name) else
-              'is an administrator' if is_system_admin(store, user_name) else '')
+              'is in a group that has access' if may_use(context, workflow_id, user_name) else
+              'is an administrator' if is_system_admin(context, user_name) else '')
     has_access = bool(reason) and user_name != ANONYMOUS
     return {'has_access': has_access, 'user_name': user_name, 'workflow_id': workflow_id,
             'reason': f"{user_name} {reason or 'neither owns it nor is in a group that has access'}"}
@@ -10221,14 +10098,14 @@ def failing_as(kind: str) -> Iterator[None]:
         raise
 
 
-def reload_auth(store: Store) -> Dict[str, Any]:
+def reload_auth(context: Context) -> Dict[str, Any]:
     """Read the password file again, and forget what was known of passwords."""
-    check_admin(store)
-    if store.reload_users is None:
+    check_admin(context)
+    if context.service.reload_users is None:
         raise Refused('this server has no password file: it was started without --auth-file',
                       kind='NoAuthFile')
     with failing_as('ReloadFailed'):
-        count = store.reload_users()
+        count = context.service.reload_users()
     return {'message': 'Auth credentials reloaded successfully', 'user_count': count}
 
 
@@ -10257,14 +10134,14 @@ class Traffic:
         self.row[self.SLOTS.get(head[9:10], 7)] += 1
 
 
-def get_api_stats(store: Store, window_seconds: int = 3600, interval_seconds: int = 60) -> Dict[str, Any]:
+def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds: int = 60) -> Dict[str, Any]:
     """Requests and bytes of the last seconds, in buckets that begin at multiples of the interval, the newest first."""
-    check_admin(store)
+    check_admin(context)
     window = max(1, min(window_seconds, Traffic.MOST_S))
     interval = max(1, min(interval_seconds, window))
-    now = store.now()
+    now = context.now()
     buckets = {start: [0] * len(Traffic.KEYS) for start in range(int(now) // interval * interval, int(now) - window, -interval)}
-    for second, *counts in store.traffic.rows if store.traffic is not None else ():
+    for second, *counts in context.service.traffic.rows if context.service.traffic is not None else ():
         bucket = buckets.get(second // interval * interval)
         if bucket is not None:
             bucket[:] = map(operator.add, bucket, counts)
@@ -10272,26 +10149,26 @@ def get_api_stats(store: Store, window_seconds: int = 3600, interval_seconds: in
             'buckets': [dict(zip(Traffic.KEYS, counts), start_ms=start * 1000) for start, counts in buckets.items()]}
 
 
-def ping(store: Store) -> Dict[str, Any]:
+def ping(context: Context) -> Dict[str, Any]:
     """The server is there."""
     return {'status': 'ok'}
 
 
-def get_version(store: Store) -> Dict[str, Any]:
+def get_version(context: Context) -> Dict[str, Any]:
     """Versions of the program and of the interface; the commit, as in Torc, only where all may see all."""
     answer = {'version': __version__, 'api_version': API_VERSION}
-    return answer if store.enforces_access else dict(answer, git_hash=RELEASE_TAG)
+    return answer if context.service.enforces_access else dict(answer, git_hash=RELEASE_TAG)
 
 
-def get_database(store: Store) -> Dict[str, Any]:
+def get_database(context: Context) -> Dict[str, Any]:
     """Which database answers: its identity, and where it is stored."""
-    identity = store.value('SELECT id FROM identity')
-    return {'id': identity, 'path': store.file_path, 'host': socket.gethostname()}
+    identity = context.value('SELECT id FROM identity')
+    return {'id': identity, 'path': context.store.file_path, 'host': socket.gethostname()}
 
 
-def snapshot_database(store: Store) -> Dict[str, Any]:
+def snapshot_database(context: Context) -> Dict[str, Any]:
     """Write a database in memory to its file, done when `saved` has reached the `changes` of this answer."""
-    changes, snapshots = store.changes, store.snapshots
+    changes, snapshots = context.store.changes, context.store.snapshots
     if snapshots is None:
         return {'changes': changes, 'saved': changes}
     if snapshots.saved < changes:
@@ -10310,41 +10187,70 @@ class Subscription(Row):
 API_SUBJECTS = ('api', 'api with bodies')
 
 
-def stream_workflow_events(store: Store, workflow_id: int, level: str = 'info') -> Subscription:
+def stream_workflow_events(context: Context, workflow_id: int, level: str = 'info') -> Subscription:
     """What happens to a workflow from now on; of an unknown level: info."""
-    workflow_state(store, workflow_id)
+    workflow_state(context, workflow_id)
     return Subscription(workflow_id, SEVERITIES.index(level if level in SEVERITIES else 'info'))
 
 
-def stream_api_events(store: Store, include_bodies: bool = False) -> Subscription:
+def stream_api_events(context: Context, include_bodies: bool = False) -> Subscription:
     """Every request that is answered from now on."""
-    check_admin(store)
+    check_admin(context)
     return Subscription(API_SUBJECTS[include_bodies], 0)
 
 
 # ======== 8h. Ad-hoc SQL: an administrator's own statements ========
 #
-# One statement at a time, refused by its words where it would end our transaction or change a whole table by mistake,
-# and taken back where it leaves something that no verb could read. What an administrator wrote is put on record.
+# One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles a
+# statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and our tables
+# ours. Administrators may make tables called t_..., which nothing of ours looks at or waits for: no trigger, view or
+# foreign key ties them to our tables, so that every verb and every migration still works. What writes is taken back
+# where it leaves something that no verb could read, and put on record in any case.
 
-SQL_LITERALS = Expression(r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
+ADMIN_SQL_S = 5.0           # so long a statement may hold up everybody; one call of a function of SQLite, longer
+ADMIN_SQL_STEPS = 10000     # of SQLite's machine between looks at the clock
+MAX_SQL_ANSWER_BYTES = 64 * 1024 ** 2   # about
+# Actions that SQLite asks for: https://www.sqlite.org/c3ref/c_alter_table.html
+READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURSIVE
+WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
+MAKING_ACTIONS = frozenset([1, 2, 27])          # CREATE_INDEX, CREATE_TABLE, REINDEX
+FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
+SCRATCH_PREFIX = 't_'       # of what administrators make: all other names are ours, now or later
+SQL_LITERALS = Expression(      # texts, quoted names and comments; an end may be missing
+    r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
 SQL_READERS = ('SELECT', 'VALUES', 'WITH')
 SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH', 'CREATE')
+CELL_TYPES = {      # codec -> types that SQLite may store; others: text
+    'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer',), 'REAL': ('real', 'integer')}
+JSON_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dict}      # that verbs look into
+CELL_RULES = {      # codec, or the column's name -> what a cell must not be, beside another type
+    'STATUS': f'{{0}} NOT BETWEEN 0 AND {len(STATUSES) - 1}',
+    'REAL': 'abs({0}) > 1e15',      # nor may a sum of them be infinite: JSON knows no such number
+    'id': f'{{0}} NOT BETWEEN 1 AND {2 ** 53}'}     # SQLite goes on above the highest: after its last, none could be added
 DUPLICATE_COUNT = ('SELECT coalesce(sum(duplicates), 0) FROM '     # older workflows may have some
                    '(SELECT count(*) - 1 AS duplicates FROM job GROUP BY workflow_id, name)')
-LOST = 'SELECT ' + ' + '.join(      # references that no foreign key watches
+DANGLING_COUNT = 'SELECT ' + ' + '.join(    # references that no foreign key watches
     f'(SELECT count(*) FROM job LEFT JOIN {table} ON {table}.id = job.{column} '
     f'AND {table}.workflow_id = job.workflow_id WHERE job.{column} IS NOT NULL AND {table}.id IS NULL)'
     for column, table in (('kind_id', 'job_kind'), ('explicit_set_id', 'dep_set'), ('dep_set_id', 'dep_set')))
 COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])    # what the counters of dependency sets are made from
 
 
-def check_foreign_sql(sql: str, writes: bool, allows_full_table: bool) -> bool:
+class SqlAnswer(Row):
+    """What a statement brought."""
+    columns: List[str]
+    rows: List[Tuple]
+    changed: int                # rows that it changed itself
+    tables: Set[str]            # that it wrote to
+
+
+def check_statement(sql: str, writes: bool, allows_full_table: bool) -> bool:
     """Refuse by its words what must not even be compiled: it would end our transaction, or change a whole
     table by mistake. Whether the statement makes something.
     """
-    bare = SQL_LITERALS.sub(lambda match: '"" ' if match.group()[0] not in '-/' else ' ', sql).strip().rstrip('; \t\r\n')
+    bare = SQL_LITERALS.sub(lambda match: '"" ' if match.group()[0] not in '-/' else ' ', sql)
+    bare = bare.strip().rstrip('; \t\r\n')
     first = re.match(r'\w*', bare).group().upper()
     if ';' in bare:
         raise Refused('one statement at a time: there is a semicolon inside')
@@ -10357,9 +10263,11 @@ def check_foreign_sql(sql: str, writes: bool, allows_full_table: bool) -> bool:
         raise Refused('OR ROLLBACK is not possible here: it would undo what others have asked for')
     outside = outside_parentheses(bare)
     verb = SQL_VERB.search(outside)
-    is_full = verb and verb.group(1).upper() in ('UPDATE', 'DELETE') and not re.search(r'\bWHERE\b', outside, re.IGNORECASE)
+    is_full = (verb and verb.group(1).upper() in ('UPDATE', 'DELETE')
+               and not re.search(r'\bWHERE\b', outside, re.IGNORECASE))
     if writes and is_full and not allows_full_table:
-        raise Refused(f'this {verb.group(1).upper()} has no WHERE and would change every row: add one, or allow it with allow_full_table')
+        raise Refused(f'this {verb.group(1).upper()} has no WHERE and would change every row: add one, '
+                      'or allow it with allow_full_table')
     return first == 'CREATE'
 
 
@@ -10372,102 +10280,236 @@ def outside_parentheses(text: str) -> str:
     return ''.join(kept)
 
 
-def admin_sql(store: Store, body: Dict[str, Any]) -> Any:
+class SqlGuard:
+    """SQLite's authorizer and progress handler: judges an administrator's statement while one runs, and lets ours pass."""
+
+    def __init__(self) -> None:
+        self.is_on = self.writes = self.makes = False
+        self.refused = ''                   # what the statement must not do, if it was refused
+        self.tables = set()                 # type: Set[str]  # that it writes to
+        self.deadline = math.inf            # monotonic
+        self.count = 0                      # of statements: no two have the same text, so that each is compiled, and judged
+        # One object for good: of several that are equal, Python 3.6 keeps the first alive and calls the last.
+        self.interrupter = self.is_late
+
+    @contextlib.contextmanager
+    def judging(self, connection: sqlite3.Connection, writes: bool, makes: bool) -> Iterator[None]:
+        """While the block runs, statements are judged, timed, and may bring text that is not UTF-8."""
+        self.writes, self.makes, self.refused, self.tables = writes, makes, '', set()
+        self.deadline = time.monotonic() + ADMIN_SQL_S
+        self.count += 1
+        try:
+            if not writes:      # whatever the guard might overlook
+                connection.execute('PRAGMA query_only = ON')
+            connection.text_factory = functools.partial(str, encoding='utf-8', errors='replace')
+            connection.set_progress_handler(self.interrupter, ADMIN_SQL_STEPS)
+            self.is_on = True
+            yield
+        finally:
+            self.is_on = False
+            connection.set_progress_handler(None, 0)
+            connection.text_factory = str
+            connection.execute('PRAGMA query_only = OFF')
+
+    def judge(self, action: int, one: Optional[str], two: Optional[str], database: Optional[str],
+              _: Optional[str]) -> int:
+        """SQLite's question, for each thing that a statement is going to do: 0 to allow, 1 to refuse."""
+        if not self.is_on or action in READING_ACTIONS and (two or '').lower() not in FORBIDDEN_FUNCTIONS:
+            return 0
+        one, two, is_main = one or '', two or '', database == 'main'
+        if is_main and action in WRITING_ACTIONS and self.writes and is_writable_table(one):
+            self.tables.add(one)
+            return 0
+        if is_main and self.makes and may_be_made(action, one, two):
+            return 0
+        self.refused = self.refused or (
+            f'make {one}: only tables called {SCRATCH_PREFIX}... can be made, with indexes' if self.makes else
+            f'write to {one}' if action in WRITING_ACTIONS else
+            f'do what it wants with {one or two or "this"}')
+        return 1
+
+    def is_late(self) -> int:
+        """Whether to interrupt the statement."""
+        return int(time.monotonic() > self.deadline)
+
+    def explain(self, error: Exception) -> str:
+        """Why a statement failed, in words for users."""
+        if self.refused:
+            return f'this statement must not {self.refused}'
+        if 'interrupted' in str(error):
+            return f'the statement was interrupted after {ADMIN_SQL_S:g} s: it would hold up everybody'
+        return f'SQLite refuses the statement: {printable(str(error))[:200]}'
+
+
+def is_writable_table(table: str) -> bool:
+    """Whether an administrator may write to a table with SQL."""
+    return not table.lower().startswith('sqlite_') and table.lower() not in ('admin_audit_log', 'identity')
+
+
+def is_scratch(name: str) -> bool:
+    """Whether a table or index is one that an administrator has made."""
+    return name.lower().startswith(SCRATCH_PREFIX)
+
+
+def may_be_made(action: int, one: str, two: str) -> bool:
+    """Whether a CREATE may do this to a table, an index (one) of a table (two), or SQLite's list of both."""
+    if action in WRITING_ACTIONS:
+        return one in ('sqlite_master', 'sqlite_schema')
+    is_ours = not is_scratch(two or one) or not (is_scratch(one) or one.startswith('sqlite_autoindex_'))
+    return action in MAKING_ACTIONS and not is_ours
+
+
+def execute_guarded(context: Context, sql: str, limit: int, writes: bool, makes: bool = False) -> SqlAnswer:
+    """Execute a checked statement; at most `limit` rows of what it brings. Refused for all that goes wrong.
+
+    Callers hold a savepoint around it, and have done nothing before in this transaction: SQLite rolls the
+    whole transaction back when a statement that writes is interrupted, and it begins here anew.
+    """
+    store, service, connection = context.store, context.service, context.connection
+    if service.sql_guard is None:
+        service.sql_guard = SqlGuard()
+        connection.set_authorizer(service.sql_guard.judge)      # for good: before Python 3.11 it cannot be taken off
+    guard = service.sql_guard
+    if writes:      # REPLACE deletes rows without firing triggers, and the guard refuses what ours write
+        forget_job_counts(context)
+    depth, before = store.depth, connection.total_changes
+    with contextlib.closing(connection.cursor()) as cursor:
+        try:
+            with guard.judging(connection, writes, makes):
+                cursor.execute(f'/* {guard.count} */ {sql}')
+                rows = fetch_bounded(cursor, limit)
+            changed = context.value('SELECT changes()') if connection.total_changes > before else 0
+        except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
+            raise Refused(guard.explain(error)) from None
+        finally:
+            if not connection.in_transaction:
+                connection.execute('BEGIN IMMEDIATE')
+                for _ in range(depth):
+                    connection.execute('SAVEPOINT verb')
+        return SqlAnswer([row[0] for row in cursor.description or ()], rows, changed, set(guard.tables))
+
+
+def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
+    """The first rows of a statement. Refused if they are too large to be sent."""
+    rows, size = [], 0
+    for row in itertools.islice(cursor, limit):
+        size += sum(len(cell) if isinstance(cell, (str, bytes)) else 16 for cell in row)
+        if size > MAX_SQL_ANSWER_BYTES:
+            raise Refused(f'the answer has more than {MAX_SQL_ANSWER_BYTES // 1024 ** 2} MiB; ask for less, or give a limit')
+        rows.append(row)
+    return rows
+
+
+def admin_sql(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """One SQL statement of an administrator: reads, or with `write` changes something, which is put on record."""
-    check_admin(store)
-    writes, is_dry = bool(body.get('write')), bool(body.get('dry_run'))
-    if not store.allows_sql or writes and not store.allows_sql_writes:
-        raise Denied(f"SQL {'that writes ' if store.allows_sql else ''}is switched off on this server")
+    check_admin(context)
+    service, writes, is_dry = context.service, bool(body.get('write')), bool(body.get('dry_run'))
+    if not service.allows_sql or writes and not service.allows_sql_writes:
+        raise Denied(f"SQL {'that writes ' if service.allows_sql else ''}is switched off on this server")
     with failing_as('InvalidStatement'):
-        makes = check_foreign_sql(body['sql'], writes, bool(body.get('allow_full_table')))
+        makes = check_statement(body['sql'], writes, bool(body.get('allow_full_table')))
     wanted = body.get('limit')
     limit = MAX_LIST_ITEMS if wanted is None else max(1, min(wanted, MAX_LIST_ITEMS))
     if not writes:
         with failing_as('QueryFailed'):
-            return foreign_items(store.execute_foreign(body['sql'], limit, False))
+            return describe_answer(execute_guarded(context, body['sql'], limit, False))
     try:
         with failing_as('ExecutionFailed'):
-            answer = write_foreign(store, body['sql'], limit, is_dry, makes)
+            answer = write_sql(context, body['sql'], limit, is_dry, makes)
     except Refused as error:
-        if is_dry:
-            raise
-        add_audit(store, body, False, None, error.message)
-        return error
+        if not is_dry:
+            context.on_failure = functools.partial(add_audit, context, body, None, error.message)
+        raise
     if not is_dry:
-        add_audit(store, body, True, answer['rows_affected'], None)
+        add_audit(context, body, answer['rows_affected'], None)
     return answer
 
 
-def write_foreign(store: Store, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
+def write_sql(context: Context, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
     """Carry out a statement that writes, and see that everything can still be read and that no job waits for nothing."""
-    with store.savepoint(keeps=not is_dry):
-        duplicates, lost = store.value(DUPLICATE_COUNT), store.value(LOST)
-        found = store.execute_foreign(sql, limit, True, makes)
+    with context.savepoint(keeps=not is_dry):
+        duplicates, dangling = context.value(DUPLICATE_COUNT), context.value(DANGLING_COUNT)
+        found = execute_guarded(context, sql, limit, True, makes)
         for table in sorted(found.tables):
             if not is_scratch(table):   # those are read by no verb
-                store.check_cells(table)
+                check_cells(context, table)
         if makes:
-            refuse_foreign_parents(store)
-        if 'job' in found.tables and store.value(DUPLICATE_COUNT) > duplicates:
+            refuse_references(context)
+        if 'job' in found.tables and context.value(DUPLICATE_COUNT) > duplicates:
             raise Refused('two jobs of a workflow would have the same name')
-        if store.value(LOST) > lost:
+        if context.value(DANGLING_COUNT) > dangling:
             raise Refused('jobs would have a job_kind or dep_set that their workflow does not have')
-        if 'resource_requirements' in found.tables:
-            recompute_requirements(store)
-        for workflow_id in store.ids('SELECT id FROM workflow WHERE run_id > 0') if found.tables & COUNTED_TABLES else ():
-            recount_sets(store, workflow_id)
-            idle_sets = store.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
-            settle(store, workflow_id, release_sets(store, workflow_id, idle_sets))
-    return dict(foreign_items(found), rows_affected=found.changed, committed=not is_dry)
+        if 'resource_requirements' in found.tables:     # claims look at numbers, people at texts
+            for row in context.select('resource_requirements'):
+                context.update('resource_requirements', row['id'], checked_requirements(row))
+        started = 'SELECT id FROM workflow WHERE run_id > 0'
+        for workflow_id in context.ids(started) if found.tables & COUNTED_TABLES else ():
+            recount_sets(context, workflow_id)
+            release_idle_sets(context, workflow_id)
+    return dict(describe_answer(found), rows_affected=found.changed, committed=not is_dry)
 
 
-def recompute_requirements(store: Store) -> None:
-    """Let the numbers that claims look at be those of the texts that people see, after foreign SQL."""
-    for row in store.select('resource_requirements'):
-        store.update('resource_requirements', row['id'], checked_requirements(row))
+def check_cells(context: Context, table: str) -> None:
+    """Refused if a table holds what no verb could read."""
+    for column in context.columns(table):
+        name, types = column.name, CELL_TYPES.get(column.codec, ('text',))
+        conditions = [f"typeof({name}) NOT IN ({', '.join(map(repr, ('null', *types)))})"]
+        conditions += [CELL_RULES[key].format(name) for key in (column.codec, name) if key in CELL_RULES]
+        if context.one(f"SELECT 1 FROM {table} WHERE {' OR '.join(conditions)} LIMIT 1"):
+            raise Refused(f'{table}.{name} would hold what it is not for; its type is {column.codec}')
+        try:
+            for cell in context.ids(f'SELECT DISTINCT {name} FROM {table}') if types == ('text',) else ():
+                value = decode_cell(column.codec, cell)
+                format_json(value).encode()
+                wanted = JSON_TYPES.get(name) if cell is not None else None
+                if wanted and not (isinstance(value, wanted) and all(isinstance(item, str) for item in value)):
+                    raise ValueError(f'{format_json(value)[:60]} is no {wanted.__name__}, or not one of texts')
+        except (sqlite3.OperationalError, ValueError, RecursionError) as error:
+            raise Refused(f'{table}.{name} would hold what cannot be read: {printable(str(error))[:200]}') from None
 
 
-def refuse_foreign_parents(store: Store) -> None:
+def refuse_references(context: Context) -> None:
     """Refuse tables of administrators that refer to ours: rows of ours could not be deleted any more."""
-    for name, parent in store.rows("SELECT made.name, parent.[table] FROM sqlite_master made, "
-                                   "pragma_foreign_key_list(made.name) parent WHERE made.type = 'table'"):
+    for name, parent in context.rows("SELECT made.name, parent.[table] FROM sqlite_master made, "
+                                     "pragma_foreign_key_list(made.name) parent WHERE made.type = 'table'"):
         if is_scratch(name) and not is_scratch(parent):
             raise Refused(f'{printable(name)} must not refer to {printable(parent)}, '
                           'whose rows could not be deleted any more')
 
 
-def foreign_items(found: ForeignAnswer) -> Dict[str, Any]:
-    """Rows of a foreign statement as AdminSqlResponse: a name that comes again gets _2, blobs are hexadecimal."""
+def describe_answer(found: SqlAnswer) -> Dict[str, Any]:
+    """Rows of a statement as AdminSqlResponse: a name that comes again gets _2, blobs are hexadecimal."""
     names = []  # type: List[str]
     for name in found.columns:
         number = 2
         while name in names:
             name, number = f'{found.columns[len(names)]}_{number}', number + 1
         names.append(name)
-    items = [dict(zip(names, map(foreign_cell, row))) for row in found.rows]
+    items = [dict(zip(names, map(describe_cell, row))) for row in found.rows]
     return {'columns': names, 'items': items, 'committed': False}
 
 
-def foreign_cell(value: Any) -> Any:
-    """A cell of a foreign statement as JSON can say it."""
+def describe_cell(value: Any) -> Any:
+    """A cell as JSON can say it."""
     if isinstance(value, bytes):
         return value.hex()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def add_audit(store: Store, body: Dict[str, Any], success: bool, rows_affected: Optional[int], error: Optional[str]) -> None:
-    """Put on record what an administrator wrote."""
-    store.insert('admin_audit_log', {
-        'user_name': store.caller, 'timestamp': int(store.now() * 1000), 'sql_text': body['sql'], 'is_write': True,
-        'allow_full_table': bool(body.get('allow_full_table')), 'rows_affected': rows_affected, 'committed': success, 'success': success,
-        'error': error})
+def add_audit(context: Context, body: Dict[str, Any], rows_affected: Optional[int], error: Optional[str]) -> None:
+    """Put on record what an administrator wrote, or why it was refused."""
+    context.insert('admin_audit_log', {
+        'user_name': context.caller, 'timestamp': int(context.now() * 1000), 'sql_text': body['sql'], 'is_write': True,
+        'allow_full_table': bool(body.get('allow_full_table')), 'rows_affected': rows_affected,
+        'committed': error is None, 'success': error is None, 'error': error})
 
 
-def list_admin_audit_log(store: Store, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """What administrators wrote, the newest first."""
-    check_admin(store)
-    rows = store.select('admin_audit_log', 'ORDER BY id DESC LIMIT ? OFFSET ?', (page_size(offset, limit), offset))
-    return list_answer(rows, offset, store.value('SELECT count(*) FROM admin_audit_log'))
+    check_admin(context)
+    page = (page_size(offset, limit), offset)
+    rows = context.select('admin_audit_log', 'ORDER BY id DESC LIMIT ? OFFSET ?', page)
+    return list_answer(rows, offset, context.value('SELECT count(*) FROM admin_audit_log'))
 
 
 # ======== 9. API: tables that map HTTP to verbs ========
@@ -10911,7 +10953,7 @@ MODELS.update({name: shape.format(model) for name, model, shape in (
     ('SlurmJobCorrelationsResponse', 'SlurmJobCorrelationModel', LIST_MODEL))})
 
 
-def get_openapi(store: Store) -> Dict[str, Any]:
+def get_openapi(context: Context) -> Dict[str, Any]:
     """What this server offers, as an OpenAPI 3.1 document: for programs that make clients."""
     return describe_interface()
 
@@ -11252,7 +11294,7 @@ def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     return {name: str(value) if name in TEXT_PARAMETERS and name in in_path else value for name, value in parameters.items()}
 
 
-def call_route(store: Store, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
+def call_route(context: Context, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
     """Check what was sent, and let the verb answer."""
     for name, field in query_fields(route).items():
         if field.is_required and parameters.get(name) is None:
@@ -11264,29 +11306,29 @@ def call_route(store: Store, route: Route, parameters: Dict[str, Any], body: Any
     if route.body:
         is_optional = route.name == 'claim_action' and body is None
         arguments['body'] = body if is_optional else check_body(route.body, body)
-    if is_limited(store) and route.name not in OPEN_OPERATIONS:
-        check_route_access(store, route, arguments)
+    if is_limited(context) and route.name not in OPEN_OPERATIONS:
+        check_route_access(context, route, arguments)
     if 'status' in arguments and '{status}' in route.path and arguments['status'] not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}", field='status')
-    return route.verb(store, route.resource, **arguments) if route.resource else route.verb(store, **arguments)
+    return route.verb(context, route.resource, **arguments) if route.resource else route.verb(context, **arguments)
 
 
-def check_route_access(store: Store, route: Route, arguments: Dict[str, Any]) -> None:
+def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]) -> None:
     """Refuse a limited caller what is about a workflow that he has no access to, or about none that could be told."""
     about = [(arguments['workflow_id'], f"workflow {arguments['workflow_id']}")] if 'workflow_id' in arguments else []
     first = next((part[1:-1] for part in route_parts(route) if part[0] == '{'), '')
     table = RESOURCES[route.resource].table if first == 'row_id' else TABLES_BY_PARAMETER.get(first)
     if table:
         row_id = arguments[first]
-        found = store.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (row_id,))
-        if table == 'task' and (found is None or not may_use(store, found, store.caller)):
+        found = context.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (row_id,))
+        if table == 'task' and (found is None or not may_use(context, found, context.caller)):
             raise NotFound(f'there is no task {row_id}')    # as in Torc
         about.append((found, f"{table.replace('_', ' ')} {row_id}"))
     about += [(workflow_id, f'workflow {workflow_id}') for workflow_id in named_workflows(arguments.get('body'))]
     for workflow_id, what in about:
-        check_may_use(store, workflow_id, what)
+        check_may_use(context, workflow_id, what)
     if not about:
-        check_admin(store)
+        check_admin(context)
 
 
 def named_workflows(body: Any) -> Set[int]:
@@ -11334,40 +11376,44 @@ def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     return parsed
 
 
-def call_operation(store: Store, name: str, parameters: Dict[str, Any], body: Any = None) -> Any:
-    """Answer an operation for a caller in this process. The caller holds a transaction. Raises TorcErrors.
-
-    A verb that failed and yet has something to keep returns the error; what it returns is to be raised after the commit.
-    """
+def call_operation(context: Context, name: str, parameters: Dict[str, Any], body: Any = None) -> Any:
+    """Answer an operation for a caller in this process, within the caller's transaction, which goes on if the verb fails."""
     route = OPERATIONS[name]
-    values = parse_values(route, name_parameters(route, parameters))
-    with store.savepoint():
-        return call_route(store, route, values, body)
+    return carry_out(context, route, parse_values(route, name_parameters(route, parameters)), body)
 
 
-def answer_request(store: Store, method: str, path: str, query: str, body: Union[bytes, CheckedBody],
+def carry_out(context: Context, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
+    """Answer in a savepoint: of a verb that fails only what it has asked for in on_failure stays."""
+    try:
+        with context.savepoint():
+            return call_route(context, route, parameters, body)
+    except TorcError:
+        if context.on_failure is not None:
+            context.on_failure()
+        raise
+
+
+def answer_request(service: Service, method: str, path: str, query: str, body: Union[bytes, CheckedBody],
                    caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
     """Answer a request in a savepoint of its own, within the caller's transaction. (HTTP status, value); never raises.
 
-    `is_owner`: the caller has shown the server's token. He may be an administrator without it.
+    `is_owner`: the caller has shown the server's token. They may be an administrator without it.
     """
     try:
-        store.caller, store.is_admin = caller, is_owner or is_system_admin(store, caller)
+        context = service.context(caller, is_owner)
+        context.is_admin = is_owner or is_system_admin(context, caller)
         route, found = find_route(method, path)
         parameters = {name: text if name in TEXT_PARAMETERS else parse_parameter(name, 'int', text) for name, text in found.items()}
         parameters.update(parse_query(route, query))
         value = None if not route.body else body if isinstance(body, CheckedBody) else parse_body(body)
-        with store.savepoint():
-            answer = call_route(store, route, parameters, value)
-        if isinstance(answer, TorcError):
-            return answer.http, format_error(answer)
+        answer = carry_out(context, route, parameters, value)
         return 202 if isinstance(answer, Accepted) else 200, answer
     except TorcError as error:
         return error.http, format_error(error)
     except sqlite3.IntegrityError:
         return 422, format_error(Refused('the request refers to something that does not exist, or to what exists already'))
     except sqlite3.Error as error:
-        return 503, format_error(explain_database_error(error, store.path))
+        return 503, format_error(explain_database_error(error, service.store.path))
     except Exception:  # border: one request; a bug must not take the server and the other requests with it
         log.error('%s %s failed; please report this bug\n%s', method, printable(path), traceback.format_exc())
         return 500, {'error': {'error': 'InternalServerError', 'message': "a bug in torc.py; the server's log has the traceback"}}
@@ -11985,7 +12031,7 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
-            fail_open_tasks(store)
+            fail_open_tasks(Service(store).context())
         stack.pop_all()
         return store, lease
 
@@ -12848,14 +12894,14 @@ class Feeds:
         feed.add(severity, event_type, data)
         self.changed.add(feed)
 
-    def add_news(self, news: Sequence[Union[News, int]]) -> None:
+    def add_updates(self, updates: Sequence[Union[Update, int]]) -> None:
         """What a transaction announced."""
-        for item in news:
+        for item in updates:
             if not isinstance(item, int):
                 value = {'workflow_id': item.workflow_id, 'timestamp': item.timestamp, 'event_type': item.event_type,
                          'severity': item.severity, 'data': item.data}
                 self.add(item.workflow_id, SEVERITIES.index(item.severity), item.event_type, value)
-        for workflow_id, count in collections.Counter(item for item in news if isinstance(item, int)).items():
+        for workflow_id, count in collections.Counter(item for item in updates if isinstance(item, int)).items():
             self.add(workflow_id, len(SEVERITIES), 'warning', {'dropped': count})
 
 
@@ -13091,16 +13137,16 @@ def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
     return None if is_hidden else lives
 
 
-def tend(store: Store) -> bool:
+def tend(service: Service) -> bool:
     """What the server does by itself: the tasks that wait, and a look for lost nodes. True while there are nodes to watch."""
-    run_tasks(store)
-    return watch_nodes(store)
+    run_tasks(service)
+    return watch_nodes(service)
 
 
-def watch_nodes(store: Store) -> bool:
+def watch_nodes(service: Service) -> bool:
     """Take the jobs of lost nodes back. True while there are nodes to watch."""
-    release_lost_nodes(store, node_lives)
-    return store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
+    release_lost_nodes(service.context(), node_lives)
+    return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
 class LoginCheck:
@@ -13222,7 +13268,7 @@ class Server:
     """Answers HTTP on a listening socket, with the verbs on a store. See the section's preface."""
 
     def __init__(self, store: Store, listener: socket.socket, admission: AccessPolicy = AccessPolicy(),
-                 is_embedded: bool = False, tick: Callable[[Store], bool] = tend, tls: Any = None) -> None:
+                 is_embedded: bool = False, tick: Callable[[Service], bool] = tend, tls: Any = None) -> None:
         self.store = store
         self.id = secrets.token_hex(16)
         self.listener = listener
@@ -13240,8 +13286,9 @@ class Server:
         self.failures_told_at = -math.inf
         self.tell_refusals_at = math.inf
         self.feeds = Feeds()                    # what is told to open streams
-        self.traffic = store.traffic = Traffic(store.now)
-        store.watched = self.feeds.by_subject
+        self.service = Service(store)
+        self.traffic = self.service.traffic = Traffic(store.now)
+        self.service.watched = self.feeds.by_subject
         self.keep_alive_at = math.inf           # when streams get their next sign of life
         self.tls = tls                          # an ssl.SSLContext, or None
         self.wants_read = () if tls is None else (load_ssl().SSLWantReadError,)     # what TLS raises to wait for the client
@@ -13261,7 +13308,7 @@ class Server:
         self.tick_at = time.monotonic()
         self.clocks = read_clocks()             # when this turn began
         # Leases end by this moment only: if we are stopped in the middle of a turn, that is seen before any ends.
-        store.clock = lambda: self.clocks.running
+        self.service.clock = lambda: self.clocks.running
         self.accept_at = math.inf               # when to listen again, after descriptors ran out
         self.reserve = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]    # given up to refuse a client when they do
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # further signals, and what they mean
@@ -13269,10 +13316,10 @@ class Server:
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
             sock.setblocking(False)
-        store.knows_users = self.users is not None
+        self.service.knows_users = self.users is not None
         if self.users is not None:
-            store.is_user = lambda name: name in self.users.hashes
-            store.reload_users = self.users.reload
+            self.service.is_user = lambda name: name in self.users.hashes
+            self.service.reload_users = self.users.reload
             self.users.wake = self.wake
         self.selector.register(self.wake_reader, selectors.EVENT_READ, self.on_wake)
         self.selector.register(listener, selectors.EVENT_READ, self.on_accept)
@@ -13337,7 +13384,7 @@ class Server:
         if self.complete:
             self.answer_complete()
         self.on_clock(time.monotonic())
-        if self.has_store and (self.store.news or self.feeds.changed):
+        if self.has_store and (self.service.updates or self.feeds.changed):
             self.publish()
         if self.is_swollen and not any(connection.unsent for connection in self.connections):
             self.is_swollen = False
@@ -13356,9 +13403,9 @@ class Server:
         reason = f'the clock was set by {set_s:+.0f} s'
         if abs(set_s) <= ABSENCE_S:
             reason = f'this server was stopped, suspended or busy for {took_s - planned_s:.0f} s'
-        if self.store.leases:
-            log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.store.leases))
-        self.store.leases.clear()
+        if self.service.leases:
+            log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.service.leases))
+        self.service.leases.clear()
 
     @property
     def has_store(self) -> bool:
@@ -13857,7 +13904,7 @@ class Server:
             return [answer for request in requests for answer in self.answer_all([request])]
         is_reading = all(request.head.method in ('GET', 'HEAD') for request in requests)
         try:
-            with self.store.reading() if is_reading else self.store.transaction():
+            with self.store.reading() if is_reading else self.service.transaction():
                 answers = [self.answer(request) for request in requests]
             if not is_reading and self.failures_told_at > -math.inf:
                 log.warning('requests are carried out again')
@@ -13909,9 +13956,9 @@ class Server:
         head = request.head
         method = 'GET' if head.method == 'HEAD' else head.method
         if head.path == PING_PATH and method == 'GET':
-            return 200, ping(self.store)
+            return 200, ping(self.service.context())
         if head.path != '/healthz' or method != 'GET':
-            return answer_request(self.store, method, head.path, head.query, request.body, *request.caller)
+            return answer_request(self.service, method, head.path, head.query, request.body, *request.caller)
         challenge = CHALLENGE.match(head.query)
         if not challenge or request.signer is None:
             return 200, {'status': 'ok'}
@@ -13959,7 +14006,7 @@ class Server:
 
     def publish(self) -> None:
         """Send the readers of streams what has been committed since the last time."""
-        self.feeds.add_news(self.store.take_news())
+        self.feeds.add_updates(self.service.take_updates())
         while self.feeds.changed:
             for connection in list(self.feeds.changed.pop().readers):
                 self.attempt(connection, self.pump)
@@ -14131,8 +14178,8 @@ class Server:
     def on_tick(self, now: float) -> None:
         """Let the service look at its clock."""
         try:
-            with self.store.transaction():
-                goes_on = self.tick(self.store)
+            with self.service.transaction():
+                goes_on = self.tick(self.service)
         except (sqlite3.Error, TorcError) as error:     # a full disk
             self.store.check_in_place()
             self.on_failure(0, error)
@@ -14186,7 +14233,6 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         store = hold_served_database(stack, options, announce)
         if options.snapshot_interval_s is None:     # of one in memory the file may be older
             note_absence(store, changed_at)
-        store.allows_sql, store.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
         token = keep_token(options.database + '.token', options.new_token) if options.has_token else ''
@@ -14194,10 +14240,12 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         candidates = list_candidates(host, options.host)
         names = {*LOOPBACK_NAMES, *candidates, socket.gethostname()}
         with store.transaction():
-            set_administrators(store, options.administrators)
-        store.enforces_access = options.enforces_access
+            set_administrators(Service(store).context(), options.administrators)
         admission = AccessPolicy(token, names, users, lets_anonymous=not options.needs_token)
         server = Server(store, listener, admission, options.is_embedded, tls=tls)
+        service = server.service
+        service.allows_sql, service.allows_sql_writes = options.allows_sql, options.allows_sql_writes
+        service.enforces_access = options.enforces_access
         stack.callback(server.close)
         if store.snapshots is not None:
             store.snapshots.wake = server.wake
@@ -15007,6 +15055,7 @@ class Client(Operations):
         self._wire = None                       # type: Optional[HttpConnection]
         self._store = None                      # type: Optional[Store]
         self._lease = None                      # type: Optional[Lease]
+        self._service = None                    # type: Optional[Service]  # on the store
 
     @classmethod
     def connect(cls, url: Optional[str] = None, database: Optional[str] = None, token_file: str = '', ca_file: str = '',
@@ -15087,7 +15136,7 @@ class Client(Operations):
         if self._store is None and (self._wire is None or not self._wire.is_alive()):
             self.reconnect(min(FIND_DEADLINE_S, deadline_s))
         if self._store is not None:
-            return PendingCall(self.call_direct(self._store, route, body, params))
+            return PendingCall(self.call_direct(self._service, route, body, params))
         data = None if body is None else format_body(body)
         wire = self._wire
         target = format_target(route, wire.address.prefix, params)
@@ -15098,19 +15147,24 @@ class Client(Operations):
         return PendingCall(wire=wire)
 
     @staticmethod
-    def call_direct(store: Store, route: Route, body: Any, params: Dict[str, Any]) -> Any:
+    def call_direct(service: Service, route: Route, body: Any, params: Dict[str, Any]) -> Any:
         """Carry out an operation on our own store."""
+        store, context = service.store, service.context(user_name())
+        failure = None      # of the verb: what it has asked to be stored all the same is committed
         try:
             with store.reading() if route.method == 'GET' else store.transaction():
-                answer = call_operation(store, route.name, params, body)
-            if isinstance(answer, Accepted):    # no server is there to go on with the task
+                try:
+                    answer = call_operation(context, route.name, params, body)
+                except TorcError as error:
+                    failure = error
+            if failure is None and isinstance(answer, Accepted):    # no server is there to go on with the task
                 with store.transaction():
-                    run_tasks(store)
-                    answer = get_task(store, answer['id'])
+                    run_tasks(service)
+                    answer = get_task(context, answer['id'])
         except sqlite3.Error as error:
             raise explain_database_error(error, store.path) from None
-        if isinstance(answer, TorcError):
-            raise answer
+        if failure is not None:
+            raise failure
         return answer
 
     def stream(self, op: str, until: float = math.inf, **params: Any) -> Iterator[StreamEvent]:
@@ -15247,7 +15301,7 @@ class Client(Operations):
             raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
         elif not self.needs_server:
             self._store, self._lease = hold_database(self.database)
-            self._store.caller = user_name()
+            self._service = Service(self._store)
             forget_server(self.database)
         elif start_embedded_server(self.database, self.snapshot_interval_s):
             self.servers_started += 1
