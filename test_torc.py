@@ -5283,8 +5283,8 @@ class SpawnTest(ServiceTest):
         before = self.statuses(workflow_id), self.records(workflow_id)
         table = (
             ([{'name': 'a', 'command': 'x'}, {'name': 'a', 'command': 'y'}], "the name 'a' stands twice"),
-            ([{'name': 'a', 'command': 'x', 'depends_on': ['b']}, {'name': 'b', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a, b'),
-            ([{'name': 'a', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a'),
+            ([{'name': 'a', 'command': 'x', 'depends_on': ['b']}, {'name': 'b', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a -> b -> a'),
+            ([{'name': 'a', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a -> a'),
             ([{'name': 'b', 'command': 'x'}, {'name': 'a', 'command': 'x', 'depends_on': ['nobody']}], "depends on 'nobody', which does not exist"),
             ([{'name': 'a', 'command': 'x', 'depends_on': ['twin']}], 'but 2 jobs are called so'),
             ([{'name': 'a', 'command': 'x', 'resource_requirements': 'huge'}], "has no resource requirements 'huge'"),
@@ -6218,7 +6218,7 @@ class GroupTest(ServiceTest):
         self.assertEqual(['bob', 'cy'], [item['user_name'] for item in self.call('list_group_members', group_id=self.group_id)['items']])
         self.assertEqual(['chemists'], [item['name'] for item in self.call('list_user_groups', user_name='bob')['items']])
         for text, body in (('bob is in access group 2 already', {'user_name': 'bob'}), ('one of member, admin', {'user_name': 'x', 'role': 'king'}),
-                           ('nobody', {'user_name': 'anonymous'}), ('nobody', {}), ('the path about 2', {'user_name': 'x', 'group_id': 1})):
+                           ('is not a valid group member', {'user_name': 'anonymous'}), ('is not a valid group member', {}), ('does not match 2 in the path', {'user_name': 'x', 'group_id': 1})):
             with self.subTest(text):
                 self.assertRefused(text, 'add_user_to_group', body, group_id=self.group_id)
         self.assertEqual(member, self.call('remove_user_from_group', group_id=self.group_id, user_name='bob'))

@@ -5590,6 +5590,16 @@ class Statements:
         names, marks = ', '.join(cells), ', '.join('?' * len(cells))
         return self.connection.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})', list(cells.values())).lastrowid
 
+    def insert_many(self, table: str, rows: Sequence[Dict[str, Any]]) -> List[int]:
+        """As insert(), for many rows. Their ids, in order."""
+        columns = [column for column in self.columns(table) if column.name != 'id']
+        first = self.next_id(table)
+        for names, group in itertools.groupby(rows, lambda row: tuple(
+                column for column in columns if row.get(column.name) is not None)):     # others have their defaults
+            self.insert_rows(table, [column.name for column in names], (
+                [encode_cell(column.codec, row[column.name]) for column in names] for row in group))
+        return list(range(first, first + len(rows)))
+
     def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Add many rows of already encoded cells."""
         marks = ', '.join('?' * len(names))
@@ -6549,7 +6559,6 @@ def get_dependency_graph(context: Context, workflow_id: int) -> Dict[str, Any]:
 
     A set that several jobs wait for is given once: spelled out, 1,000 jobs before 1,000 have 10^6 edges.
     """
-    workflow_state(context, workflow_id)
     rows = context.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id',
                       (workflow_id,))
     members = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
@@ -6584,46 +6593,17 @@ def rebuild_dependencies(context: Context, workflow_id: int) -> None:
 
 def refuse_cycles(context: Context, workflow_id: int) -> None:
     """Refuse jobs that wait for each other, by name."""
-    waiting = dict(context.rows('SELECT id, dep_set_id FROM job WHERE workflow_id = ? AND dep_set_id IS NOT NULL', (workflow_id,)))
-    members = collections.defaultdict(list)  # type: Dict[int, List[int]]
-    for set_id, job_id in context.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
-                                     '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
-        if job_id in waiting:       # the others wait for nothing
-            members[set_id].append(job_id)
-    released = collections.deque(set(waiting.values()) - set(members))
-    pending = {set_id: len(job_ids) for set_id, job_ids in members.items()}
-    sets_of = invert(members)
-    jobs_of = invert({job_id: [set_id] for job_id, set_id in waiting.items()})
-    while released:
-        for job_id in jobs_of[released.popleft()]:
-            for set_id in sets_of.get(job_id, ()):
-                pending[set_id] -= 1
-                if not pending[set_id]:
-                    released.append(set_id)
-    stuck = {set_id for set_id, count in pending.items() if count}
-    if stuck:
-        raise Refused('these jobs wait for each other: ' + name_cycle(context, waiting, members, stuck))
-
-
-def invert(lists: Dict[int, List[int]]) -> Dict[int, List[int]]:
-    """a -> [b] as b -> [a]."""
-    inverse = collections.defaultdict(list)  # type: Dict[int, List[int]]
-    for key, values in lists.items():
-        for value in values:
-            inverse[value].append(key)
-    return inverse
-
-
-def name_cycle(context: Context, waiting: Dict[int, int], members: Dict[int, List[int]], stuck: Set[int]) -> str:
-    """One cycle among the stuck sets, as 'a -> b -> a', each job waiting for the next."""
-    job_id = next(job for job, set_id in waiting.items() if set_id in stuck)
-    path = []  # type: List[int]
-    while job_id not in path:
-        path.append(job_id)
-        job_id = next(member for member in members[waiting[job_id]] if waiting[member] in stuck)
-    circle = path[path.index(job_id):] + [job_id]
-    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', circle))
-    return ' -> '.join(names[member] for member in circle)
+    # A set waits for the sets of those of its members that wait themselves: much fewer than jobs.
+    query = ('FROM dep_set CROSS JOIN dep_member ON dep_member.dep_set_id = dep_set.id '
+             'CROSS JOIN job ON job.id = dep_member.job_id WHERE dep_set.workflow_id = ? AND job.dep_set_id IS NOT NULL')
+    waits_for = collections.defaultdict(list)  # type: Dict[int, List[int]]
+    for set_id, needed in context.rows(f'SELECT DISTINCT dep_set.id, job.dep_set_id {query}', (workflow_id,)):
+        waits_for[set_id].append(needed)
+    for cycle in find_circles(list(waits_for), lambda set_id: waits_for.get(set_id, ()), 1):
+        pairs = zip(cycle, cycle[1:] + cycle[:1])
+        names = [context.value(f'SELECT min(job.name) {query} AND dep_set.id = ? AND job.dep_set_id = ?',
+                               (workflow_id, *pair)) for pair in pairs]
+        raise Refused(f"these jobs wait for each other: {' -> '.join(names + names[:1])}")
 
 
 MEMBERS_THAT_ARE = ('(SELECT count(*) FROM dep_member CROSS JOIN job ON job.id = dep_member.job_id '
@@ -6752,13 +6732,11 @@ def action_rows(context: Context, where: str, parameters: Sequence[Any]) -> List
 
 def get_workflow_actions(context: Context, workflow_id: int) -> List[Dict[str, Any]]:
     """All actions of a workflow, by id."""
-    workflow_state(context, workflow_id)
     return action_rows(context, 'WHERE workflow_id = ? ORDER BY id', (workflow_id,))
 
 
 def get_pending_actions(context: Context, workflow_id: int, trigger_type: Sequence[str] = ()) -> List[Dict[str, Any]]:
     """Actions that are due and not taken, of the given triggers or of all."""
-    workflow_state(context, workflow_id)
     return action_rows(context, *due_condition(workflow_id, [trigger_type] if isinstance(trigger_type, str) else trigger_type))
 
 
@@ -6772,7 +6750,6 @@ def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> 
 
 def create_workflow_action(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add an action; a job trigger needs the ids of its jobs."""
-    workflow_state(context, workflow_id)
     check_stays(workflow_id, body)
     job_ids = sorted(set(body.get('job_ids') or ()))
     check_action(context, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
@@ -6821,7 +6798,6 @@ def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
 
 def get_action(context: Context, workflow_id: int, action_id: int) -> Dict[str, Any]:
     """One action of a workflow. NotFound if it has none of this id."""
-    workflow_state(context, workflow_id)
     found = action_rows(context, 'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
     if not found:
         raise NotFound(f'workflow {workflow_id} has no action {action_id}')
@@ -7104,20 +7080,23 @@ class PlanMerge:
         named = {row.get('name') for row in rows} if known else ()
         renamed = {row[4]: row for name, row in known.items()       # by path
                    if table == 'file' and row[2] and name not in named}
-        ids = self.ids[table] = []
+        added, ids = [], []     # type: List[Dict[str, Any]], List[int]
+        new_ids = itertools.count(context.next_id(table))
         for index, row in enumerate(rows):
             found = known.get(row.get('name')) or renamed.pop(row.get('path'), None)
+            ids.append(next(new_ids) if found is None else found[0])
             if found is None:
-                ids.append(context.insert(table, dict(row, workflow_id=self.workflow_id, is_declared=True)))
-                self.changes[table, 'added', ()].append(row.get('name') or '')
+                added.append(dict(row, workflow_id=self.workflow_id, is_declared=True))
                 continue
-            ids.append(found[0])
             if tuple(map(row.get, listed)) != found[3:] or not found[2]:    # most are as they were
                 fields = [column.name for column, cell in zip(columns, found[3:])
                           if not (column.name == 'data' and index in made)
                           and differs(column, row.get(column.name), cell)]
                 self.change_row(table, found[0], row, fields)
-        matched = set(ids)
+        context.insert_many(table, added)
+        if added:
+            self.changes[table, 'added', ()] += [row.get('name') or '' for row in added]
+        self.ids[table], matched = ids, set(ids)
         self.unnamed[table] = sorted(row[0] for row in known.values() if row[2] and row[0] not in matched)
 
     def change_row(self, table: str, row_id: int, row: Dict[str, Any], fields: List[str]) -> None:
@@ -7154,7 +7133,7 @@ class PlanMerge:
         """Id of a kind of the plan: requirements and scheduler by index, priority, labels."""
         requirements, priority, scheduler, labels = row
         check_labels(labels)
-        return find_kind(self.context, self.workflow_id, (
+        return find_job_class(self.context, self.workflow_id, (
             default if requirements is None else self.ids['resource_requirements'][requirements],
             priority, None if scheduler is None else self.ids['slurm_scheduler'][scheduler], labels))
 
@@ -7349,7 +7328,7 @@ def action_title(action: Dict[str, Any]) -> str:
     return f"{action['trigger_type']} {action['action_type']}"
 
 
-def find_kind(context: Context, workflow_id: int, kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
+def find_job_class(context: Context, workflow_id: int, kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
     """Id of the kind with these requirements, priority, scheduler and labels, made if there is none."""
     requirements, priority, scheduler, labels = kind
     text = format_json(sorted(set(labels))) if labels else None
@@ -7359,6 +7338,9 @@ def find_kind(context: Context, workflow_id: int, kind: Tuple[int, int, Optional
         found = context.insert('job_kind', {'workflow_id': workflow_id, 'resource_requirements_id': requirements,
                                           'priority': priority, 'scheduler_id': scheduler, 'labels': json.loads(text) if text else None})
     return found
+
+
+CLASS_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels')     # of a job, which make its job class
 
 
 def check_labels(labels: Optional[Sequence[str]]) -> None:
@@ -7372,13 +7354,13 @@ def check_labels(labels: Optional[Sequence[str]]) -> None:
 
 def create_job(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add one job, uninitialized."""
-    return get_job(context, insert_job(context, body))
+    return get_job(context, insert_jobs(context, body['workflow_id'], [body])[0])
 
 
 def create_jobs(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add up to 100,000 jobs of one workflow; their names must differ."""
     check_bulk([job['workflow_id'] for job in body['jobs']], [job['name'] for job in body['jobs']], 'jobs')
-    ids = [insert_job(context, job) for job in body['jobs']]
+    ids = insert_jobs(context, body['jobs'][0]['workflow_id'], body['jobs'])
     jobs = []   # type: List[Dict[str, Any]]
     for piece in chunks(ids):
         jobs += context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))}) ORDER BY id", piece)
@@ -7395,47 +7377,56 @@ def check_bulk(workflow_ids: Sequence[int], names: Sequence[str], noun: str) -> 
     refuse_twice(names, noun)
 
 
-def refuse_taken_name(context: Context, workflow_id: int, name: str) -> None:
-    """Refuse a name that a job of the workflow has: commands and dependencies find jobs by their names."""
-    if context.one('SELECT 1 FROM job WHERE workflow_id = ? AND name = ?', (workflow_id, name)):
-        raise Refused(f'workflow {workflow_id} has a job {printable(name)!r} already; give another name')
+def refuse_taken_names(context: Context, workflow_id: int, names: Sequence[str]) -> None:
+    """Refuse names that jobs of the workflow have: commands and dependencies find jobs by their names."""
+    query = f'SELECT name FROM job WHERE workflow_id = {int(workflow_id)} AND name IN'
+    for taken, in sorted(rows_by_ids(context, query, names)):
+        raise Refused(f'workflow {workflow_id} has a job {printable(taken)!r} already; give another name')
 
 
-def insert_job(context: Context, body: Dict[str, Any]) -> int:
-    """Check and store one job with its relations. Its id."""
-    workflow_id = body['workflow_id']
+def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Dict[str, Any]]) -> List[int]:
+    """Check and store jobs (JobModel) with their relations, uninitialized. Their ids, in the same order."""
     workflow_state(context, workflow_id)
-    refuse_taken_name(context, workflow_id, body['name'])
-    check_env(body.get('env'))
+    refuse_taken_names(context, workflow_id, [job['name'] for job in jobs])
     env = json.loads(context.value('SELECT env FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
-    env.update(body.get('env') or {})
-    requirements = body.get('resource_requirements_id') or context.value(
-        "SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = 'default' ORDER BY id LIMIT 1", (workflow_id,))
-    kind = job_kind(context, workflow_id, requirements, body)
-    handler = body.get('failure_handler_id') or None
-    check_owned(context, 'failure_handler', workflow_id, [handler] if handler else [])
-    prerequisites = body.get('depends_on_job_ids') or []
-    check_owned(context, 'job', workflow_id, prerequisites)
-    set_id = find_set(context, workflow_id, prerequisites)
-    values = dict(body, env=env or None, kind_id=kind, failure_handler_id=handler, explicit_set_id=set_id, dep_set_id=set_id,
-                  status='uninitialized', attempt_id=1, compute_node_id=None, start_time=None, origin=None)
-    job_id = context.insert('job', values)
-    for _, field, table, column, related in JOB_RELATIONS:
-        ids = sorted(set(body.get(field) or ()))
-        check_owned(context, related, workflow_id, ids)
-        context.insert_rows(table, ('job_id', column), ((job_id, item) for item in ids))
-    return job_id
+    default = context.value("SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = 'default' "
+                            'ORDER BY id LIMIT 1', (workflow_id,))
+    check_owned(context, 'failure_handler', workflow_id,
+                {job['failure_handler_id'] for job in jobs if job.get('failure_handler_id')})
+    for field, table in (('depends_on_job_ids', 'job'), *((row[1], row[4]) for row in JOB_RELATIONS)):
+        check_owned(context, table, workflow_id, {item for job in jobs for item in job.get(field) or ()})
+    classes, sets = {}, {}      # type: Dict[str, int], Dict[Tuple[int, ...], Optional[int]]
+    rows = []
+    for job in jobs:
+        check_env(job.get('env'))
+        parts = dict({field: job.get(field) for field in CLASS_FIELDS},
+                     resource_requirements_id=job.get('resource_requirements_id') or default)
+        key, needs = repr(parts), tuple(sorted(set(job.get('depends_on_job_ids') or ())))
+        if key not in classes:
+            classes[key] = job_class(context, workflow_id, parts)
+        if needs not in sets:
+            sets[needs] = find_set(context, workflow_id, needs)
+        rows.append(dict(
+            job, env=dict(env, **job.get('env') or {}) or None, kind_id=classes[key],
+            failure_handler_id=job.get('failure_handler_id') or None, explicit_set_id=sets[needs], dep_set_id=sets[needs],
+            status='uninitialized', attempt_id=1, compute_node_id=None, start_time=None, origin=None))
+    ids = context.insert_many('job', rows)
+    for _, field, table, column, _ in JOB_RELATIONS:
+        context.insert_rows(table, ('job_id', column), (
+            (job_id, item) for job_id, job in zip(ids, jobs) for item in sorted(set(job.get(field) or ()))))
+    return ids
 
 
-def job_kind(context: Context, workflow_id: int, requirements: Optional[int], body: Dict[str, Any]) -> int:
-    """Kind of a job that a request describes."""
-    check_labels(body.get('labels'))
-    if (body.get('priority') or 0) < 0:
-        raise BadInput(f"priority is {body['priority']}; it must be at least 0")
-    scheduler = body.get('scheduler_id') or None
-    check_owned(context, 'resource_requirements', workflow_id, [requirements or 0])
+def job_class(context: Context, workflow_id: int, parts: Dict[str, Any]) -> int:
+    """Id of the job class with these CLASS_FIELDS."""
+    priority, requirements = parts['priority'] or 0, parts['resource_requirements_id'] or 0
+    scheduler = parts['scheduler_id'] or None
+    check_labels(parts['labels'])
+    if priority < 0:
+        raise BadInput(f'priority is {priority}; it must be at least 0')
+    check_owned(context, 'resource_requirements', workflow_id, [requirements])
     check_owned(context, 'slurm_scheduler', workflow_id, [scheduler] if scheduler else [])
-    return find_kind(context, workflow_id, (requirements or 0, body.get('priority') or 0, scheduler, body.get('labels')))
+    return find_job_class(context, workflow_id, (requirements, priority, scheduler, parts['labels']))
 
 
 def get_job(context: Context, job_id: int) -> Dict[str, Any]:
@@ -7457,8 +7448,7 @@ def add_relations(context: Context, jobs: List[Dict[str, Any]]) -> None:
         by_id[job_id]['depends_on_job_ids'] = members[set_id]
 
 
-KIND_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels')
-ALWAYS_EDITABLE = KIND_FIELDS + ('cancel_on_blocking_job_failure', 'supports_termination', 'invocation_script')
+ALWAYS_EDITABLE = CLASS_FIELDS + ('cancel_on_blocking_job_failure', 'supports_termination', 'invocation_script')
 EDITABLE_WHEN_IDLE = ('name', 'command')        # reinitialize sees the change and runs the job again
 EDITABLE_BEFORE_START = ('depends_on_job_ids', 'status')
 
@@ -7477,10 +7467,10 @@ def update_job(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str,
     if changed.get('status', 'disabled') != 'disabled':
         raise Refused(f"status of job {job_id} is immutable, but for 'disabled': not {changed['status']!r}")
     if 'name' in changed:
-        refuse_taken_name(context, job['workflow_id'], changed['name'])
-    if any(key in KIND_FIELDS for key in changed):
-        kind = dict({key: job.get(key) for key in KIND_FIELDS}, **changed)
-        changed['kind_id'] = job_kind(context, job['workflow_id'], kind['resource_requirements_id'], kind)
+        refuse_taken_names(context, job['workflow_id'], [changed['name']])
+    if any(key in CLASS_FIELDS for key in changed):
+        parts = {key: changed.get(key, job.get(key)) for key in CLASS_FIELDS}
+        changed['kind_id'] = job_class(context, job['workflow_id'], parts)
     if 'depends_on_job_ids' in changed:
         check_owned(context, 'job', job['workflow_id'], changed['depends_on_job_ids'])
         set_id = find_set(context, job['workflow_id'], changed['depends_on_job_ids'])
@@ -7570,7 +7560,6 @@ def delete_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 def archive_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Put a workflow away, or take it back: archived ones are not initialized, reset or listed by default."""
-    workflow_state(context, workflow_id)
     context.update('workflow', workflow_id, {'is_archived': body['is_archived']})
     add_user_event(context, workflow_id, 'archive_workflow', is_archived=body['is_archived'])
     return get_workflow(context, workflow_id)
@@ -7603,7 +7592,6 @@ def is_workflow_complete(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 def is_workflow_uninitialized(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Whether no job has been initialized yet."""
-    workflow_state(context, workflow_id)
     touched = context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED}) LIMIT 1', (workflow_id,))
     return {'is_uninitialized': touched is None}
 
@@ -7679,7 +7667,6 @@ def count_unserved_labels(context: Context, workflow_id: int) -> Dict[str, int]:
 
 def list_job_ids(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Ids of all jobs."""
-    workflow_state(context, workflow_id)
     ids = context.ids('SELECT id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
     return {'job_ids': ids, 'count': len(ids)}
 
@@ -7696,7 +7683,6 @@ def list_missing_user_data(context: Context, workflow_id: int) -> Dict[str, Any]
 
 def list_required(context: Context, workflow_id: int, kind: str, column: str, condition: str) -> List[int]:
     """Ids of files or user data that jobs rely on from the start."""
-    workflow_state(context, workflow_id)
     return context.ids(
         f'SELECT item.id FROM {kind} item WHERE item.workflow_id = ? AND {condition} AND ('
         f'EXISTS (SELECT 1 FROM job_input_{kind} WHERE {column} = item.id) '
@@ -7986,7 +7972,6 @@ def begin_run(context: Context, workflow_id: int) -> None:
 
 def reset_job_status(context: Context, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
     """Set all jobs, or those that ended badly and all that depend on them, back to uninitialized. Disabled ones stay so."""
-    workflow_state(context, workflow_id)
     if not failed_only:
         refuse_active(context, workflow_id, 'reset')
     wanted = (*BAD, PENDING_FAILED) if failed_only else tuple(set(STATUS_NAMES) - {UNINITIALIZED, DISABLED})
@@ -8009,7 +7994,6 @@ MTIME_TOLERANCE_S = 0.01    # file systems and JSON round
 
 def set_file_times(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Record when files were last changed: file id -> seconds since the epoch, or null for a file that is not there."""
-    workflow_state(context, workflow_id)
     times, contents = times_by_id(body['files']), body.get('contents') or ()
     check_owned(context, 'file', workflow_id, [*times, *(row[0] for row in contents)])
     store_file_times(context, workflow_id, times)
@@ -8036,7 +8020,6 @@ def check_changes(context: Context, workflow_id: int, body: Dict[str, Any]) -> D
 
     `files` tells the caller's present file times (null: missing). With dry_run nothing changes.
     """
-    workflow_state(context, workflow_id)
     times = times_by_id(body.get('files') or {})
     check_owned(context, 'file', workflow_id, times)
     reasons = find_outdated(context, workflow_id, times, {})
@@ -8121,7 +8104,6 @@ def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
 
 def process_changed_job_inputs(context: Context, workflow_id: int, dry_run: bool = False) -> Dict[str, Any]:
     """Set back the finished jobs whose command, environment, relations or input data changed since they ran."""
-    workflow_state(context, workflow_id)
     job_ids = changed_job_inputs(context, workflow_id)
     names = [row[0] for row in rows_by_ids(context, 'SELECT name FROM job WHERE id IN', job_ids)]
     if not dry_run:
@@ -8523,7 +8505,6 @@ def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Dict[str, A
 
 def get_ready_job_requirements(context: Context, workflow_id: int, scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
     """What the ready jobs need in all (of one scheduler's, if it is named), the nodes of the widest and the time of the longest."""
-    workflow_state(context, workflow_id)
     kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
     counts = {kind: context.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}', (kind.id,)) for kind in kinds
               if scheduler_config_id in (None, kind.scheduler_id)}
@@ -8938,7 +8919,6 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
     """Why jobs failed, those with the same reason together and the most frequent first; why jobs were
     canceled; and what blocked ones wait for. Each list ends at the limit, at most MOST_EXPLAINED.
     """
-    workflow_state(context, workflow_id)
     limit = min(page_size(0, limit), MOST_EXPLAINED)
     groups = context.rows(
         'SELECT min(job.id), count(*), result.return_code FROM job '
@@ -9048,7 +9028,7 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
     for job in jobs:
         if job['name'] in by_name:
             raise Refused(f"workflow {caller.workflow_id} has a job {job['name']!r} already, which lineage {lineage!r} did not spawn")
-    ids = [insert_job(context, spawned_model(context, caller.workflow_id, lineage, job)) for job in jobs]
+    ids = insert_jobs(context, caller.workflow_id, [spawned_model(context, caller.workflow_id, lineage, job) for job in jobs])
     by_name.update((job['name'], [job_id]) for job, job_id in zip(jobs, ids))
     sets = [find_set(context, caller.workflow_id, {caller.id, *(find_prerequisite(by_name, job, name) for name in job.get('depends_on') or ())})
             for job in jobs]
@@ -9087,22 +9067,9 @@ def find_prerequisite(by_name: Dict[str, List[int]], job: Dict[str, Any], name: 
 
 def refuse_sibling_cycles(jobs: List[Dict[str, Any]]) -> None:
     """Refuse jobs of one request that wait for each other, by name."""
-    needs = {job['name']: set(job.get('depends_on') or ()) for job in jobs}
-    waiting = {name: {need for need in names if need in needs} for name, names in needs.items()}
-    users = collections.defaultdict(list)  # type: Dict[str, List[str]]
-    for name, names in waiting.items():
-        for need in names:
-            users[need].append(name)
-    free = [name for name, names in waiting.items() if not names]
-    while free:
-        done = free.pop()
-        del waiting[done]
-        for name in users[done]:
-            waiting[name].discard(done)
-            if not waiting[name]:
-                free.append(name)
-    if waiting:
-        raise Refused('these jobs wait for each other: ' + ', '.join(sorted(waiting)[:10]))
+    needs = {job['name']: job.get('depends_on') or () for job in jobs}
+    for cycle in find_circles(needs, lambda name: needs.get(name, ()), 1):
+        raise Refused(f"these jobs wait for each other: {' -> '.join(cycle + cycle[:1])}")
 
 
 # -------- tasks --------
@@ -9126,7 +9093,6 @@ TASK_OPEN = "status IN ('queued', 'running')"
 
 def begin_task(context: Context, workflow_id: int, operation: str, request: Dict[str, Any]) -> Accepted:
     """Queue a task. The one that a workflow has at work is the answer if it is the same; otherwise it is a Conflict."""
-    workflow_state(context, workflow_id)
     found = context.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
     if found is not None and (found[1], json.loads(found[2])) != (operation, request):
         raise Conflict(f'task {found[0]} ({found[1]}, with different parameters) of workflow {workflow_id} '
@@ -9145,7 +9111,6 @@ def get_task(context: Context, task_id: int) -> Dict[str, Any]:
 
 def get_active_task_for_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
     """The task that a workflow has at work, or null."""
-    workflow_state(context, workflow_id)
     return {'task': next(iter(context.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))), None)}
 
 
@@ -9212,7 +9177,6 @@ def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
 
 def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Which job ran, or runs, in which Slurm job, over all runs; each pair once."""
-    workflow_state(context, workflow_id)
     slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
     pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in context.rows(
         'SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
@@ -9225,7 +9189,6 @@ def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int =
 
 def get_running_jobs(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Running jobs with their nodes."""
-    workflow_state(context, workflow_id)
     limit = page_size(offset, limit)
     total = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
     rows = context.rows(
@@ -9243,7 +9206,6 @@ WORKER_TEXT = Expression(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')      # a word 
 
 def create_remote_workers(context: Context, workflow_id: int, body: List[str]) -> List[Dict[str, Any]]:
     """Note the hosts on which a workflow may run; known ones stay. Those that were named."""
-    workflow_state(context, workflow_id)
     for worker in body:
         if not WORKER_TEXT.match(worker):
             raise Refused(f'{printable(worker)!r} is not a worker: write [USER@]HOST[:PORT]')
@@ -9253,13 +9215,11 @@ def create_remote_workers(context: Context, workflow_id: int, body: List[str]) -
 
 def list_remote_workers(context: Context, workflow_id: int) -> List[Dict[str, Any]]:
     """A workflow's remote workers, sorted."""
-    workflow_state(context, workflow_id)
     return context.select('remote_worker', 'WHERE workflow_id = ? ORDER BY worker', (workflow_id,))
 
 
 def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Dict[str, Any]:
     """Forget a remote worker."""
-    workflow_state(context, workflow_id)
     if not context.run('DELETE FROM remote_worker WHERE workflow_id = ? AND worker = ?', (workflow_id, worker)):
         raise NotFound(f'workflow {workflow_id} has no remote worker {printable(worker)!r}')
     return {'worker': worker, 'workflow_id': workflow_id}
@@ -9368,7 +9328,6 @@ def delete_compute_node(context: Context, node_id: int) -> Dict[str, Any]:
 
 def delete_compute_nodes(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Remove all nodes of a workflow."""
-    workflow_state(context, workflow_id)
     nodes = context.ids('SELECT id FROM compute_node WHERE workflow_id = ?', (workflow_id,))
     for node_id in nodes:
         delete_compute_node(context, node_id)
@@ -9693,8 +9652,6 @@ def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX
               reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
     """One page of a list: filtered, sorted (by id among equals), with the total number of items under the filters."""
     noun = RESOURCES[resource]
-    if 'workflow_id' in filters:
-        workflow_state(context, filters['workflow_id'])
     limit = page_size(offset, limit)
     if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of {', '.join(STATUS_CODES)}", field='status')
@@ -9764,7 +9721,6 @@ RELATION_QUERIES = {
 def list_relations(context: Context, resource: str, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS,
                    sort_by: str = '', reverse_sort: bool = False) -> Dict[str, Any]:
     """Who waits for whom, or which job makes and uses which file or user data; dependency sets spelled out."""
-    workflow_state(context, workflow_id)
     query = RELATION_QUERIES[resource]
     names = re.findall(r' AS (\w+)', query)
     check_sort_field(sort_by, [*names, 'workflow_id'])
@@ -9904,7 +9860,6 @@ def delete_where(context: Context, resource: str, column: str, value: int) -> in
 
 def delete_rows(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
     """Remove all rows of a workflow."""
-    workflow_state(context, workflow_id)
     if resource == 'job':
         refuse_active(context, workflow_id, 'emptied')
     return {'count': delete_where(context, resource, 'workflow_id', workflow_id)}
@@ -9959,9 +9914,27 @@ def check_fills_by_hand(context: Context, group_id: int) -> None:
         raise Denied('the group of the administrators is filled by `serve --admin-user` and TORC_ADMIN_USERS only')
 
 
-def find_link(context: Context, table: str, group_id: int, other: str, value: Any) -> Optional[Dict[str, Any]]:
-    """The row that ties a group to a user (user_name) or a workflow (workflow_id); None if there is none."""
-    return next(iter(context.select(table, f'WHERE group_id = ? AND {other} = ?', (group_id, value))), None)
+def find_link(context: Context, table: str, link: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """The row that gives a user or a workflow (its other key) to a group; None if there is none."""
+    condition = ' AND '.join(f'{column} = ?' for column in link)
+    return next(iter(context.select(table, f'WHERE {condition}', list(link.values()))), None)
+
+
+def add_link(context: Context, table: str, link: Dict[str, Any], what: str, **more: Any) -> Dict[str, Any]:
+    """Add such a row; Conflict if it is there."""
+    if find_link(context, table, link):
+        raise Conflict(f'{what} already')
+    context.insert(table, dict(link, created_at=format_time(context.now()), **more))
+    return find_link(context, table, link) or {}
+
+
+def remove_link(context: Context, table: str, link: Dict[str, Any], what: str) -> Dict[str, Any]:
+    """Remove such a row; NotFound if it is not there."""
+    found = find_link(context, table, link)
+    if found is None:
+        raise NotFound(what)
+    context.run(f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in link)}", list(link.values()))
+    return found
 
 
 def check_is_self(context: Context, user: str) -> None:
@@ -10018,26 +9991,21 @@ def add_user_to_group(context: Context, group_id: int, body: Dict[str, Any]) -> 
     """Let a user into a group, as one of GROUP_ROLES."""
     check_group_admin(context, group_id)
     check_fills_by_hand(context, group_id)
-    user, role = body.get('user_name'), body.get('role') or 'member'
+    user = body.get('user_name')
     if not user or user == ANONYMOUS:
-        raise Refused(f'user_name: {user!r} is nobody who could be in a group', field='user_name')
+        raise Refused(f'user_name: {user!r} is not a valid group member', field='user_name')
     if (body.get('group_id') or group_id) != group_id:
-        raise Refused(f"the body is about group {body['group_id']}, the path about {group_id}", field='group_id')
-    if find_link(context, 'user_group_membership', group_id, 'user_name', user):
-        raise Conflict(f'{printable(user)} is in access group {group_id} already')
-    values = {'group_id': group_id, 'user_name': user, 'role': role, 'created_at': format_time(context.now())}
-    return get_row(context, 'user_group_membership', context.insert('user_group_membership', values))
+        raise Refused(f"group_id {body['group_id']} in the body does not match {group_id} in the path", field='group_id')
+    return add_link(context, 'user_group_membership', {'group_id': group_id, 'user_name': user},
+                    f'{printable(user)} is in access group {group_id}', role=body.get('role') or 'member')
 
 
 def remove_user_from_group(context: Context, group_id: int, user_name: str) -> Dict[str, Any]:
     """Take a user out of a group."""
     check_group_admin(context, group_id)
     check_fills_by_hand(context, group_id)
-    found = find_link(context, 'user_group_membership', group_id, 'user_name', user_name)
-    if found is None:
-        raise NotFound(f'{printable(user_name)} is not in access group {group_id}')
-    context.run('DELETE FROM user_group_membership WHERE id = ?', (found['id'],))
-    return found
+    return remove_link(context, 'user_group_membership', {'group_id': group_id, 'user_name': user_name},
+                       f'{printable(user_name)} is not in access group {group_id}')
 
 
 def list_user_groups(context: Context, user_name: str, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
@@ -10048,28 +10016,21 @@ def list_user_groups(context: Context, user_name: str, offset: int = 0, limit: i
 
 def list_workflow_groups(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Groups whose members may use a workflow."""
-    workflow_state(context, workflow_id)
     return group_page(context, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
 
 
 def add_workflow_to_group(context: Context, workflow_id: int, group_id: int) -> Dict[str, Any]:
     """Let the members of a group use a workflow."""
     check_may_link(context, workflow_id, group_id)
-    if find_link(context, 'workflow_access_group', group_id, 'workflow_id', workflow_id):
-        raise Conflict(f'access group {group_id} has access to workflow {workflow_id} already')
-    link = {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': format_time(context.now())}
-    context.insert('workflow_access_group', link)
-    return link
+    return add_link(context, 'workflow_access_group', {'group_id': group_id, 'workflow_id': workflow_id},
+                    f'access group {group_id} has access to workflow {workflow_id}')
 
 
 def remove_workflow_from_group(context: Context, workflow_id: int, group_id: int) -> Dict[str, Any]:
     """Take a workflow from the members of a group."""
     check_may_link(context, workflow_id, group_id)
-    found = find_link(context, 'workflow_access_group', group_id, 'workflow_id', workflow_id)
-    if found is None:
-        raise NotFound(f'access group {group_id} has no access to workflow {workflow_id}')
-    context.run('DELETE FROM workflow_access_group WHERE workflow_id = ? AND group_id = ?', (workflow_id, group_id))
-    return found
+    return remove_link(context, 'workflow_access_group', {'group_id': group_id, 'workflow_id': workflow_id},
+                       f'access group {group_id} has no access to workflow {workflow_id}')
 
 
 def check_workflow_access(context: Context, workflow_id: int, user_name: str) -> Dict[str, Any]:
@@ -10189,7 +10150,6 @@ API_SUBJECTS = ('api', 'api with bodies')
 
 def stream_workflow_events(context: Context, workflow_id: int, level: str = 'info') -> Subscription:
     """What happens to a workflow from now on; of an unknown level: info."""
-    workflow_state(context, workflow_id)
     return Subscription(workflow_id, SEVERITIES.index(level if level in SEVERITIES else 'info'))
 
 
@@ -11310,6 +11270,8 @@ def call_route(context: Context, route: Route, parameters: Dict[str, Any], body:
         check_route_access(context, route, arguments)
     if 'status' in arguments and '{status}' in route.path and arguments['status'] not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}", field='status')
+    if 'workflow_id' in arguments and route.name not in OPEN_OPERATIONS:
+        workflow_state(context, arguments['workflow_id'])
     return route.verb(context, route.resource, **arguments) if route.resource else route.verb(context, **arguments)
 
 
