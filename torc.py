@@ -93,6 +93,9 @@ import urllib.parse
 from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, Optional, Sequence
 from typing import Set, Tuple, Union
 
+if __name__ == '__main__':
+    gc.set_threshold(100000)    # what follows makes many objects and hardly any cycles, and so does a large workflow
+
 
 class LateModule:
     """A module of the standard library that few commands need: imported at its first use, for all cost 8 ms at each start."""
@@ -106,7 +109,8 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass = map(LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass'))
+csv, ctypes, decimal, difflib, getpass, py_compile = map(
+    LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile'))
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None    # without it TOML files are refused, with the reason
 
 __version__ = '0.1.0'
@@ -18180,6 +18184,11 @@ def printable_in_colour(text: str, style: Style) -> str:
     return unprintable.sub(lambda match: printable(match.group()), text)
 
 
+def program_name() -> str:
+    """How commands are written for the user: `torc` if that started this program (see `install`), else torc.py."""
+    return 'torc' if os.path.basename(sys.argv[0]) == 'torc' else 'torc.py'
+
+
 # -------- width --------
 
 def character_width(character: str) -> int:
@@ -20762,7 +20771,7 @@ def command_line(session: Session, *words: Any) -> str:
     options = ['--standalone'] if session.options['standalone'] else []
     for key in ('url', 'db'):
         options += [f'--{key}', session.options[key]] if session.options[key] else []
-    return printable_line(' '.join(shlex.quote(str(word)) for word in ['torc.py', *options, *words]))
+    return printable_line(' '.join(shlex.quote(str(word)) for word in [program_name(), *options, *words]))
 
 
 def output_words(options: RunnerOptions) -> List[str]:
@@ -21251,6 +21260,153 @@ def announce_server(session: Session, text: str) -> None:
     session.out.flush()
 
 
+# -------- installing --------
+
+# The launcher is a program of two languages, as pip's for long paths are: sh ends at its exec, and to Python all of that is a
+# string. Thus neither blanks nor the length of the interpreter's path matter (execve(2): "Interpreter scripts"), and a lost
+# interpreter gets a message of ours. ps shows `python3 .../bin/torc`. Python itself sees that the compiled module is of this
+# source and this version. Another module of the name, such as Torc's own client, must not take the place of a lost file.
+LAUNCHER = """#!/bin/sh
+''':' # made by `torc.py install`, removed by `torc.py install --uninstall`
+python={python}
+[ -x "$python" ] && exec "$python" "$0" "$@"
+echo "torc: the Python that it was installed with, $python, is gone; to install it with another one:" >&2
+home=$(dirname "$0")/..
+echo "  python3 \\"$home/lib/torc/torc.py\\" install --prefix \\"$home\\"" >&2
+exit {not_found}
+'''
+import gc
+import os
+import sys
+
+home = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), 'lib', 'torc')
+if not os.path.isfile(os.path.join(home, 'torc.py')):
+    sys.exit('torc: ' + os.path.join(home, 'torc.py') + ' is gone: install it again, or remove ' + os.path.realpath(__file__))
+sys.path[0] = home
+gc.set_threshold(100000)
+import torc
+
+sys.exit(torc.main())
+"""
+LAUNCHER_MARK = LAUNCHER.splitlines()[1].encode()
+MODULE_MARK = __doc__.splitlines()[0].encode()
+
+
+class Installation(NamedTuple):
+    """What `install` makes below a prefix."""
+    launcher: str
+    module: str
+
+
+def installation_of(prefix: str) -> Installation:
+    """The paths below a prefix."""
+    prefix = os.path.abspath(os.path.expanduser(prefix))
+    return Installation(os.path.join(prefix, 'bin', 'torc'), os.path.join(prefix, 'lib', 'torc', 'torc.py'))
+
+
+def compiled_modules(made: Installation) -> List[str]:
+    """Compiled forms of the module, a Python version each."""
+    return glob.glob(os.path.join(glob.escape(os.path.dirname(made.module)), '__pycache__', 'torc.*.pyc'))
+
+
+def is_installed(path: str, mark: bytes) -> bool:
+    """Whether a file is one that `install` has made: its second line, or the first of its docstring, says so."""
+    try:
+        with open(path, 'rb', opener=open_regular) as file:
+            return mark in file.read(200)
+    except OSError:
+        return False
+
+
+def cmd_install(session: Session, args: Arguments) -> int:
+    """Install this file as the command `torc`, compiled; or remove it again."""
+    made = installation_of(args['prefix'])
+    marks = ((made.launcher, LAUNCHER_MARK), (made.module, MODULE_MARK))
+    foreign = [path for path, mark in marks if os.path.lexists(path) and not is_installed(path, mark)]
+    if args['uninstall']:
+        return uninstall(session, made, foreign)
+    if foreign and not args['force']:
+        raise Refused(printable(f'{foreign[0]} was not made by `install`: give another --prefix, or --force to replace it'))
+    refuse_open_directory(os.path.dirname(made.module))
+    mask = os.umask(0o022)      # who else may enter the prefix may use it
+    try:
+        write_installation(made)
+    except OSError as error:
+        raise BadInput(printable(f'cannot install {error.filename or made.module}: {error.strerror}; '
+                                 'give another place with --prefix')) from None
+    finally:
+        os.umask(mask)
+    value = {'launcher': made.launcher, 'module': made.module, 'python': sys.executable, 'version': __version__}
+    session.answer(value, format_lines([f'Installed torc {__version__} as {made.launcher}, for {sys.executable}']))
+    tell_path(session, made.launcher)
+    return 0
+
+
+def refuse_open_directory(path: str) -> None:
+    """Refuse a directory in which others may put what is then run as this user."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(path)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found):
+            raise Refused(printable(f'others may write to {path}: give another --prefix'))
+
+
+def write_installation(made: Installation) -> None:
+    """Put module and launcher in place, each as a whole, and compile the module. OSError."""
+    python = shlex.quote(sys.executable or '')
+    source = os.path.abspath(globals().get('__file__') or '')   # a script that comes through stdin has none
+    if not os.path.isfile(source):
+        raise BadInput('the file of this program is gone: install from a file that is there')
+    if not python.isprintable() or '\\' in python or "'''" in python or python == "''":
+        raise BadInput(printable(f'the path of this Python, {python}, cannot be written into a launcher: install with another one'))
+    for path in made:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.islink(path):
+            os.unlink(path)
+    if os.path.realpath(source) != os.path.realpath(made.module):
+        with open(source, 'rb') as file:
+            write_atomically(made.module, file.read(), 0o644)
+    for path in compiled_modules(made):     # they look right if they are of the same second and size
+        os.unlink(path)
+    try:
+        py_compile.compile(made.module, doraise=True)
+    except (SyntaxError, ValueError) as error:      # it was changed while this program ran
+        raise BadInput(printable(f'cannot compile {made.module}: {error}')) from None
+    launcher = LAUNCHER.format(python=python, not_found=COMMAND_NOT_FOUND)
+    write_atomically(made.launcher, launcher.encode('utf-8'), 0o755)
+
+
+def tell_path(session: Session, launcher: str) -> None:
+    """Say what a shell finds under the name, unless it is the launcher."""
+    directory, name = os.path.split(launcher)
+    found = shutil.which(name)
+    if found is None:
+        session.tell(f'{directory} is not on your PATH; in your shell\'s profile: export PATH={shlex.quote(directory)}:"$PATH"')
+    elif not os.path.samefile(found, launcher):
+        session.tell(f'warning: your shell finds {found} first: put {directory} before it on your PATH')
+
+
+def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> int:
+    """Remove what `install` has made, and the directory of the module if nothing else is in it."""
+    found = [path for path in made if path not in foreign and os.path.lexists(path)]
+    for path in foreign:
+        session.tell(f'{path} was not made by `install`: it stays')
+    if not found:
+        raise NotFound(printable(f'torc is not installed in {os.path.dirname(os.path.dirname(made.launcher))}'))
+    home = os.path.dirname(made.module)
+    if made.module in found:
+        found += compiled_modules(made)
+    try:
+        for path in found:
+            os.unlink(path)
+    except OSError as error:
+        raise BadInput(printable(f'cannot remove {error.filename}: {error.strerror}')) from None
+    for directory in (os.path.join(home, '__pycache__'), home):
+        with contextlib.suppress(OSError):      # not empty: somebody else's files are in it
+            os.rmdir(directory)
+    session.answer({'removed': found}, format_lines(f'Removed {path}' for path in found))
+    return 0
+
+
 # ======== 21. Main: the table of commands, the manual, and the way from words to exit code ========
 #
 # COMMANDS is the one place that knows which commands there are: the parser, the manual, README's reference and the tests read it.
@@ -21563,6 +21719,10 @@ COMMANDS = (
     Command('htpasswd list', cmd_htpasswd_list, 'list the users of a password file', (PASSWORD_FILE,), 'htpasswd list -f users.htpasswd'),
     Command('htpasswd remove', cmd_htpasswd_remove, 'take a user out of a password file', (PASSWORD_FILE, USER, *RELOAD_OPTIONS),
         'htpasswd remove -f users.htpasswd you'),
+    Command('install', cmd_install, 'install this file as the command `torc`, which starts faster: it is compiled once', (
+        Argument('--prefix', 'DIR', 'where: DIR/bin/torc and DIR/lib/torc', default='~/.local'),
+        Argument('--force', '', 'replace files of these names that `install` has not made'),
+        Argument('--uninstall', '', 'remove what `install` has made there')), 'install --prefix tools'),
     Command('help', cmd_help, 'the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),), 'help spec'),
 
     Command('workflows new', cmd_workflows_new, 'make an empty workflow', (
@@ -21814,13 +21974,13 @@ def format_command_help(words: str) -> str:
     if found:
         command = found[0]
         arguments = '\n' + format_arguments(command.arguments) if command.arguments else ''
-        return (f'Usage: torc.py {format_usage(command)}\n\n{sentence(command.help)}\n{arguments}\n'
-                f'Example: torc.py {command.example}\nOptions of all commands: torc.py help commands\n')
+        return (f'Usage: {program_name()} {format_usage(command)}\n\n{sentence(command.help)}\n{arguments}\n'
+                f'Example: {program_name()} {command.example}\nOptions of all commands: {program_name()} help commands\n')
     group = [command for command in COMMANDS if command.name.startswith(words + ' ')]
     if group:
         return f'Commands of {words}:\n\n' + format_rows((format_usage(command), command.help) for command in group)
     names = [*TOPICS, *(command.name for command in COMMANDS), *GROUPS]
-    raise BadInput(printable(f'there is no help on {words!r}{did_you_mean(words, names)} (see: torc.py help)'))
+    raise BadInput(printable(f'there is no help on {words!r}{did_you_mean(words, names)} (see: {program_name()} help)'))
 
 
 def sentence(text: str) -> str:
@@ -21838,7 +21998,7 @@ def format_overview() -> str:
     plain = [(command.name, command.help) for command in COMMANDS if ' ' not in command.name]
     groups = [(group, ', '.join(verbs_of(group))) for group in GROUPS]
     topics = [(f'help {name}', topic.help) for name, topic in TOPICS.items()] + [('help COMMAND', 'arguments of a command')]
-    return ('torc.py: a workflow manager in one file.\n\n    torc.py run FILE        create, run, wait, report\n\n'
+    return (f'torc.py: a workflow manager in one file.\n\n    {program_name()} run FILE        create, run, wait, report\n\n'
             f'Commands:\n{format_rows(plain)}\nGroups:\n{format_rows(groups)}\nManual:\n{format_rows(topics)}')
 
 
@@ -21945,7 +22105,7 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
             return Parsed(command, args, dict(options, help=True))
         place_words(command, bare, rest, found)
     except ValueError as error:
-        raise BadInput(f'{error}; usage: torc.py {format_usage(command)}') from None
+        raise BadInput(f'{error}; usage: {program_name()} {format_usage(command)}') from None
     args.update((key, value) for key, value in found.items() if key in args)
     options.update((key, value) for key, value in found.items() if key in options and key not in args)
     options['no_prompts'] = options['no_prompts'] or bool(found.get('no_prompts'))
@@ -21958,7 +22118,7 @@ def find_command(first: str, queue: Any, options: Arguments) -> Command:
     if first in names:
         return names[first]
     if first not in GROUPS:
-        raise BadInput(printable(f'there is no command {first!r}{did_you_mean(first, [*names, *GROUPS])} (see: torc.py help)'))
+        raise BadInput(printable(f'there is no command {first!r}{did_you_mean(first, [*names, *GROUPS])} (see: {program_name()} help)'))
     second = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
     if second and f'{first} {second[0]}' in names:
         return names[f'{first} {second[0]}']
@@ -22193,5 +22353,4 @@ def silence(out: Any) -> None:
 
 
 if __name__ == '__main__':
-    gc.set_threshold(100000)    # a large workflow makes many objects and hardly any cycles
     sys.exit(main())
