@@ -39,6 +39,11 @@ Sections (grep '^# ==' torc.py):
     16. Runner
     19. Rendering
     20. Commands
+    20a. Workflows
+    20b. Logs
+    20c. Runs
+    20d. Service
+    20e. Arguments
     21. Main
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
@@ -18832,6 +18837,55 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     return int(word)
 
 
+def command_line(session: Session, *words: Any) -> str:
+    """A command for the user to type, that finds the same server or database as this one."""
+    options = ['--standalone'] if session.options['standalone'] else []
+    for key in ('url', 'db'):
+        options += [f'--{key}', session.options[key]] if session.options[key] else []
+    return printable_line(' '.join(shlex.quote(str(word)) for word in [program_name(), *options, *words]))
+
+
+def is_id(word: str) -> bool:
+    """Whether a word that may be an id or a file is an id: an integer is, whatever files there are."""
+    if re.match(r'[0-9]{19,}\Z', word) and int(word) > MAX_INTEGER:
+        raise BadInput(f'{word} is not an id: it is too large')
+    return bool(re.match(r'[0-9]+\Z', word))
+
+
+# -------- input --------
+
+def read_input(session: Session, path: str) -> bytes:
+    """Content of a file that the user named; '-' is stdin."""
+    try:
+        if path == '-':
+            if session.stdin.isatty():
+                session.tell('torc: reading from the terminal; end with Ctrl-D')
+            return read_bounded(session.stdin.buffer)
+        with open(path, 'rb') as file:
+            return read_bounded(file)
+    except OSError as error:
+        raise BadInput(printable(f'cannot read {path}: {error.strerror}')) from None
+    except ValueError:
+        raise BadInput('a path cannot hold a null character') from None
+
+
+def read_bounded(file: Any) -> bytes:
+    """All of a file, unless it is larger than any workflow: /dev/zero has no end."""
+    data = bytearray()
+    while len(data) <= MAX_SPEC_BYTES:
+        part = file.read(2 ** 20)   # one read of the limit would take as much memory, which `ulimit -v` may not leave
+        if not part:
+            return bytes(data)
+        data += part
+    raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
+
+
+def read_commands(session: Session, path: str) -> List[str]:
+    """Lines of a file of commands, '-' for stdin, without blank ones and comments."""
+    text = read_input(session, path).decode('utf-8', 'surrogateescape')
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith('#')]
+
+
 # -------- objects: list, get, create, update, delete --------
 
 def format_running_time(job: Dict[str, Any]) -> str:
@@ -19197,6 +19251,15 @@ def open_to_append(path: str) -> Any:
         raise BadInput(f'cannot write to {path}: {error.strerror}') from None
 
 
+def show_rows(session: Session, columns: str, rows: List[Dict[str, Any]], what: str) -> int:
+    """A list whose JSON is a bare array."""
+    if session.format == 'json':
+        session.show_json(rows)
+    else:
+        session.show_list(headings_of(columns), rows, what)
+    return 0
+
+
 # -------- for administrators --------
 
 AUDIT_COLUMNS = ('ID=id, Time=timestamp:1, User=user_name:2, Committed=committed:5, Success=success:3, '
@@ -19265,6 +19328,11 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
         session.tell('Cancelled')
     return is_wanted
 
+
+# ======== 20a. Workflows: commands about workflows and jobs ========
+#
+# What a command does to a workflow or its jobs is asked of the server; what only this host knows, such as the times of
+# files, goes with the request. Several requests make one command; the server refuses what came in between.
 
 # -------- files on disk --------
 
@@ -19684,76 +19752,6 @@ def cmd_ping(session: Session, args: Arguments) -> int:
     return 0
 
 
-# -------- execution plan --------
-
-def is_id(word: str) -> bool:
-    """Whether a word that may be an id or a file is an id: an integer is, whatever files there are."""
-    if re.match(r'[0-9]{19,}\Z', word) and int(word) > MAX_INTEGER:
-        raise BadInput(f'{word} is not an id: it is too large')
-    return bool(re.match(r'[0-9]+\Z', word))
-
-
-def cmd_execution_plan(session: Session, args: Arguments) -> int:
-    """In which order jobs become ready: events, each with what it starts."""
-    if is_id(args['target']):
-        plan = stored_plan(session, int(args['target']))
-    else:
-        plan = file_plan(read_spec(session, args['target'], args).body)
-    session.answer(dict(plan, status='success'), format_execution_plan(plan))
-    return 0
-
-
-def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
-    """Execution plan of a workflow that is not created yet."""
-    jobs, producers = body['jobs'], find_producers(body['jobs'])
-    keys = [(job.dependencies, tuple(input_keys(job))) for job in jobs]
-    sets = {(number, inputs): frozenset(body['dependency_sets'][number] if number is not None else ()).union(
-        *(producers.get(key, ()) for key in inputs)) for number, inputs in set(keys)}
-    told = []
-    for action in body['actions']:
-        config = action['action_config']
-        if action['action_type'] == 'schedule_nodes':
-            place = config.get('scheduler')
-            name = body['slurm_schedulers'][place].get('name') if isinstance(place, int) else place
-            told.append(Allocation(action['trigger_type'], action.get('job_indexes'), allocation_words(config, name)))
-    plan = execution_plan([job.name for job in jobs], [sets[key] for key in keys], told)
-    return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
-
-
-def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
-    """Execution plan of a workflow from its jobs as they are stored."""
-    workflow = session.call('get_workflow', workflow_id=workflow_id)
-    graph = session.call('get_dependency_graph', workflow_id=workflow_id)
-    places = {job_id: place for place, job_id in enumerate(graph['job_ids'])}
-    sets = [frozenset(places[job_id] for job_id in members) for members in graph['sets']]
-    names = {item['id']: item.get('name') for item in session.items('list_slurm_schedulers', workflow_id=workflow_id)}
-    told = []
-    for action in session.call('get_workflow_actions', workflow_id=workflow_id):
-        if action['action_type'] == 'schedule_nodes':
-            config = action['action_config']
-            told.append(Allocation(action['trigger_type'], [places[job_id] for job_id in action.get('job_ids') or ()],
-                                   allocation_words(config, names.get(config.get('scheduler_id')))))
-    plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], told)
-    return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
-
-
-def allocation_words(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str, Any]:
-    """What an execution plan tells of a schedule_nodes action."""
-    return {'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
-            'num_allocations': config.get('num_allocations', 1)}
-
-
-def format_execution_plan(plan: Dict[str, Any]) -> str:
-    """The plan for people: an event, what it waits for, what it starts."""
-    lines = [f"Execution plan of {plan['workflow_name']}: {plan['total_jobs']} jobs in {plan['total_events']} events", '']
-    for event in plan['events']:
-        lines.append(f"{event['id']}: {event['trigger_description']}")
-        for allocation in event['scheduler_allocations']:
-            lines.append(f"    allocates {allocation['num_allocations']} x {allocation['scheduler']}")
-        lines.append(f"    starts {first_of(event['jobs_becoming_ready'])}")
-    return format_lines(lines)
-
-
 # -------- jobs --------
 
 def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
@@ -19774,12 +19772,6 @@ def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
     value = {'jobs_created': len(jobs), 'message': message, 'status': 'success', 'workflow_id': workflow_id}
     session.answer(value, message + '\n')
     return 0
-
-
-def read_commands(session: Session, path: str) -> List[str]:
-    """Lines of a file of commands, '-' for stdin, without blank ones and comments."""
-    text = read_input(session, path).decode('utf-8', 'surrogateescape')
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith('#')]
 
 
 def cmd_jobs_update(session: Session, args: Arguments) -> int:
@@ -19872,15 +19864,6 @@ def cmd_jobs_handlers(session: Session, args: Arguments) -> int:
             rows.append({'job_id': job['id'], 'job_name': job['name'], 'failure_handler_id': handler['id'],
                          'failure_handler_name': handler['name'], 'rules': handler['rules'], 'workflow_id': job['workflow_id']})
     return show_rows(session, JOB_HANDLER_COLUMNS, rows, 'jobs with a failure handler')
-
-
-def show_rows(session: Session, columns: str, rows: List[Dict[str, Any]], what: str) -> int:
-    """A list whose JSON is a bare array."""
-    if session.format == 'json':
-        session.show_json(rows)
-    else:
-        session.show_list(headings_of(columns), rows, what)
-    return 0
 
 
 def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
@@ -19984,7 +19967,12 @@ def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int],
     return done, failures
 
 
-# -------- results and logs --------
+# ======== 20b. Logs: results, and what jobs wrote ========
+#
+# Results come from the server, output files from this host: a runner's output directory, which must belong to the same
+# database. An attempt is named by job, run and attempt; its files by stdio_names.
+
+# -------- results --------
 
 def cmd_results_list(session: Session, args: Arguments) -> int:
     """Results of the newest attempts; --failed drops those with return code 0 before the limit counts."""
@@ -20050,6 +20038,8 @@ def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[in
                     found[place] = os.path.join(stdio.path, name)
     return found[0], found[1]
 
+
+# -------- logs --------
 
 FOLLOW_PAUSE_S = 0.5    # between looks at the files that `logs --follow` shows
 
@@ -20314,33 +20304,12 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
     raise NotFound(printable(f'workflow {workflow_id} has no job {word!r}{did_you_mean(word, names)}{hint}'))
 
 
+# ======== 20c. Runs: a workflow file becomes a workflow, and runs here ========
+#
+# `create`, `run` and `exec` read a file or options into a plan (Spec) and have the server create all of it or nothing. `run`
+# then is a runner (see Runner) until nothing is left to do; what it says before and after, and its exit code, is here.
+
 # -------- reading specs --------
-
-def read_input(session: Session, path: str) -> bytes:
-    """Content of a file that the user named; '-' is stdin."""
-    try:
-        if path == '-':
-            if session.stdin.isatty():
-                session.tell('torc: reading from the terminal; end with Ctrl-D')
-            return read_bounded(session.stdin.buffer)
-        with open(path, 'rb') as file:
-            return read_bounded(file)
-    except OSError as error:
-        raise BadInput(printable(f'cannot read {path}: {error.strerror}')) from None
-    except ValueError:
-        raise BadInput('a path cannot hold a null character') from None
-
-
-def read_bounded(file: Any) -> bytes:
-    """All of a file, unless it is larger than any workflow: /dev/zero has no end."""
-    data = bytearray()
-    while len(data) <= MAX_SPEC_BYTES:
-        part = file.read(2 ** 20)   # one read of the limit would take as much memory, which `ulimit -v` may not leave
-        if not part:
-            return bytes(data)
-        data += part
-    raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
-
 
 def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     """A workflow file, read, expanded and checked. Its warnings go to stderr."""
@@ -20425,6 +20394,69 @@ def format_summary(summary: Dict[str, Any]) -> str:
         lines.append(f'  {word:22}{summary[key]:>8}' + (f'  (expanded from {before})' if before != summary[key] else ''))
     where = 'with allocations of its own' if summary['has_schedule_nodes_action'] else 'wherever a runner is started'
     return format_lines(lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
+
+
+# -------- execution plan --------
+
+def cmd_execution_plan(session: Session, args: Arguments) -> int:
+    """In which order jobs become ready: events, each with what it starts."""
+    if is_id(args['target']):
+        plan = stored_plan(session, int(args['target']))
+    else:
+        plan = file_plan(read_spec(session, args['target'], args).body)
+    session.answer(dict(plan, status='success'), format_execution_plan(plan))
+    return 0
+
+
+def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
+    """Execution plan of a workflow that is not created yet."""
+    jobs, producers = body['jobs'], find_producers(body['jobs'])
+    keys = [(job.dependencies, tuple(input_keys(job))) for job in jobs]
+    sets = {(number, inputs): frozenset(body['dependency_sets'][number] if number is not None else ()).union(
+        *(producers.get(key, ()) for key in inputs)) for number, inputs in set(keys)}
+    told = []
+    for action in body['actions']:
+        config = action['action_config']
+        if action['action_type'] == 'schedule_nodes':
+            place = config.get('scheduler')
+            name = body['slurm_schedulers'][place].get('name') if isinstance(place, int) else place
+            told.append(Allocation(action['trigger_type'], action.get('job_indexes'), allocation_words(config, name)))
+    plan = execution_plan([job.name for job in jobs], [sets[key] for key in keys], told)
+    return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
+
+
+def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
+    """Execution plan of a workflow from its jobs as they are stored."""
+    workflow = session.call('get_workflow', workflow_id=workflow_id)
+    graph = session.call('get_dependency_graph', workflow_id=workflow_id)
+    places = {job_id: place for place, job_id in enumerate(graph['job_ids'])}
+    sets = [frozenset(places[job_id] for job_id in members) for members in graph['sets']]
+    names = {item['id']: item.get('name') for item in session.items('list_slurm_schedulers', workflow_id=workflow_id)}
+    told = []
+    for action in session.call('get_workflow_actions', workflow_id=workflow_id):
+        if action['action_type'] == 'schedule_nodes':
+            config = action['action_config']
+            told.append(Allocation(action['trigger_type'], [places[job_id] for job_id in action.get('job_ids') or ()],
+                                   allocation_words(config, names.get(config.get('scheduler_id')))))
+    plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], told)
+    return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
+
+
+def allocation_words(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str, Any]:
+    """What an execution plan tells of a schedule_nodes action."""
+    return {'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
+            'num_allocations': config.get('num_allocations', 1)}
+
+
+def format_execution_plan(plan: Dict[str, Any]) -> str:
+    """The plan for people: an event, what it waits for, what it starts."""
+    lines = [f"Execution plan of {plan['workflow_name']}: {plan['total_jobs']} jobs in {plan['total_events']} events", '']
+    for event in plan['events']:
+        lines.append(f"{event['id']}: {event['trigger_description']}")
+        for allocation in event['scheduler_allocations']:
+            lines.append(f"    allocates {allocation['num_allocations']} x {allocation['scheduler']}")
+        lines.append(f"    starts {first_of(event['jobs_becoming_ready'])}")
+    return format_lines(lines)
 
 
 # -------- an edited workflow file --------
@@ -20766,14 +20798,6 @@ def tell_edit(session: Session, workflow: Dict[str, Any], words: Sequence[str]) 
         session.tell(f'After an edit of its file: {line}')
 
 
-def command_line(session: Session, *words: Any) -> str:
-    """A command for the user to type, that finds the same server or database as this one."""
-    options = ['--standalone'] if session.options['standalone'] else []
-    for key in ('url', 'db'):
-        options += [f'--{key}', session.options[key]] if session.options[key] else []
-    return printable_line(' '.join(shlex.quote(str(word)) for word in [program_name(), *options, *words]))
-
-
 def output_words(options: RunnerOptions) -> List[str]:
     """What `run` needs to go on in a runner's output directory."""
     return [] if options.output_dir == DEFAULT_OUTPUT_DIR else ['-o', options.output_dir]
@@ -20995,6 +21019,11 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
         monitor[scope] = None if word == 'off' else {'enabled': True, 'granularity': word.replace('-', '_')}
     return monitor
 
+
+# ======== 20d. Service: commands of those who run a server, and `install` ========
+#
+# Password files, access groups, `serve`, and the installed command. Password files are changed here, on disk; a server that
+# uses one reads it again when asked to. `serve` only gathers options: Server does the rest.
 
 # -------- passwords and access groups --------
 
@@ -21292,7 +21321,7 @@ LAUNCHER_MARK = LAUNCHER.splitlines()[1].encode()
 MODULE_MARK = __doc__.splitlines()[0].encode()
 
 
-class Installation(NamedTuple):
+class Installation(Row):
     """What `install` makes below a prefix."""
     launcher: str
     module: str
@@ -21407,16 +21436,10 @@ def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> i
     return 0
 
 
-# ======== 21. Main: the table of commands, the manual, and the way from words to exit code ========
+# ======== 20e. Arguments: what commands take ========
 #
-# COMMANDS is the one place that knows which commands there are: the parser, the manual, README's reference and the tests read it.
-#
-# The parser is ours, for argparse can't do what is promised here: options of all commands before and after the command,
-# the command's own short option winning there; words and options in any order; the same on every Python (without
-# abbreviations, argparse of 3.6 no longer knows -p5); each mistake told with its nearest right word. It starts faster, too.
-# main() is the border where errors become messages and exit codes: nothing below it ends the program.
-
-# -------- arguments --------
+# An Argument is a row: names, value, meaning, parser, count. Parsers are functions from a word to a value that raise
+# ValueError with what is wrong. Arguments of several commands have a name here, the others stand in the table of commands.
 
 class Argument(Row):
     """One argument of a command."""
@@ -21624,6 +21647,15 @@ GLOBAL_ARGUMENTS = (
     Argument('-V --version', '', 'version of this file'),
 )
 
+
+# ======== 21. Main: the table of commands, the manual, and the way from words to exit code ========
+#
+# COMMANDS is the one place that knows which commands there are: the parser, the manual, README's reference and the tests read it.
+#
+# The parser is ours, for argparse can't do what is promised here: options of all commands before and after the command,
+# the command's own short option winning there; words and options in any order; the same on every Python (without
+# abbreviations, argparse of 3.6 no longer knows -p5); each mistake told with its nearest right word. It starts faster, too.
+# main() is the border where errors become messages and exit codes: nothing below it ends the program.
 
 # -------- commands --------
 
