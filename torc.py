@@ -35,6 +35,7 @@ Sections (grep '^# ==' torc.py):
     9. API
     10. Server
     11. Client
+    11a. Steps
     13. Launcher
     16. Runner
     19. Rendering
@@ -15446,6 +15447,188 @@ def is_own_name(host: str) -> bool:
     return any(map(is_loopback, found)) or not found.isdisjoint(own_addresses())
 
 
+# ======== 11a. Steps: what several commands do with a workflow ========
+#
+# Commands consist of these, and so does what goes on with a workflow by itself, such as recovery. A step takes a Client,
+# returns or raises, and asks nothing; what the user should know goes to the `tell` that it is given. Files are examined
+# here, on the caller's host, because the server may not see them.
+
+Tell = Callable[[str], None]    # shows a line to the user
+
+
+def list_items(client: Client, op: str, **params: Any) -> List[Dict[str, Any]]:
+    """All items of a list operation."""
+    return list(client.pages(op, limit=MAX_LIST_ITEMS, **params))
+
+
+def call_addition(client: Client, op: str, **params: Any) -> Dict[str, Any]:
+    """An operation that a server of Torc, or an older one of ours, does not have: {} then."""
+    try:
+        return client.call(op, **params)
+    except NotFound:
+        return {}
+
+
+def current_directory() -> str:
+    """The current directory, as text that JSON can carry."""
+    return printable(os.getcwd())
+
+
+def base_directory(workflow: Dict[str, Any]) -> str:
+    """Where relative paths of a workflow start: the directory of its creation if it is here, else the current one."""
+    directory = workflow.get('submission_directory')
+    return directory if directory and os.path.isdir(directory) else os.getcwd()
+
+
+def file_exists(base: str, path: str) -> bool:
+    """Whether a workflow's file is there."""
+    return os.path.exists(os.path.join(base, path))
+
+
+def file_time(base: str, path: str) -> Optional[float]:
+    """Time of the last change of a workflow's file; None if it is not there."""
+    try:
+        return os.stat(os.path.join(base, path)).st_mtime
+    except (OSError, ValueError):
+        return None
+
+
+def file_times(client: Client, workflow: Dict[str, Any]) -> Dict[str, Optional[float]]:
+    """Time of the last change of every file of a workflow, by its id as text; None for those that are not there."""
+    base = base_directory(workflow)
+    return {str(item['id']): file_time(base, item['path'])
+            for item in list_items(client, 'list_files', workflow_id=workflow['id'])}
+
+
+def record_contents(client: Client, workflow: Dict[str, Any]) -> None:
+    """Before a run that keeps an RO-Crate, record sizes and hashes of input files: the server may not see them."""
+    if not workflow.get('enable_ro_crate'):
+        return
+    base, rows = base_directory(workflow), []   # type: Tuple[str, List[List[Any]]]
+    paths = {item['id']: item['path'] for item in list_items(client, 'list_files', workflow_id=workflow['id'])}
+    for item in list_items(client, 'list_files', workflow_id=workflow['id'], is_output=True):
+        paths.pop(item['id'], None)     # it may have been added since
+    for file_id, path in paths.items():
+        try:
+            rows += [[file_id, *found] for found in digest_file(os.path.join(base, path)) if found]
+        except (OSError, ValueError):   # not there, or no plain file
+            pass
+    for start in range(0, len(rows), MAX_CONTENTS):
+        contents = rows[start:start + MAX_CONTENTS]
+        client.call('set_file_times', {'files': {}, 'contents': contents}, workflow_id=workflow['id'])
+
+
+class FileCheck(Row):
+    """What there is on disk before a workflow starts."""
+    missing_inputs: List[str]       # that must exist
+    existing_outputs: List[str]     # that will be written over
+    missing_user_data: List[Any]    # without a value, by id; by name before creation
+
+
+def check_files(client: Client, workflow: Dict[str, Any]) -> FileCheck:
+    """Look for input files that no job makes, output files that exist already, and user data without a value.
+
+    The server also requires what completed jobs have made; what is gone of that will be made again.
+    """
+    number, base = workflow['id'], base_directory(workflow)
+    outputs = list_items(client, 'list_files', workflow_id=number, is_output=True)
+    required = set(client.call('list_required_existing_files', workflow_id=number)['files'])
+    required.difference_update(item['id'] for item in outputs)
+    files = list_items(client, 'list_files', workflow_id=number) if required else []
+    missing = sorted(item['path'] for item in files
+                     if item['id'] in required and not file_exists(base, item['path']))
+    existing = sorted(item['path'] for item in outputs if file_exists(base, item['path']))
+    empty = client.call('list_missing_user_data', workflow_id=number)['user_data']
+    if empty:
+        pairs = list_items(client, 'list_job_user_data_relationships', workflow_id=number)
+        made = {pair['user_data_id'] for pair in pairs if pair.get('producer_job_id') is not None}
+        empty = [row_id for row_id in empty if row_id not in made]
+    return FileCheck(missing, existing, empty)
+
+
+def refuse_missing_inputs(check: FileCheck, is_forced: bool, tell: Tell) -> None:
+    """Refused where required files or user data are missing; --force turns missing files into a warning."""
+    if check.missing_inputs:
+        missing = check.missing_inputs
+        message = printable(f'{len(missing)} input files that no job makes are missing: {first_of(missing)}')
+        if not is_forced:
+            raise Refused(f'{message}; make them, or give --force to go on without them')
+        tell(f'warning: {message}')
+    if check.missing_user_data:
+        raise Refused(printable(f'user data that no job makes has no value: {first_of(check.missing_user_data)}; '
+                                'set it in the file, or with `user-data update ID --data JSON`'))
+
+
+def find_changes(client: Client, workflow: Dict[str, Any], is_dry_run: bool) -> Dict[str, Any]:
+    """Jobs to run again: `changed`, marked as uninitialized unless it is a dry run, and `downstream_jobs`."""
+    body = {'files': file_times(client, workflow), 'dry_run': is_dry_run}
+    return client.call('check_changes', body, workflow_id=workflow['id'])
+
+
+def reinitialize(client: Client, workflow: Dict[str, Any]) -> int:
+    """Mark what changed, then initialize what is uninitialized. How many jobs run again."""
+    found = find_changes(client, workflow, is_dry_run=False)
+    client.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=True)
+    return sum(map(len, found.values()))
+
+
+def begin_initialize(client: Client, workflow: Dict[str, Any], only_uninitialized: bool) -> Dict[str, Any]:
+    """Start the server's task that makes a workflow ready."""
+    options = {'only_uninitialized': only_uninitialized, 'async': True}     # `async` is a keyword since Python 3.7
+    return client.call('initialize_jobs', workflow_id=workflow['id'], **options)
+
+
+def wait_for_task(client: Client, task: Dict[str, Any], timeout_s: Optional[float],
+                  longest_pause_s: float) -> Dict[str, Any]:
+    """A task that has ended, or, when the time is over, as it is then."""
+    deadline, pause_s = math.inf if timeout_s is None else time.monotonic() + timeout_s, 0.02
+    while task['status'] in ('queued', 'running') and time.monotonic() < deadline:
+        time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
+        pause_s = min(pause_s * 1.5, longest_pause_s)
+        task = client.call('get_task', task_id=task['id'])
+    return task
+
+
+NODE_COUNTS = (('active_compute_nodes', 'compute nodes at work'), ('active_scheduled_nodes', 'allocations active'),
+               ('pending_scheduled_nodes', 'allocations pending'))
+
+
+def refuse_at_work(client: Client, workflow_id: int, is_forced: bool) -> None:
+    """Refuse, unless forced, while there are runners or allocations: they see no new jobs before the next initialize."""
+    status = client.call('get_workflow_status', workflow_id=workflow_id)
+    busy = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
+    if busy and not is_forced:
+        raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); wait for its end, or give --force")
+
+
+def refuse_active_jobs(jobs: List[Dict[str, Any]], cure: str = 'cancel the workflow') -> None:
+    """Refuse while any of these jobs is in a runner's hands."""
+    active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
+    if active:
+        names = first_of(active)
+        raise Refused(printable(f'jobs are pending or running: {names}; wait for their end, or {cure}'))
+
+
+def has_failed(counts: Dict[str, int]) -> bool:
+    """Whether any job ended badly, for good or until somebody decides."""
+    return any(counts.get(row.name) for row in STATUSES if row.is_bad or row.code == PENDING_FAILED)
+
+
+def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, tell: Tell) -> None:
+    """Make ready again what failed or was canceled, and what depends on it, in a new run. All else stays."""
+    number = workflow['id']
+    client.need_server()    # it ends the jobs of runners that were killed
+    counts = client.call('get_workflow_status', workflow_id=number)['jobs_by_status']
+    if not has_failed(counts):
+        return tell(f'Workflow {number} has no jobs that failed or were canceled')
+    refuse_at_work(client, number, is_forced)
+    refuse_missing_inputs(check_files(client, workflow), is_forced, tell)
+    client.call('reset_workflow_status', workflow_id=number, force=is_forced)
+    client.call('reset_job_status', workflow_id=number, failed_only=True)
+    count = reinitialize(client, workflow)
+    tell(f'{count} jobs run again: what did not complete or has changed, and what depends on it')
+
+
 # ======== 13. Launcher: one job's process, from its command to its last descendant ========
 #
 # Owns starting, reaping and stopping. Every process is a session of its own with stdin /dev/null. Invariants:
@@ -18523,10 +18706,6 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
     return '\n'.join(lines) + '\n'
 
 
-NODE_COUNTS = (('active_compute_nodes', 'compute nodes at work'), ('active_scheduled_nodes', 'allocations active'),
-               ('pending_scheduled_nodes', 'allocations pending'))
-
-
 # -------- progress --------
 
 class Progress:
@@ -18799,14 +18978,6 @@ class Session:
             self._client = None
 
 
-def call_addition(session: Session, op: str, **params: Any) -> Dict[str, Any]:
-    """An operation that a server of Torc, or an older one of ours, does not have: {} then."""
-    try:
-        return session.call(op, **params)
-    except NotFound:
-        return {}
-
-
 # -------- which workflow --------
 
 def name_workflow(session: Session, workflow_id: int) -> str:
@@ -19066,7 +19237,7 @@ RELATIONS = (           # field of a job, its name in the text, the operation th
 def cmd_jobs_get(session: Session, args: Arguments) -> int:
     """One job, with why it failed or does not run; for people with names instead of ids, and times."""
     job = session.call('get_job', job_id=args['id'])
-    reason = call_addition(session, 'explain_job', job_id=job['id']).get('reason')
+    reason = call_addition(session.client, 'explain_job', job_id=job['id']).get('reason')
     results = session.items('list_results', limit=1, workflow_id=job['workflow_id'], job_id=job['id'])
     if session.format == 'json':
         more = {'reason': reason, 'result': results[0] if results else None}
@@ -19334,96 +19505,6 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
 # What a command does to a workflow or its jobs is asked of the server; what only this host knows, such as the times of
 # files, goes with the request. Several requests make one command; the server refuses what came in between.
 
-# -------- files on disk --------
-
-def current_directory() -> str:
-    """The current directory, as text that JSON can carry."""
-    return printable(os.getcwd())
-
-
-def base_directory(workflow: Dict[str, Any]) -> str:
-    """Where relative paths of a workflow start: the directory of its creation if it is here, else the current one."""
-    directory = workflow.get('submission_directory')
-    return directory if directory and os.path.isdir(directory) else os.getcwd()
-
-
-def file_times(session: Session, workflow: Dict[str, Any]) -> Dict[str, Optional[float]]:
-    """Time of the last change of every file of a workflow, by its id as text; None for those that are not there."""
-    base = base_directory(workflow)
-    return {str(item['id']): file_time(base, item['path'])
-            for item in session.items('list_files', workflow_id=workflow['id'])}
-
-
-def file_time(base: str, path: str) -> Optional[float]:
-    """Time of the last change of a workflow's file; None if it is not there."""
-    try:
-        return os.stat(os.path.join(base, path)).st_mtime
-    except (OSError, ValueError):
-        return None
-
-
-def tell_contents(session: Session, workflow: Dict[str, Any]) -> None:
-    """Before a run that keeps an RO-Crate: tell sizes and hashes of input files: the server has none."""
-    if not workflow.get('enable_ro_crate'):
-        return
-    base, rows = base_directory(workflow), []   # type: Tuple[str, List[List[Any]]]
-    paths = {item['id']: item['path'] for item in session.items('list_files', workflow_id=workflow['id'])}
-    for item in session.items('list_files', workflow_id=workflow['id'], is_output=True):
-        paths.pop(item['id'], None)     # it may have been added since
-    for file_id, path in paths.items():
-        try:
-            rows += [[file_id, *found] for found in digest_file(os.path.join(base, path)) if found]
-        except (OSError, ValueError):   # not there, or no plain file
-            pass
-    for start in range(0, len(rows), MAX_CONTENTS):
-        session.call('set_file_times', {'files': {}, 'contents': rows[start:start + MAX_CONTENTS]},
-                     workflow_id=workflow['id'])
-
-
-class FileCheck(Row):
-    """What there is on disk before a workflow starts."""
-    missing_inputs: List[str]       # that must exist
-    existing_outputs: List[str]     # that will be written over
-    missing_user_data: List[Any]    # without a value, by id; by name before creation
-
-
-def check_files(session: Session, workflow: Dict[str, Any]) -> FileCheck:
-    """Look for input files that no job makes, output files that exist already, and user data without a value.
-
-    The server also requires what completed jobs have made; what of that is gone is made again, so it is no reason to refuse.
-    """
-    number, base = workflow['id'], base_directory(workflow)
-    outputs = session.items('list_files', workflow_id=number, is_output=True)
-    required = set(session.call('list_required_existing_files', workflow_id=number)['files']).difference(item['id'] for item in outputs)
-    files = session.items('list_files', workflow_id=number) if required else []
-    missing = sorted(item['path'] for item in files if item['id'] in required and not file_exists(base, item['path']))
-    existing = sorted(item['path'] for item in outputs if file_exists(base, item['path']))
-    empty = session.call('list_missing_user_data', workflow_id=number)['user_data']
-    if empty:
-        pairs = session.items('list_job_user_data_relationships', workflow_id=number)
-        made = {pair['user_data_id'] for pair in pairs if pair.get('producer_job_id') is not None}
-        empty = [row_id for row_id in empty if row_id not in made]
-    return FileCheck(missing, existing, empty)
-
-
-def file_exists(base: str, path: str) -> bool:
-    """Whether a workflow's file is there."""
-    return os.path.exists(os.path.join(base, path))
-
-
-def refuse_missing_inputs(session: Session, check: FileCheck, is_forced: bool) -> None:
-    """Refused where required files or user data are missing; --force turns missing files into a warning."""
-    if check.missing_inputs:
-        missing = check.missing_inputs
-        message = printable(f'{len(missing)} input files that no job makes are missing: {first_of(missing)}')
-        if not is_forced:
-            raise Refused(f'{message}; make them, or give --force to go on without them')
-        session.tell(f'warning: {message}')
-    if check.missing_user_data:
-        raise Refused(printable(f'user data that no job makes has no value: {first_of(check.missing_user_data)}; '
-                                'set it in the file, or with `user-data update ID --data JSON`'))
-
-
 # -------- workflows --------
 
 def cmd_workflows_new(session: Session, args: Arguments) -> int:
@@ -19444,7 +19525,7 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
     items = session.items('list_workflows', **query)
     statuses = {}  # type: Dict[str, str]
     for piece in chunks([item['id'] for item in items]):
-        statuses.update(call_addition(session, 'list_workflow_statuses', ids=piece).get('statuses', {}))
+        statuses.update(call_addition(session.client, 'list_workflow_statuses', ids=piece).get('statuses', {}))
     items = [dict(item, status=statuses.get(str(item['id']))) for item in items]
     hidden = '' if args['all_users'] or args['access_group'] else 'User'
     headings = [heading for heading in headings_of(THINGS['workflows'].columns) if heading.title != hidden]
@@ -19525,13 +19606,13 @@ def cmd_archive(session: Session, args: Arguments) -> int:
 def cmd_init(session: Session, args: Arguments) -> int:
     """Make every job ready or blocked anew, in a new run, whatever had been done before."""
     workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
-    check = check_files(session, workflow)
+    check = check_files(session.client, workflow)
     if args['dry_run']:
         return answer_file_check(session, workflow['id'], check, {})
     active = active_task(session, workflow)
     if active:
         return answer_task(session, args, active)
-    refuse_missing_inputs(session, check, args['force'])
+    refuse_missing_inputs(check, args['force'], session.tell)
     question = f"Forget all results of {name_workflow(session, workflow['id'])}, and start it again?"
     if workflow.get('run_id') and not session.confirm(question):
         return 0
@@ -19539,60 +19620,32 @@ def cmd_init(session: Session, args: Arguments) -> int:
         session.tell(f'{len(check.existing_outputs)} output files exist already and will be written over')
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
     session.call('reset_job_status', workflow_id=workflow['id'])
-    session.call('set_file_times', {'files': file_times(session, workflow)}, workflow_id=workflow['id'])
-    tell_contents(session, workflow)
-    return answer_task(session, args, begin_initialize(session, workflow, False))
+    session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=workflow['id'])
+    record_contents(session.client, workflow)
+    return answer_task(session, args, begin_initialize(session.client, workflow, False))
 
 
 def cmd_reinit(session: Session, args: Arguments) -> int:
     """Make ready what has to run again because its files, its data or its command changed, and what depends on it."""
     workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
-    check = check_files(session, workflow)
+    check = check_files(session.client, workflow)
     if args['dry_run']:
-        return answer_file_check(session, workflow['id'], check, find_changes(session, workflow, is_dry_run=True))
+        return answer_file_check(session, workflow['id'], check, find_changes(session.client, workflow, is_dry_run=True))
     active = active_task(session, workflow)
     if active:
         return answer_task(session, args, active)
-    refuse_missing_inputs(session, check, args['force'])
+    refuse_missing_inputs(check, args['force'], session.tell)
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
-    found = find_changes(session, workflow, is_dry_run=False)
+    found = find_changes(session.client, workflow, is_dry_run=False)
     for change in found['changed'] + found['downstream_jobs']:
         session.tell(f"{change['job_name']} will run again: {change['reason']}")
-    tell_contents(session, workflow)
-    return answer_task(session, args, begin_initialize(session, workflow, True))
-
-
-def find_changes(session: Session, workflow: Dict[str, Any], is_dry_run: bool) -> Dict[str, Any]:
-    """Jobs to run again: `changed`, marked as uninitialized unless it is a dry run, and `downstream_jobs`."""
-    body = {'files': file_times(session, workflow), 'dry_run': is_dry_run}
-    return session.call('check_changes', body, workflow_id=workflow['id'])
-
-
-def reinitialize(session: Session, workflow: Dict[str, Any]) -> int:
-    """Mark what changed, then initialize what is uninitialized. How many jobs run again."""
-    found = find_changes(session, workflow, is_dry_run=False)
-    session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=True)
-    return sum(map(len, found.values()))
+    record_contents(session.client, workflow)
+    return answer_task(session, args, begin_initialize(session.client, workflow, True))
 
 
 def active_task(session: Session, workflow: Dict[str, Any]) -> Optional[Dict[str, Any]]:
     """The task that is at work on a workflow: to begin another would only begin another run."""
     return session.call('get_active_task_for_workflow', workflow_id=workflow['id']).get('task')
-
-
-def begin_initialize(session: Session, workflow: Dict[str, Any], only_uninitialized: bool) -> Dict[str, Any]:
-    """The server's task that makes a workflow ready."""
-    return session.call('initialize_jobs', workflow_id=workflow['id'], **{'only_uninitialized': only_uninitialized, 'async': True})
-
-
-def wait_for_task(session: Session, task: Dict[str, Any], timeout_s: Optional[float], longest_pause_s: float) -> Dict[str, Any]:
-    """A task that has ended, or, when the time is over, as it is then."""
-    deadline, pause_s = math.inf if timeout_s is None else time.monotonic() + timeout_s, 0.02
-    while task['status'] in ('queued', 'running') and time.monotonic() < deadline:
-        time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
-        pause_s = min(pause_s * 1.5, longest_pause_s)
-        task = session.call('get_task', task_id=task['id'])
-    return task
 
 
 def explain_task(session: Session, task: Dict[str, Any]) -> Optional[str]:
@@ -19606,7 +19659,7 @@ def explain_task(session: Session, task: Dict[str, Any]) -> Optional[str]:
 def cmd_tasks_wait(session: Session, args: Arguments) -> int:
     """Wait for the end of a task."""
     task = session.call('get_task', task_id=args['id'])
-    task = wait_for_task(session, task, args['timeout'], args['poll_fallback_interval'])
+    task = wait_for_task(session.client, task, args['timeout'], args['poll_fallback_interval'])
     error = explain_task(session, task)
     session.answer(task, f"Task {task['id']} ({task['operation']} of workflow {task['workflow_id']}): {task['status']}\n")
     if error:
@@ -19624,7 +19677,7 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
         session.answer(dict(value, message=f'{noun} task created', task_status=task['status']),
                        f"Task {task['id']} initializes workflow {workflow_id}; wait for it with: {wait}\n")
         return 0
-    task = wait_for_task(session, task, args['wait_timeout'], TASK_PAUSE_S)
+    task = wait_for_task(session.client, task, args['wait_timeout'], TASK_PAUSE_S)
     error = explain_task(session, task)
     value.update(error=error, task_status=task['status'], message=f"{doing} task {'failed' if error else 'completed'}")
     if error:
@@ -19663,7 +19716,7 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
     messages = [f'Successfully reset workflow status for workflow {workflow_id}',
                 f'Successfully reset {count} jobs of workflow {workflow_id}']
     if args['reinitialize']:
-        reinitialize(session, session.call('get_workflow', workflow_id=workflow_id))
+        reinitialize(session.client, session.call('get_workflow', workflow_id=workflow_id))
         messages.append(f'Successfully reinitialized workflow {workflow_id}')
     operations = {'job_reset': True, 'reinitialize': True if args['reinitialize'] else None, 'workflow_reset': True}
     value = {'failed_only': bool(args['failed_only']), 'messages': messages, 'operations': operations, 'status': 'success',
@@ -19675,7 +19728,7 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
 def cmd_status(session: Session, args: Arguments) -> int:
     """How far a workflow is."""
     status = session.call('get_workflow_status', workflow_id=choose_workflow(session, args))
-    status['explanation'] = call_addition(session, 'explain_workflow', workflow_id=status['workflow_id'])
+    status['explanation'] = call_addition(session.client, 'explain_workflow', workflow_id=status['workflow_id'])
     status.setdefault('unserved_ready_labels', {})
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
@@ -19810,14 +19863,6 @@ def cmd_jobs_delete(session: Session, args: Arguments) -> int:
     return 0
 
 
-def refuse_active_jobs(jobs: List[Dict[str, Any]], cure: str = 'cancel the workflow') -> None:
-    """Refuse while any of these jobs is in a runner's hands."""
-    active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
-    if active:
-        names = first_of(active)
-        raise Refused(printable(f'jobs are pending or running: {names}; wait for their end, or {cure}'))
-
-
 def cmd_jobs_delete_all(session: Session, args: Arguments) -> int:
     """Delete every job of a workflow."""
     workflow_id = args['workflow_id']
@@ -19879,7 +19924,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
         return 0
     if not args['force']:
         refuse_active_jobs(jobs, 'give --force')
-    refuse_at_work(session, args, workflow_id)
+    refuse_at_work(session.client, workflow_id, args['force'])
     if not session.confirm(f'Reset the status of {len(jobs)} jobs of {name_workflow(session, workflow_id)}?'):
         return 0
     done, failures = reset_jobs(session, jobs)
@@ -19893,14 +19938,6 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
         'status': 'partial_failure' if failures else 'success', 'workflow_id': workflow_id}
     session.answer(value, f"Reset {len(done)} jobs. {value['next_steps']}\n")
     return Refused.exit if failures else 0
-
-
-def refuse_at_work(session: Session, args: Arguments, workflow_id: int) -> None:
-    """Refuse, without --force, while runners or allocations are there: they would not see the jobs before the next initialize."""
-    status = session.call('get_workflow_status', workflow_id=workflow_id)
-    busy = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
-    if busy and not args['force']:
-        raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); wait for its end, or give --force")
 
 
 def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
@@ -20015,7 +20052,7 @@ def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, 
 def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments) -> str:
     """The directory that runners of a workflow wrote to. Refused if it belongs to another database."""
     directory = os.path.join(base_directory(workflow), args['output_dir'])
-    database = call_addition(session, 'get_database')
+    database = call_addition(session.client, 'get_database')
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         with HeldDirectory(directory) as held:
             if database:
@@ -20124,7 +20161,7 @@ class LogReader:
                             and self.args['attempt_id'] in (None, attempt['attempt_id']))
             if is_asked_for and any(self.stdio_of(attempt)):
                 return attempt
-        reason = call_addition(self.session, 'explain_job', job_id=job['id']).get('reason')
+        reason = call_addition(self.session.client, 'explain_job', job_id=job['id']).get('reason')
         start = f"job {job['name']} ({job['status']}) has left no output"
         if not attempts and reason:
             raise Refused(printable(f'{start}: {reason}'))
@@ -20273,7 +20310,7 @@ def describe_wait(reader: LogReader) -> str:
     if len(reader.jobs) != 1:
         return 'waiting for jobs to fail' if reader.args['failed'] else 'waiting for jobs to start'
     job = reader.jobs[0]
-    reason = call_addition(reader.session, 'explain_job', job_id=job['id']).get('reason')
+    reason = call_addition(reader.session.client, 'explain_job', job_id=job['id']).get('reason')
     return f"waiting for job {job['name']} ({job['status']})" + (f': {reason}' if reason else '')
 
 
@@ -20575,7 +20612,7 @@ def cmd_run(session: Session, args: Arguments) -> int:
     plan = read_spec(session, args['target'], args)
     refuse_short_time(plan.body['workflow'], options)
     earlier = find_earlier(session, plan.body['workflow'], args['dry_run']) if args['resume'] else None
-    refuse_missing_inputs(session, check_plan_files(session, plan.body, earlier), args['force'])
+    refuse_missing_inputs(check_plan_files(session, plan.body, earlier), args['force'], session.tell)
     if args['dry_run']:
         return apply_plan(session, plan, earlier, True)
     prepare_output_dir(session, options)
@@ -20636,7 +20673,7 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
             obstacle = output.find_obstacle(True, True)
             if obstacle:
                 raise BadInput(f'{obstacle}: name another one with --output-dir')
-            database = call_addition(session, 'get_database')
+            database = call_addition(session.client, 'get_database')
             if not database:
                 raise Refused(f'{session.client.location} is not served by this version of torc.py, as runners need: '
                               'stop that server, and start it again with this one')
@@ -20672,7 +20709,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     refuse_short_time(workflow, options)
     if target.retries_failed:
         prepare_output_dir(session, options)
-        reset_failed(session, workflow, is_forced)
+        reset_failed(session.client, workflow, is_forced, session.tell)
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
@@ -20682,9 +20719,9 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     prepare_output_dir(session, options)
     if is_uninitialized:
         if not target.is_new:
-            refuse_missing_inputs(session, check_files(session, workflow), is_forced)
-            session.call('set_file_times', {'files': file_times(session, workflow)}, workflow_id=workflow['id'])
-        tell_contents(session, workflow)
+            refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.tell)
+            session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=workflow['id'])
+        record_contents(session.client, workflow)
         initialize_for_run(session, workflow, status)
     if not target.is_new:       # of a new one the file's warnings say it
         tell_pending(session, workflow)
@@ -20726,26 +20763,6 @@ def tell_pending(session: Session, workflow: Dict[str, Any]) -> None:
             read_block(reading, 'action', {'action_type': action['action_type']})
     for problem in describe_pending(reading.pending):
         session.tell(f'warning: {problem}')
-
-
-def reset_failed(session: Session, workflow: Dict[str, Any], is_forced: bool) -> None:
-    """Make ready again what failed or was canceled, and what depends on it, in a new run. All else stays."""
-    number = workflow['id']
-    session.client.need_server()    # it ends the jobs of runners that were killed
-    counts = session.call('get_workflow_status', workflow_id=number)['jobs_by_status']
-    if not has_failed(counts):
-        return session.tell(f'Workflow {number} has no jobs that failed or were canceled')
-    refuse_at_work(session, {'force': is_forced}, number)
-    refuse_missing_inputs(session, check_files(session, workflow), is_forced)
-    session.call('reset_workflow_status', workflow_id=number, force=is_forced)
-    session.call('reset_job_status', workflow_id=number, failed_only=True)
-    count = reinitialize(session, workflow)
-    session.tell(f'{count} jobs run again: what did not complete or has changed, and what depends on it')
-
-
-def has_failed(counts: Dict[str, int]) -> bool:
-    """Whether any job ended badly, for good or until somebody decides."""
-    return any(counts.get(row.name) for row in STATUSES if row.is_bad or row.code == PENDING_FAILED)
 
 
 def tell_location(session: Session, workflow: Dict[str, Any]) -> None:
