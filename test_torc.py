@@ -14616,6 +14616,16 @@ class RunTest(CommandTest):
         self.assertExit(0, self.world.cli('exec', '-c', 'echo out; echo err >&2'))
         self.assertRegex(self.text('logs 1 job1'), r'\A==> \S.*a1\.o <==\nout\n==> .*a1\.e <==\nerr\n\Z')
 
+    def test_words_of_exec_are_utf8_in_the_c_locale_too(self):
+        self.world.write('names.txt', 'é1\n')
+        words = ('exec', '-n', 'né', '--description', 'dé', '-c', 'echo é {i} {f}', '--param', 'i=ö', '--param', 'f=@names.txt')
+        self.assertExit(0, self.world.cli(*words, env={'LC_ALL': 'C'}))
+        self.assertIn('é ö é1\n', self.assertExit(0, self.world.cli('logs', 1)).out)
+        workflow = self.world.main('workflows', 'get', 1, '-f', 'json').json()
+        self.assertEqual(('né', 'dé'), (workflow['name'], workflow['description']))
+        outcome = self.assertExit(2, self.world.cli('exec', '-c', 'echo \udcff'))
+        self.assertIn("error: job 'job1': command holds the character '\\udcff', which cannot be stored: remove it", outcome.err)
+
     def test_exec_multiplies_commands_by_parameters(self):
         table = (
             ("-c 'echo {i}' --param i=1:2 --dry-run", ['echo 1', 'echo 2']),

@@ -18812,6 +18812,7 @@ MEMORY_COMMANDS = ('run', 'exec', 'serve')      # that may have the database in 
 MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
 
 Arguments = Dict[str, Any]
+CommandFunction = Callable[[Any, Arguments], int]   # of a Session
 
 
 class Session:
@@ -19025,6 +19026,11 @@ def is_id(word: str) -> bool:
 
 # -------- input --------
 
+def utf8_text(word: str) -> str:
+    """A word of the command line as text, though the locale be another: in the C locale Python 3.6 knows only ASCII."""
+    return os.fsencode(word).decode('utf-8', 'surrogateescape')
+
+
 def read_input(session: Session, path: str) -> bytes:
     """Content of a file that the user named; '-' is stdin."""
     try:
@@ -19055,6 +19061,65 @@ def read_commands(session: Session, path: str) -> List[str]:
     """Lines of a file of commands, '-' for stdin, without blank ones and comments."""
     text = read_input(session, path).decode('utf-8', 'surrogateescape')
     return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith('#')]
+
+
+def given(args: Arguments, *but: str) -> Arguments:
+    """Arguments that were given, without those named."""
+    return {key: value for key, value in args.items() if value is not None and key not in but}
+
+
+# -------- commands that only ask --------
+
+def with_workflow(session: Session, args: Arguments) -> Arguments:
+    """The arguments that were given; with the chosen workflow where the command needs one."""
+    found = given(args)
+    if 'workflow_id' in args:
+        found['workflow_id'] = choose_workflow(session, args)
+    return found
+
+
+def shows(op: str, text: str = '') -> CommandFunction:
+    """A command that shows what an operation answers: as a record, or in a sentence with the answer's keys."""
+    def command(session: Session, args: Arguments) -> int:
+        answer = session.call(op, **with_workflow(session, args))
+        cells = {key: format_cell(value) for key, value in answer.items()}
+        session.answer(answer, format_lines([text.format(**cells)]) if text else format_record(answer))
+        return 0
+    return command
+
+
+def shows_ids(op: str, key: str) -> CommandFunction:
+    """A command that shows ids, a line each."""
+    def command(session: Session, args: Arguments) -> int:
+        ids = session.call(op, **with_workflow(session, args))[key]
+        session.answer({key: ids}, format_lines(map(str, ids)) or 'None\n')
+        return 0
+    return command
+
+
+def lists(op: str, columns: str, what: str, key: str = '') -> CommandFunction:
+    """A command that lists what an operation answers: page after page, or, with a key, all of it at once, JSON having the key."""
+    def command(session: Session, args: Arguments) -> int:
+        query = with_workflow(session, args)
+        items = session.call(op, **query) if key else session.items(op, **query)
+        if key and session.format == 'json':
+            session.show_json({key: items})
+        else:
+            session.show_list(headings_of(columns), items, what)
+        return 0
+    return command
+
+
+def changes(op: str, text: str) -> CommandFunction:
+    """A command that changes something, and says so in a sentence with the keys of answer and arguments."""
+    def command(session: Session, args: Arguments) -> int:
+        in_path = path_parameters(OPERATIONS[op])
+        body = {key: value for key, value in args.items() if key not in in_path} if OPERATIONS[op].body else None
+        answer = session.call(op, body, **{key: args[key] for key in in_path})
+        is_removal = op.startswith('remove_')
+        session.answer({'success': True} if is_removal else answer, format_lines([text.format(**dict(answer, **args))]))
+        return 0
+    return command
 
 
 # -------- objects: list, get, create, update, delete --------
@@ -19185,6 +19250,8 @@ ACTION_COLUMNS = ('ID=id, Trigger=trigger_type, Action=action_type, Allocations=
                   '+Failure=failure')
 RUNNING_COLUMNS = ('Job ID=job_id, Job Name=job_name, Compute Node=compute_node_name, Elapsed=(elapsed), '
                    'Scheduler=scheduler_type:2, Scheduler Job ID=scheduler_job_id:1')
+GROUP_COLUMNS = 'ID=id, Name=name, Description=description:1, Created=created_at:2'
+MEMBER_COLUMNS = 'User=user_name, Role=role, Added=created_at:1'
 JOB_REQUIREMENT_COLUMNS = ('Job ID=job_id:3, Job Name=job_name, RR ID=rr_id:4, RR Name=rr_name, '
                            'CPUs=num_cpus, GPUs=num_gpus:1, Nodes=num_nodes:2, Memory=memory, '
                            'Runtime=runtime')
@@ -19203,11 +19270,6 @@ def dated(event: Any) -> Any:
     if isinstance(event, dict) and 'timestamp_formatted' not in event and isinstance(event.get('timestamp'), int):
         return dict(event, timestamp_formatted=format_time(event['timestamp'] / 1000))
     return event
-
-
-def given(args: Arguments, *but: str) -> Arguments:
-    """Arguments that were given, without those named."""
-    return {key: value for key, value in args.items() if value is not None and key not in but}
 
 
 def cmd_list(session: Session, args: Arguments,
@@ -19347,20 +19409,6 @@ def cmd_delete(session: Session, args: Arguments) -> int:
     return 0
 
 
-ID_LISTS = {
-    'files list-required-existing': ('list_required_existing_files', 'files'),
-    'user-data list-missing': ('list_missing_user_data', 'user_data'),
-}
-
-
-def cmd_list_ids(session: Session, args: Arguments) -> int:
-    """Ids that an operation answers: files that must exist, user data that has no value."""
-    op, key = ID_LISTS[session.command.name]
-    ids = session.call(op, workflow_id=choose_workflow(session, args))[key]
-    session.answer({key: ids}, ''.join(f'{number}\n' for number in ids) or 'None\n')
-    return 0
-
-
 def cmd_delete_all_user_data(session: Session, args: Arguments) -> int:
     """Delete all user data of a workflow."""
     workflow_id = args['workflow_id']
@@ -19437,13 +19485,6 @@ AUDIT_COLUMNS = ('ID=id, Time=timestamp:1, User=user_name:2, Committed=committed
                  'Full Table=allow_full_table:6, Rows=rows_affected:4, SQL=sql_text, Error=error:2')
 STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in:1, Bytes Out=bytes_out:1, '
                  '2xx=status_2xx, 4xx=status_4xx, 5xx=status_5xx, Other=status_other:2')
-
-
-def cmd_reload_auth(session: Session, args: Arguments) -> int:
-    """Let the server read its users anew."""
-    answer = session.call('reload_auth')
-    session.answer(answer, f"{answer['message']}: {answer['user_count']} users\n")
-    return 0
 
 
 def cmd_tail_api(session: Session, args: Arguments) -> int:
@@ -19533,34 +19574,10 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
     return 0
 
 
-def cmd_workflows_get(session: Session, args: Arguments) -> int:
-    """One workflow."""
-    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
-    session.answer(workflow, format_record(workflow))
-    return 0
-
-
 def cmd_workflows_update(session: Session, args: Arguments) -> int:
     """Change name, description, owner, project, metadata or workflow file."""
     workflow_id = choose_workflow(session, args)
     return cmd_update(session, dict({key: value for key, value in args.items() if key != 'workflow_id'}, id=workflow_id))
-
-
-def cmd_is_complete(session: Session, args: Arguments) -> int:
-    """Whether nothing more is to come."""
-    answer = session.call('is_workflow_complete', workflow_id=choose_workflow(session, args))
-    session.answer(answer, f"complete: {format_cell(answer['is_complete'])}, canceled: {format_cell(answer['is_canceled'])}\n")
-    return 0
-
-
-def cmd_list_actions(session: Session, args: Arguments) -> int:
-    """Actions of a workflow and how far their triggers are."""
-    actions = session.call('get_workflow_actions', workflow_id=choose_workflow(session, args))
-    if session.format == 'json':
-        session.show_json({'actions': actions})
-    else:
-        session.show_list(headings_of(ACTION_COLUMNS), actions, 'actions')
-    return 0
 
 
 def cmd_update_action(session: Session, args: Arguments) -> int:
@@ -19870,13 +19887,6 @@ def cmd_jobs_delete_all(session: Session, args: Arguments) -> int:
         return 0
     answer = session.call('delete_jobs', workflow_id=workflow_id)
     session.answer({'count': answer['count']}, f"Deleted {answer['count']} jobs\n")
-    return 0
-
-
-def cmd_jobs_running(session: Session, args: Arguments) -> int:
-    """Jobs that run now, and where."""
-    jobs = session.items('get_running_jobs', workflow_id=choose_workflow(session, args))
-    session.show_list(headings_of(RUNNING_COLUMNS), jobs, 'running jobs')
     return 0
 
 
@@ -20331,7 +20341,7 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
                 return job
         except NotFound:
             pass    # it may be a name made of digits
-    word = os.fsencode(word).decode('utf-8', 'surrogateescape')     # in the C locale Python 3.6 knows only ASCII
+    word = utf8_text(word)
     named = [job for job in session.items('list_jobs', workflow_id=workflow_id, name=word) if job['name'] == word]
     if named:
         return named[0]
@@ -20953,12 +20963,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     if args['dry_run']:
         session.show_json(spec)
         return 0
-    document = read_document(format_json(spec).encode('utf-8', 'surrogateescape'), '', 'json')
-    try:
-        plan = complete_plan(read_plan(document, os.getcwd()), False)
-    except BadInput as error:   # there is no file that it could have a place in
-        problems = [problem._replace(line=0, column=0) for problem in error.problems]
-        raise BadInput(problems[0].message, problems) from None
+    plan = complete_plan(read_plan(Document(spec, '', '', {}), os.getcwd()), False)     # no text: no places in errors
     refuse_short_time(plan.body['workflow'], options)
     prepare_output_dir(session, options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
@@ -20975,11 +20980,11 @@ def cmd_exec(session: Session, args: Arguments) -> int:
 
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     """The workflow file that the options of `exec` stand for: each command with each combination of parameters."""
-    commands = list(args['command'] or [])
+    commands = list(map(utf8_text, args['command'] or []))
     if args['commands_file']:
         commands += read_commands(session, args['commands_file'])
     if not commands and args['words']:
-        commands = [' '.join(map(shlex.quote, args['words']))]
+        commands = [utf8_text(' '.join(map(shlex.quote, args['words'])))]
     if not commands:
         raise BadInput("nothing to run: give -c 'COMMAND', -C FILE, or -- COMMAND WORDS")
     if not all(command.strip() for command in commands):
@@ -20990,10 +20995,10 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     texts = [substitute(command, instance) if instance else command for command in commands for instance in instances]
     jobs = [{'name': f'job{number}', 'command': text, 'cancel_on_blocking_job_failure': False, 'supports_termination': False}
             for number, text in enumerate(texts, 1)]
-    spec = {'name': args['name'] or time.strftime('exec_%Y%m%d_%H%M%S'), 'user': user_name(), 'jobs': jobs,
+    spec = {'name': utf8_text(args['name'] or '') or time.strftime('exec_%Y%m%d_%H%M%S'), 'user': user_name(), 'jobs': jobs,
             'resource_monitor': exec_monitor(args)}
     if args['description']:
-        spec['description'] = args['description']
+        spec['description'] = utf8_text(args['description'])
     if args['stdio']:
         spec['execution_config'] = {'stdio': {'mode': args['stdio'].replace('-', '_')}}
     return spec
@@ -21017,7 +21022,7 @@ def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
             raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=1:10, x=[a,b] or file=@names.txt'))
         if name in parameters:
             raise BadInput(printable(f'--param {name} stands twice'))
-        parameters[name] = value
+        parameters[utf8_text(name)] = value if value.startswith('@') else utf8_text(value)  # @: a file's name
     return parameters
 
 
@@ -21157,54 +21162,6 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
     if not matches_password(stored, new_password(session, args, is_new=False)):
         raise Denied(f"this is not the password of {printable(args['user'])}")
     session.show('The password is right\n')
-    return 0
-
-
-GROUP_COLUMNS = 'ID=id, Name=name, Description=description:1, Created=created_at:2'
-MEMBER_COLUMNS = 'User=user_name, Role=role, Added=created_at:1'
-
-
-def cmd_groups_get(session: Session, args: Arguments) -> int:
-    """One access group."""
-    group = session.call('get_access_group', group_id=args['group_id'])
-    session.answer(group, format_record(group))
-    return 0
-
-
-GROUP_LISTS = {     # command -> its operation, columns, and what the things are called
-    'list':                 ('list_access_groups', GROUP_COLUMNS, 'access groups'),
-    'list-members':         ('list_group_members', MEMBER_COLUMNS, 'members'),
-    'list-user-groups':     ('list_user_groups', GROUP_COLUMNS, 'access groups'),
-    'list-workflow-groups': ('list_workflow_groups', GROUP_COLUMNS, 'access groups'),
-}
-
-
-def cmd_groups_list(session: Session, args: Arguments) -> int:
-    """Groups (all, a user's or a workflow's), or the members of one."""
-    op, columns, what = GROUP_LISTS[session.command.name.split()[1]]
-    session.show_list(headings_of(columns), session.items(op, **given(args)), what)
-    return 0
-
-
-GROUP_CHANGES = {   # command -> its operation, and what is said then, of its answer and of its arguments
-    'create':          ('create_access_group', 'Created access group {id}'),
-    'delete':          ('delete_access_group', 'Deleted access group {group_id}'),
-    'add-user':        ('add_user_to_group', '{user_name} is now {role} of access group {group_id}'),
-    'remove-user':     ('remove_user_from_group', '{user_name} is no longer in access group {group_id}'),
-    'add-workflow':    ('add_workflow_to_group', 'Access group {group_id} has access to workflow {workflow_id}'),
-    'remove-workflow': ('remove_workflow_from_group', 'Access group {group_id} no longer has access to workflow {workflow_id}'),
-}
-
-
-def cmd_groups_change(session: Session, args: Arguments) -> int:
-    """Change groups: make or remove one, or let a user or workflow in or out."""
-    word = session.command.name.split()[1]
-    op, text = GROUP_CHANGES[word]
-    in_path = path_parameters(OPERATIONS[op])
-    body = {key: value for key, value in args.items() if key not in in_path} if OPERATIONS[op].body else None
-    answer = session.call(op, body, **{key: args[key] for key in in_path})
-    value = {'success': True} if word.startswith('remove') else answer
-    session.answer(value, format_lines([text.format(**dict(answer, **args))]))
     return 0
 
 
@@ -21780,7 +21737,7 @@ COMMANDS = (
         *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'), Argument('--include-archived', '', 'archived ones too'),
         Argument('-a --all-users', '', "other users' too"),
         Argument('-g --access-group', 'NAME', "of this group, whoever's", count='*')), 'workflows list', True),
-    Command('workflows get', cmd_workflows_get, 'show a workflow', (ASKED_WF,), 'workflows get 1'),
+    Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,), 'workflows get 1'),
     Command('workflows update', cmd_workflows_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
         Argument('--owner-user', 'USER', 'new owner', key='user'),
@@ -21796,9 +21753,10 @@ COMMANDS = (
         ASKED_WF, Argument('--failed-only', '', 'only those that failed, and what depends on them'),
         Argument('-r --reinitialize', '', 'and make them ready'), Argument('--force', '', 'although jobs are running')),
         'workflows reset-status 1 --failed-only -r --no-prompts'),
-    Command('workflows is-complete', cmd_is_complete, 'whether nothing more is to come', (ASKED_WF,), 'workflows is-complete 1'),
-    Command('workflows list-actions', cmd_list_actions, 'list actions and how far their triggers are', (ASKED_WF,),
-        'workflows list-actions 1', True),
+    Command('workflows is-complete', shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
+        'whether a workflow has ended', (ASKED_WF,), 'workflows is-complete 1'),
+    Command('workflows list-actions', lists('get_workflow_actions', ACTION_COLUMNS, 'actions', 'actions'),
+        'list actions and how far their triggers are', (ASKED_WF,), 'workflows list-actions 1', True),
     Command('workflows update-action', cmd_update_action, "change an action's configuration", (
         NEEDED_WF, ACTION_ID, Argument('--scheduler-id', 'N', 'id of the scheduler', parse_id), Argument('--scheduler-type', 'TYPE', 'slurm'),
         Argument('--num-allocations', 'N', 'how many allocations', at_least(0)),
@@ -21835,7 +21793,8 @@ COMMANDS = (
         Argument('--include-relationships', '', 'JSON: with ids of files and prerequisites'),
         Argument('-x --exclude', 'COLUMN', 'without this column', count='*')), 'jobs list 1 --status failed', True),
     Command('jobs get', cmd_jobs_get, 'show a job, and why it failed or does not run', (ID,), 'jobs get 1'),
-    Command('jobs running', cmd_jobs_running, 'list jobs that run now', (ASKED_WF,), 'jobs running 1', True),
+    Command('jobs running', lists('get_running_jobs', RUNNING_COLUMNS, 'running jobs'), 'list jobs that run now', (ASKED_WF,),
+        'jobs running 1', True),
     Command('jobs update', cmd_jobs_update, 'change a job', (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
         Argument('--runtime', 'DURATION', 'of its requirements, which others may share', normalize_duration),
@@ -21867,8 +21826,8 @@ COMMANDS = (
     Command('files update', cmd_update, 'change a file', (ID, NAME, Argument('-p --path', 'PATH', 'where it is')),
         'files update 1 -p data.csv'),
     Command('files delete', cmd_delete, 'take a file out of its workflow', (ID,), 'files delete 1'),
-    Command('files list-required-existing', cmd_list_ids, 'list files that must exist: no job makes them, or has made them', (ASKED_WF,),
-        'files list-required-existing 1'),
+    Command('files list-required-existing', shows_ids('list_required_existing_files', 'files'),
+        'list files that must exist: no job makes them, or a job has made them', (ASKED_WF,), 'files list-required-existing 1'),
 
     Command('user-data create', cmd_create, 'add user data to a workflow', (
         ASKED_WF, THE_NAME, DATA, Argument('--ephemeral', '', 'forgotten at every initialize', key='is_ephemeral'),
@@ -21889,7 +21848,8 @@ COMMANDS = (
     Command('user-data delete', cmd_delete, 'delete user data', (ID,), 'user-data delete 1'),
     Command('user-data delete-all', cmd_delete_all_user_data, 'delete all user data of a workflow', (NEEDED_WF,),
         'user-data delete-all 1 --no-prompts'),
-    Command('user-data list-missing', cmd_list_ids, 'list user data that has no value', (NEEDED_WF,), 'user-data list-missing 1'),
+    Command('user-data list-missing', shows_ids('list_missing_user_data', 'user_data'), 'list user data that has no value',
+        (NEEDED_WF,), 'user-data list-missing 1'),
 
     Command('resource-requirements create', cmd_create, 'add resource requirements to a workflow', (
         ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS), 'resource-requirements create 1 -n big --num-cpus 4 -m 8g -r PT1H'),
@@ -21964,28 +21924,37 @@ COMMANDS = (
         'admin api-stats --window 120', True),
     Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON line each', (
         Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
-    Command('admin reload-auth', cmd_reload_auth, 'let the server read its users anew', (), 'admin reload-auth'),
+    Command('admin reload-auth', shows('reload_auth', '{message}: {user_count} users'),
+        'let the server read its password file again', (), 'admin reload-auth'),
 
-    Command('access-groups create', cmd_groups_change, 'make an access group', (
-        Argument('NAME', '', 'its name'), Argument('-d --description', 'TEXT', 'one sentence about it')), 'access-groups create chemists'),
-    Command('access-groups list', cmd_groups_list, 'list access groups', GROUP_PAGE_OPTIONS, 'access-groups list', True),
-    Command('access-groups get', cmd_groups_get, 'show an access group', (GROUP_ID,), 'access-groups get 1'),
-    Command('access-groups delete', cmd_groups_change, 'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
-    Command('access-groups add-user', cmd_groups_change, 'let a user into a group', (
-        GROUP_ID, GROUP_USER, Argument('-r --role', 'ROLE', ' or '.join(GROUP_ROLES), one_of(*GROUP_ROLES), default='member')),
+    Command('access-groups create', changes('create_access_group', 'Created access group {id}'), 'create an access group', (
+        Argument('NAME', '', 'its name'), Argument('-d --description', 'TEXT', 'one sentence about it')),
+        'access-groups create chemists'),
+    Command('access-groups list', lists('list_access_groups', GROUP_COLUMNS, 'access groups'), 'list access groups',
+        GROUP_PAGE_OPTIONS, 'access-groups list', True),
+    Command('access-groups get', shows('get_access_group'), 'show an access group', (GROUP_ID,), 'access-groups get 1'),
+    Command('access-groups delete', changes('delete_access_group', 'Deleted access group {group_id}'),
+        'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
+    Command('access-groups add-user', changes('add_user_to_group', '{user_name} is now {role} of access group {group_id}'),
+        'add a user to a group', (GROUP_ID, GROUP_USER, Argument(
+            '-r --role', 'ROLE', ' or '.join(GROUP_ROLES), one_of(*GROUP_ROLES), default='member')),
         'access-groups add-user 2 ann'),
-    Command('access-groups remove-user', cmd_groups_change, 'take a user out of a group', (GROUP_ID, GROUP_USER),
-        'access-groups remove-user 2 you'),
-    Command('access-groups list-members', cmd_groups_list, 'list who is in a group', (GROUP_ID, *GROUP_PAGE_OPTIONS),
-        'access-groups list-members 2', True),
-    Command('access-groups list-user-groups', cmd_groups_list, 'list the groups that a user is in', (GROUP_USER, *GROUP_PAGE_OPTIONS),
-        'access-groups list-user-groups you', True),
-    Command('access-groups add-workflow', cmd_groups_change, 'let a group use a workflow', (NEEDED_WF, GROUP_ID),
-        'access-groups add-workflow 1 3'),
-    Command('access-groups remove-workflow', cmd_groups_change, 'take a workflow from a group', (NEEDED_WF, GROUP_ID),
-        'access-groups remove-workflow 1 2'),
-    Command('access-groups list-workflow-groups', cmd_groups_list, 'list the groups that may use a workflow', (
-        NEEDED_WF, *GROUP_PAGE_OPTIONS), 'access-groups list-workflow-groups 1', True),
+    Command('access-groups remove-user',
+        changes('remove_user_from_group', '{user_name} is no longer in access group {group_id}'),
+        'remove a user from a group', (GROUP_ID, GROUP_USER), 'access-groups remove-user 2 you'),
+    Command('access-groups list-members', lists('list_group_members', MEMBER_COLUMNS, 'members'),
+        'list the members of a group', (GROUP_ID, *GROUP_PAGE_OPTIONS), 'access-groups list-members 2', True),
+    Command('access-groups list-user-groups', lists('list_user_groups', GROUP_COLUMNS, 'access groups'),
+        'list the groups of a user', (GROUP_USER, *GROUP_PAGE_OPTIONS), 'access-groups list-user-groups you', True),
+    Command('access-groups add-workflow',
+        changes('add_workflow_to_group', 'Access group {group_id} has access to workflow {workflow_id}'),
+        'give a group access to a workflow', (NEEDED_WF, GROUP_ID), 'access-groups add-workflow 1 3'),
+    Command('access-groups remove-workflow',
+        changes('remove_workflow_from_group', 'Access group {group_id} no longer has access to workflow {workflow_id}'),
+        'end the access of a group to a workflow', (NEEDED_WF, GROUP_ID), 'access-groups remove-workflow 1 2'),
+    Command('access-groups list-workflow-groups', lists('list_workflow_groups', GROUP_COLUMNS, 'access groups'),
+        'list the groups that have access to a workflow', (NEEDED_WF, *GROUP_PAGE_OPTIONS),
+        'access-groups list-workflow-groups 1', True),
 )
 
 
