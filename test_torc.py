@@ -9231,6 +9231,13 @@ class TokenServerTest(WorldTest):
             client.sendall(http_request('POST', '/torc-service/v1/workflows', content_length='1000'))
             self.assertEqual([401], statuses(read_all(client)))
 
+    def test_healthz_takes_no_body_from_anybody(self) -> None:
+        for method in ('GET', 'POST'):
+            with self.server.connect() as client:
+                client.sendall(http_request(method, '/healthz', content_length='100000'))
+                self.assertEqual([413], statuses(read_all(client)))
+        self.assertEqual(set(), self.server.server.spools)
+
     def test_healthz_is_free_and_proves_who_it_is(self) -> None:
         self.assertTrue(self.server.ask(http_request(path='/healthz')).endswith(b'\r\n\r\n{"status":"ok"}'))
         answer = self.server.ask(http_request(path='/healthz?challenge=abc', host='127.0.0.1:99'))
