@@ -8009,6 +8009,34 @@ class StateFilesTest(WorldTest):
             os.chown(database + '.loss', 65532, 65532)
             self.assertExit(0, main_as(65533, place, '--db', database, 'workflows', 'new', '--name', 'w'))
 
+    def test_neither_a_loss_nor_a_database_is_read_through_a_link_or_waited_for(self) -> None:
+        def make(kind: str, path: str, private: str) -> None:
+            if kind == 'pipe':
+                os.mkfifo(path)
+                os.chown(path, 65532, 65532)
+            elif kind == 'link':
+                os.symlink(private, path)
+            else:
+                os.link(private, path)
+
+        def work() -> int:
+            signal.alarm(20)
+            return torc.main(['--db', database, 'workflows', 'new', '--name', 'w'], io.StringIO(), io.StringIO())
+        with open_directory() as place:
+            database, private = (os.path.join(place, name) for name in ('torc.db', 'private'))
+            with open(private, 'w') as file:
+                file.write('a secret')
+            os.chmod(private, 0o600)
+            os.chown(private, 65533, 65533)
+            for name, kind in itertools.product(('.loss', ''), ('pipe', 'link', 'hard link')):
+                with self.subTest(name, kind=kind):
+                    make(kind, database + name, private)
+                    self.assertEqual(0 if name else 4 if kind == 'hard link' else 2, end_child(run_as(work, 65533, 65533)))
+                    with open(private) as file:
+                        self.assertEqual('a secret', file.read())
+                    for left in glob.glob(glob.escape(database) + '*'):
+                        os.unlink(left)
+
     def test_a_token_is_made_once_and_is_private(self) -> None:
         path = self.database + '.token'
         mask = os.umask(0)

@@ -5983,8 +5983,11 @@ def read_main(path: str) -> Optional[Tuple[int, int, int]]:
 
 def check_log(path: str) -> None:
     """Refused if a main file was cut off, or is not that which its log is for. Before SQLite joins them."""
-    with contextlib.suppress(OSError), open(path + '.loss', 'rb') as note:
-        if os.fstat(note.fileno()).st_uid == os.geteuid():      # another user's says nothing
+    with contextlib.suppress(OSError):      # there is none; prepare_database_file() says what else is wrong
+        check_database_file(path)           # before it is read: a pipe would be waited for
+    with contextlib.suppress(OSError), open(path + '.loss', 'rb', opener=open_regular) as note:
+        found = os.fstat(note.fileno())
+        if found.st_uid == os.geteuid() and found.st_nlink < 2:     # another user's, or link, says nothing
             raise Refused(printable(note.read(4096).decode('utf-8', 'replace')))
     for name in (path + '-wal', path + '-journal'):     # what is in them becomes part of the database
         with contextlib.suppress(FileNotFoundError):
