@@ -11956,6 +11956,13 @@ class LauncherTest(WorldTest):
     def test_who_owns_the_directory_of_temporary_files_cannot_replace_a_long_command(self):
         self.assertIn('0 of 20 ', replace_commands(self.launcher, self.world, 20))
 
+    def test_no_room_for_a_long_command_is_the_nodes_fault(self):
+        for directory in (self.world.path('not there'), self.world.write('a file', '')):
+            with unittest.mock.patch.object(tempfile, 'tempdir', directory), self.assertRaises(OSError) as caught:
+                self.start(self.LONG)
+            self.assertIn(caught.exception.errno, torc.EXHAUSTION)
+            self.assertIn('no temporary file for a long command: ', str(caught.exception))
+
     def test_what_cannot_be_said_to_the_system_is_an_error(self):
         for command, variables in (('echo \0', {}), ('true', {'A': 'b\0c'}), ('true', {'A=B': 'c'}), ('echo \ud800', {})):
             with self.subTest(command), self.assertRaises(ValueError):

@@ -16303,10 +16303,13 @@ class Launcher:
         if len(text) <= MAX_ARGUMENT_BYTES:
             check()
             return self.spawn([shell, b'-c', text], environment, outputs)
-        with tempfile.TemporaryFile() as file:     # O_EXCL, 0600, and no name from then on
-            file.write(text)
-            file.seek(0)
-            source = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1)
+        try:
+            with tempfile.TemporaryFile() as file:     # O_EXCL, 0600, and no name from then on
+                file.write(text)
+                file.seek(0)
+                source = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1)
+        except OSError as error:    # no fault of the job's: a full disk, say
+            raise OSError(errno.EAGAIN, f'no temporary file for a long command: {error.strerror}') from None
         try:
             check()
             return self.spawn([shell, b'-c', READ_COMMAND], environment, outputs, source)
