@@ -12629,6 +12629,31 @@ class RunnerTest(WorldTest):
         self.run_it()
         self.assertEqual(['job_wf1_j2_r1_a1.e', 'job_wf1_j2_r1_a1.o'], sorted(os.listdir(self.world.path('out', 'job_stdio'))))
 
+    def test_neither_a_link_nor_another_directory_leads_deletion_elsewhere(self):
+        names = [f'job_wf1_j{number}_r1_a1.o' for number in (1, 2)]
+        for name in names:
+            self.world.write('other/' + name, 'precious')
+        self.create(f'ln -sf "$PWD/other/{names[0]}" out/job_stdio/{names[0]}',
+                    {'command': 'mv out/job_stdio out/before; ln -s "$PWD/other" out/job_stdio', 'depends_on': ['j1']},
+                    execution_config={'stdio': {'mode': 'separate', 'delete_on_success': True}})
+        self.assertEqual(2, self.run_it().completed)
+        self.assertEqual(['precious'] * 2, [self.world.read('other/' + name) for name in names])
+        self.assertEqual([], os.listdir(self.world.path('out', 'before')))
+
+    def test_the_files_of_jobs_get_the_users_umask(self):
+        for number, (mask, mode) in enumerate(((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)), 1):
+            with self.subTest(oct(mask)):
+                before = os.umask(mask)
+                self.addCleanup(os.umask, before)
+                self.create('umask > made; echo', name=oct(mask))
+                self.run_it(number)
+                os.umask(before)
+                outputs = glob.glob(glob.escape(self.world.path('out', 'job_stdio')) + '/*')
+                self.assertEqual({mode}, {os.stat(path).st_mode & 0o777 for path in [self.world.path('made'), *outputs]})
+                self.assertEqual(mask, int(self.world.read('made'), 8))
+                shutil.rmtree(self.world.path('out'))
+                os.unlink(self.world.path('made'))
+
     def test_a_jobs_own_stdio_inherits_nothing(self):
         self.create(*({'command': 'echo a', 'stdio': own} for own in ({'mode': 'separate'}, {}, {'delete_on_success': False})), 'echo b',
                     execution_config={'stdio': {'mode': 'combined', 'delete_on_success': True}})
