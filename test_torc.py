@@ -10699,6 +10699,18 @@ class WireTest(unittest.TestCase):
             with self.subTest(answer=answer), self.assertRaises((OSError, ValueError)):
                 self.ask(answer)
 
+    def test_an_answer_without_end_is_not_taken_in(self) -> None:
+        for answer in (b'HTTP/1.1 200 OK\r\nx: ' + b'y' * 300000, b'SSH-2.0-x\r\n' * 30000):
+            with self.assertRaisesRegex(ConnectionError, 'does not speak HTTP'):
+                self.ask(answer)
+        with self.assertRaisesRegex(ConnectionError, 'an answer came without its length'):
+            self.ask(b'HTTP/1.1 200 OK\r\ncontent-length: %s\r\n\r\n{' % (b'9' * 5000))
+
+    def test_events_that_are_no_json_are_an_error(self) -> None:
+        for text in (b'{', b'[' * 60000):
+            with self.assertRaisesRegex(ConnectionError, 'no JSON'):
+                torc.parse_event(b'data: ' + text)
+
     def test_addresses(self) -> None:
         for url, parts in (('http://h:8080/torc-service/v1', (False, 'h', 8080, '/torc-service/v1')), ('http://h', (False, 'h', 80, '/torc-service/v1')),
                            ('https://[::1]:9/proxy/x/', (True, '::1', 9, '/proxy/x'))):
@@ -10713,7 +10725,8 @@ class WireTest(unittest.TestCase):
                 (422, b'{"error":{"error":"BadInput","message":"m","field":"f"}}', torc.BadInput, 'm'), (422, b'{"error":{"message":"m"}}', torc.Refused, 'm'),
                 (422, b'{"error":{"error":"Refused","message":"m"}}', torc.Refused, 'm'), (401, b'Unauthorized', torc.Denied, 'answered 401 Unauthorized'),
                 (403, b'', torc.Denied, '403'), (400, b'{"error":"text"}', torc.BadInput, 'text'), (503, b'{"error":{"message":"full"}}', torc.Unreachable, 'full'),
-                (500, b'<html>', torc.Unreachable, '500'), (200, b'<html>', torc.Unreachable, '502'), (302, b'', torc.Refused, '302')):
+                (500, b'<html>', torc.Unreachable, '500'), (200, b'<html>', torc.Unreachable, '502'), (302, b'', torc.Refused, '302'),
+                (200, b'[' * 60000, torc.Unreachable, '502'), (400, b'[' * 60000, torc.BadInput, '400')):
             with self.subTest(status=status, body=body), self.assertRaisesRegex(kind, text) as caught:
                 torc.parse_answer(status, body)
             self.assertIs(kind, type(caught.exception))
@@ -11481,7 +11494,7 @@ class ClientTest(WorldTest):
         database = self.world.path('torc.db')
         token = torc.keep_token(database + '.token')
         for answer in (torc.format_answer(200, b'{"status":"ok"}'), torc.format_answer(200, b'{"proof":"%s"}' % (b'0' * 64)), b'', b'SSH-2.0-x\r\n\r\n',
-                       torc.format_answer(200, b'[]')):
+                       torc.format_answer(200, b'[]'), torc.format_answer(200, b'[' * 60000)):
             impostor = Impostor(answer, answer)
             with torc.connection_file(torc.ServerOptions(database), [impostor.url], 'x'):
                 self.assertRaises(torc.Unreachable, torc.Client(database=database).reconnect, wait_s=0)
@@ -11489,6 +11502,14 @@ class ClientTest(WorldTest):
             impostor.stop()
             self.assertIn(b'GET /healthz?challenge=', impostor.heard)
             self.assertNotIn(token.encode(), impostor.heard)
+
+    def test_whoever_took_the_port_cannot_fill_the_memory(self) -> None:
+        token_file = self.world.path('torc.db.token')
+        torc.keep_token(token_file)
+        impostor = Impostor(b'HTTP/1.1 200 OK\r\ncontent-length: 999999999\r\n\r\n{')
+        self.addCleanup(impostor.stop)
+        with self.assertRaisesRegex(torc.Unreachable, 'its answer is too long'):
+            torc.Client(url=impostor.url, token_file=token_file).reconnect(wait_s=0)
 
     def test_a_password_is_shown_to_the_server_that_was_named_and_to_no_other(self) -> None:
         os.environ.update(TORC_PASSWORD='open-sesame', TORC_COOKIE_HEADER='gate=1', USER='ann')

@@ -14628,6 +14628,7 @@ LEAVE_DEADLINE_S = 2.0              # for an embedded server in memory to end, i
 LEAVE_PAUSE_S = 0.02
 STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
 MAX_EVENT_BYTES = 16 * 1024 ** 2
+MAX_PROOF_BYTES = 65536             # of the first answer of a server: who sends more is somebody else
 CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
     9: 'is not valid yet: is the clock right?',
     10: 'has expired: the server wants a new one',
@@ -14637,7 +14638,7 @@ CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
 ERROR_KINDS = {kind.__name__: kind for kind in (BadInput, Refused, NotFound, Conflict, Denied, Unreachable)}
 ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 413: BadInput}
 STATUS_LINE = Expression(rb'HTTP/1\.[01] ([0-9]{3})')
-LENGTH_FIELD = Expression(rb'\r\ncontent-length:[ \t]*([0-9]+)[ \t]*(?:\r\n|\Z)', re.IGNORECASE)
+LENGTH_FIELD = Expression(rb'\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?:\r\n|\Z)', re.IGNORECASE)
 CLOSE_FIELD = Expression(rb'\r\nconnection:[ \t]*close', re.IGNORECASE)
 SIGNATURE_FIELD = Expression(rb'\r\ntorc-signature: ([0-9a-f]{64})(?:\r\n|\Z)')
 
@@ -14667,7 +14668,7 @@ def parse_answer(status: int, body: bytes) -> Any:
     """Value of a good answer; the TorcError of a bad one, of the same kind as where it was raised."""
     try:
         value = json.loads(body.decode('utf-8')) if body else None
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
         status = status if status >= 300 else 502
     if status < 300:
@@ -14701,7 +14702,7 @@ def parse_event(block: bytes) -> StreamEvent:
         return StreamEvent(fields.get('id', ''), '', None)
     try:
         return StreamEvent(fields.get('id', ''), fields.get('event', 'message'), json.loads(fields['data']))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConnectionError('what came as an event is no JSON') from None
 
 
@@ -14767,6 +14768,7 @@ class HttpConnection:
         self.fields = f'host: {self.host}\r\nuser-agent: torc.py/{__version__}\r\n'
         self.is_closed = False
         self.is_waiting = False     # a request is out whose answer has not been read
+        self.most_bytes = math.inf  # of an answer
         self.signer = None         # type: Optional[Signer]  # signs requests, and checks answers
         self.socket = socket.create_connection((address.host, address.port), CONNECT_DEADLINE_S)
         try:
@@ -14872,6 +14874,8 @@ class HttpConnection:
         while status < 200:     # 1xx: the true answer follows
             while b'\r\n\r\n' not in data:
                 data += self.receive(deadline)
+                if len(data) > MAX_HEAD_BYTES + RECEIVE_BYTES:
+                    raise ConnectionError('what answers there does not speak HTTP')
             head, _, data = data.partition(b'\r\n\r\n')
             match = STATUS_LINE.match(head)
             if not match:
@@ -14926,6 +14930,8 @@ class HttpConnection:
 
     def read_body(self, data: bytes, length: int, deadline: float) -> bytes:
         """A body of known length, of which some has come."""
+        if length > self.most_bytes:
+            raise ConnectionError('its answer is too long')
         if len(data) >= length:
             return data[:length]
         parts, missing = [data], length - len(data)
@@ -15321,13 +15327,15 @@ class Client(Operations):
         `server` is what its connection file says; {} if there is none.
         """
         challenge = secrets.token_hex(16)
+        wire.most_bytes = MAX_PROOF_BYTES
         try:
             status, body = wire.ask('GET', f'/healthz?challenge={challenge}', deadline_s=FIND_DEADLINE_S)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
             said = {key: ascii(item) if not isinstance(item, str) else item.encode('ascii', 'replace').decode()
                     for key, item in json.loads(body.decode()).items()}
-        except (OSError, ValueError, AttributeError) as error:
+            wire.most_bytes = math.inf
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             wire.close()
             raise absent(f'no answer from {wire.address.url}: {explain(error)}') from None
         if not self.token_file:
