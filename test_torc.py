@@ -14078,6 +14078,29 @@ class ReasonTest(CommandTest):
 
     # -------- logs --------
 
+    def test_printed_commands_quote_names_and_directories(self):
+        database, out = (self.world.path("d's $(touch pwned);`x`", name) for name in ('t.db', 'out'))
+        spec = self.world.write("-it's $(touch pwned)&.yaml", """
+            name: w
+            jobs: [{name: "j's $(touch pwned)|x", command: exit 1}]
+            """)
+        lines = []      # type: List[str]
+        for words in (('run', spec), ('run', 1), ('status', 1), ('run', 1, '--retry-failed')):
+            more = ('-o', out) if words[0] == 'run' else ()
+            said = self.world.cli('--db', database, *words, *more)
+            lines += (said.out + said.err).splitlines()
+        commands = [line.partition('torc.py ')[2].rstrip(':`)') for line in lines if 'torc.py ' in line]
+        self.assertGreater(len(commands), 8)
+        found = set()
+        for command in commands:
+            said = subprocess.check_output(
+                ['bash', '-c', f'torc.py() {{ printf "%s\\0" "$@" --; }}; torc.py {command}'], cwd=self.world.directory)
+            words = said.decode().split('\0')
+            self.assertEqual(['--db', database], words[:2], command)
+            found.update(words)
+        self.assertLessEqual({spec, out, "j's $(touch pwned)|x"}, found)
+        self.assertFalse(os.path.exists(self.world.path('pwned')))
+
     def test_logs_says_why_there_is_nothing(self):
         outcome = self.assertExit(4, self.world.main('logs', 1, 'after'))
         why = f'never ran: its prerequisite missing failed: {self.MISSING}'

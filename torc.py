@@ -20837,7 +20837,7 @@ def tell_edit(session: Session, workflow: Dict[str, Any], words: Sequence[str]) 
     path = workflow.get('spec_path') or ''
     if os.path.isfile(path):
         near = os.path.relpath(path)
-        line = command_line(session, 'run', '--resume', path if near.startswith('..') else near, *words)
+        line = command_line(session, 'run', '--resume', path if near.startswith(('..', '-')) else near, *words)
         session.tell(f'After an edit of its file: {line}')
 
 
