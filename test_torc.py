@@ -7158,6 +7158,64 @@ def model_mistakes(kind: str, good: Any, path: str) -> Iterator[Tuple[str, Any]]
             yield where, dict(good, **{name: wrong})
 
 
+class SqlTest(LiveTest):
+    """Text of requests reaches SQLite as values of parameters, never as a part of SQL."""
+
+    EVIL = "evil'); DROP TABLE job; --"
+
+    class Recorder:
+        """A connection that keeps what it was told to execute."""
+
+        def __init__(self, connection: Any) -> None:
+            self.connection, self.said = connection, []     # type: Any, List[str]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.connection, name)
+
+        def execute(self, sql: str, *values: Any) -> Any:
+            """One statement."""
+            self.said.append(sql)
+            return self.connection.execute(sql, *values)
+
+        def executemany(self, sql: str, rows: Any) -> Any:
+            """One statement for many rows."""
+            self.said.append(sql)
+            return self.connection.executemany(sql, rows)
+
+    def ask(self, method: str, path: str, body: Any = None, query: str = '') -> Tuple[int, Any]:
+        """Ask, and take it all back."""
+        with contextlib.suppress(LookupError), self.store.transaction():
+            answer = torc.answer_request(self.store, method, torc.API_PREFIX + path, query, body, 'tester')
+            raise LookupError
+        return answer
+
+    def poisoned(self, value: Any) -> Iterator[Any]:
+        """A body with one of its texts replaced, each in turn."""
+        if isinstance(value, str):
+            yield self.EVIL
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+            for other in self.poisoned(item):
+                yield dict(value, **{key: other}) if isinstance(value, dict) else value[:key] + [other] + value[key + 1:]
+
+    def test_no_text_of_a_request_becomes_sql(self):
+        recorder = self.store._db = self.Recorder(self.store._db)
+        self.addCleanup(setattr, self.store, '_db', recorder.connection)
+        taken = set()
+        for route in torc.ROUTES:
+            good, body = self.parameters(route), self.body(route)
+            texts = [name for name, field in torc.query_fields(route).items() if 'str' in field.type]
+            texts += [name for name in re.findall(r'{(\w+)}', route.path) if name in torc.TEXT_PARAMETERS]
+            cases = [(good, other) for other in self.poisoned(body)] if route.name != 'admin_sql' else []
+            cases += [(dict(good, **{name: self.EVIL}), body) for name in texts]
+            for parameters, value in cases:
+                status, _ = self.request(route, parameters, json.dumps(value).encode())
+                taken.update([route.name] * (status == 200))
+            with self.subTest(route.name):
+                self.assertEqual([], [sql for sql in recorder.said if 'evil' in sql.lower()])
+                recorder.said.clear()
+        self.assertGreater(len(taken), 40)
+
+
 @slow
 class MistakeTest(LiveTest):
     """Whatever is wrong in a request is answered with a 4xx that names it, and changes nothing."""
@@ -11984,6 +12042,16 @@ class LauncherTest(WorldTest):
             self.assertIn(caught.exception.errno, torc.EXHAUSTION)
             self.assertIn('no temporary file for a long command: ', str(caught.exception))
 
+    def test_who_took_over_a_pid_is_not_signalled(self):
+        with subprocess.Popen(['sleep', '60']) as other:
+            self.addCleanup(other.kill)
+            ticks = torc.read_process_start_ticks(other.pid)
+            torc.signal_process(other.pid, ticks - 1, signal.SIGKILL)
+            self.assertEqual(ticks, torc.read_process_start_ticks(other.pid))
+            self.assertIsNone(other.poll())
+            torc.signal_process(other.pid, ticks, signal.SIGKILL)
+            self.assertEqual(-signal.SIGKILL, other.wait(10))
+
     def test_what_cannot_be_said_to_the_system_is_an_error(self):
         for command, variables in (('echo \0', {}), ('true', {'A': 'b\0c'}), ('true', {'A=B': 'c'}), ('echo \ud800', {})):
             with self.subTest(command), self.assertRaises(ValueError):
@@ -12389,6 +12457,16 @@ class CommandTextTest(unittest.TestCase):
             file.write(b'first\n10%\r100% done \x1b[0m\n \n\n')
             file.flush()
             self.assertEqual('100% done \\x1b[0m', torc.read_last_line(file.name))
+
+    def test_of_a_long_output_only_the_end_is_read(self):
+        with tempfile.NamedTemporaryFile() as file:
+            file.truncate(2 ** 40)      # a hole: to read it all would take hours
+            file.seek(0, os.SEEK_END)
+            file.write(b'x' * 5000)
+            file.flush()
+            self.assertEqual('x' * 300, torc.read_last_line(file.name))
+
+    def test_without_output_there_is_no_last_line(self):
         self.assertEqual('', torc.read_last_line('/no/such/file'))
         self.assertEqual('', torc.read_last_line(None))
 
