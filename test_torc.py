@@ -18380,7 +18380,7 @@ class OutputSafetyTest(FlowTest):
         for row in rows:
             mode, mask = 0o40000 | int(row['mode'], 8), int(row['umask'], 8)
             found = types.SimpleNamespace(st_uid=int(row['owner']), st_gid=int(row['group']), st_mode=mode)
-            directory = types.SimpleNamespace(found=found, path='/some where')
+            directory = types.SimpleNamespace(found=found, path='/some where', descriptor=-1)
             with self.subTest(row), unittest.mock.patch('os.geteuid', lambda: 1000), \
                     unittest.mock.patch('torc.current_umask', lambda: mask):
                 danger = torc.explain_danger(directory, row['top'] == 'yes')
@@ -18388,6 +18388,32 @@ class OutputSafetyTest(FlowTest):
                 self.assertIn(row['refused'], danger)
                 self.assertEqual('may write' in danger and row['owner'] == '1000', 'chmod ' in danger)
                 self.assertEqual(bool(danger), 'give another directory with -o DIR' in danger)
+
+    def test_whom_an_access_control_list_lets_write_is_no_private_group(self):
+        directory, umask = self.world.path('listed'), os.umask(0o002)
+        self.addCleanup(os.umask, umask)
+        os.mkdir(directory, 0o700)
+        database = os.path.join(directory, 'torc.db')
+        torc.Store(database).close()
+        # Owner, another user, owning group, mask and all others: tag, permissions, id (linux/posix_acl_xattr.h).
+        entries = ((1, 7, -1), (2, 7, OTHER_UID), (4, 5, -1), (16, 7, -1), (32, 5, -1))
+        acl = struct.pack('<I', 2) + b''.join(struct.pack('<HHi', *entry) for entry in entries)
+        need('root', os.getegid() == os.geteuid(), 'a private group')
+        for path in (directory, database):
+            try:
+                os.setxattr(path, 'system.posix_acl_access', acl)
+            except (AttributeError, OSError) as error:
+                need('acl', False, f'a file system with access control lists ({error})')
+        with self.assertRaisesRegex(torc.Denied, 'the users of its access control list may write .* `chmod g-w '):
+            torc.OutputDirectory(directory)
+        with self.assertRaisesRegex(torc.Denied, 'could replace the database in it: `chmod go-w'):
+            torc.prepare_database_directory(database)
+        with self.assertRaisesRegex(torc.Denied, 'other users may change the database'):
+            torc.Store(database)
+        for path in (directory, database):
+            os.chmod(path, 0o700)
+        torc.OutputDirectory(directory).close()
+        torc.Store(database).close()
 
     def test_a_directory_to_which_others_may_write_is_refused_with_the_cure(self):
         out = self.world.path('out')

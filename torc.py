@@ -742,15 +742,27 @@ def make_private_directory(path: str) -> None:
                 raise
 
 
-def is_private_group(found: os.stat_result) -> bool:
-    """Whether the group that may write is the owner's alone, as RHEL and Debian make one for each user."""
-    return not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
+def is_private_group(found: os.stat_result, where: Union[str, int]) -> bool:
+    """Whether the group that may write is the owner's alone, as RHEL and Debian make one for each user.
+
+    `where`, a path or descriptor: with an access control list the group's bits are for all that it names (acl(5)).
+    """
+    is_private = not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
+    return is_private and not has_acl(where)
 
 
-def is_writable_by_us_only(found: os.stat_result) -> bool:
+def has_acl(where: Union[str, int]) -> bool:
+    """Whether an access control list says who else may use a file or directory (Linux, POSIX draft)."""
+    try:
+        return 'system.posix_acl_access' in os.listxattr(where)
+    except (AttributeError, OSError):   # not Linux, or a file system without such lists
+        return False
+
+
+def is_writable_by_us_only(found: os.stat_result, path: str) -> bool:
     """Whether this is a plain file of ours that nobody else may write to."""
     is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-    return is_ours and (not found.st_mode & 0o022 or is_private_group(found))
+    return is_ours and (not found.st_mode & 0o022 or is_private_group(found, path))
 
 
 def describe_owner(found: os.stat_result) -> str:
@@ -5992,7 +6004,7 @@ def check_log(path: str) -> None:
     for name in (path + '-wal', path + '-journal'):     # what is in them becomes part of the database
         with contextlib.suppress(FileNotFoundError):
             found = os.lstat(name)
-            if not is_writable_by_us_only(found):
+            if not is_writable_by_us_only(found, name):
                 raise Denied(f'{name} would count as a part of the database, and {describe_owner(found)}: '
                              'have it removed, or give another place with --db')
     held, main = read_log(path), read_main(path)
@@ -6080,7 +6092,7 @@ def check_database_file(path: str) -> None:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise BadInput(f'the database {path} is not a regular file; give another place with --db')
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found):
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found, path):
         raise Denied(f'other users may change the database {path}: it must be yours, `chmod go-w {shlex.quote(path)}`')
     if found.st_nlink > 1:
         raise Denied(f'the database {path} has another name too (a hard link), under which it could be changed: copy it')
@@ -11680,7 +11692,7 @@ def check_directory(directory: str, what: str, option: str) -> None:
     if found.st_uid not in (os.geteuid(), 0):
         raise Denied(f'{directory} belongs to another user, who could replace {what} in it; '
                      f'give another place with {option}')
-    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not is_private_group(found):
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not is_private_group(found, directory):
         raise Denied(f'other users may write to {directory} and could replace {what} in it: '
                      f'`chmod go-w {shlex.quote(directory)}`, or give another place with {option}')
 
@@ -12582,7 +12594,7 @@ def read_password_file(path: str) -> str:
     try:
         with open(path, encoding='utf-8-sig', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             found = os.fstat(file.fileno())
-            if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022 and not is_private_group(found) or not stat.S_ISREG(found.st_mode):
+            if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022 and not is_private_group(found, file.fileno()) or not stat.S_ISREG(found.st_mode):
                 raise Denied(f'other users may change {path}, and let themselves in: it must be a file of yours, '
                              f'`chmod go-w {shlex.quote(path)}`')
             return file.read()
@@ -16666,10 +16678,12 @@ def explain_danger(directory: HeldDirectory, is_top: bool) -> str:
     if found.st_uid not in ((os.geteuid(), 0) if is_top else (os.geteuid(),)):
         return f'{path} belongs to another user, who could replace what is written to it: {elsewhere}'
     is_open = found.st_mode & 0o002 and not is_sticky
-    is_shared = found.st_mode & 0o020 and not (is_sticky or is_private_group(found))
-    if not (is_open or is_shared and current_umask() & 0o020):
+    is_shared = found.st_mode & 0o020 and not (is_sticky or is_private_group(found, directory.descriptor))
+    is_listed = is_shared and found.st_gid == found.st_uid == os.geteuid()
+    if not (is_open or is_listed or is_shared and current_umask() & 0o020):
         return ''
-    others, word = ('all users', 'go-w') if is_open else ('the users of its group', 'g-w')
+    group = 'the users of its access control list' if is_listed else 'the users of its group'
+    others, word = ('all users', 'go-w') if is_open else (group, 'g-w')
     cure = f'`chmod {word} {shlex.quote(path)}`, or ' if found.st_uid == os.geteuid() else ''
     return f'{others} may write to {path}, and could replace what is written to it: {cure}{elsewhere}'
 
