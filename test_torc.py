@@ -3668,6 +3668,22 @@ class NodeTest(ServiceTest):
         with self.service.transaction():
             return torc.release_lost_nodes(self.context, lambda hostname, pid, identity: alive)
 
+    def test_an_attempt_that_was_given_with_a_lost_answer_comes_back_although_its_node_holds_an_earlier_one(self):
+        workflow_id = self.create('a:')
+        first = self.node(workflow_id)
+        job = self.claim(workflow_id, first)['a']       # and started, which nobody heard
+        for node_id in (first, self.node(workflow_id)):
+            self.claim(workflow_id, node_id)
+            with self.store.transaction():
+                torc.release_node(self.context, node_id)
+        again, held = self.node(workflow_id), [[job['id'], job['attempt_id']]]
+        want = {'strategy': 'queue', 'limit': 1}
+        answer = self.sync(workflow_id, again, held=held, started=[self.start(job)], want=want)
+        self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
+        answer = self.sync(workflow_id, again, held=held, want=want)      # that answer was lost
+        self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
+        self.assertWhole()
+
     def test_a_runner_that_is_proved_alive_is_not_given_up_however_long_it_is_silent(self):
         workflow_id = self.create('a:')
         node_id = self.node(workflow_id)

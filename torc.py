@@ -9439,7 +9439,7 @@ def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dic
     for result in body.get('action_results') or ():
         take_in_action(context, workflow_id, node_id, result)
     if body.get('held') is not None:
-        take_back_unheard(context, node_id, {job_id for job_id, _ in body['held']}, set(body.get('held_actions') or ()))
+        take_back_unheard(context, node_id, set(map(tuple, body['held'])), set(body.get('held_actions') or ()))
         answer['revoked'] = find_revoked(context, node_id, body['held'])
         answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
@@ -9481,10 +9481,12 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optio
                   (lease_s, node_id, lease_s))
 
 
-def take_back_unheard(context: Context, node_id: int, held_jobs: Set[int], held_actions: Set[int]) -> None:
+def take_back_unheard(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
+                      held_actions: Set[int]) -> None:
     """After an answer was lost: what the node was given but does not hold goes back, to be given again."""
-    claimed = context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
-    give_back(context, [job_id for job_id in claimed if job_id not in held_jobs])
+    claimed = context.rows('SELECT id, attempt_id FROM job '
+                           f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
+    give_back(context, [key[0] for key in claimed if key not in held_attempts])
     taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE id = ?',
                    ((action_id,) for action_id in taken if action_id not in held_actions))
