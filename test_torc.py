@@ -8160,7 +8160,8 @@ class StateFilesTest(WorldTest):
             self.assertEqual((os.getpid(), 'http://127.0.0.1:1/torc-service/v1', self.database + '.token'),
                              (found['pid'], found['url'], found['token_file']))
             for change, lives in (({'start_ticks': found['start_ticks'] + 1}, False), ({'boot_id': 'other'}, False), ({'pid': 2 ** 22 + 5}, False),
-                                  ({'pid': None}, False), ({'host': 'elsewhere'}, None), ({}, True)):
+                                  ({'pid': None}, False), ({'host': 'elsewhere'}, None), ({'pid_namespace': 1}, None),
+                                  ({'pid_namespace': 1, 'boot_id': 'other'}, False), ({}, True)):
                 self.assertIs(lives, torc.process_lives(dict(found, **change)))
         self.assertIsNone(torc.read_connection_file(self.database))
         self.assertFalse(os.path.exists(self.database + '.connection'))
@@ -9873,6 +9874,9 @@ class NodeLifeTest(unittest.TestCase):
                 ('its number is used again', (host, own, f'{boot}/{ticks + 1}'), False),
                 ('before a reboot', (host, own, f'x/{ticks}'), False),
                 ('on another host', ('elsewhere', own, f'{boot}/{ticks}'), None),
+                ('with our pids', (host, own, f'{boot}/{ticks}/{torc.read_pid_namespace()}'), True),
+                ('its number is used again here', (host, own, f'{boot}/{ticks + 1}/{torc.read_pid_namespace()}'), False),
+                ('in a container with pids of its own', (host, own, f'{boot}/{ticks + 1}/1'), None),
                 ('nobody has said', (host, own, ''), None),
                 ('a number alone', (host, own, f'{boot}/0'), None),
                 ('a number alone, not in use', (host, 2 ** 22 + 1, f'{boot}/0'), False)):
@@ -10512,6 +10516,13 @@ class MemoryDatabaseTest(WorldTest):
         os.unlink(shlex.split(outcome.err.rpartition(': rm ')[2])[0])
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
 
+    def test_what_a_server_that_was_killed_with_its_container_had_in_memory_is_gone_on_with(self) -> None:
+        directory = os.path.dirname(self.leave_behind(pid_namespace=1))
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'events', 'list', 1), 'its changes were written back')
+        self.assertEqual((1, False), (self.count(), os.path.exists(directory)))
+        shutil.rmtree(os.path.dirname(self.leave_behind(pid_namespace=1)))
+        self.assertExit(4, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'is in the memory of host')
+
     def test_a_copy_that_cannot_be_written_leaves_everything_in_memory(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory')
         os.mkdir(self.database + '.new')       # in the way
@@ -11028,6 +11039,48 @@ class RelayTest(WorldTest):
         token = read_text(self.world.path('my.db.token')).strip().encode()
         self.assertEqual(43, len(token))
         self.assertNotIn(token, relay.asked + relay.answered)
+
+
+def container_of_pids() -> List[str]:
+    """Words that start a command in a container with pids of its own, and end it with them."""
+    words = ['unshare', '--pid', '--fork', '--mount-proc', '--kill-child']
+    done = None
+    with contextlib.suppress(OSError):
+        done = subprocess.run(words + ['true'], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    need('container', done and done.returncode == 0, 'root, a kernel with pid namespaces and unshare(1)')
+    return words
+
+
+class ContainerTest(WorldTest):
+    """Servers and runners in containers of this host, whose pids are other processes' outside."""
+
+    def run_inside(self, *flags: Any) -> Background:
+        """A runner in a container, with a job that waits for a file `go`."""
+        self.world.write('one.yaml', "{name: one, jobs: [{name: a, command: 'touch begun; until test -e go; do sleep 0.02; done'}]}")
+        words = [word.encode() for word in container_of_pids()]
+        with unittest.mock.patch.object(self.world, 'command', lambda argv: words + World.command(argv)):
+            runner = self.world.start(*flags, 'run', 'one.yaml')
+        self.world.wait(lambda: os.path.exists(self.world.path('begun')), 20, 'its job', [runner])
+        return runner
+
+    def test_a_runner_in_a_container_is_not_taken_for_dead(self) -> None:
+        self.world.environment['TORC_TEST_SETUP'] = 'torc.TICK_S = 0.05'
+        url = self.world.serve('-d', 'my.db')
+        self.world.environment.update(TORC_API_URL=url, TORC_TOKEN_FILE=self.world.path('my.db.token'))
+        runner = self.run_inside()
+        other = start_second(self.world)
+        with contextlib.closing(self.world.connect()) as client:
+            other.kill()        # when that is seen, the first one was looked for, too
+            self.world.wait(lambda: len(client.list_compute_nodes(workflow_id=1, is_active=True)['items']) < 2, 20,
+                            'a look for dead runners', [runner])
+        self.world.write('go', '')
+        self.assertNotIn('given this runner up', self.assertExit(0, runner.finish(20)).err)
+
+    def test_a_server_in_a_container_is_used_and_when_it_was_killed_with_it_its_database(self) -> None:
+        runner = self.run_inside('-s')
+        self.assertExit(0, self.world.cli('-s', 'status', 1), 'running')
+        runner.kill()
+        self.assertExit(0, self.world.cli('-s', 'status', 1), 'running')
 
 
 class AddressTest(WorldTest):

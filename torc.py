@@ -1023,6 +1023,14 @@ def read_boot_id() -> str:
         return ''
 
 
+def read_pid_namespace() -> int:
+    """Namespace of the pids that this process sees: a container may have one of its own (pid_namespaces(7)). 0 if unknown."""
+    try:
+        return os.stat('/proc/self/ns/pid').st_ino
+    except OSError:     # not Linux
+        return 0
+
+
 def read_process_start_ticks(pid: int) -> int:
     """Start time of a process in clock ticks since boot (proc(5), stat, field 22), or 0 if there is no such process.
 
@@ -11752,24 +11760,31 @@ def keep_token(path: str, is_new: bool = False) -> str:
 
 
 def describe_process() -> Dict[str, Any]:
-    """What names this process for good: host, boot, pid, start."""
+    """What names this process for good: host, boot, namespace, pid, start."""
     pid = os.getpid()
-    return {'host': socket.gethostname(), 'boot_id': read_boot_id(), 'pid': pid,
-            'start_ticks': read_process_start_ticks(pid)}
+    return {'host': socket.gethostname(), 'boot_id': read_boot_id(), 'pid_namespace': read_pid_namespace(),
+            'pid': pid, 'start_ticks': read_process_start_ticks(pid)}
 
 
 def process_lives(process: Dict[str, Any]) -> Optional[bool]:
-    """Whether a process described by describe_process() lives. None if it is of another host."""
+    """Whether a process described by describe_process() lives. None if it is of another host or container."""
     if process.get('host') != socket.gethostname():
         return None
     if process.get('boot_id') != read_boot_id():
         return False
+    if process.get('pid_namespace') not in (None, read_pid_namespace()):    # None: said by an older torc.py
+        return None
     pid, start_ticks = process.get('pid'), process.get('start_ticks')
     if not isinstance(pid, int) or pid <= 0:
         return False
     if start_ticks:
         return read_process_start_ticks(pid) == start_ticks
     return pid_exists(pid)      # no /proc here
+
+
+def was_here(process: Dict[str, Any]) -> bool:
+    """Whether a process described by describe_process() is of this boot of this host, perhaps in another container."""
+    return process.get('host') == socket.gethostname() and process.get('boot_id') == read_boot_id()
 
 
 def pid_exists(pid: int) -> bool:
@@ -12066,11 +12081,13 @@ def read_memory_file(database: str, takes_over: bool) -> str:
     if lives:
         raise Conflict(f'the database {database} is in use by another torc.py (process {found["pid"]}, '
                        'in memory); stop it, or give another place with --db')
-    if lives is None and not takes_over:
+    # We have the lock: a server of another container of this host is dead, too.
+    is_lost = lives is None and not was_here(found) or not os.path.exists(live)
+    if lives is None and is_lost and not takes_over:
         raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
                       f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
                       f': rm {shlex.quote(path)}')
-    if lives is None or not os.path.exists(live):
+    if is_lost:
         log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
                     database, saved_at)
         os.unlink(path)
@@ -13122,11 +13139,12 @@ def read_fingerprint(path: str) -> str:
 # -------- the loop --------
 
 def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
-    """Whether a runner lives. `identity` is its BOOT_ID/START_TICKS. None when this host cannot know."""
-    boot_id, _, start_ticks = identity.partition('/')
+    """Whether a runner lives. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE. None when this host cannot know."""
+    boot_id, start_ticks, namespace = (identity.split('/') + ['', ''])[:3]
     if not start_ticks.isdigit():
         return None
-    lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks)})
+    lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks),
+                           'pid_namespace': int(namespace) if namespace.isdigit() else None})
     if lives:       # a number alone proves no life: it may be another process's by now
         return True if int(start_ticks) else None
     # Another user's process may be hidden (proc(5), hidepid); without descriptors no file can be opened.
@@ -15286,18 +15304,22 @@ class Client(Operations):
             return
         found = read_living_server(self.server_file or self.database + '.connection')
         if found is not None:
-            self.is_lasting = not found.get('is_embedded')
+            was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
             self.in_memory = bool(found.get('in_memory')) and not self.is_lasting
             self.token_file = found.get('token_file') or ''
             self.trust = self.trust._replace(fingerprint=found.get('fingerprint') or '')
             try:
                 self._wire = self.open_proven(found)
+                return
             except Unreachable as error:
-                if not self.server_file or process_lives(found):
+                lives = process_lives(found)
+                if self.server_file and not lives:
+                    reason = f'cannot be reached ({error.message})'
+                    raise absent(explain_dead_server(self.server_file, found, reason)) from None
+                if lives or not was_here(found):
                     raise
-                reason = f'cannot be reached ({error.message})'
-                raise absent(explain_dead_server(self.server_file, found, reason)) from None
-        elif self.is_lasting:
+            self.is_lasting = was_lasting   # killed with its container; if not, it has a lock on the database
+        if self.is_lasting:
             raise absent(f'the server of {self.database} is gone; start it again with '
                          f'`torc.py serve -d {shlex.quote(self.database)}`')
         elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
@@ -15328,7 +15350,7 @@ class Client(Operations):
     def open_proven(self, found: Dict[str, Any]) -> HttpConnection:
         """Connect to the server of a connection file, if it is the one that wrote it: only then it gets the token."""
         urls = found.get('candidates') or [found['url']]
-        if process_lives(found) is None:
+        if not was_here(found):
             urls = [url for url in urls if not is_loopback(parse_url(url).host)]
             if not urls:
                 raise Unreachable(f"the server of {self.database} runs on host {found['host']} and answers there only; "
@@ -15816,11 +15838,7 @@ class Mark(Row):
 
 def runner_mark(pid: int, start_ticks: int) -> Mark:
     """The mark of all that a runner starts."""
-    try:
-        namespace = os.stat('/proc/self/ns/pid').st_ino
-    except OSError:     # not Linux
-        namespace = 0
-    realm = hashlib.sha256(f'{namespace} {state_directory()}'.encode('utf-8', 'surrogateescape')).digest()
+    realm = hashlib.sha256(f'{read_pid_namespace()} {state_directory()}'.encode('utf-8', 'surrogateescape')).digest()
     number = MARK_BIT >> SERIAL_BITS | start_ticks % (1 << TICKS_BITS) | pid << TICKS_BITS | \
         int.from_bytes(realm, 'big') % (1 << REALM_BITS) << TICKS_BITS + PID_BITS
     return Mark(b'%x-' % number, number, SERIAL_BITS)
@@ -17368,7 +17386,7 @@ class Membership:
                 'start_time': format_time(time.time()), 'num_cpus': size.num_cpus, 'num_nodes': 1,
                 'memory_gb': size.memory_bytes / 1024 ** 3, 'num_gpus': len(size.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': runner.lease_s(),
-                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}'}
+                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'}
         if options.end_time is not None:
             body['end_time'] = format_time(options.end_time)
         if options.labels:
