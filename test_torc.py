@@ -12329,6 +12329,21 @@ class GuardianTest(WorldTest):
         self.assertTrue(all(map(torc.read_process_start_ticks, pids)))
         return pids
 
+    def test_what_a_runner_in_a_job_leaves_ends_with_the_outer_one_although_its_guardians_are_killed_first(self):
+        inner = ('setsid /bin/sh -c "(env -i setsid /bin/sh -c \'echo \\$\\$ > hidden; exec sleep 1000\' &)"; '
+                 'echo $$ > plain; exec sleep 1000')
+        runner = self.fork_runner(f'exec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} -s exec '
+                                  f'-c {shlex.quote(inner)}')
+        pids = self.pids_in('hidden', 'plain')
+        self.addCleanup(self.kill, *pids)
+        nested, = [pid for pid, words in processes_with(self.world.mark).items() if 'stub.py -s exec' in words and
+                   guardians_of(pid)]
+        for pid in [*guardians_of(nested), runner]:     # so that neither can act before the outer guardians
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(nested, signal.SIGKILL)
+        self.kill(runner)
+        self.assertGone(*pids)
+
     def test_the_next_runner_ends_what_an_earlier_one_left_and_nothing_of_a_live_one(self):
         runner = self.fork_runner('echo $$ > live; exec sleep 1000')
         live, = self.pids_in('live')

@@ -16226,6 +16226,7 @@ def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
         os.read(pipe[0], 1)     # nothing is ever written
         kill_control_group(group)
         kill_family(set(), [mark])
+        end_leftovers()     # of a runner that was one of these processes, and its guardians
     finally:
         os._exit(0)
 
