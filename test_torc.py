@@ -2585,14 +2585,26 @@ class StoreTest(unittest.TestCase):
         for name in set(os.listdir(self.directory)) - {'other'}:
             os.unlink(os.path.join(self.directory, name))
 
+    def test_a_link_to_a_database_is_refused_since_the_log_lies_beside_the_file(self):
+        self.open().close()
+        link = os.path.join(self.directory, 'link.db')
+        os.symlink('torc.db', link)
+        with self.assertRaisesRegex(torc.BadInput, 'is a symbolic link.*--db .*torc.db'):
+            torc.Store(link)
+        self.assertEqual([], glob.glob(link + '-*'))
+
     def test_a_file_that_was_removed_or_replaced_or_overwritten_takes_no_more_and_what_it_held_is_saved(self):
         def overwrite(path: str) -> None:
             shutil.copyfile(other, path)
 
+        def link(path: str) -> None:
+            os.rename(path, path + '.away')
+            os.symlink(path + '.away', path)
+
         other = self.other()
         gone, changed = 'removed or replaced', 'cut off or overwritten'
         for change, word in ((os.unlink, gone), (self.replace, gone), (overwrite, changed),
-                             (lambda path: os.rename(path, path + '.away'), gone),
+                             (lambda path: os.rename(path, path + '.away'), gone), (link, gone),
                              (lambda path: os.truncate(path, 0), changed),
                              (lambda path: os.truncate(path, os.path.getsize(path) + 4096), changed)):
             with self.subTest(word):

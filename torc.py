@@ -5934,7 +5934,7 @@ class Store(Statements):
 def look_at_file(path: str, descriptor: int) -> FileState:
     """What has this name, with the first bytes of the file that we have opened as that."""
     try:
-        found = os.stat(path)
+        found = os.lstat(path)      # a link to the file is another name, beside which SQLite finds no log
     except OSError:
         return FileState()
     return FileState((found.st_dev, found.st_ino), found.st_size, os.pread(descriptor, HEAD_BYTES, 0))
@@ -6052,6 +6052,9 @@ def file_identity(path: str) -> Tuple[int, int]:
 
 def prepare_database_file(path: str) -> None:
     """Make the file if there is none, and see that it is private."""
+    if os.path.islink(path):
+        raise BadInput(f'the database {path} is a symbolic link, beside which its log would not be found: '
+                       f'name the file itself with --db {shlex.quote(os.path.realpath(path))}')
     try:
         # Only a new file is made here: closing any descriptor of a database drops the locks that this process has on it.
         if not os.path.exists(path):
