@@ -3680,7 +3680,7 @@ class NodeTest(ServiceTest):
         with self.service.transaction():
             return torc.release_lost_nodes(self.context, lambda hostname, pid, identity: alive)
 
-    def test_an_attempt_that_was_given_with_a_lost_answer_comes_back_although_its_node_holds_an_earlier_one(self):
+    def test_an_attempt_given_with_a_lost_answer_comes_back_although_its_node_holds_an_earlier_one(self):
         workflow_id = self.create('a:')
         first = self.node(workflow_id)
         job = self.claim(workflow_id, first)['a']       # and started, which nobody heard
@@ -8172,7 +8172,8 @@ class StateFilesTest(WorldTest):
             self.assertEqual((os.getpid(), 'http://127.0.0.1:1/torc-service/v1', self.database + '.token'),
                              (found['pid'], found['url'], found['token_file']))
             for change, lives in (({'start_ticks': found['start_ticks'] + 1}, False), ({'boot_id': 'other'}, False), ({'pid': 2 ** 22 + 5}, False),
-                                  ({'pid': None}, False), ({'host': 'elsewhere'}, None), ({'pid_namespace': 1}, None),
+                                  ({'pid': None}, False), ({'host': 'elsewhere'}, None),
+                                  ({'pid_namespace': 1}, None),
                                   ({'pid_namespace': 1, 'boot_id': 'other'}, False), ({}, True)):
                 self.assertIs(lives, torc.process_lives(dict(found, **change)))
         self.assertIsNone(torc.read_connection_file(self.database))
@@ -9874,7 +9875,7 @@ class NodeLifeTest(unittest.TestCase):
 
     def test_only_pid_and_start_time_prove_life_and_what_cannot_be_read_proves_nothing(self) -> None:
         host, boot, own = socket.gethostname(), torc.read_boot_id(), os.getpid()
-        ticks = torc.read_process_start_ticks(own)
+        ticks, namespace = torc.read_process_start_ticks(own), torc.read_pid_namespace()
         need('proc', ticks, 'start times of processes')
         child = subprocess.Popen([sys.executable, '-c', ''])
         self.addCleanup(child.wait)
@@ -9886,8 +9887,8 @@ class NodeLifeTest(unittest.TestCase):
                 ('its number is used again', (host, own, f'{boot}/{ticks + 1}'), False),
                 ('before a reboot', (host, own, f'x/{ticks}'), False),
                 ('on another host', ('elsewhere', own, f'{boot}/{ticks}'), None),
-                ('with our pids', (host, own, f'{boot}/{ticks}/{torc.read_pid_namespace()}'), True),
-                ('its number is used again here', (host, own, f'{boot}/{ticks + 1}/{torc.read_pid_namespace()}'), False),
+                ('with our pids', (host, own, f'{boot}/{ticks}/{namespace}'), True),
+                ('its number is used again here', (host, own, f'{boot}/{ticks + 1}/{namespace}'), False),
                 ('in a container with pids of its own', (host, own, f'{boot}/{ticks + 1}/1'), None),
                 ('nobody has said', (host, own, ''), None),
                 ('a number alone', (host, own, f'{boot}/0'), None),
@@ -10530,7 +10531,8 @@ class MemoryDatabaseTest(WorldTest):
 
     def test_what_a_server_that_was_killed_with_its_container_had_in_memory_is_gone_on_with(self) -> None:
         directory = os.path.dirname(self.leave_behind(pid_namespace=1))
-        self.assertExit(0, self.world.cli('--db', 'my.db', 'events', 'list', 1), 'its changes were written back')
+        outcome = self.world.cli('--db', 'my.db', 'events', 'list', 1)
+        self.assertExit(0, outcome, 'its changes were written back')
         self.assertEqual((1, False), (self.count(), os.path.exists(directory)))
         shutil.rmtree(os.path.dirname(self.leave_behind(pid_namespace=1)))
         self.assertExit(4, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'is in the memory of host')
@@ -11068,7 +11070,8 @@ class ContainerTest(WorldTest):
 
     def run_inside(self, *flags: Any) -> Background:
         """A runner in a container, with a job that waits for a file `go`."""
-        self.world.write('one.yaml', "{name: one, jobs: [{name: a, command: 'touch begun; until test -e go; do sleep 0.02; done'}]}")
+        command = 'touch begun; until test -e go; do sleep 0.02; done'
+        self.world.write('one.yaml', json.dumps({'name': 'one', 'jobs': [{'name': 'a', 'command': command}]}))
         words = [word.encode() for word in container_of_pids()]
         with unittest.mock.patch.object(self.world, 'command', lambda argv: words + World.command(argv)):
             runner = self.world.start(*flags, 'run', 'one.yaml')
@@ -11083,8 +11086,8 @@ class ContainerTest(WorldTest):
         other = start_second(self.world)
         with contextlib.closing(self.world.connect()) as client:
             other.kill()        # when that is seen, the first one was looked for, too
-            self.world.wait(lambda: len(client.list_compute_nodes(workflow_id=1, is_active=True)['items']) < 2, 20,
-                            'a look for dead runners', [runner])
+            active = functools.partial(client.list_compute_nodes, workflow_id=1, is_active=True)
+            self.world.wait(lambda: len(active()['items']) < 2, 20, 'a look for dead runners', [runner])
         self.world.write('go', '')
         self.assertNotIn('given this runner up', self.assertExit(0, runner.finish(20)).err)
 
@@ -12341,15 +12344,16 @@ class GuardianTest(WorldTest):
         self.assertTrue(all(map(torc.read_process_start_ticks, pids)))
         return pids
 
-    def test_what_a_runner_in_a_job_leaves_ends_with_the_outer_one_although_its_guardians_are_killed_first(self):
-        inner = ('setsid /bin/sh -c "(env -i setsid /bin/sh -c \'echo \\$\\$ > hidden; exec sleep 1000\' &)"; '
+    def test_what_a_runner_in_a_job_leaves_ends_with_the_outer_one_also_without_guardians_of_its_own(self):
+        inner = ('setsid /bin/sh -c "(env -i '
+                 'setsid /bin/sh -c \'echo \\$\\$ > hidden; exec sleep 1000\' &)"; '
                  'echo $$ > plain; exec sleep 1000')
         runner = self.fork_runner(f'exec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} -s exec '
                                   f'-c {shlex.quote(inner)}')
         pids = self.pids_in('hidden', 'plain')
         self.addCleanup(self.kill, *pids)
-        nested, = [pid for pid, words in processes_with(self.world.mark).items() if 'stub.py -s exec' in words and
-                   guardians_of(pid)]
+        nested, = [pid for pid, words in processes_with(self.world.mark).items()
+                   if 'stub.py -s exec' in words and guardians_of(pid)]
         for pid in [*guardians_of(nested), runner]:     # so that neither can act before the outer guardians
             os.kill(pid, signal.SIGSTOP)
         os.kill(nested, signal.SIGKILL)

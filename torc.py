@@ -1024,7 +1024,7 @@ def read_boot_id() -> str:
 
 
 def read_pid_namespace() -> int:
-    """Namespace of the pids that this process sees: a container may have one of its own (pid_namespaces(7)). 0 if unknown."""
+    """Namespace of the pids seen here; a container may have its own (pid_namespaces(7)). 0 if unknown."""
     try:
         return os.stat('/proc/self/ns/pid').st_ino
     except OSError:     # not Linux
@@ -11786,7 +11786,7 @@ def process_lives(process: Dict[str, Any]) -> Optional[bool]:
 
 
 def was_here(process: Dict[str, Any]) -> bool:
-    """Whether a process described by describe_process() is of this boot of this host, perhaps in another container."""
+    """Whether a process described by describe_process() is of this boot of this host, in any container."""
     return process.get('host') == socket.gethostname() and process.get('boot_id') == read_boot_id()
 
 
@@ -13142,7 +13142,7 @@ def read_fingerprint(path: str) -> str:
 # -------- the loop --------
 
 def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
-    """Whether a runner lives. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE. None when this host cannot know."""
+    """Whether a runner lives; None: unknown here. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE."""
     boot_id, start_ticks, namespace = (identity.split('/') + ['', ''])[:3]
     if not start_ticks.isdigit():
         return None
@@ -15841,7 +15841,8 @@ class Mark(Row):
 
 def runner_mark(pid: int, start_ticks: int) -> Mark:
     """The mark of all that a runner starts."""
-    realm = hashlib.sha256(f'{read_pid_namespace()} {state_directory()}'.encode('utf-8', 'surrogateescape')).digest()
+    realm_text = f'{read_pid_namespace()} {state_directory()}'
+    realm = hashlib.sha256(realm_text.encode('utf-8', 'surrogateescape')).digest()
     number = MARK_BIT >> SERIAL_BITS | start_ticks % (1 << TICKS_BITS) | pid << TICKS_BITS | \
         int.from_bytes(realm, 'big') % (1 << REALM_BITS) << TICKS_BITS + PID_BITS
     return Mark(b'%x-' % number, number, SERIAL_BITS)
@@ -17390,7 +17391,8 @@ class Membership:
                 'start_time': format_time(time.time()), 'num_cpus': size.num_cpus, 'num_nodes': 1,
                 'memory_gb': size.memory_bytes / 1024 ** 3, 'num_gpus': len(size.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': runner.lease_s(),
-                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'}
+                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
+                            f'{read_pid_namespace()}'}
         if options.end_time is not None:
             body['end_time'] = format_time(options.end_time)
         if options.labels:
