@@ -3129,7 +3129,7 @@ class CompletionTest(ServiceTest):
             for way in self.WAYS:
                 with self.subTest(way, status=status):
                     self.assertEqual(status, self.statuses(self.workflow_id)['a'])
-                    self.assertIn(f'in the hands of compute node {self.node_id}', self.post(way, self.entry(self.job, compute_node_id=other)))
+                    self.assertIn(f'held by compute node {self.node_id}', self.post(way, self.entry(self.job, compute_node_id=other)))
                     self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
                     self.assertEqual(status, self.statuses(self.workflow_id)['a'])
 
@@ -3648,7 +3648,7 @@ class NamesOfAttemptsTest(ServiceTest):
         workflow_id = self.create('a:')
         first, second = self.node(workflow_id), self.node(workflow_id)
         job = self.claim(workflow_id, first)['a']
-        self.assertIn('in the hands of compute node', self.sync(workflow_id, second, completions=[self.end(job)])['errors'][0]['message'])
+        self.assertIn('held by compute node', self.sync(workflow_id, second, completions=[self.end(job)])['errors'][0]['message'])
         self.assertEqual([], self.sync(workflow_id, first, completions=[self.end(job)])['errors'])
 
     def test_jobs_in_hand_are_not_reset_under_their_runner(self):
@@ -3673,7 +3673,7 @@ class NodeTest(ServiceTest):
         results = {row['job_name']: (row['attempt_id'], row['return_code'], row['status'])
                    for row in self.call('list_results', workflow_id=workflow_id)['items']}
         self.assertEqual({'a': (1, -128, 'failed'), 'b': (1, -128, 'canceled')}, results)
-        self.assertRefused('was given up', 'runner_sync', {'compute_node_id': node_id, 'run_id': 1}, id=workflow_id)
+        self.assertRefused('was released', 'runner_sync', {'compute_node_id': node_id, 'run_id': 1}, id=workflow_id)
         self.assertWhole()
 
     def release(self, alive: Optional[bool] = None) -> List[int]:
@@ -3753,7 +3753,7 @@ class NodeTest(ServiceTest):
                 answer = self.call('list_compute_nodes', workflow_id=workflow_id, **query)
                 self.assertEqual((found, len(found)), ([item['id'] for item in answer['items']], answer['total_count']))
         self.assertTrue(self.call('update_compute_node', {'is_active': True}, id=nodes[2])['is_active'], 'it has not ended: it begins')
-        self.assertRefused('has ended or was given up', 'update_compute_node', {'is_active': True}, id=nodes[1])
+        self.assertRefused('has ended, and its jobs are released', 'update_compute_node', {'is_active': True}, id=nodes[1])
 
     def test_it_is_told_which_ready_jobs_no_allocation_has_time_for(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
@@ -4436,7 +4436,7 @@ class StateTest(ServiceTest):
 
     def test_only_the_node_that_claimed_a_job_starts_it(self):
         workflow_id, _, job_id = self.job_in('pending')
-        self.assertRefused('in the hands of compute node', 'start_job', job_id=job_id, run_id=1, compute_node_id=self.node(workflow_id))
+        self.assertRefused('held by compute node', 'start_job', job_id=job_id, run_id=1, compute_node_id=self.node(workflow_id))
         stranger = self.node(self.job_in('ready')[0])
         self.assertRefused('has no compute node', 'start_job', job_id=job_id, run_id=1, compute_node_id=stranger)
 
@@ -5475,7 +5475,7 @@ class TaskTest(ServiceTest):
         self.begin(workflow_id)
         self.tend()
         task = self.call('get_task', id=1)
-        self.assertEqual(('failed', True), (task['status'], 'is archived; take it back first' in task['error']))
+        self.assertEqual(('failed', True), (task['status'], 'is archived; unarchive it first' in task['error']))
         self.assertEqual(0, self.call('get_workflow', id=workflow_id)['run_id'])
         self.assertRefused('there is no task 2', 'get_task', id=2)
 

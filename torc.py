@@ -5620,14 +5620,14 @@ class Statements:
                 for row in found]
 
     def insert(self, table: str, values: Dict[str, Any]) -> int:
-        """Add a row; keys that are no columns are passed over, and so is `id`: ids are ours to give. The new one."""
+        """Add a row; keys that are not columns, and `id`, are ignored. The new row's id."""
         cells = {column.name: encode_cell(column.codec, values[column.name])
                  for column in self.columns(table) if column.name != 'id' and values.get(column.name) is not None}
         names, marks = ', '.join(cells), ', '.join('?' * len(cells))
         return self.connection.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})', list(cells.values())).lastrowid
 
     def insert_many(self, table: str, rows: Sequence[Dict[str, Any]]) -> List[int]:
-        """As insert(), for many rows. Their ids, in order."""
+        """As insert(), for many rows. Their ids, in the same order."""
         columns = [column for column in self.columns(table) if column.name != 'id']
         first = self.next_id(table)
         for names, group in itertools.groupby(rows, lambda row: tuple(
@@ -5642,7 +5642,7 @@ class Statements:
         self.connection.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", rows)
 
     def update(self, table: str, row_id: int, values: Dict[str, Any]) -> None:
-        """Change columns of one row; None stores NULL, keys that are no columns are passed over."""
+        """Change columns of one row; None stores NULL, keys that are not columns are ignored."""
         cells = {column.name: encode_cell(column.codec, values[column.name])
                  for column in self.columns(table) if column.name in values and column.name != 'id'}
         if cells:
@@ -5655,7 +5655,7 @@ class Statements:
 
 
 class FileState(Row):
-    """What tells that nobody else has touched a file. All empty: there is none."""
+    """By what a change of a file is noticed. All empty: there is none."""
     identity: Tuple[int, int] = (0, 0)
     size: int = 0
     head: bytes = b''
@@ -5665,13 +5665,13 @@ class Store(Statements):
     """The workflow database: its files, and its transactions."""
 
     def __init__(self, path: str, now: Callable[[], float] = time.time) -> None:
-        """Open the database file, or make it. BadInput if it is something else, Conflict if another process has it."""
+        """Open or create the database file. BadInput if it is something else, Conflict if it is in use."""
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
         self.snapshots = None               # type: Any  # the SnapshotWriter of a database in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
-        self._is_spoilt = False             # ... because somebody has written to the files
+        self._is_spoilt = False             # ... because something else has written to the files
         self.depth = 0                      # of savepoints
         self._descriptors = []              # type: List[int]  # of the main file and, if any, the log
         self._files = ()                    # type: Tuple[FileState, ...]  # of both, as we left them
@@ -5758,7 +5758,7 @@ class Store(Statements):
         return tuple(look_at_file(path, descriptor) for path, descriptor in zip(paths, self._descriptors))
 
     def note_files(self) -> None:
-        """Remember what we have changed in the files. The next look tells whether they are still the same."""
+        """Remember the files as we have changed them, for the next look."""
         found = self.look()
         self._files = tuple(now._replace(identity=then.identity) for then, now in zip(self._files, found))
 
@@ -5773,7 +5773,7 @@ class Store(Statements):
             raise Conflict(self.loss)
 
     def check_lease(self, is_sure: bool = False) -> None:
-        """Conflict if another process has the database, where only a lease can tell."""
+        """Conflict if another process has taken over the lease on the database."""
         try:
             if self.lease is not None:
                 self.lease.renew(is_sure)
@@ -5854,7 +5854,7 @@ class Store(Statements):
         self.open_files()
 
     def renew_main(self) -> None:
-        """Put a copy in the place of the main file, with what memory has of the log, or fail."""
+        """Replace the main file by a copy, with what memory has of the log, or fail."""
         copy = free_name(self.path + '.rescued')
         self.copy_to(copy)
         os.replace(copy, self.path)
@@ -5914,7 +5914,7 @@ class Store(Statements):
 
     @contextlib.contextmanager
     def savepoint(self, keeps: bool = True) -> Iterator[None]:
-        """Inside a transaction: all of the block or none of it, while the transaction goes on. Without `keeps`: none of it."""
+        """All of the block or none of it, within a transaction that goes on; without `keeps`, none of it."""
         self.connection.execute('SAVEPOINT verb')
         self.depth += 1
         try:
@@ -5957,7 +5957,7 @@ def free_name(stem: str) -> str:
 
 
 class LogContent(Row):
-    """A write-ahead log, as far as it tells for which main file it was written."""
+    """What a write-ahead log says of the main file that it was written for."""
     numbers: List[int]      # application ids of its copies of the first page
     pages: Set[int]         # that it holds
 
@@ -6036,13 +6036,13 @@ def check_log(path: str) -> None:
 
 
 def words_to_restore(path: str, copy: str) -> str:
-    """Commands that put a whole copy in the place of a database."""
+    """Commands that replace a database by a copy."""
     log, note, copy, path = map(shlex.quote, (path + '-wal', path + '.loss', copy, path))
     return f'rm -f {log} {note} && mv {copy} {path}'
 
 
 def file_identity(path: str) -> Tuple[int, int]:
-    """What tells a file from another one of the same name; (0, 0) if there is none."""
+    """Device and inode of a file; (0, 0) if there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -6067,7 +6067,7 @@ def prepare_database_file(path: str) -> None:
 def open_database(path: str) -> sqlite3.Connection:
     """Connect, with all pragmas set."""
     try:
-        # Any thread may have it, but one at a time: whoever hands it over sees to that.
+        # Any thread may use it, but one at a time: the caller sees to that.
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None,
                                      check_same_thread=False)
     except sqlite3.Error as error:
@@ -6088,7 +6088,7 @@ known_json = functools.lru_cache(maxsize=64, typed=True)(format_json)
 
 
 def has_member(text: Optional[str], key: str, value: Any) -> bool:
-    """has_member(json, key, value) in SQL: whether a JSON object holds just this. SQLite 3.26 may be built without JSON."""
+    """has_member(json, key, value) in SQL, since SQLite 3.26 may be built without JSON."""
     if text is None or known_json(value) not in text:       # most rows need no parsing: the store writes JSON in one way only
         return False
     found = json.loads(text)
@@ -6124,7 +6124,7 @@ def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
 
 
 def keep_copy(connection: sqlite3.Connection, path: str) -> None:
-    """Copy a whole database to another file, through its connection: reading the file itself would drop our locks on it."""
+    """Copy a database through its connection: reading the file itself would drop our locks on it."""
     os.close(open_new_private(path, os.O_WRONLY | os.O_TRUNC))
     copy_rows(connection, path)
 
@@ -6196,11 +6196,11 @@ class Update(Row):
 
 
 class Service:
-    """What outlives a request: how callers are treated, the nodes' leases, and the updates that wait for a commit."""
+    """What outlives a request: how callers are treated, leases of nodes, updates that wait for a commit."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.knows_users = False            # callers are told apart: groups are managed by those who may
+        self.knows_users = False            # callers have names: groups are managed by those who may
         self.enforces_access = False        # others than administrators see their own and their groups' workflows only
         self.is_user = lambda name: False   # type: Callable[[str], bool]  # whether somebody logs in under it
         self.reload_users = None            # type: Optional[Callable[[], int]]  # read the password file again; how many users
@@ -6214,12 +6214,12 @@ class Service:
         self.sql_guard = None               # type: Any  # the SqlGuard, once somebody has asked for ad-hoc SQL
 
     @property
-    def tells_callers_apart(self) -> bool:
+    def identifies_callers(self) -> bool:
         """Whether it matters who asks."""
         return self.knows_users or self.enforces_access
 
     def context(self, caller: str = '', is_admin: bool = True) -> 'Context':
-        """What a verb gets that is called for somebody; whoever opens the file is an administrator."""
+        """What a verb gets; whoever opens the file is an administrator."""
         return Context(self, caller, is_admin)
 
     @contextlib.contextmanager
@@ -6385,7 +6385,7 @@ def check_references(context: Context, workflow_id: int, values: Dict[str, Any])
 def check_stays(workflow_id: int, body: Dict[str, Any]) -> None:
     """Refuse a change that would move a thing to another workflow."""
     if body.get('workflow_id') not in (None, workflow_id):
-        raise Refused(f"workflow_id is {body['workflow_id']}: what is of workflow {workflow_id} stays there", field='workflow_id')
+        raise Refused(f"workflow_id is {body['workflow_id']}: objects of workflow {workflow_id} cannot be moved", field='workflow_id')
 
 
 def page_size(offset: int, limit: int) -> int:
@@ -6405,14 +6405,14 @@ def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
 # -------- updates for those who listen --------
 
 def announce(context: Context, workflow_id: int, event_type: str, data: Dict[str, Any], severity: str = 'info') -> None:
-    """Say what happened to a workflow. It is told after the commit, if anybody listens; otherwise this costs nothing."""
+    """Report an update of a workflow: it is sent after the commit, if the workflow is watched."""
     if workflow_id in context.service.watched:
         context.service.updates.append(Update(workflow_id, event_type, severity, int(context.now() * 1000), data)
                           if len(context.service.updates) < MAX_UPDATES else workflow_id)
 
 
 def announce_start(context: Context, job: JobState, run_id: int) -> None:
-    """Say that a node has started a job."""
+    """Report that a node has started a job."""
     announce(context, job.workflow_id, 'job_started', {
         'job_id': job.id, 'job_name': job.name, 'compute_node_id': job.compute_node_id, 'run_id': run_id})
 
@@ -6423,12 +6423,12 @@ FAILURE_LEVELS = {'failed': 'error', 'pending_failed': 'error', 'terminated': 'w
 
 
 def announce_end(context: Context, workflow_id: int, job_id: int, job_name: str, status: str, **more: Any) -> None:
-    """Say that a job has ended."""
+    """Report that a job has ended."""
     announce(context, workflow_id, f'job_{status}', dict(more, job_id=job_id, job_name=job_name, status=status), END_SEVERITIES.get(status, 'info'))
 
 
 def announce_canceled(context: Context, workflow_id: int, job_ids: Sequence[int]) -> None:
-    """Say that jobs were canceled, however many they are."""
+    """Report that jobs were canceled, however many they are."""
     if workflow_id in context.service.watched:
         room = max(0, MAX_UPDATES - len(context.service.updates))
         for job_id, name in rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', job_ids[:room]):
@@ -6443,7 +6443,7 @@ def add_event(context: Context, workflow_id: int, data: Any) -> None:
 
 
 def record_event(context: Context, workflow_id: int, data: Dict[str, Any], severity: str = 'info') -> None:
-    """Say what happened, and keep it among the workflow's events."""
+    """Report an update, and keep it among the workflow's events."""
     add_event(context, workflow_id, data if severity == 'info' else dict(data, level=severity))
     announce(context, workflow_id, data.get('event_type') or data['category'], data, severity)
 
@@ -6452,8 +6452,8 @@ def record_event(context: Context, workflow_id: int, data: Dict[str, Any], sever
 #
 # Three kinds of callers. Administrators (the owner of the server, who shows its token, and the members of the group
 # `admin`, which only the server's options fill) may do everything. Where access is enforced, everybody else reads,
-# changes and deletes the workflows that are his own or linked to one of his groups, with all that belongs to them, and
-# is told of others neither that they exist nor that they do not. Where it is not enforced, all workflows are open; but
+# changes and deletes the workflows that are their own or linked to one of their groups, with all that belongs to them;
+# for others the answer is 403 whether or not they exist. Where access is not enforced, all workflows are open; but
 # as soon as callers have names, groups are managed by those only whom the rules below allow.
 
 MAY_USE = ('(user = ? OR EXISTS (SELECT 1 FROM workflow_access_group JOIN user_group_membership USING (group_id) '
@@ -6463,7 +6463,7 @@ MAY_USE = ('(user = ? OR EXISTS (SELECT 1 FROM workflow_access_group JOIN user_g
 def check_admin(context: Context) -> None:
     """Refuse callers who are neither the server's owner nor one of its administrators."""
     if not context.is_admin:
-        raise Denied(f'this is for administrators, and {printable(context.caller)} is none: show the token of the server, or log in as a user whom `serve --admin-user` names')
+        raise Denied(f'administrators only, and {printable(context.caller)} is not one: use the server token, or log in as an --admin-user')
 
 
 def is_limited(context: Context) -> bool:
@@ -6477,12 +6477,12 @@ def names_of(user: str) -> List[Optional[str]]:
 
 
 def may_use(context: Context, workflow_id: int, user: str) -> bool:
-    """Whether a workflow is a user's own, or one of his groups'."""
+    """Whether a workflow is a user's own, or linked to a group of theirs."""
     return context.one(f'SELECT 1 FROM workflow WHERE id = ? AND {MAY_USE}', [workflow_id, *names_of(user)]) is not None
 
 
 def check_may_use(context: Context, workflow_id: Optional[int], what: str) -> None:
-    """Refuse a limited caller what is not his, in the same words as what does not exist. `what`: 'job 7'."""
+    """Refuse a limited caller what they have no access to, in the same words as what does not exist."""
     if workflow_id is None or not may_use(context, workflow_id, context.caller):
         raise Denied(f'{printable(context.caller)} has no access to {what}, or there is none')
 
@@ -6494,11 +6494,11 @@ def is_system_admin(context: Context, user: str) -> bool:
 
 
 def speaks_for(context: Context, user: str) -> bool:
-    """Whether the caller may act in a user's name: their own; any where names are not told apart; administrators.
+    """Whether the caller may act in a user's name: their own; any for administrators, or where names do not count.
 
-    Who is let in without a name may use any that is nobody's: Torc's clients send that of their account.
+    Unauthenticated callers may use any name that no user has: Torc's clients send that of their account.
     """
-    is_open = context.is_admin or not context.service.tells_callers_apart
+    is_open = context.is_admin or not context.service.identifies_callers
     return is_open or (not context.service.is_user(user) if context.caller == ANONYMOUS else context.caller == user)
 
 
@@ -6539,8 +6539,8 @@ def add_group_names(context: Context, workflows: List[Dict[str, Any]]) -> None:
 
 
 def check_group_admin(context: Context, group_id: Optional[int] = None) -> None:
-    """Refuse those who may not manage groups; with an id, those who may not manage this one. NotFound if there is none."""
-    is_open = context.is_admin or not context.service.tells_callers_apart
+    """Refuse callers who may not manage groups, or this one. NotFound if there is no such group."""
+    is_open = context.is_admin or not context.service.identifies_callers
     role = context.value('SELECT role FROM user_group_membership WHERE group_id = ? AND user_name = ?', (group_id, context.caller))
     if not is_open and (role != 'admin' or context.caller == ANONYMOUS):
         raise Denied('access groups are managed by administrators' + (', and each by its own admins' if group_id else ''))
@@ -6549,9 +6549,9 @@ def check_group_admin(context: Context, group_id: Optional[int] = None) -> None:
 
 
 def check_may_link(context: Context, workflow_id: int, group_id: int) -> None:
-    """Refuse all but a workflow's owner and the group's admins. That the latter may use the workflow was checked before."""
+    """Refuse all but the workflow's owner and the group's admins, whose access to the workflow was checked before."""
     owner = get_row(context, 'workflow', workflow_id)['user']
-    if not context.service.tells_callers_apart or context.caller == owner != ANONYMOUS:
+    if not context.service.identifies_callers or context.caller == owner != ANONYMOUS:
         get_row(context, 'access_group', group_id)
     else:
         check_group_admin(context, group_id)
@@ -6574,7 +6574,7 @@ def find_set(context: Context, workflow_id: int, members: Iterable[int]) -> Opti
 
 
 def members_digest(ordered: Sequence[int]) -> str:
-    """What tells one set of jobs from another."""
+    """The key of a set of jobs."""
     return hashlib.sha256(','.join(map(str, ordered)).encode()).hexdigest()
 
 
@@ -6617,7 +6617,7 @@ def get_dependency_graph(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 
 def rebuild_dependencies(context: Context, workflow_id: int) -> None:
-    """Give every job the set of all its prerequisites: those asked for and those that files and user data imply."""
+    """Give every job the set of all its prerequisites: requested, and implied by files and user data."""
     context.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? AND dep_set_id IS NOT explicit_set_id',
               (workflow_id,))
     implied = implied_prerequisites(context, workflow_id)
@@ -6660,7 +6660,7 @@ def recount_sets(context: Context, workflow_id: int) -> None:
 
 
 def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]]) -> None:
-    """Jobs have just ended with these statuses: release or cancel those that wait for them, to the end of the cascade."""
+    """Release or cancel what waits for jobs that have just ended with these statuses, to the end of the cascade."""
     while ended:
         bad_by_set = collections.Counter()  # type: Dict[int, int]
         all_by_set = collections.Counter()  # type: Dict[int, int]
@@ -6675,13 +6675,13 @@ def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]]) -> 
 
 
 def release_idle_sets(context: Context, workflow_id: int) -> None:
-    """Let go all jobs of a workflow that wait for nothing, to the end of the cascade."""
+    """Release all jobs of a workflow that wait for nothing, to the end of the cascade."""
     idle_sets = context.ids('SELECT id FROM dep_set WHERE workflow_id = ? AND pending = 0', (workflow_id,))
     settle(context, workflow_id, release_sets(context, workflow_id, idle_sets))
 
 
 def release_sets(context: Context, workflow_id: int, set_ids: Sequence[int]) -> List[Tuple[int, int]]:
-    """Let go the jobs that wait for these sets, where no member is pending. The ones that this cancels, with their status."""
+    """Release the jobs of those of these sets without a pending member. Those that this cancels, with their status."""
     canceled = []   # type: List[Tuple[int, int]]
     ready = []      # type: List[int]
     for set_id, failed in rows_by_ids(context, 'SELECT id, failed FROM dep_set WHERE pending <= 0 AND id IN', set_ids):
@@ -6807,7 +6807,7 @@ def create_workflow_action(context: Context, workflow_id: int, body: Dict[str, A
 
 
 def check_action(context: Context, workflow_id: int, trigger_type: str, action_type: str, config: Any) -> None:
-    """Refuse an action that nobody could ever run."""
+    """Refuse an action that could never run."""
     if trigger_type not in TRIGGERS:
         raise Refused(f"unknown trigger_type {trigger_type!r}; one of {', '.join(TRIGGERS)}")
     if action_type not in ACTION_TYPES:
@@ -6825,7 +6825,7 @@ SCHEDULE_TYPES = {'scheduler_id': int, 'scheduler_type': str, 'num_allocations':
 
 
 def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
-    """Refuse an action_config of schedule_nodes with unknown keys, values of other types, or another workflow's scheduler."""
+    """Refuse unknown keys, values of other types, and another workflow's scheduler."""
     if not isinstance(config, dict):
         raise Refused('action_config of schedule_nodes must be an object')
     for name, value in config.items():
@@ -6871,7 +6871,7 @@ def claim_action(context: Context, workflow_id: int, action_id: int, body: Optio
     node_id = (body or {}).get('compute_node_id')
     if not take_action(context, action_id, node_id, action['persistent']):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
-    note_action_reported(context, action_id, node_id or 0)     # who claims so never tells how it ended
+    note_action_reported(context, action_id, node_id or 0)     # no report follows a claim of this kind
     return {'success': True, 'action_id': action_id}
 
 
@@ -6897,7 +6897,7 @@ def take_due_actions(context: Context, workflow_id: int, node_id: int, triggers:
 
 
 def note_action_reported(context: Context, action_id: int, node_id: int) -> None:
-    """The node that took an action has said all that it will say of it."""
+    """Note that the node that took an action has reported its end."""
     context.run('UPDATE workflow_action SET is_reported = 1 WHERE id = ?', (action_id,))
     context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?', (action_id, node_id))
 
@@ -7002,7 +7002,7 @@ def insert_plan(context: Context, body: Dict[str, Any]) -> int:
 # -------- plans --------
 
 def index_below(index: int, count: int) -> int:
-    """The index, if it leads to one of so many things. IndexError otherwise: below 0 Python would count from the end."""
+    """The index, if it is below the count. IndexError otherwise: below 0 Python would count from the end."""
     if not 0 <= index < count:
         raise IndexError(f'there is no number {index}')
     return index
@@ -7223,7 +7223,7 @@ class PlanMerge:
         if gone:
             ids = [job_id for job_id, _ in gone]
             run_by_ids(self.context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', ids)
-            take_back_spawned(self.context, self.workflow_id)
+            remove_spawned(self.context, self.workflow_id)
             run_by_ids(self.context, 'DELETE FROM job WHERE id IN', ids)
             self.changes['job', 'removed', ()] += [name for _, name in gone]
 
@@ -7359,7 +7359,7 @@ def means_the_same(column: str, before: Any, after: Any) -> bool:
 
 
 def action_key(action: Dict[str, Any]) -> Tuple:
-    """What tells an action from another one."""
+    """What two equal actions have in common."""
     config = json.dumps(action['action_config'], sort_keys=True)
     return (action['trigger_type'], action['action_type'], config, bool(action.get('persistent')),
             tuple(sorted(set(action.get('job_ids') or ()))))
@@ -7386,7 +7386,7 @@ CLASS_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels'
 
 
 def check_labels(labels: Optional[Sequence[str]]) -> None:
-    """Refuse labels that could not be told apart in a list."""
+    """Refuse labels that would be ambiguous in a list."""
     for label in labels or ():
         if not label or label != label.strip() or ',' in label:
             raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end with a blank', field='labels')
@@ -7496,7 +7496,7 @@ EDITABLE_BEFORE_START = ('depends_on_job_ids', 'status')
 
 
 def update_job(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Change a job: what it runs only while no runner has it, what it waits for only while it is uninitialized."""
+    """Change a job: its command only while no runner holds it, its prerequisites only before initialize."""
     job = get_job(context, job_id)
     changed = {key: value for key, value in body.items()
                if value is not None and key != 'id' and comparable(key, value) != comparable(key, job.get(key))}
@@ -7527,7 +7527,7 @@ def comparable(key: str, value: Any) -> Any:
 
 
 def delete_job(context: Context, job_id: int) -> Dict[str, Any]:
-    """Remove a job and what belongs to it; those that waited for it wait no longer. Refused while a runner has it."""
+    """Remove a job and what belongs to it, and release what waited for it. Refused while a runner holds it."""
     job = get_job(context, job_id)
     if STATUSES[STATUS_CODES[job['status']]].is_active:
         raise Refused(f"job {job_id} is {job['status']}: wait for its end, or cancel the workflow first")
@@ -7545,9 +7545,8 @@ def delete_job(context: Context, job_id: int) -> Dict[str, Any]:
 LINEAGE_RECORD = '__torc_lineage__{}__'     # followed by g000001, g000002 ... or final
 
 
-def take_back_spawned(context: Context, workflow_id: int) -> None:
-    """Remove what jobs spawned that are to start over, and what that spawned in turn, with the records; but nothing that a
-    runner has in hand."""
+def remove_spawned(context: Context, workflow_id: int) -> None:
+    """Remove what uninitialized jobs have spawned, and so on, with the records; but no active jobs."""
     idle = f'job.status NOT IN {sql_list(ACTIVE)}'
     gone = context.ids(
         'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller ON caller.id = spawn.caller_id '
@@ -7582,8 +7581,8 @@ def update_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) ->
     """Change the fields of a workflow that may change after its creation."""
     current = get_workflow(context, workflow_id)
     given = {key: value for key, value in body.items() if value is not None}
-    is_told_apart = context.service.tells_callers_apart
-    if given.get('user', current['user']) != current['user'] and is_told_apart and not context.is_admin:
+    is_restricted = context.service.identifies_callers and not context.is_admin
+    if given.get('user', current['user']) != current['user'] and is_restricted:
         raise Denied("only the server's owner and administrators can give "
                      f'workflow {workflow_id} to another user')
     fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
@@ -7601,7 +7600,7 @@ def delete_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 
 def archive_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Put a workflow away, or take it back: archived ones are not initialized, reset or listed by default."""
+    """Archive or unarchive a workflow: archived ones are not initialized, reset or listed by default."""
     context.update('workflow', workflow_id, {'is_archived': body['is_archived']})
     add_user_event(context, workflow_id, 'archive_workflow', is_archived=body['is_archived'])
     return get_workflow(context, workflow_id)
@@ -7679,7 +7678,7 @@ def measure_blocked_by_time(context: Context, workflow_id: int) -> Dict[str, Any
     if left_s:
         answer['max_allocation_remaining_seconds'] = max(left_s.values())
     ends = [end for end, labels in nodes if labels is None]
-    if not ends or None in ends:    # nobody is at work, or somebody without an end
+    if not ends or None in ends:    # no node is active, or one without an end
         return answer
     kinds = context.rows(
         f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) '
@@ -7719,7 +7718,7 @@ def list_required_existing_files(context: Context, workflow_id: int) -> Dict[str
 
 
 def list_missing_user_data(context: Context, workflow_id: int) -> Dict[str, Any]:
-    """User data without a value that should have one: inputs that no job makes, and outputs of completed jobs."""
+    """User data that lack a value: inputs that no job makes, and outputs of completed jobs."""
     return {'user_data': list_required(context, workflow_id, 'user_data', 'user_data_id', 'item.data IS NULL')}
 
 
@@ -7745,7 +7744,7 @@ def list_required(context: Context, workflow_id: int, kind: str, column: str, co
 # A workflow with enable_ro_crate keeps RO-Crate entities, named and made as Torc's clients make them: at
 # initialize the workflow, its run, the server and the input files; when a runner of ours comes, that; when
 # one of its jobs completes with output files, the job's CreateAction and the files. Other runners make theirs
-# themselves. Whoever has the files at hand tells their sizes and hashes (note_contents), which hold as long
+# themselves. Who can read the files reports their sizes and hashes (note_contents), which hold as long
 # as the file's time does. A later run renews what an earlier one has made; what others added to an entity
 # stays.
 
@@ -7888,14 +7887,14 @@ def note_if_complete(context: Context, workflow_id: int) -> bool:
 
 
 def refuse_archived(state: WorkflowState) -> None:
-    """Refuse to work on what was put away."""
+    """Refuse to work on an archived workflow."""
     if state.is_archived:
-        raise Refused(f'workflow {state.id} is archived; take it back first: torc.py workflows archive false {state.id}')
+        raise Refused(f'workflow {state.id} is archived; unarchive it first: torc.py workflows archive false {state.id}')
 
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
                     clear_ephemeral_user_data: bool = True) -> Dict[str, Any]:
-    """Make a workflow ready to run: all of it, or only what is uninitialized or undecided (pending_failed) and what depends on it."""
+    """Make a workflow ready to run: all of it, or what is uninitialized or pending_failed and what depends on it."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
@@ -7908,9 +7907,9 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
         uninitialize(context, context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}', (workflow_id,)))
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
-        end_in_hand(context, context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {IN_HAND}', (workflow_id,)))
+        cancel_open_attempts(context, context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {OPEN_ATTEMPT}', (workflow_id,)))
         context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
-    take_back_spawned(context, workflow_id)
+    remove_spawned(context, workflow_id)
     start_over(context, workflow_id, clear_ephemeral_user_data)
     rearm_actions(context, workflow_id, only_uninitialized)
     note_if_complete(context, workflow_id)
@@ -7924,7 +7923,7 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
 
 
 def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
-    """Refuse while jobs are in runners' hands."""
+    """Refuse while jobs are pending or running."""
     active = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
     if active:
         raise Refused(f'workflow {workflow_id} cannot be {verb} while {active} of its jobs are pending or running; '
@@ -7932,7 +7931,7 @@ def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
 
 
 def downstream_of_uninitialized(context: Context, workflow_id: int, condition: str = '1') -> List[int]:
-    """Jobs that depend, however far, on an uninitialized one; but none that is uninitialized, disabled or active itself."""
+    """Jobs that depend, however far, on an uninitialized one, and are not uninitialized, disabled or active."""
     kept = sql_list((UNINITIALIZED, DISABLED, *ACTIVE))
     return context.ids(
         'WITH RECURSIVE downstream (id) AS ('
@@ -7944,22 +7943,22 @@ def downstream_of_uninitialized(context: Context, workflow_id: int, condition: s
         (workflow_id,))
 
 
-IN_HAND = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_node_id IS NOT NULL)'
+OPEN_ATTEMPT = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_node_id IS NOT NULL)'
 
 
-def end_in_hand(context: Context, job_ids: Sequence[int]) -> None:
-    """Jobs are about to go on without the runners that may have them: those attempts end as canceled, so that their names are used."""
+def cancel_open_attempts(context: Context, job_ids: Sequence[int]) -> None:
+    """Record open attempts as canceled, so that their keys are never reused."""
     run_by_ids(
         context, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, '
         'return_code, exec_time_minutes, completion_time, status, is_current, reason) '
         'SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), attempt_id, '
         f"ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(context.now())}', {CANCELED}, 0, "
-        f"'the job was reset while a runner had it' FROM job WHERE {IN_HAND} AND id IN", job_ids)
+        f"'the job was reset while a runner had it' FROM job WHERE {OPEN_ATTEMPT} AND id IN", job_ids)
 
 
 def uninitialize(context: Context, job_ids: Sequence[int]) -> None:
     """Set jobs back to the state before initialize."""
-    end_in_hand(context, job_ids)
+    cancel_open_attempts(context, job_ids)
     run_by_ids(context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', job_ids)
 
 
@@ -7978,7 +7977,7 @@ def start_over(context: Context, workflow_id: int, clear_ephemeral: bool) -> Non
 
 
 def number_attempts(context: Context, workflow_id: int) -> None:
-    """Jobs that run again within a run go on counting: an attempt's name (job, run, attempt) is never used twice."""
+    """Number the attempts of jobs that run again within a run: a key (job, run, attempt) is never used twice."""
     run_id = workflow_state(context, workflow_id).run_id
     ended = ('SELECT {0} FROM result WHERE result.workflow_id = ' + str(int(workflow_id)) + f' AND result.run_id = {run_id}')
     if context.one(ended.format('1') + ' LIMIT 1'):
@@ -7987,7 +7986,7 @@ def number_attempts(context: Context, workflow_id: int) -> None:
 
 
 def reset_workflow_status(context: Context, workflow_id: int, force: bool = False) -> Dict[str, Any]:
-    """Begin a new run generation. With force also while jobs are active: what their runners report is then stale."""
+    """Begin a new run generation; with force also while jobs are active, whose reports are stale then."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not force:
@@ -8013,7 +8012,7 @@ def begin_run(context: Context, workflow_id: int) -> None:
 
 
 def reset_job_status(context: Context, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
-    """Set all jobs, or those that ended badly and all that depend on them, back to uninitialized. Disabled ones stay so."""
+    """Set all jobs but disabled ones, or those that ended badly and what depends on them, to uninitialized."""
     if not failed_only:
         refuse_active(context, workflow_id, 'reset')
     wanted = (*BAD, PENDING_FAILED) if failed_only else tuple(set(STATUS_NAMES) - {UNINITIALIZED, DISABLED})
@@ -8035,7 +8034,7 @@ MTIME_TOLERANCE_S = 0.01    # file systems and JSON round
 
 
 def set_file_times(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Record when files were last changed: file id -> seconds since the epoch, or null for a file that is not there."""
+    """Record when files were last changed: file id -> seconds since the epoch, or null if it is missing."""
     times, contents = times_by_id(body['files']), body.get('contents') or ()
     check_owned(context, 'file', workflow_id, [*times, *(row[0] for row in contents)])
     store_file_times(context, workflow_id, times)
@@ -8058,9 +8057,9 @@ def times_by_id(files: Dict[str, Optional[float]]) -> Dict[int, Optional[float]]
 
 
 def check_changes(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Find the finished jobs whose inputs are no longer what they ran with, or whose outputs are gone; set them back.
+    """Reset the finished jobs whose inputs have changed since they ran, or whose outputs are gone.
 
-    `files` tells the caller's present file times (null: missing). With dry_run nothing changes.
+    `files`: the present file times (null: missing). With dry_run nothing changes.
     """
     times = times_by_id(body.get('files') or {})
     check_owned(context, 'file', workflow_id, times)
@@ -8081,7 +8080,7 @@ def find_downstream(context: Context, workflow_id: int, changed: Dict[int, str])
     and finished ones that depend, however far, on any of these or of the changed ones."""
     downstream = {}     # type: Dict[int, str]
     for status, reason in ((UNINITIALIZED, 'it was added or set back, and not initialized since'),
-                           (PENDING_FAILED, 'it failed, and nobody has decided about it')):
+                           (PENDING_FAILED, 'it failed, and that is undecided')):
         ids = context.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ?', (workflow_id, status))
         downstream.update((job_id, reason) for job_id in ids if job_id not in changed)
     found = [*changed, *downstream]
@@ -8145,7 +8144,7 @@ def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
 
 
 def process_changed_job_inputs(context: Context, workflow_id: int, dry_run: bool = False) -> Dict[str, Any]:
-    """Set back the finished jobs whose command, environment, relations or input data changed since they ran."""
+    """Reset the finished jobs whose command, environment, relations or input data changed since they ran."""
     job_ids = changed_job_inputs(context, workflow_id)
     names = [row[0] for row in rows_by_ids(context, 'SELECT name FROM job WHERE id IN', job_ids)]
     if not dry_run:
@@ -8156,7 +8155,7 @@ def process_changed_job_inputs(context: Context, workflow_id: int, dry_run: bool
 
 
 def hash_inputs(context: Context, job_ids: Sequence[int]) -> Dict[int, str]:
-    """Job id -> SHA-256 of what the job is given to run: command, script, env, prerequisites, file paths, input data."""
+    """Job id -> SHA-256 of what it is given: command, script, env, prerequisites, file paths, input data."""
     parts = {row[0]: list(row[1:]) for row in rows_by_ids(
         context, 'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set WHERE dep_set.id = explicit_set_id) '
         'FROM job WHERE id IN', job_ids)}
@@ -8546,7 +8545,7 @@ def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Dict[str, A
 
 
 def get_ready_job_requirements(context: Context, workflow_id: int, scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
-    """What the ready jobs need in all (of one scheduler's, if it is named), the nodes of the widest and the time of the longest."""
+    """What the ready jobs need in all, of any or one scheduler, and at most in nodes and time."""
     kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
     counts = {kind: context.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}', (kind.id,)) for kind in kinds
               if scheduler_config_id in (None, kind.scheduler_id)}
@@ -8571,7 +8570,7 @@ def get_ready_job_requirements(context: Context, workflow_id: int, scheduler_con
 # -------- start, complete, retry --------
 
 def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) -> Dict[str, Any]:
-    """A node has started a claimed job: pending -> running. The same word again is no error."""
+    """A node has started a claimed job: pending -> running. Idempotent."""
     job = job_state(context, job_id)
     check_run(workflow_state(context, job.workflow_id), run_id)
     check_owned(context, 'compute_node', job.workflow_id, [compute_node_id])
@@ -8579,7 +8578,7 @@ def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) 
         if job.status != PENDING:
             raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a pending one can be started')
         if job.compute_node_id not in (None, compute_node_id):
-            raise Refused(f'job {job_id} is in the hands of compute node {job.compute_node_id}')
+            raise Refused(f'job {job_id} is held by compute node {job.compute_node_id}')
         mark_started(context, job_id, compute_node_id, format_time(context.now()))
     return get_row(context, 'job_view', job_id)
 
@@ -8594,7 +8593,7 @@ def mark_started(context: Context, job_id: int, node_id: int, start_time: str) -
 
 
 def complete_job(context: Context, job_id: int, status: str, run_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """The end of an attempt. The same again gets the same answer; another one for the same attempt is refused."""
+    """Record the end of an attempt. Idempotent; another end of the same attempt is refused."""
     job = job_state(context, job_id)
     check_result(context, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
     record_end(context, workflow_state(context, job.workflow_id), body)
@@ -8642,18 +8641,18 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
     if job.workflow_id != state.id:
         raise NotFound(f'workflow {state.id} has no job {job.id}')
     check_run(state, end['run_id'])
-    told, end = end, dict(end, run_id=state.run_id)
+    reported, end = end, dict(end, run_id=state.run_id)
     attempt_id = end.get('attempt_id') or job.attempt_id
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and end['status'] != 'pending_failed':
         return decide_failure(context, state, job, end)
     # Run 0 may name run 1, but what has ended before the first initialize has not ended once more.
     ends = context.rows('SELECT return_code, status FROM result WHERE job_id = ? AND run_id IN (?, ?) '
-                      'AND attempt_id = ?', (job.id, state.run_id, told['run_id'], attempt_id))
+                      'AND attempt_id = ?', (job.id, state.run_id, reported['run_id'], attempt_id))
     if any(is_same_end(known, end) for known in ends):
         return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
     if ends:
         code, status = ends[-1]
-        job = take_back_lost(context, state, job, attempt_id, end.get('compute_node_id'))
+        job = recover_lost(context, state, job, attempt_id, end.get('compute_node_id'))
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[status]} with return code {code}')
@@ -8677,7 +8676,7 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
         return 'canceled'
     record_failure(context, state.id, job, end, reason)
     if state.id in context.service.watched:
-        if job.status == PENDING:       # the runner has not told its start before
+        if job.status == PENDING:       # its start was not reported before
             announce_start(context, job, state.run_id)
         more = {'message': reason} if reason else {}
         announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'], **more)
@@ -8697,7 +8696,7 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
 def record_failure(context: Context, workflow_id: int, job: JobState, end: Dict[str, Any], reason: str) -> None:
     """Keep an attempt that did not complete among the workflow's events, whether it is retried or not."""
     level = FAILURE_LEVELS.get(end['status'])
-    if level:       # announce_end() tells those who listen
+    if level:       # announce_end() sends the update
         add_event(context, workflow_id, {
             'category': 'job', 'event_type': f"job_{end['status']}", 'level': level,
             'job_id': job.id, 'job_name': job.name, 'run_id': end['run_id'], 'attempt_id': job.attempt_id,
@@ -8706,14 +8705,14 @@ def record_failure(context: Context, workflow_id: int, job: JobState, end: Dict[
 
 
 def refuse_other_holder(context: Context, job: JobState, node_id: Optional[int]) -> None:
-    """Refuse the end of an attempt that is in the hands of another node, while that one is at work."""
+    """Refuse the end of an attempt that another active node holds."""
     if node_id is not None and job.compute_node_id not in (None, node_id) and context.value(
             'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,)):
-        raise Refused(f'job {job.id} is in the hands of compute node {job.compute_node_id}')
+        raise Refused(f'job {job.id} is held by compute node {job.compute_node_id}')
 
 
 def note_unclaimed(context: Context, job: JobState) -> None:
-    """A job that nobody has claimed runs or has ended, by somebody's word: note what a claim would."""
+    """A job that no node has claimed is reported as running or ended: note what a claim would."""
     context.run('UPDATE job SET input_hash = ? WHERE id = ?', (hash_inputs(context, [job.id])[job.id], job.id))
     if job.status in (UNINITIALIZED, BLOCKED):
         count_trigger(context, job.workflow_id, 'on_jobs_ready', [job.id])
@@ -8740,7 +8739,7 @@ def is_same_end(known: Tuple[int, int], end: Dict[str, Any]) -> bool:
 
 
 def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Dict[str, Any]) -> str:
-    """A person or program says how a pending_failed attempt ends: its result gets that status, its dependants go on or are canceled."""
+    """Decide how a pending_failed attempt ends: its result gets that status, its dependants go on or are canceled."""
     status = STATUS_CODES[end['status']]
     if not context.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
                      (status, job.id, state.run_id, job.attempt_id)):
@@ -8795,7 +8794,7 @@ def retry_job(context: Context, job_id: int, run_id: int, max_retries: int) -> D
 
 
 def manage_status_change(context: Context, job_id: int, status: str, run_id: int) -> Dict[str, Any]:
-    """Set a job to a status that is not an end. What depends on a job that is set back is set back too, at the next initialize."""
+    """Set a job to a status that is not an end. What depends on a job that is reset is reset at the next initialize."""
     job = job_state(context, job_id)
     code = STATUS_CODES[status]
     if STATUSES[code].is_final:
@@ -8803,7 +8802,7 @@ def manage_status_change(context: Context, job_id: int, status: str, run_id: int
     if code != job.status:
         check_run(workflow_state(context, job.workflow_id), run_id)
         if code not in ACTIVE:
-            end_in_hand(context, [job_id])
+            cancel_open_attempts(context, [job_id])
         context.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
         if code not in ACTIVE:
             context.run('UPDATE job SET start_time = NULL, compute_node_id = NULL WHERE id = ?', (job_id,))
@@ -8830,14 +8829,14 @@ def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
         count_trigger(context, job.workflow_id, 'on_jobs_complete', [job.id])
 
 
-def give_back(context: Context, job_ids: Sequence[int]) -> None:
-    """Claimed jobs that nobody started: pending -> ready."""
+def return_claims(context: Context, job_ids: Sequence[int]) -> None:
+    """Return claims that were not started: pending -> ready."""
     run_by_ids(context, f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN', job_ids)
 
 
 # -------- attempts that were lost with their node --------
 #
-# A node that is given up leaves ends that nobody has seen: its running jobs have failed; what it had claimed,
+# A node that is released leaves unseen ends: its running jobs count as failed; what it had claimed,
 # and may have started, is to run again. Such an assumed end has return code -128 and is its job's current
 # result. It is undone if the node comes back with the attempt, running or ended, unless a later attempt may
 # have begun: what really happened beats what was assumed. What a reset has taken back is not undone.
@@ -8847,7 +8846,7 @@ ASSUMED = (f'is_current = 1 AND return_code = {ORPHAN_RETURN_CODE} '
 
 
 def assume_interrupted(context: Context, state: WorkflowState, job: JobState, reason: str) -> None:
-    """End an attempt that was claimed, and perhaps started: it spends no retry, but its name is used."""
+    """End an attempt that was claimed, and perhaps started: it spends no retry, but its key is used."""
     context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
     context.insert('result', {
         'workflow_id': state.id, 'job_id': job.id, 'run_id': state.run_id, 'attempt_id': job.attempt_id,
@@ -8856,9 +8855,9 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
         'is_interrupted': True, 'reason': reason})
 
 
-def take_back_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int, node_id: Optional[int],
+def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int, node_id: Optional[int],
                    start_time: Optional[str] = None) -> Optional[JobState]:
-    """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may be at work."""
+    """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may run."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
     row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ? '
@@ -9006,7 +9005,7 @@ def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Dict[str, An
 
 # -------- jobs that make jobs --------
 #
-# A running job may spawn others, which wait for it at least. They belong to a lineage (its name unless told otherwise);
+# A running job may spawn others, which wait for it at least. They belong to a lineage (by default its name);
 # each call that adds jobs is one generation of it, and leaves a user data record __torc_lineage__<lineage>__g<number>
 # with what the caller wants to remember. The same call again, from a second attempt say, adds nothing and gets the first
 # answer. When a job starts over (initialize, after it was set back), what it had spawned goes, with its records and
@@ -9014,13 +9013,12 @@ def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Dict[str, An
 # generations counts those of this run.
 
 def spawn_jobs(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Add jobs on behalf of a running one; they wait for its end, and for those that they name. With `state` and no jobs:
-    the last word of the lineage."""
+    """Add jobs that wait for a running one, and for those that they name. With `state` and no jobs: end the lineage."""
     caller = job_state(context, job_id)
     names = [job['name'] for job in body['jobs']]
     if names:
         check_bulk([caller.workflow_id], names, 'jobs')
-    if caller.status == PENDING and caller.compute_node_id is not None:     # it runs: its runner's word of it is on the way
+    if caller.status == PENDING and caller.compute_node_id is not None:     # it runs: its start report is in flight
         mark_started(context, job_id, caller.compute_node_id, format_time(context.now()))
     elif caller.status != RUNNING:
         raise Refused(f'job {job_id} is {STATUS_NAMES[caller.status]}; only a running job can spawn others')
@@ -9048,7 +9046,7 @@ def count_generations(context: Context, workflow_id: int, lineage: str) -> int:
 
 
 def record_generation(context: Context, workflow_id: int, lineage: str, counter: int, count: int, state: Any) -> None:
-    """Leave the record of a generation, or, without jobs, that of the lineage's end; what was said of its end before is over."""
+    """Record a generation, or, without jobs, the end of the lineage; an earlier record of its end goes."""
     final = LINEAGE_RECORD.format(lineage) + 'final'
     content = {'generation': counter, 'spawn_count': count, 'state': state}
     if count or state is not None:
@@ -9122,7 +9120,7 @@ class Accepted(dict):
 
 def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: bool = False, clear_ephemeral_user_data: bool = True,
                         **more: bool) -> Dict[str, Any]:
-    """Initialize a workflow: at once, or, with `async` (a word of Python's), as a task that goes on after this answer."""
+    """Initialize a workflow: at once, or, with `async` (a keyword of Python), as a task."""
     request = {'only_uninitialized': only_uninitialized, 'clear_ephemeral_user_data': clear_ephemeral_user_data}
     if more.get('async'):
         return begin_task(context, workflow_id, 'initialize_jobs', request)
@@ -9134,7 +9132,7 @@ TASK_OPEN = "status IN ('queued', 'running')"
 
 
 def begin_task(context: Context, workflow_id: int, operation: str, request: Dict[str, Any]) -> Accepted:
-    """Queue a task. The one that a workflow has at work is the answer if it is the same; otherwise it is a Conflict."""
+    """Queue a task; return the active task if identical, else Conflict."""
     found = context.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
     if found is not None and (found[1], json.loads(found[2])) != (operation, request):
         raise Conflict(f'task {found[0]} ({found[1]}, with different parameters) of workflow {workflow_id} '
@@ -9157,7 +9155,7 @@ def get_active_task_for_workflow(context: Context, workflow_id: int) -> Dict[str
 
 
 def run_tasks(service: Service) -> None:
-    """Carry out the tasks that wait, oldest first. A server calls it between requests, others right after the task was made."""
+    """Carry out the queued tasks, oldest first: a server between requests, others right after they were queued."""
     for task_id, workflow_id, operation, request, caller in service.store.rows(
             f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} ORDER BY id'):
         context = service.context(caller)
@@ -9174,7 +9172,7 @@ def run_task(context: Context, workflow_id: int, operation: str, request: Dict[s
         return error.message
     except sqlite3.OperationalError:
         raise       # a full disk, say: it stays queued, and is tried again
-    except Exception:   # border: a bug fails one task, whose waiter is told so
+    except Exception:   # error handling: a bug fails one task, and its record says so
         log.exception('a bug in torc.py: a task of workflow %d failed', workflow_id)
         return "a bug in torc.py; the server's log has the traceback"
     return ''
@@ -9205,7 +9203,7 @@ def fail_open_tasks(context: Context) -> None:
 # -------- Slurm jobs, remote workers --------
 
 def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
-    """Compute node -> the Slurm job that it runs in, for those that tell."""
+    """Compute node -> the Slurm job that it runs in, where that is known."""
     scheduled = dict(context.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?', (workflow_id,)))
     found = {}
     for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND scheduler IS NOT NULL', (workflow_id,)):
@@ -9306,7 +9304,7 @@ def forget_job_counts(context: Context) -> None:
 
 
 def create_compute_node(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
-    """A runner begins."""
+    """Register a compute node."""
     workflow_state(context, body['workflow_id'])
     check_labels(body.get('labels'))
     check_references(context, body['workflow_id'], body)
@@ -9323,7 +9321,7 @@ def create_compute_node(context: Context, body: Dict[str, Any]) -> Dict[str, Any
 
 
 def release_former(context: Context, body: Dict[str, Any]) -> None:
-    """A runner that registers has no other node: it has not heard of one that it got before."""
+    """Release earlier nodes of a runner that registers: it never got the answer that named them."""
     keys = ('workflow_id', 'hostname', 'pid', 'identity')
     condition = ' AND '.join(f'{key} = ?' for key in keys)
     for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
@@ -9337,20 +9335,20 @@ STOPPED_KEYS = ('hostname', 'pid', 'duration_seconds', 'compute_node_type')
 
 
 def announce_node(context: Context, event_type: str, node: Dict[str, Any], keys: Sequence[str]) -> None:
-    """Say that a node has begun or ended."""
+    """Report that a node has begun or ended."""
     announce(context, node['workflow_id'], event_type, dict({key: node.get(key) for key in keys}, compute_node_id=node['id']))
 
 
 def update_compute_node(context: Context, node_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Change a node; its labels stay. One that ends gives back what it has claimed and not started, and is over for good."""
+    """Change a node, but its labels. One that ends returns its claims that did not start, and stays ended."""
     before = get_row(context, 'compute_node', node_id)
     check_stays(before['workflow_id'], body)
     check_references(context, before['workflow_id'], body)
     if body.get('is_active') and before.get('is_active') is False:
-        raise Refused(f'compute node {node_id} has ended or was given up, and its jobs with it; register a new one', field='is_active')
+        raise Refused(f'compute node {node_id} has ended, and its jobs are released; register a new one', field='is_active')
     context.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None and key not in ('workflow_id', 'labels')})
     if before.get('is_active') and body.get('is_active') is False:
-        give_back(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))     # it knows what it did not start
+        return_claims(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))     # it knows what it did not start
         release_node(context, node_id)
     node = get_row(context, 'compute_node', node_id)
     if before.get('is_active') and not node.get('is_active'):
@@ -9377,7 +9375,7 @@ def delete_compute_nodes(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 
 def release_node(context: Context, node_id: int) -> None:
-    """A node went away: its claims come back, its running jobs have failed as orphans, its unreported actions are due again."""
+    """Release what a lost node held: its claims are ready, its running jobs failed, its unreported actions due."""
     workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
@@ -9386,7 +9384,7 @@ def release_node(context: Context, node_id: int) -> None:
               'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     state = workflow_state(context, workflow_id)
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,)):
-        # It may have been started without our being told: what runs now is another attempt.
+        # It may have started, and the report been lost: what runs from now on is another attempt.
         job = job_state(context, job_id)
         reason = f'compute node {node_id} ({host}), which had claimed it, went away'
         assume_interrupted(context, state, job, reason)
@@ -9429,7 +9427,7 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
 # -------- a runner's turn --------
 
 def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Everything that a runner has to say and to ask in one turn of its loop, in one transaction.
+    """One turn of a runner's loop, in one transaction.
 
     Takes in ends, starts and returned claims; gives work, due actions and the workflow's state.
     """
@@ -9437,20 +9435,20 @@ def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dic
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
     renew_lease(context, workflow_id, node_id, body.get('lease_s'))
-    refuse_overtaken(context, node_id, body.get('turn'))
+    refuse_obsolete(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Dict[str, Any]
     for end in body.get('completions') or ():
-        take_in_end(context, state, node_id, end, answer)
+        record_reported_end(context, state, node_id, end, answer)
     note_contents(context, workflow_id, body.get('contents') or ())
     for start in body.get('started') or ():
-        take_in_start(context, state, node_id, start)
-    give_back(context, [job_id for job_id, _ in body.get('returned') or () if
+        record_start(context, state, node_id, start)
+    return_claims(context, [job_id for job_id, _ in body.get('returned') or () if
                       context.value('SELECT compute_node_id FROM job WHERE id = ?', (job_id,)) == node_id])
     for result in body.get('action_results') or ():
-        take_in_action(context, workflow_id, node_id, result)
+        record_action_end(context, workflow_id, node_id, result)
     if body.get('held') is not None:
-        take_back_unheard(context, node_id, set(map(tuple, body['held'])), set(body.get('held_actions') or ()))
+        requeue_unheld(context, node_id, set(map(tuple, body['held'])), set(body.get('held_actions') or ()))
         answer['revoked'] = find_revoked(context, node_id, body['held'])
         answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
@@ -9480,24 +9478,24 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
 
 
 def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
-    """The node is alive. Refused if it was given up: its jobs may already run elsewhere."""
+    """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
     row = context.one('SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
     if row is None:
         raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
     if not row[0]:
-        raise Refused(f'compute node {node_id} was given up, because nothing was heard of it; register a new one', gone=True)
+        raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one', gone=True)
     if lease_s is not None:
         context.service.leases[node_id] = context.service.clock() + lease_s
         context.run('UPDATE compute_node SET lease_s = ? WHERE id = ? AND lease_s IS NOT ?',
                   (lease_s, node_id, lease_s))
 
 
-def take_back_unheard(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
+def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
                       held_actions: Set[int]) -> None:
-    """After an answer was lost: what the node was given but does not hold goes back, to be given again."""
+    """Requeue claims and actions that the node does not report holding: the answer to a request was lost."""
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
-    give_back(context, [key[0] for key in claimed if key not in held_attempts])
+    return_claims(context, [key[0] for key in claimed if key not in held_attempts])
     taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE id = ?',
                    ((action_id,) for action_id in taken if action_id not in held_actions))
@@ -9507,23 +9505,23 @@ def take_back_unheard(context: Context, node_id: int, held_attempts: Set[Tuple[i
 
 
 def find_revoked(context: Context, node_id: int, held: Sequence[List[int]]) -> List[List[int]]:
-    """Of the attempts that a node believes to have, those that it has not: reset, or given to others."""
+    """Of the attempts that a node reports holding, those that are not its own any more."""
     own = f'SELECT id, attempt_id FROM job WHERE compute_node_id = {int(node_id)} AND id IN'
     rows = set(rows_by_ids(context, own, [key[0] for key in held]))
     return [key for key in held if tuple(key) not in rows]
 
 
 def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held: Sequence[int]) -> List[int]:
-    """Of the actions that a node believes to have, those that another has; what is free is its own again."""
+    """Of the actions that a node reports holding, those that another has; free ones are taken again."""
     own = (f'SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} '
            f'AND (persistent = 1 OR executed_by = {int(node_id)}) AND id IN')
     for action_id in held:
-        take_again(context, workflow_id, action_id, node_id)
+        retake_action(context, workflow_id, action_id, node_id)
     return sorted(set(held).difference(row[0] for row in rows_by_ids(context, own, held)))
 
 
-def take_again(context: Context, workflow_id: int, action_id: int, node_id: int) -> bool:
-    """A node is at an action, or was: it is taken, if it was due again meanwhile. False if there is none."""
+def retake_action(context: Context, workflow_id: int, action_id: int, node_id: int) -> bool:
+    """Take an action that a node runs, or ran, if it was due again meanwhile. False if there is none."""
     row = context.one('SELECT persistent, trigger_count >= required_triggers FROM workflow_action '
                     'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
     if row is not None and row[1]:
@@ -9531,16 +9529,16 @@ def take_again(context: Context, workflow_id: int, action_id: int, node_id: int)
     return row is not None
 
 
-def refuse_overtaken(context: Context, node_id: int, turn: Optional[int]) -> None:
-    """Refuse what a runner had asked before its last answer: a server that was stopped finds both."""
+def refuse_obsolete(context: Context, node_id: int, turn: Optional[int]) -> None:
+    """Refuse a request that is older than the last one answered: a server that was stopped finds both."""
     if turn is not None:
         if turn < context.service.turns.get(node_id, 0):
-            raise Conflict('a later request of this runner was answered already: nobody waits for this one')
+            raise Conflict('a later request of this runner was answered already: this one is obsolete')
         context.service.turns[node_id] = turn
 
 
-def take_in_start(context: Context, state: WorkflowState, node_id: int, start: Sequence[Any]) -> None:
-    """An attempt runs on a node, which has it, or was given up with it; any other one stays as it is."""
+def record_start(context: Context, state: WorkflowState, node_id: int, start: Sequence[Any]) -> None:
+    """Record that an attempt runs on a node that holds it, or from which it was taken for lost; ignore any other."""
     job_id, attempt_id, start_time = start
     try:
         job = job_state(context, job_id)
@@ -9549,10 +9547,10 @@ def take_in_start(context: Context, state: WorkflowState, node_id: int, start: S
     if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
         mark_started(context, job_id, node_id, start_time)
     elif job.workflow_id == state.id:
-        take_back_lost(context, state, job, attempt_id, node_id, start_time)
+        recover_lost(context, state, job, attempt_id, node_id, start_time)
 
 
-def take_in_end(context: Context, state: WorkflowState, node_id: int, end: Dict[str, Any], answer: Dict[str, Any]) -> None:
+def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Dict[str, Any], answer: Dict[str, Any]) -> None:
     """One completion of a runner's turn: into `accepted` or `errors`."""
     try:
         check_final(end['status'])
@@ -9568,9 +9566,9 @@ def take_in_end(context: Context, state: WorkflowState, node_id: int, end: Dict[
             note_job_outputs(context, state, job_state(context, end['job_id']))
 
 
-def take_in_action(context: Context, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
+def record_action_end(context: Context, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
     """How an action ended on the node that took it."""
-    if not take_again(context, workflow_id, result['action_id'], node_id):
+    if not retake_action(context, workflow_id, result['action_id'], node_id):
         return      # deleted while it ran
     note_action_reported(context, result['action_id'], node_id)
     if not result['success']:
@@ -9582,7 +9580,7 @@ def take_in_action(context: Context, workflow_id: int, node_id: int, result: Dic
 
 
 def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Dict[str, Any]:
-    """Claimed jobs with all that is needed to run them; what many share is told once."""
+    """Claimed jobs with all that is needed to run them; what many share is sent once."""
     rows = {row[0]: row for row in rows_by_ids(
         context, 'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job WHERE id IN', job_ids)}
     outputs = collections.defaultdict(list)  # type: Dict[int, List[List[Any]]]
@@ -9614,7 +9612,7 @@ def describe_progress(context: Context, state: WorkflowState, node_id: int, is_d
     """What a runner shows, and what it needs to decide whether to stay. `is_denied`: it got no jobs."""
     counts = job_counts(context, state.id)
     unfinished = sum(counts[code] for code in NOT_DONE)
-    # A blocked job waits for one of those that are ready or active, or for a person.
+    # A blocked job waits for one of those that are ready or active, or for a decision.
     is_active = any(counts[code] for code in ACTIVE)
     claimable = is_active or counts[READY] and not (is_denied and is_last_node(context, state.id, node_id))
     actions = context.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 "
@@ -9626,7 +9624,7 @@ def describe_progress(context: Context, state: WorkflowState, node_id: int, is_d
 
 
 def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
-    """Whether no other node works on a workflow or is expected: what this one cannot run, nobody will."""
+    """Whether no other node is active or expected: what this one cannot run, none will."""
     active = 'SELECT 1 FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND id <> ? LIMIT 1'
     queued = "SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status = 'pending' LIMIT 1"
     return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
@@ -9694,7 +9692,7 @@ def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
 
 def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
               reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
-    """One page of a list: filtered, sorted (by id among equals), with the total number of items under the filters."""
+    """One page of a list: filtered, sorted (by id among equals), with the total count under the filters."""
     noun = RESOURCES[resource]
     limit = page_size(offset, limit)
     if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
@@ -9736,7 +9734,7 @@ def list_jobs(context: Context, resource: str, include_relationships: bool = Fal
 
 
 def served_labels(context: Context, workflow_id: int, labels: Set[str]) -> str:
-    """The label sets of a workflow's jobs that a runner with these labels may take, between line ends: no JSON text holds one."""
+    """The label sets that a runner with these labels may serve, between line ends: no JSON text holds one."""
     kinds = context.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,))
     served = [text for text in kinds if labels.issuperset(json.loads(text))] if labels else ['']
     return '\n' + '\n'.join(served) + '\n' if served else ''
@@ -9764,7 +9762,7 @@ RELATION_QUERIES = {
 
 def list_relations(context: Context, resource: str, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS,
                    sort_by: str = '', reverse_sort: bool = False) -> Dict[str, Any]:
-    """Who waits for whom, or which job makes and uses which file or user data; dependency sets spelled out."""
+    """Which job waits for which, or makes and uses which file or user data; dependency sets spelled out."""
     query = RELATION_QUERIES[resource]
     names = re.findall(r' AS (\w+)', query)
     check_sort_field(sort_by, [*names, 'workflow_id'])
@@ -9983,7 +9981,7 @@ def remove_link(context: Context, table: str, link: Dict[str, Any], what: str) -
 
 def check_is_self(context: Context, user: str) -> None:
     """Refuse questions about other users, but from administrators and where users have no names."""
-    if context.caller != user and not context.is_admin and context.service.tells_callers_apart:
+    if context.caller != user and not context.is_admin and context.service.identifies_callers:
         raise Denied(f'only {printable(user)} and administrators may ask this')
 
 
@@ -10140,7 +10138,7 @@ class Traffic:
 
 
 def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds: int = 60) -> Dict[str, Any]:
-    """Requests and bytes of the last seconds, in buckets that begin at multiples of the interval, the newest first."""
+    """Requests and bytes of the last seconds, in buckets aligned to the interval, the newest first."""
     check_admin(context)
     window = max(1, min(window_seconds, Traffic.MOST_S))
     interval = max(1, min(interval_seconds, window))
@@ -10285,7 +10283,7 @@ def outside_parentheses(text: str) -> str:
 
 
 class SqlGuard:
-    """SQLite's authorizer and progress handler: judges an administrator's statement while one runs, and lets ours pass."""
+    """SQLite's authorizer and progress handler, for an administrator's statement; others pass."""
 
     def __init__(self) -> None:
         self.is_on = self.writes = self.makes = False
@@ -10405,7 +10403,7 @@ def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
 
 
 def admin_sql(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
-    """One SQL statement of an administrator: reads, or with `write` changes something, which is put on record."""
+    """One SQL statement of an administrator: reads, or with `write` changes something, which is audited."""
     check_admin(context)
     service, writes, is_dry = context.service, bool(body.get('write')), bool(body.get('dry_run'))
     if not service.allows_sql or writes and not service.allows_sql_writes:
@@ -10430,7 +10428,7 @@ def admin_sql(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def write_sql(context: Context, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
-    """Carry out a statement that writes, and see that everything can still be read and that no job waits for nothing."""
+    """Execute a statement that writes, and refuse it if something could not be read, or a job waits for nothing."""
     with context.savepoint(keeps=not is_dry):
         duplicates, dangling = context.value(DUPLICATE_COUNT), context.value(DANGLING_COUNT)
         found = execute_guarded(context, sql, limit, True, makes)
