@@ -6494,7 +6494,7 @@ def is_system_admin(context: Context, user: str) -> bool:
 
 
 def speaks_for(context: Context, user: str) -> bool:
-    """Whether the caller may act in a user's name: their own; any for administrators, or where names do not count.
+    """Whether the caller may act in a user's name: their own; any for administrators or without names.
 
     Unauthenticated callers may use any name that no user has: Torc's clients send that of their account.
     """
@@ -6549,7 +6549,7 @@ def check_group_admin(context: Context, group_id: Optional[int] = None) -> None:
 
 
 def check_may_link(context: Context, workflow_id: int, group_id: int) -> None:
-    """Refuse all but the workflow's owner and the group's admins, whose access to the workflow was checked before."""
+    """Refuse all but the workflow's owner and the group's admins; access to the workflow was checked before."""
     owner = get_row(context, 'workflow', workflow_id)['user']
     if not context.service.identifies_callers or context.caller == owner != ANONYMOUS:
         get_row(context, 'access_group', group_id)
@@ -6660,7 +6660,7 @@ def recount_sets(context: Context, workflow_id: int) -> None:
 
 
 def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]]) -> None:
-    """Release or cancel what waits for jobs that have just ended with these statuses, to the end of the cascade."""
+    """Release or cancel what waits for jobs that have just ended so, to the end of the cascade."""
     while ended:
         bad_by_set = collections.Counter()  # type: Dict[int, int]
         all_by_set = collections.Counter()  # type: Dict[int, int]
@@ -6681,7 +6681,7 @@ def release_idle_sets(context: Context, workflow_id: int) -> None:
 
 
 def release_sets(context: Context, workflow_id: int, set_ids: Sequence[int]) -> List[Tuple[int, int]]:
-    """Release the jobs of those of these sets without a pending member. Those that this cancels, with their status."""
+    """Release the jobs of sets without a pending member. Those that this cancels, with their status."""
     canceled = []   # type: List[Tuple[int, int]]
     ready = []      # type: List[int]
     for set_id, failed in rows_by_ids(context, 'SELECT id, failed FROM dep_set WHERE pending <= 0 AND id IN', set_ids):
@@ -7527,7 +7527,7 @@ def comparable(key: str, value: Any) -> Any:
 
 
 def delete_job(context: Context, job_id: int) -> Dict[str, Any]:
-    """Remove a job and what belongs to it, and release what waited for it. Refused while a runner holds it."""
+    """Remove a job and release what waited for it. Refused while a runner holds it."""
     job = get_job(context, job_id)
     if STATUSES[STATUS_CODES[job['status']]].is_active:
         raise Refused(f"job {job_id} is {job['status']}: wait for its end, or cancel the workflow first")
@@ -7894,7 +7894,7 @@ def refuse_archived(state: WorkflowState) -> None:
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
                     clear_ephemeral_user_data: bool = True) -> Dict[str, Any]:
-    """Make a workflow ready to run: all of it, or what is uninitialized or pending_failed and what depends on it."""
+    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
@@ -7931,7 +7931,7 @@ def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
 
 
 def downstream_of_uninitialized(context: Context, workflow_id: int, condition: str = '1') -> List[int]:
-    """Jobs that depend, however far, on an uninitialized one, and are not uninitialized, disabled or active."""
+    """Jobs that depend, however far, on an uninitialized one; none that is so, disabled or active."""
     kept = sql_list((UNINITIALIZED, DISABLED, *ACTIVE))
     return context.ids(
         'WITH RECURSIVE downstream (id) AS ('
@@ -7977,7 +7977,7 @@ def start_over(context: Context, workflow_id: int, clear_ephemeral: bool) -> Non
 
 
 def number_attempts(context: Context, workflow_id: int) -> None:
-    """Number the attempts of jobs that run again within a run: a key (job, run, attempt) is never used twice."""
+    """Number attempts on where jobs run again within a run: no key (job, run, attempt) is used twice."""
     run_id = workflow_state(context, workflow_id).run_id
     ended = ('SELECT {0} FROM result WHERE result.workflow_id = ' + str(int(workflow_id)) + f' AND result.run_id = {run_id}')
     if context.one(ended.format('1') + ' LIMIT 1'):
@@ -8012,7 +8012,7 @@ def begin_run(context: Context, workflow_id: int) -> None:
 
 
 def reset_job_status(context: Context, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
-    """Set all jobs but disabled ones, or those that ended badly and what depends on them, to uninitialized."""
+    """Uninitialize all jobs but disabled ones, or those that ended badly and what depends on them."""
     if not failed_only:
         refuse_active(context, workflow_id, 'reset')
     wanted = (*BAD, PENDING_FAILED) if failed_only else tuple(set(STATUS_NAMES) - {UNINITIALIZED, DISABLED})
@@ -8739,7 +8739,7 @@ def is_same_end(known: Tuple[int, int], end: Dict[str, Any]) -> bool:
 
 
 def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Dict[str, Any]) -> str:
-    """Decide how a pending_failed attempt ends: its result gets that status, its dependants go on or are canceled."""
+    """Decide how a pending_failed attempt ends; its dependants go on or are canceled."""
     status = STATUS_CODES[end['status']]
     if not context.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
                      (status, job.id, state.run_id, job.attempt_id)):
@@ -8794,7 +8794,7 @@ def retry_job(context: Context, job_id: int, run_id: int, max_retries: int) -> D
 
 
 def manage_status_change(context: Context, job_id: int, status: str, run_id: int) -> Dict[str, Any]:
-    """Set a job to a status that is not an end. What depends on a job that is reset is reset at the next initialize."""
+    """Set a job to a status that is not an end. What depends on a reset job is reset at the next initialize."""
     job = job_state(context, job_id)
     code = STATUS_CODES[status]
     if STATUSES[code].is_final:
@@ -9013,7 +9013,7 @@ def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Dict[str, An
 # generations counts those of this run.
 
 def spawn_jobs(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
-    """Add jobs that wait for a running one, and for those that they name. With `state` and no jobs: end the lineage."""
+    """Add jobs that wait for a running one and those they name. With `state` and no jobs: end the lineage."""
     caller = job_state(context, job_id)
     names = [job['name'] for job in body['jobs']]
     if names:
@@ -9155,7 +9155,7 @@ def get_active_task_for_workflow(context: Context, workflow_id: int) -> Dict[str
 
 
 def run_tasks(service: Service) -> None:
-    """Carry out the queued tasks, oldest first: a server between requests, others right after they were queued."""
+    """Carry out the queued tasks, oldest first: a server between requests, others at once."""
     for task_id, workflow_id, operation, request, caller in service.store.rows(
             f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} ORDER BY id'):
         context = service.context(caller)
@@ -9375,7 +9375,7 @@ def delete_compute_nodes(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 
 def release_node(context: Context, node_id: int) -> None:
-    """Release what a lost node held: its claims are ready, its running jobs failed, its unreported actions due."""
+    """Release what a lost node held: claims are ready, running jobs failed, unreported actions due."""
     workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
@@ -9538,7 +9538,7 @@ def refuse_obsolete(context: Context, node_id: int, turn: Optional[int]) -> None
 
 
 def record_start(context: Context, state: WorkflowState, node_id: int, start: Sequence[Any]) -> None:
-    """Record that an attempt runs on a node that holds it, or from which it was taken for lost; ignore any other."""
+    """Record that an attempt runs on the node that holds it, or had lost it; ignore any other."""
     job_id, attempt_id, start_time = start
     try:
         job = job_state(context, job_id)
@@ -10428,7 +10428,7 @@ def admin_sql(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def write_sql(context: Context, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
-    """Execute a statement that writes, and refuse it if something could not be read, or a job waits for nothing."""
+    """Execute a statement that writes; refused if something could not be read, or a job waits for nothing."""
     with context.savepoint(keeps=not is_dry):
         duplicates, dangling = context.value(DUPLICATE_COUNT), context.value(DANGLING_COUNT)
         found = execute_guarded(context, sql, limit, True, makes)
