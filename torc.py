@@ -5044,14 +5044,15 @@ def format_field_help() -> str:
 
 # ======== 6. Schema: the tables, as SQL text ========
 #
-# The nouns are Torc's. A column's declared type says how its value is stored and spoken: JSON TEXT (any JSON value;
-# SQL NULL is JSON null), BOOL INTEGER (0 or 1), STATUS INTEGER (a code of STATUSES, spoken as its name). The Store
-# reads columns and types back from the database, so that there is no second list of them in Python.
+# The nouns are Torc's. A column's declared type says how its value is stored and spoken: JSON TEXT (any JSON
+# value; SQL NULL is JSON null), BOOL INTEGER (0 or 1), STATUS INTEGER (a code of STATUSES, spoken as its
+# name). The Store reads columns and types back from the database, so that there is no second list of them in
+# Python.
 #
-# Who waits for whom is kept in sets: jobs with the same prerequisites point at one dep_set, which counts how many of
-# its members are unfinished. Finishing a job touches the sets that it is a member of, never the jobs that wait: a
-# barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in job_kind, so that a
-# claim looks at kinds (few), never at all ready jobs (many).
+# Who waits for whom is kept in sets: jobs with the same prerequisites point at one dep_set, which counts how
+# many of its members are unfinished. Finishing a job touches the sets that it is a member of, never the jobs
+# that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
+# job_kind, so that a claim looks at kinds (few), never at all ready jobs (many).
 
 SCHEMA_VERSION = 8
 
@@ -5064,7 +5065,7 @@ CREATE TABLE workflow (
     project                 TEXT,
     metadata                JSON TEXT,
     timestamp               TEXT NOT NULL,              -- of creation, RFC 3339
-    submission_directory    TEXT,                       -- of the client that created it; relative paths start there
+    submission_directory    TEXT,                       -- of its client; relative paths start there
     env                     JSON TEXT,                  -- for all its jobs
     execution_config        JSON TEXT,
     resource_monitor_config JSON TEXT,
@@ -5073,7 +5074,7 @@ CREATE TABLE workflow (
     use_pending_failed      BOOL INTEGER NOT NULL DEFAULT 0,
     enable_ro_crate         BOOL INTEGER,
     compute_node_expiration_buffer_seconds         INTEGER,        -- accepted, without effect
-    compute_node_wait_for_new_jobs_seconds         INTEGER NOT NULL DEFAULT 90,   -- a runner without work leaves after it
+    compute_node_wait_for_new_jobs_seconds         INTEGER NOT NULL DEFAULT 90,   -- then an idle runner exits
     compute_node_ignore_workflow_completion        BOOL INTEGER NOT NULL DEFAULT 0,
     compute_node_wait_for_healthy_database_minutes INTEGER NOT NULL DEFAULT 20,
     compute_node_min_time_for_new_jobs_seconds     INTEGER NOT NULL DEFAULT 300,
@@ -5098,7 +5099,7 @@ CREATE TABLE resource_requirements (
     memory_bytes INTEGER NOT NULL,                      -- memory and runtime as numbers
     runtime_s    INTEGER NOT NULL,
     is_declared  BOOL INTEGER NOT NULL DEFAULT 0,       -- the workflow file has it; here and below
-    is_implicit  BOOL INTEGER NOT NULL DEFAULT 0        -- the placeholder 'default' that every workflow has: never a limit
+    is_implicit  BOOL INTEGER NOT NULL DEFAULT 0    -- the placeholder 'default': no limit
 );
 CREATE INDEX resource_requirements_of ON resource_requirements (workflow_id, name);
 
@@ -5172,7 +5173,7 @@ CREATE TABLE compute_node (
     avg_cpu_percent     REAL,
     peak_memory_bytes   INTEGER,
     avg_memory_bytes    INTEGER,
-    identity            TEXT,                           -- boot id and start ticks of the runner's process: tells a reused pid
+    identity            TEXT,                           -- of the runner's process: boot id, start ticks
     lease_s             REAL                            -- silent for longer, the node is lost; NULL: never
 );
 CREATE INDEX compute_node_of ON compute_node (workflow_id);
@@ -5181,7 +5182,7 @@ CREATE INDEX compute_node_active ON compute_node (lease_s) WHERE is_active = 1;
 CREATE TABLE job_kind (
     id                       INTEGER PRIMARY KEY AUTOINCREMENT,
     workflow_id              INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
-    resource_requirements_id INTEGER NOT NULL REFERENCES resource_requirements (id),   -- which stay while jobs need them
+    resource_requirements_id INTEGER NOT NULL REFERENCES resource_requirements (id),   -- which jobs keep
     priority                 INTEGER NOT NULL DEFAULT 0,
     scheduler_id             INTEGER,                   -- the slurm_scheduler that its jobs are bound to
     labels                   JSON TEXT                  -- sorted, unique; NULL is none
@@ -5206,10 +5207,10 @@ CREATE TABLE job (
     invocation_script              TEXT,
     env                            JSON TEXT,           -- the workflow's, overlaid by its own
     status                         STATUS INTEGER NOT NULL DEFAULT 0,
-    kind_id                        INTEGER NOT NULL,    -- job_kind; unchecked, so that it needs no index of all jobs
+    kind_id                        INTEGER NOT NULL,    -- job_kind; unchecked: that would need an index
     failure_handler_id             INTEGER REFERENCES failure_handler (id) ON DELETE SET NULL,
     explicit_set_id                INTEGER,             -- dep_set as asked for
-    dep_set_id                     INTEGER,             -- dep_set with what files and user data imply, made by initialize
+    dep_set_id                     INTEGER,             -- ... with what files and user data imply
     cancel_on_blocking_job_failure BOOL INTEGER NOT NULL DEFAULT 1,
     supports_termination           BOOL INTEGER NOT NULL DEFAULT 0,
     attempt_id                     INTEGER NOT NULL DEFAULT 1,
@@ -5315,7 +5316,7 @@ CREATE INDEX workflow_action_of ON workflow_action (workflow_id, trigger_type);
 CREATE TABLE action_job (
     action_id  INTEGER NOT NULL REFERENCES workflow_action (id) ON DELETE CASCADE,
     job_id     INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
-    is_counted BOOL INTEGER NOT NULL DEFAULT 0,         -- a job counts once, however often it gets ready or ends
+    is_counted BOOL INTEGER NOT NULL DEFAULT 0,         -- once, however often it gets ready or ends
     PRIMARY KEY (action_id, job_id)
 ) WITHOUT ROWID;
 CREATE INDEX action_job_by_job ON action_job (job_id);
@@ -5389,7 +5390,8 @@ CREATE TABLE ro_crate_entity (
     metadata    JSON TEXT NOT NULL,
     UNIQUE (workflow_id, entity_id)
 );
-CREATE UNIQUE INDEX ro_crate_entity_of_file ON ro_crate_entity (workflow_id, file_id) WHERE file_id IS NOT NULL;
+CREATE UNIQUE INDEX ro_crate_entity_of_file ON ro_crate_entity (workflow_id, file_id)
+    WHERE file_id IS NOT NULL;
 
 CREATE TABLE task (
     id             INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -5403,7 +5405,7 @@ CREATE TABLE task (
     finished_at_ms INTEGER,
     error          TEXT
 );
-CREATE UNIQUE INDEX task_active ON task (workflow_id) WHERE status IN ('queued', 'running');    -- one at a time
+CREATE UNIQUE INDEX task_active ON task (workflow_id) WHERE status IN ('queued', 'running');  -- at most one
 CREATE INDEX task_of ON task (workflow_id);
 
 CREATE TABLE access_group (
@@ -5411,7 +5413,7 @@ CREATE TABLE access_group (
     name        TEXT NOT NULL UNIQUE,
     description TEXT,
     created_at  TEXT NOT NULL,
-    is_system   BOOL INTEGER NOT NULL DEFAULT 0         -- the group of the administrators, filled by the server's options
+    is_system   BOOL INTEGER NOT NULL DEFAULT 0         -- of the administrators, by the server's options
 );
 INSERT INTO access_group (name, description, created_at, is_system)
     VALUES ('admin', 'System administrators', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 1);
@@ -5458,7 +5460,8 @@ CREATE VIEW job_view AS
            job.cancel_on_blocking_job_failure AS cancel_on_blocking_job_failure,
            job.supports_termination AS supports_termination,
            job_kind.resource_requirements_id AS resource_requirements_id,
-           ifnull(job_kind.scheduler_id, 0) AS scheduler_id, ifnull(job.failure_handler_id, 0) AS failure_handler_id,
+           ifnull(job_kind.scheduler_id, 0) AS scheduler_id,
+           ifnull(job.failure_handler_id, 0) AS failure_handler_id,
            job.attempt_id AS attempt_id, job_kind.priority AS priority, job.origin AS origin,
            job_kind.labels AS labels, job.start_time AS start_time, job.compute_node_id AS compute_node_id
     FROM job CROSS JOIN job_kind ON job_kind.id = job.kind_id;
@@ -5504,10 +5507,10 @@ UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- a runner's
 
 # ======== 7. Store: the only code that speaks to the workflow database ========
 #
-# One process opens the database, through one connection, in one thread; a second opener is refused. Whatever is
-# answered to a caller is on disk before: WAL with synchronous=FULL, which costs one fsync a transaction (TRUNCATE
-# where a file system refuses WAL). Every change happens inside transaction(); a verb that fails inside a savepoint()
-# leaves nothing behind. Rows come back as dicts in which NULL columns are left out.
+# One process opens the database, through one connection, in one thread; a second opener is refused. Whatever
+# is answered to a caller is on disk before: WAL with synchronous=FULL, which costs one fsync a transaction
+# (TRUNCATE where a file system refuses WAL). Every change happens inside transaction(); a verb that fails
+# inside a savepoint() leaves nothing behind. Rows come back as dicts in which NULL columns are left out.
 #
 # Its files are looked at before and after every transaction: SQLite writes on to a file that was removed, and
 # nobody finds it there. A write-ahead log that was removed is written to the main file, and work goes on;
@@ -5522,9 +5525,11 @@ PRAGMAS = (
     ('foreign_keys', 'ON'),
     ('secure_delete', 'OFF'),       # EL 8 builds zero-fill freed pages; we store no secrets
     ('temp_store', 'MEMORY'),
-    ('trusted_schema', 'OFF'),      # a file from elsewhere calls no function with effects; since SQLite 3.31, passed over before
+    # a file from elsewhere calls no function with effects; since SQLite 3.31, passed over before
+    ('trusted_schema', 'OFF'),
     ('cache_size', '-16384'),       # KiB; four times as much claims and completes 300,000 jobs no faster
-    ('wal_autocheckpoint', '4000'), # pages: a fourth of the checkpoints, a tenth of a completion's time; 16 MB beside the database
+    # pages: a fourth of the checkpoints, a tenth of a completion's time; 16 MB beside the database
+    ('wal_autocheckpoint', '4000'),
 )
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 PUT_BACK = 'the right file back, or give another place with --db'
@@ -5616,22 +5621,26 @@ class Statements:
         columns = [column for column in self.columns(table) if column.name not in PRIVATE_COLUMNS]
         names = ', '.join(column.name for column in columns)
         found = self.connection.execute(f'SELECT {names} FROM {table} {where}', parameters)
-        return [{column.name: decode_cell(column.codec, cell) for column, cell in zip(columns, row) if cell is not None}
+        return [{column.name: decode_cell(column.codec, cell) for column, cell in zip(columns, row)
+                 if cell is not None}
                 for row in found]
 
     def insert(self, table: str, values: Dict[str, Any]) -> int:
         """Add a row; keys that are not columns, and `id`, are ignored. The new row's id."""
         cells = {column.name: encode_cell(column.codec, values[column.name])
-                 for column in self.columns(table) if column.name != 'id' and values.get(column.name) is not None}
+                 for column in self.columns(table) if column.name != 'id'
+                 and values.get(column.name) is not None}
         names, marks = ', '.join(cells), ', '.join('?' * len(cells))
-        return self.connection.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})', list(cells.values())).lastrowid
+        return self.connection.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})',
+                                       list(cells.values())).lastrowid
 
     def insert_many(self, table: str, rows: Sequence[Dict[str, Any]]) -> List[int]:
         """As insert(), for many rows. Their ids, in the same order."""
         columns = [column for column in self.columns(table) if column.name != 'id']
         first = self.next_id(table)
         for names, group in itertools.groupby(rows, lambda row: tuple(
-                column for column in columns if row.get(column.name) is not None)):     # others have their defaults
+                # others have their defaults
+                column for column in columns if row.get(column.name) is not None)):
             self.insert_rows(table, [column.name for column in names], (
                 [encode_cell(column.codec, row[column.name]) for column in names] for row in group))
         return list(range(first, first + len(rows)))
@@ -6056,12 +6065,14 @@ def prepare_database_file(path: str) -> None:
         raise BadInput(f'the database {path} is a symbolic link, beside which its log would not be found: '
                        f'name the file itself with --db {shlex.quote(os.path.realpath(path))}')
     try:
-        # Only a new file is made here: closing any descriptor of a database drops the locks that this process has on it.
+        # Only a new file is made here: closing any descriptor of a database drops the locks that this process
+        # has on it.
         if not os.path.exists(path):
             os.close(open_new_private(path, os.O_RDWR))
         check_database_file(path)
     except OSError as error:
-        raise BadInput(f'cannot open the database {path}: {error.strerror}; give another place with --db') from None
+        reason = f'cannot open the database {path}: {error.strerror}'
+        raise BadInput(f'{reason}; give another place with --db') from None
 
 
 def open_database(path: str) -> sqlite3.Connection:
@@ -6089,7 +6100,8 @@ known_json = functools.lru_cache(maxsize=64, typed=True)(format_json)
 
 def has_member(text: Optional[str], key: str, value: Any) -> bool:
     """has_member(json, key, value) in SQL, since SQLite 3.26 may be built without JSON."""
-    if text is None or known_json(value) not in text:       # most rows need no parsing: the store writes JSON in one way only
+    # most rows need no parsing: the store writes JSON in one way only
+    if text is None or known_json(value) not in text:
         return False
     found = json.loads(text)
     return isinstance(found, dict) and type(found.get(key)) is type(value) and found[key] == value
@@ -6106,7 +6118,8 @@ def check_database_file(path: str) -> None:
     if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found, path):
         raise Denied(f'other users may change the database {path}: it must be yours, `chmod go-w {shlex.quote(path)}`')
     if found.st_nlink > 1:
-        raise Denied(f'the database {path} has another name too (a hard link), under which it could be changed: copy it')
+        raise Denied(f'the database {path} has another name too (a hard link), under which it could be '
+                     'changed: copy it')
     if found.st_mode & 0o077:
         os.chmod(path, 0o600)
 
@@ -6115,11 +6128,13 @@ def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
     """What SQLite refused, as an error for users."""
     text = str(error)
     if 'locked' in text or 'busy' in text:
-        return Conflict(f'the database {path} is in use by another torc.py; stop it, or give another place with --db')
+        return Conflict(f'the database {path} is in use by another torc.py; stop it, or give another place '
+                        'with --db')
     if 'not a database' in text or 'malformed' in text:
         return BadInput(f'{path} is not a torc.py database ({text}); give another place with --db')
     if 'full' in text:
-        return TorcError(f'no space left for the database {path}; nothing of this request was stored', http=503)
+        return TorcError(f'no space left for the database {path}; nothing of this request was stored',
+                         http=503)
     return TorcError(f'the database {path} cannot be used: {text}', http=503)
 
 
@@ -6146,9 +6161,11 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     version = connection.execute('PRAGMA user_version').fetchone()[0]
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if version > SCHEMA_VERSION:
-        raise BadInput(f'{path} was made by a newer torc.py (schema {version}, this one knows {SCHEMA_VERSION}); use that one')
+        raise BadInput(f'{path} was made by a newer torc.py (schema {version}, this one knows '
+                       f'{SCHEMA_VERSION}); use that one')
     if version == 0 and '_sqlx_migrations' in tables:
-        raise BadInput(f"{path} is a database of Torc's own server: export the workflow there and import it here, "
+        raise BadInput(f"{path} is a database of Torc's own server: export the workflow there and import it "
+                       "here, "
                        'or give another place with --db')
     if version == 0 and tables:
         raise BadInput(f'{path} is a database of another program; give another place with --db')
@@ -6166,20 +6183,20 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 
 # ======== 8. Service: the rules of a workflow, from states and access to dependencies and actions ========
 #
-# Sections 8 to 8h are plain verbs over a Store, with the same names as the operations of the API, in the order of a
-# job's life: what all verbs share (8), creation (8a), initialization and reset (8b), claims (8c), completion (8d),
-# compute nodes and a runner's turn (8e); then rows that few rules hold for (8f), administration (8g), and SQL that an
-# administrator wrote (8h). They start no process, open no socket and know no clock but the Store's. The caller holds a
-# transaction, so that every verb happens whole or not at all. SQL of one use stands with the rule that it is for; only
-# the Store executes it.
+# Sections 8 to 8h are plain verbs over a Store, with the same names as the operations of the API, in the
+# order of a job's life: what all verbs share (8), creation (8a), initialization and reset (8b), claims (8c),
+# completion (8d), compute nodes and a runner's turn (8e); then rows that few rules hold for (8f),
+# administration (8g), and SQL that an administrator wrote (8h). They start no process, open no socket and
+# know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at
+# all. SQL of one use stands with the rule that it is for; only the Store executes it.
 #
-# Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts, completions
-# and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt) and has one result, also
-# when a reset takes its job from the runner: the same name is never given again.
+# Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts,
+# completions and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt)
+# and has one result, also when a reset takes its job from the runner: the same name is never given again.
 #
-# Prerequisites. Jobs with the same prerequisites share a dependency set. A waiting job is released when its set has no
-# pending member. If a member ended badly, a job with cancel_on_blocking_job_failure is canceled, and counts as a bad
-# member in turn.
+# Prerequisites. Jobs with the same prerequisites share a dependency set. A waiting job is released when its
+# set has no pending member. If a member ended badly, a job with cancel_on_blocking_job_failure is canceled,
+# and counts as a bad member in turn.
 #
 # Updates. Verbs report what happened with announce() and record_event(); it is sent after the commit.
 
@@ -6201,17 +6218,20 @@ class Service:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.knows_users = False            # callers have names: groups are managed by those who may
-        self.enforces_access = False        # others than administrators see their own and their groups' workflows only
+        # others than administrators see their own and their groups' workflows only
+        self.enforces_access = False
         self.is_user = lambda name: False   # type: Callable[[str], bool]  # whether somebody logs in under it
-        self.reload_users = None            # type: Optional[Callable[[], int]]  # read the password file again; how many users
+        # Read the password file again; how many users it has.
+        self.reload_users = None            # type: Optional[Callable[[], int]]
         self.allows_sql = self.allows_sql_writes = True     # ad-hoc SQL, and such that changes something
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
-        self.watched = frozenset()          # type: Any  # ids of the workflows whose updates are wanted; anything with `in`
-        self.updates = []                   # type: List[Union[Update, int]]  # int: a workflow's, beyond MAX_UPDATES
+        # Ids of the workflows whose updates are wanted; anything with `in`.
+        self.watched = frozenset()          # type: Any
+        self.updates = []                   # type: List[Union[Update, int]]  # int: of it, one too many
         self.traffic = None                 # type: Any  # what the server counts, if there is one
-        self.sql_guard = None               # type: Any  # the SqlGuard, once somebody has asked for ad-hoc SQL
+        self.sql_guard = None               # type: Any  # the SqlGuard, once it is needed
 
     @property
     def identifies_callers(self) -> bool:
@@ -6249,7 +6269,8 @@ class Context(Statements):
         self.store = store
         self.caller = caller                # who asks, for events and new workflows
         self.is_admin = is_admin            # ... and may use what is for administrators
-        self.on_failure = None              # type: Optional[Callable[[], Any]]  # what is to be stored if the verb fails
+        # What is to be stored if the verb fails.
+        self.on_failure = None              # type: Optional[Callable[[], Any]]
 
     @contextlib.contextmanager
     def savepoint(self, keeps: bool = True) -> Iterator[None]:
@@ -6287,7 +6308,8 @@ def chunks(items: Sequence[Any], size: int = 500) -> Iterator[Sequence[Any]]:
 
 def rows_by_ids(context: Context, sql: str, ids: Sequence[Any]) -> List[Tuple]:
     """Rows of a query that ends in IN, for any number of ids or names."""
-    return [row for piece in chunks(ids) for row in context.rows(f"{sql} ({', '.join('?' * len(piece))})", piece)]
+    return [row for piece in chunks(ids)
+            for row in context.rows(f"{sql} ({', '.join('?' * len(piece))})", piece)]
 
 
 def run_by_ids(context: Context, sql: str, ids: Sequence[int]) -> None:
@@ -6334,7 +6356,8 @@ class JobState(Row):
 
 def job_state(context: Context, job_id: int) -> JobState:
     """The job's state. NotFound if there is none."""
-    row = context.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id FROM job WHERE id = ?', (job_id,))
+    row = context.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id FROM job WHERE id '
+                      '= ?', (job_id,))
     if row is None:
         raise NotFound(f'there is no job {job_id}')
     return JobState(*row)
@@ -6351,7 +6374,8 @@ def get_row(context: Context, table: str, row_id: int) -> Dict[str, Any]:
 
 def is_complete(context: Context, workflow_id: int) -> bool:
     """Whether no job of the workflow has anything left to do."""
-    return not context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} LIMIT 1', (workflow_id,))
+    return not context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} '
+                           'LIMIT 1', (workflow_id,))
 
 
 def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[int]) -> None:
@@ -6359,13 +6383,15 @@ def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[in
     wanted = sorted(set(ids))
     if not wanted:
         return
-    owned = {row[0] for row in rows_by_ids(context, f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN', wanted)}
+    query = f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN'
+    owned = {row[0] for row in rows_by_ids(context, query, wanted)}
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
         raise Refused(f"workflow {workflow_id} has no {table.replace('_', ' ')} {missing[0]}")
 
 
-REFERENCES = (      # field of a body, table, whether a row that is gone may be named: results outlive their nodes
+# field of a body, table, whether a row that is gone may be named: results outlive their nodes
+REFERENCES = (
     ('job_id',              'job',             False),
     ('file_id',             'file',            False),
     ('compute_node_id',     'compute_node',    True),
@@ -6379,13 +6405,15 @@ def check_references(context: Context, workflow_id: int, values: Dict[str, Any])
         if values.get(field) is not None:
             owner = context.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (values[field],))
             if owner != workflow_id and not (owner is None and may_be_gone):
-                raise Refused(f"{field}: workflow {workflow_id} has no {table.replace('_', ' ')} {values[field]}", field=field)
+                raise Refused(f"{field}: workflow {workflow_id} has no {table.replace('_', ' ')} "
+                              f"{values[field]}", field=field)
 
 
 def check_stays(workflow_id: int, body: Dict[str, Any]) -> None:
     """Refuse a change that would move a thing to another workflow."""
     if body.get('workflow_id') not in (None, workflow_id):
-        raise Refused(f"workflow_id is {body['workflow_id']}: objects of workflow {workflow_id} cannot be moved", field='workflow_id')
+        raise Refused(f"workflow_id is {body['workflow_id']}: objects of workflow {workflow_id} cannot be "
+                      "moved", field='workflow_id')
 
 
 def page_size(offset: int, limit: int) -> int:
@@ -6398,16 +6426,19 @@ def page_size(offset: int, limit: int) -> int:
 
 def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
     """The envelope of every list."""
-    return {'items': items, 'offset': offset, 'max_limit': MAX_LIST_ITEMS, 'count': len(items), 'total_count': total,
+    return {'items': items, 'offset': offset, 'max_limit': MAX_LIST_ITEMS, 'count': len(items),
+            'total_count': total,
             'has_more': offset + len(items) < total}
 
 
 # -------- updates for those who listen --------
 
-def announce(context: Context, workflow_id: int, event_type: str, data: Dict[str, Any], severity: str = 'info') -> None:
+def announce(context: Context, workflow_id: int, event_type: str, data: Dict[str, Any],
+             severity: str = 'info') -> None:
     """Report an update of a workflow: it is sent after the commit, if the workflow is watched."""
     if workflow_id in context.service.watched:
-        context.service.updates.append(Update(workflow_id, event_type, severity, int(context.now() * 1000), data)
+        context.service.updates.append(Update(workflow_id, event_type, severity, int(context.now() * 1000),
+                                              data)
                           if len(context.service.updates) < MAX_UPDATES else workflow_id)
 
 
@@ -6422,9 +6453,11 @@ END_SEVERITIES = {'failed': 'error', 'terminated': 'warning', 'canceled': 'warni
 FAILURE_LEVELS = {'failed': 'error', 'pending_failed': 'error', 'terminated': 'warning'}
 
 
-def announce_end(context: Context, workflow_id: int, job_id: int, job_name: str, status: str, **more: Any) -> None:
+def announce_end(context: Context, workflow_id: int, job_id: int, job_name: str, status: str,
+                 **more: Any) -> None:
     """Report that a job has ended."""
-    announce(context, workflow_id, f'job_{status}', dict(more, job_id=job_id, job_name=job_name, status=status), END_SEVERITIES.get(status, 'info'))
+    announce(context, workflow_id, f'job_{status}',
+             dict(more, job_id=job_id, job_name=job_name, status=status), END_SEVERITIES.get(status, 'info'))
 
 
 def announce_canceled(context: Context, workflow_id: int, job_ids: Sequence[int]) -> None:
@@ -6450,20 +6483,24 @@ def record_event(context: Context, workflow_id: int, data: Dict[str, Any], sever
 
 # -------- who may do what --------
 #
-# Three kinds of callers. Administrators (the owner of the server, who shows its token, and the members of the group
-# `admin`, which only the server's options fill) may do everything. Where access is enforced, everybody else reads,
-# changes and deletes the workflows that are their own or linked to one of their groups, with all that belongs to them;
-# for others the answer is 403 whether or not they exist. Where access is not enforced, all workflows are open; but
-# as soon as callers have names, groups are managed by those only whom the rules below allow.
+# Three kinds of callers. Administrators (the owner of the server, who shows its token, and the members of the
+# group `admin`, which only the server's options fill) may do everything. Where access is enforced, everybody
+# else reads, changes and deletes the workflows that are their own or linked to one of their groups, with all
+# that belongs to them; for others the answer is 403 whether or not they exist. Where access is not enforced,
+# all workflows are open; but as soon as callers have names, groups are managed by those only whom the rules
+# below allow.
 
-MAY_USE = ('(user = ? OR EXISTS (SELECT 1 FROM workflow_access_group JOIN user_group_membership USING (group_id) '
-           'WHERE workflow_id = workflow.id AND user_name = ?))')     # a workflow; parameters: names_of() the caller
+MAY_USE = ('(user = ? OR EXISTS (SELECT 1 FROM workflow_access_group JOIN user_group_membership USING '
+           '(group_id) '
+           # a workflow; parameters: names_of() the caller
+           'WHERE workflow_id = workflow.id AND user_name = ?))')
 
 
 def check_admin(context: Context) -> None:
     """Refuse callers who are neither the server's owner nor one of its administrators."""
     if not context.is_admin:
-        raise Denied(f'administrators only, and {printable(context.caller)} is not one: use the server token, or log in as an --admin-user')
+        raise Denied(f'administrators only, and {printable(context.caller)} is not one: use the server '
+                     'token, or log in as an --admin-user')
 
 
 def is_limited(context: Context) -> bool:
@@ -6478,7 +6515,8 @@ def names_of(user: str) -> List[Optional[str]]:
 
 def may_use(context: Context, workflow_id: int, user: str) -> bool:
     """Whether a workflow is a user's own, or linked to a group of theirs."""
-    return context.one(f'SELECT 1 FROM workflow WHERE id = ? AND {MAY_USE}', [workflow_id, *names_of(user)]) is not None
+    return context.one(f'SELECT 1 FROM workflow WHERE id = ? AND {MAY_USE}',
+                       [workflow_id, *names_of(user)]) is not None
 
 
 def check_may_use(context: Context, workflow_id: Optional[int], what: str) -> None:
@@ -6499,7 +6537,8 @@ def speaks_for(context: Context, user: str) -> bool:
     Unauthenticated callers may use any name that no user has: Torc's clients send that of their account.
     """
     is_open = context.is_admin or not context.service.identifies_callers
-    return is_open or (not context.service.is_user(user) if context.caller == ANONYMOUS else context.caller == user)
+    return is_open or (not context.service.is_user(user) if context.caller == ANONYMOUS
+                       else context.caller == user)
 
 
 def new_owner(context: Context, wanted: Optional[str]) -> str:
@@ -6533,7 +6572,9 @@ def group_named(context: Context, name: str) -> int:
 def add_group_names(context: Context, workflows: List[Dict[str, Any]]) -> None:
     """Fill in the names of the access groups of workflows that have any."""
     by_id = {workflow['id']: workflow for workflow in workflows}
-    for workflow_id, name in sorted(rows_by_ids(context, 'SELECT workflow_id, name FROM workflow_access_group JOIN access_group ON id = group_id '
+    for workflow_id, name in sorted(rows_by_ids(context,
+                                                'SELECT workflow_id, name FROM workflow_access_group JOIN '
+                                                'access_group ON id = group_id '
                                                 'WHERE workflow_id IN', list(by_id))):
         by_id[workflow_id].setdefault('access_groups', []).append(name)
 
@@ -6541,15 +6582,17 @@ def add_group_names(context: Context, workflows: List[Dict[str, Any]]) -> None:
 def check_group_admin(context: Context, group_id: Optional[int] = None) -> None:
     """Refuse callers who may not manage groups, or this one. NotFound if there is no such group."""
     is_open = context.is_admin or not context.service.identifies_callers
-    role = context.value('SELECT role FROM user_group_membership WHERE group_id = ? AND user_name = ?', (group_id, context.caller))
+    role = context.value('SELECT role FROM user_group_membership WHERE group_id = ? AND user_name = ?',
+                         (group_id, context.caller))
     if not is_open and (role != 'admin' or context.caller == ANONYMOUS):
-        raise Denied('access groups are managed by administrators' + (', and each by its own admins' if group_id else ''))
+        raise Denied('access groups are managed by administrators'
+                     + (', and each by its own admins' if group_id else ''))
     if group_id is not None:
         get_row(context, 'access_group', group_id)
 
 
 def check_may_link(context: Context, workflow_id: int, group_id: int) -> None:
-    """Refuse all but the workflow's owner and the group's admins; access to the workflow was checked before."""
+    """Refuse all but the workflow's owner and the group's admins; its access was checked before."""
     owner = get_row(context, 'workflow', workflow_id)['user']
     if not context.service.identifies_callers or context.caller == owner != ANONYMOUS:
         get_row(context, 'access_group', group_id)
@@ -6565,7 +6608,8 @@ def find_set(context: Context, workflow_id: int, members: Iterable[int]) -> Opti
     if not ordered:
         return None
     digest = members_digest(ordered)
-    found = context.value('SELECT id FROM dep_set WHERE workflow_id = ? AND digest = ?', (workflow_id, digest))
+    found = context.value('SELECT id FROM dep_set WHERE workflow_id = ? AND digest = ?',
+                          (workflow_id, digest))
     if found is None:
         found = context.insert('dep_set', {'workflow_id': workflow_id, 'digest': digest})
         context.insert_rows('dep_member', ('dep_set_id', 'job_id'), ((found, job_id) for job_id in ordered))
@@ -6580,7 +6624,8 @@ def members_digest(ordered: Sequence[int]) -> str:
 
 def set_members(context: Context, set_id: Optional[int]) -> List[int]:
     """Ids of the jobs in a set, in order."""
-    return [] if set_id is None else context.ids('SELECT job_id FROM dep_member WHERE dep_set_id = ? ORDER BY job_id', (set_id,))
+    return [] if set_id is None else context.ids('SELECT job_id FROM dep_member WHERE dep_set_id = ? ORDER '
+                                                 'BY job_id', (set_id,))
 
 
 def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[int]]:
@@ -6590,7 +6635,8 @@ def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[i
         pairs = context.rows(
             f'SELECT consumer.job_id, producer.job_id FROM {kind} item '
             f'CROSS JOIN job_output_{kind} producer ON producer.{column} = item.id '
-            f'CROSS JOIN job_input_{kind} consumer ON consumer.{column} = item.id WHERE item.workflow_id = ?', (workflow_id,))
+            f'CROSS JOIN job_input_{kind} consumer ON consumer.{column} = item.id WHERE item.workflow_id = ?',
+            (workflow_id,))
         for consumer, producer in pairs:
             found[consumer].add(producer)
     return found
@@ -6618,17 +6664,22 @@ def get_dependency_graph(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 def rebuild_dependencies(context: Context, workflow_id: int) -> None:
     """Give every job the set of all its prerequisites: requested, and implied by files and user data."""
-    context.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? AND dep_set_id IS NOT explicit_set_id',
+    context.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? AND dep_set_id IS NOT '
+                'explicit_set_id',
               (workflow_id,))
     implied = implied_prerequisites(context, workflow_id)
-    explicit = dict(rows_by_ids(context, 'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND id IN', list(implied)))
+    explicit = dict(rows_by_ids(context,
+                                'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND '
+                                'id IN', list(implied)))
     consumers = collections.defaultdict(list)  # type: Dict[Tuple[Optional[int], frozenset], List[int]]
     for consumer, producers in implied.items():
         consumers[explicit.get(consumer), frozenset(producers)].append(consumer)
     for (explicit_set, producers), job_ids in consumers.items():
         set_id = find_set(context, workflow_id, producers.union(set_members(context, explicit_set)))
-        context.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?', ((set_id, job_id) for job_id in job_ids))
-    context.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job WHERE job.dep_set_id = dep_set.id) '
+        context.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?',
+                         ((set_id, job_id) for job_id in job_ids))
+    context.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job WHERE '
+                'job.dep_set_id = dep_set.id) '
               'AND NOT EXISTS (SELECT 1 FROM job WHERE job.explicit_set_id = dep_set.id)', (workflow_id,))
     refuse_cycles(context, workflow_id)
 
@@ -6637,7 +6688,8 @@ def refuse_cycles(context: Context, workflow_id: int) -> None:
     """Refuse jobs that wait for each other, by name."""
     # A set waits for the sets of those of its members that wait themselves: much fewer than jobs.
     query = ('FROM dep_set CROSS JOIN dep_member ON dep_member.dep_set_id = dep_set.id '
-             'CROSS JOIN job ON job.id = dep_member.job_id WHERE dep_set.workflow_id = ? AND job.dep_set_id IS NOT NULL')
+             'CROSS JOIN job ON job.id = dep_member.job_id WHERE dep_set.workflow_id = ? AND job.dep_set_id '
+             'IS NOT NULL')
     waits_for = collections.defaultdict(list)  # type: Dict[int, List[int]]
     for set_id, needed in context.rows(f'SELECT DISTINCT dep_set.id, job.dep_set_id {query}', (workflow_id,)):
         waits_for[set_id].append(needed)
@@ -6684,8 +6736,10 @@ def release_sets(context: Context, workflow_id: int, set_ids: Sequence[int]) -> 
     """Release the jobs of sets without a pending member. Those that this cancels, with their status."""
     canceled = []   # type: List[Tuple[int, int]]
     ready = []      # type: List[int]
-    for set_id, failed in rows_by_ids(context, 'SELECT id, failed FROM dep_set WHERE pending <= 0 AND id IN', set_ids):
-        waiting = context.rows(f'SELECT id, cancel_on_blocking_job_failure FROM job WHERE dep_set_id = ? AND status = {BLOCKED}',
+    for set_id, failed in rows_by_ids(context, 'SELECT id, failed FROM dep_set WHERE pending <= 0 AND id IN',
+                                      set_ids):
+        waiting = context.rows('SELECT id, cancel_on_blocking_job_failure FROM job WHERE dep_set_id = ? '
+                               f'AND status = {BLOCKED}',
                              (set_id,))
         for job_id, cancels in waiting:
             if failed and cancels:
@@ -6703,11 +6757,14 @@ def release_sets(context: Context, workflow_id: int, set_ids: Sequence[int]) -> 
 
 def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Sequence[int]) -> None:
     """Tell the actions with a job trigger that these jobs are ready, or have ended; each job counts once."""
-    if not job_ids or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? AND trigger_type = ? LIMIT 1',
+    if not job_ids or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? AND trigger_type '
+                                      '= ? LIMIT 1',
                                     (workflow_id, trigger)):
         return
-    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 AND action_id IN '
-                        f"(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND trigger_type = '{trigger}') "
+    gates = rows_by_ids(context,
+                        'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 AND action_id IN '
+                        f"(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND "
+                        f"trigger_type = '{trigger}') "
                         'AND job_id IN', job_ids)
     context.run_many('UPDATE action_job SET is_counted = 1 WHERE action_id = ? AND job_id = ?', gates)
     counts = collections.Counter(action_id for action_id, _ in gates)
@@ -6717,13 +6774,15 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Seq
 
 def satisfy_trigger(context: Context, workflow_id: int, trigger: str) -> None:
     """Make the actions of a workflow or worker trigger due."""
-    context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? AND trigger_type = ?',
+    context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? AND '
+                'trigger_type = ?',
               (workflow_id, trigger))
 
 
 def expect_completion(context: Context, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
-    context.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = 'on_workflow_complete'", (workflow_id,))
+    context.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = "
+                "'on_workflow_complete'", (workflow_id,))
 
 
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
@@ -6736,13 +6795,16 @@ def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     recount_actions(context, workflow_id, '1')
     kept = '0'
     if is_partial:
-        kept = ("trigger_type = 'on_workflow_start' OR trigger_type IN ('on_jobs_ready', 'on_jobs_complete') AND NOT EXISTS "
+        kept = ("trigger_type = 'on_workflow_start' OR trigger_type IN ('on_jobs_ready', "
+                "'on_jobs_complete') AND NOT EXISTS "
                 '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
-                f'WHERE action_job.action_id = workflow_action.id AND job.status NOT IN {sql_list(FINISHED)})')
+                'WHERE action_job.action_id = workflow_action.id '
+                f'AND job.status NOT IN {sql_list(FINISHED)})')
         kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(context, workflow_id) else ''
     context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
               f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
-    context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE workflow_id = ? AND executed = 0)',
+    context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE '
+                'workflow_id = ? AND executed = 0)',
               (workflow_id,))
 
 
@@ -6752,13 +6814,16 @@ def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
     context.run(f'UPDATE action_job SET is_counted = (SELECT CASE action.trigger_type '
               f"WHEN 'on_jobs_ready' THEN job.status NOT IN ({UNINITIALIZED}, {BLOCKED}) "
               f'ELSE job.status IN {sql_list(FINISHED)} END '
-              'FROM job, workflow_action action WHERE job.id = action_job.job_id AND action.id = action_job.action_id) '
+              'FROM job, workflow_action action WHERE job.id = action_job.job_id AND action.id = '
+              'action_job.action_id) '
               f'WHERE action_id IN {chosen}')
-    context.run("UPDATE workflow_action SET trigger_count = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
+    context.run("UPDATE workflow_action SET trigger_count = CASE WHEN trigger_type IN ('on_jobs_ready', "
+                "'on_jobs_complete') THEN "
               '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id AND is_counted = 1) '
               "WHEN trigger_type = 'on_workflow_complete' THEN 0 ELSE required_triggers END, "
               "required_triggers = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
-              'max(1, (SELECT count(*) FROM action_job WHERE action_id = workflow_action.id)) ELSE required_triggers END '
+              'max(1, (SELECT count(*) FROM action_job WHERE action_id = workflow_action.id)) ELSE '
+              'required_triggers END '
               f'WHERE id IN {chosen}')
 
 
@@ -6766,7 +6831,8 @@ def action_rows(context: Context, where: str, parameters: Sequence[Any]) -> List
     """Actions as WorkflowActionModel, with the ids of the jobs that they wait for."""
     actions = context.select('workflow_action', where, parameters)
     for action in actions:
-        gates = context.ids('SELECT job_id FROM action_job WHERE action_id = ? ORDER BY job_id', (action['id'],))
+        gates = context.ids('SELECT job_id FROM action_job WHERE action_id = ? ORDER BY job_id',
+                            (action['id'],))
         if gates:
             action['job_ids'] = gates
     return actions
@@ -6777,16 +6843,19 @@ def get_workflow_actions(context: Context, workflow_id: int) -> List[Dict[str, A
     return action_rows(context, 'WHERE workflow_id = ? ORDER BY id', (workflow_id,))
 
 
-def get_pending_actions(context: Context, workflow_id: int, trigger_type: Sequence[str] = ()) -> List[Dict[str, Any]]:
+def get_pending_actions(context: Context, workflow_id: int,
+                        trigger_type: Sequence[str] = ()) -> List[Dict[str, Any]]:
     """Actions that are due and not taken, of the given triggers or of all."""
-    return action_rows(context, *due_condition(workflow_id, [trigger_type] if isinstance(trigger_type, str) else trigger_type))
+    return action_rows(context, *due_condition(workflow_id, [trigger_type] if isinstance(trigger_type, str)
+                                               else trigger_type))
 
 
 def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> Tuple[str, Sequence[Any]]:
     """WHERE clause and its parameters for the actions that are due."""
     triggers = tuple(triggers) or TRIGGERS
     marks = ', '.join('?' * len(triggers))
-    return (f'WHERE workflow_id = ? AND executed = 0 AND trigger_count >= required_triggers AND trigger_type IN ({marks}) {more} '
+    return ('WHERE workflow_id = ? AND executed = 0 AND trigger_count >= required_triggers AND '
+            f'trigger_type IN ({marks}) {more} '
             'ORDER BY id', (workflow_id, *triggers))
 
 
@@ -6797,7 +6866,8 @@ def create_workflow_action(context: Context, workflow_id: int, body: Dict[str, A
     check_action(context, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
     check_owned(context, 'job', workflow_id, job_ids)
     is_gated = body['trigger_type'] in JOB_TRIGGERS
-    values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None, executed_by=None,
+    values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None,
+                  executed_by=None,
                   failure=None, required_triggers=max(1, len(job_ids)) if is_gated else 1)
     action_id = context.insert('workflow_action', values)
     context.insert_rows('action_job', ('action_id', 'job_id'), ((action_id, job_id) for job_id in job_ids))
@@ -6806,21 +6876,25 @@ def create_workflow_action(context: Context, workflow_id: int, body: Dict[str, A
     return action_rows(context, 'WHERE id = ?', (action_id,))[0]
 
 
-def check_action(context: Context, workflow_id: int, trigger_type: str, action_type: str, config: Any) -> None:
+def check_action(context: Context, workflow_id: int, trigger_type: str, action_type: str,
+                 config: Any) -> None:
     """Refuse an action that could never run."""
     if trigger_type not in TRIGGERS:
         raise Refused(f"unknown trigger_type {trigger_type!r}; one of {', '.join(TRIGGERS)}")
     if action_type not in ACTION_TYPES:
         raise Refused(f"unknown action_type {action_type!r}; one of {', '.join(ACTION_TYPES)}")
     commands = config.get('commands') if isinstance(config, dict) else None
-    if action_type == 'run_commands' and not (isinstance(commands, list) and commands and all(isinstance(c, str) for c in commands)
+    if action_type == 'run_commands' and not (isinstance(commands, list) and commands
+                                              and all(isinstance(c, str) for c in commands)
                                               and len(config) == 1):
-        raise Refused('action_config of run_commands needs "commands", a list of shell commands, and takes nothing else')
+        raise Refused('action_config of run_commands needs "commands", a list of shell commands, and takes '
+                      'nothing else')
     if action_type == 'schedule_nodes':
         check_schedule(context, workflow_id, config)
 
 
-SCHEDULE_TYPES = {'scheduler_id': int, 'scheduler_type': str, 'num_allocations': int, 'start_one_worker_per_node': bool,
+SCHEDULE_TYPES = {'scheduler_id': int, 'scheduler_type': str, 'num_allocations': int,
+                  'start_one_worker_per_node': bool,
                    'max_parallel_jobs': int}
 
 
@@ -6830,12 +6904,17 @@ def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
         raise Refused('action_config of schedule_nodes must be an object')
     for name, value in config.items():
         if name not in SCHEDULE_TYPES:
-            raise Refused(f'action_config of schedule_nodes has no key {printable(name)!r}' + did_you_mean(name, SCHEDULE_TYPES))
+            raise Refused(f'action_config of schedule_nodes has no key {printable(name)!r}'
+                          + did_you_mean(name, SCHEDULE_TYPES))
         if value is not None and type(value) is not SCHEDULE_TYPES[name]:
-            raise Refused(f'action_config: {name} must be of type {SCHEDULE_TYPES[name].__name__}, not {printable(repr(value)[:60])}')
-    owner = context.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?', (config.get('scheduler_id'),))
-    if config.get('scheduler_type') in (None, 'slurm') and owner not in (None, workflow_id):    # None: it may come later
-        raise Refused(f"action_config: workflow {workflow_id} has no slurm scheduler {config['scheduler_id']}")
+            raise Refused(f'action_config: {name} must be of type {SCHEDULE_TYPES[name].__name__}, not '
+                          f'{printable(repr(value)[:60])}')
+    owner = context.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?',
+                          (config.get('scheduler_id'),))
+    # None: it may come later
+    if config.get('scheduler_type') in (None, 'slurm') and owner not in (None, workflow_id):
+        scheduler_id = config['scheduler_id']
+        raise Refused(f'action_config: workflow {workflow_id} has no slurm scheduler {scheduler_id}')
 
 
 def get_action(context: Context, workflow_id: int, action_id: int) -> Dict[str, Any]:
@@ -6864,7 +6943,8 @@ def delete_workflow_action(context: Context, workflow_id: int, action_id: int) -
     return {'message': f'Deleted action {action_id} of workflow {workflow_id}'}
 
 
-def claim_action(context: Context, workflow_id: int, action_id: int, body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+def claim_action(context: Context, workflow_id: int, action_id: int,
+                 body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
     action = get_action(context, workflow_id, action_id)
     check_references(context, workflow_id, body or {})
@@ -6879,7 +6959,8 @@ def take_action(context: Context, action_id: int, node_id: Optional[int], persis
     """Mark an action as taken by a node; whether it was free."""
     now = format_time(context.now())
     if persistent:
-        taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) VALUES (?, ?)', (action_id, node_id or 0))
+        taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) VALUES (?, '
+                            '?)', (action_id, node_id or 0))
         context.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
     else:
         taken = context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
@@ -6888,24 +6969,28 @@ def take_action(context: Context, action_id: int, node_id: Optional[int], persis
     return bool(taken)
 
 
-def take_due_actions(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str]) -> List[Dict[str, Any]]:
+def take_due_actions(context: Context, workflow_id: int, node_id: int,
+                     triggers: Sequence[str]) -> List[Dict[str, Any]]:
     """The due run_commands actions of these triggers, taken for a node."""
-    if not triggers or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
+    if not triggers or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1',
+                                       (workflow_id,)):
         return []
-    due = context.select('workflow_action', *due_condition(workflow_id, triggers, "AND action_type = 'run_commands'"))
+    due = context.select('workflow_action',
+                         *due_condition(workflow_id, triggers, "AND action_type = 'run_commands'"))
     return [action for action in due if take_action(context, action['id'], node_id, action['persistent'])]
 
 
 def note_action_reported(context: Context, action_id: int, node_id: int) -> None:
     """Note that the node that took an action has reported its end."""
     context.run('UPDATE workflow_action SET is_reported = 1 WHERE id = ?', (action_id,))
-    context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?', (action_id, node_id))
+    context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?',
+                (action_id, node_id))
 
 
 # ======== 8a. Creation: workflows and jobs, made, changed and deleted ========
 #
-# A workflow comes into being whole, from a plan (see Spec), or piece by piece through the API. A plan can also be merged
-# into a workflow that an earlier plan made: then rows are matched by name.
+# A workflow comes into being whole, from a plan (see Spec), or piece by piece through the API. A plan can
+# also be merged into a workflow that an earlier plan made: then rows are matched by name.
 
 
 # -------- creating --------
@@ -6922,7 +7007,8 @@ def insert_workflow(context: Context, body: Dict[str, Any]) -> int:
     check_settings(body)
     values = dict(WORKFLOW_DEFAULTS)
     values.update({key: value for key, value in body.items() if value is not None})
-    values.update(timestamp=format_time(context.now()), user=new_owner(context, body.get('user')), run_id=0, is_canceled=False,
+    values.update(timestamp=format_time(context.now()), user=new_owner(context, body.get('user')), run_id=0,
+                  is_canceled=False,
                   is_archived=False, env=body.get('env') or None)
     workflow_id = context.insert('workflow', values)
     link_groups(context, workflow_id, body.get('access_groups') or [])
@@ -6959,9 +7045,11 @@ def checked_requirements(values: Dict[str, Any]) -> Dict[str, int]:
     """memory_bytes and runtime_s of requirements; Refused for values that cannot be."""
     for name, least in (('num_cpus', 1), ('num_nodes', 1), ('num_gpus', 0)):
         if values[name] < least:
-            raise Refused(f'{name} is {values[name]}; it must be at least {least}', field=name, value=values[name])
+            raise Refused(f'{name} is {values[name]}; it must be at least {least}', field=name,
+                          value=values[name])
     numbers = {}
-    for name, key, parse in (('memory', 'memory_bytes', parse_memory), ('runtime', 'runtime_s', parse_duration)):
+    for name, key, parse in (('memory', 'memory_bytes', parse_memory),
+                             ('runtime', 'runtime_s', parse_duration)):
         try:
             numbers[key] = parse(values[name])
         except ValueError as error:
@@ -7370,26 +7458,33 @@ def action_title(action: Dict[str, Any]) -> str:
     return f"{action['trigger_type']} {action['action_type']}"
 
 
-def find_job_class(context: Context, workflow_id: int, kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
+def find_job_class(context: Context, workflow_id: int,
+                   kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
     """Id of the kind with these requirements, priority, scheduler and labels, made if there is none."""
     requirements, priority, scheduler, labels = kind
     text = format_json(sorted(set(labels))) if labels else None
-    found = context.value('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? AND priority = ? '
-                        'AND scheduler_id IS ? AND labels IS ?', (workflow_id, requirements, priority, scheduler, text))
+    found = context.value('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? '
+                          'AND priority = ? '
+                        'AND scheduler_id IS ? AND labels IS ?',
+                          (workflow_id, requirements, priority, scheduler, text))
     if found is None:
-        found = context.insert('job_kind', {'workflow_id': workflow_id, 'resource_requirements_id': requirements,
-                                          'priority': priority, 'scheduler_id': scheduler, 'labels': json.loads(text) if text else None})
+        found = context.insert('job_kind',
+                               {'workflow_id': workflow_id, 'resource_requirements_id': requirements,
+                                          'priority': priority, 'scheduler_id': scheduler,
+                                'labels': json.loads(text) if text else None})
     return found
 
 
-CLASS_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels')     # of a job, which make its job class
+# of a job, which make its job class
+CLASS_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels')
 
 
 def check_labels(labels: Optional[Sequence[str]]) -> None:
     """Refuse labels that would be ambiguous in a list."""
     for label in labels or ():
         if not label or label != label.strip() or ',' in label:
-            raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end with a blank', field='labels')
+            raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end '
+                          'with a blank', field='labels')
 
 
 # -------- jobs --------
@@ -7450,7 +7545,8 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Dict[str, Any
             sets[needs] = find_set(context, workflow_id, needs)
         rows.append(dict(
             job, env=dict(env, **job.get('env') or {}) or None, kind_id=classes[key],
-            failure_handler_id=job.get('failure_handler_id') or None, explicit_set_id=sets[needs], dep_set_id=sets[needs],
+            failure_handler_id=job.get('failure_handler_id') or None, explicit_set_id=sets[needs],
+            dep_set_id=sets[needs],
             status='uninitialized', attempt_id=1, compute_node_id=None, start_time=None, origin=None))
     ids = context.insert_many('job', rows)
     for _, field, table, column, _ in JOB_RELATIONS:
@@ -7481,16 +7577,21 @@ def get_job(context: Context, job_id: int) -> Dict[str, Any]:
 def add_relations(context: Context, jobs: List[Dict[str, Any]]) -> None:
     """Fill in the id lists of jobs; empty ones are left out."""
     by_id = {job['id']: job for job in jobs}
-    query = ' UNION ALL '.join(f"SELECT '{field}' AS field, job_id, {column} AS item FROM {table}" for _, field, table, column, _ in JOB_RELATIONS)
-    for field, job_id, item in rows_by_ids(context, f'SELECT field, job_id, item FROM ({query}) WHERE job_id IN', list(by_id)):
+    query = ' UNION ALL '.join(f"SELECT '{field}' AS field, job_id, {column} AS item FROM {table}"
+                               for _, field, table, column, _ in JOB_RELATIONS)
+    for field, job_id, item in rows_by_ids(context,
+                                           f'SELECT field, job_id, item FROM ({query}) WHERE job_id IN',
+                                           list(by_id)):
         by_id[job_id].setdefault(field, []).append(item)
-    sets = dict(rows_by_ids(context, 'SELECT id, dep_set_id FROM job WHERE dep_set_id IS NOT NULL AND id IN', list(by_id)))
+    sets = dict(rows_by_ids(context, 'SELECT id, dep_set_id FROM job WHERE dep_set_id IS NOT NULL AND id IN',
+                            list(by_id)))
     members = {set_id: set_members(context, set_id) for set_id in set(sets.values())}
     for job_id, set_id in sets.items():
         by_id[job_id]['depends_on_job_ids'] = members[set_id]
 
 
-ALWAYS_EDITABLE = CLASS_FIELDS + ('cancel_on_blocking_job_failure', 'supports_termination', 'invocation_script')
+ALWAYS_EDITABLE = CLASS_FIELDS + ('cancel_on_blocking_job_failure', 'supports_termination',
+                                  'invocation_script')
 EDITABLE_WHEN_IDLE = ('name', 'command')        # reinitialize sees the change and runs the job again
 EDITABLE_BEFORE_START = ('depends_on_job_ids', 'status')
 
@@ -7499,7 +7600,8 @@ def update_job(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str,
     """Change a job: its command only while no runner holds it, its prerequisites only before initialize."""
     job = get_job(context, job_id)
     changed = {key: value for key, value in body.items()
-               if value is not None and key != 'id' and comparable(key, value) != comparable(key, job.get(key))}
+               if value is not None and key != 'id'
+               and comparable(key, value) != comparable(key, job.get(key))}
     fixed = [key for key in changed if key not in ALWAYS_EDITABLE + EDITABLE_WHEN_IDLE + EDITABLE_BEFORE_START
              or key in EDITABLE_WHEN_IDLE and STATUSES[STATUS_CODES[job['status']]].is_active]
     early = [key for key in changed if key in EDITABLE_BEFORE_START and job['status'] != 'uninitialized']
@@ -7549,14 +7651,18 @@ def remove_spawned(context: Context, workflow_id: int) -> None:
     """Remove what uninitialized jobs have spawned, and so on, with the records; but no active jobs."""
     idle = f'job.status NOT IN {sql_list(ACTIVE)}'
     gone = context.ids(
-        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller ON caller.id = spawn.caller_id '
+        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller ON caller.id = '
+        'spawn.caller_id '
         'CROSS JOIN job ON job.id = spawn.job_id '
         f'WHERE spawn.workflow_id = ? AND caller.status = {UNINITIALIZED} AND {idle} UNION '
-        'SELECT job.id FROM gone CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = spawn.job_id '
+        'SELECT job.id FROM gone CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = '
+        'spawn.job_id '
         f'WHERE {idle}) SELECT id FROM gone', (workflow_id,))
     generations = set(rows_by_ids(context, 'SELECT lineage, generation FROM spawn WHERE job_id IN', gone))
-    names = {LINEAGE_RECORD.format(lineage) + last for lineage, generation in generations for last in (f'g{generation:06}', 'final')}
-    context.run_many('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', ((workflow_id, name) for name in names))
+    names = {LINEAGE_RECORD.format(lineage) + last for lineage, generation in generations
+             for last in (f'g{generation:06}', 'final')}
+    context.run_many('DELETE FROM user_data WHERE workflow_id = ? AND name = ?',
+                     ((workflow_id, name) for name in names))
     run_by_ids(context, 'DELETE FROM job WHERE id IN', gone)
 
 
@@ -7571,7 +7677,8 @@ def get_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups')
 WORKFLOW_EDITABLE = (
-    'name', 'description', 'project', 'metadata', 'compute_node_expiration_buffer_seconds', 'compute_node_wait_for_new_jobs_seconds',
+    'name', 'description', 'project', 'metadata', 'compute_node_expiration_buffer_seconds',
+    'compute_node_wait_for_new_jobs_seconds',
     'compute_node_ignore_workflow_completion', 'compute_node_wait_for_healthy_database_minutes',
     'compute_node_min_time_for_new_jobs_seconds', 'use_pending_failed', 'enable_ro_crate', 'execution_config',
     'resource_monitor_config', 'slurm_defaults', 'user', 'spec_path')
@@ -7608,7 +7715,8 @@ def archive_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) -
 
 def add_user_event(context: Context, workflow_id: int, action: str, **details: Any) -> None:
     """Record that a user did something to a workflow."""
-    record_event(context, workflow_id, dict(details, category='user_action', action=action, user=context.caller, workflow_id=workflow_id))
+    record_event(context, workflow_id, dict(details, category='user_action', action=action,
+                                            user=context.caller, workflow_id=workflow_id))
 
 
 def cancel_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
@@ -7616,10 +7724,13 @@ def cancel_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
     state = workflow_state(context, workflow_id)
     context.run('UPDATE workflow SET is_canceled = 1 WHERE id = ?', (workflow_id,))
     stopped = f'workflow_id = ? AND status IN {sql_list((BLOCKED, READY, *ACTIVE))}'
-    record_event(context, workflow_id, {'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
-                                      'workflow_id': workflow_id, 'run_id': state.run_id, 'user': context.caller}, 'warning')
+    record_event(context, workflow_id,
+                 {'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
+                                      'workflow_id': workflow_id, 'run_id': state.run_id,
+                  'user': context.caller}, 'warning')
     if workflow_id in context.service.watched:
-        announce_canceled(context, workflow_id, context.ids(f'SELECT id FROM job WHERE {stopped}', (workflow_id,)))
+        announce_canceled(context, workflow_id,
+                          context.ids(f'SELECT id FROM job WHERE {stopped}', (workflow_id,)))
     context.run(f'UPDATE job SET status = {CANCELED} WHERE {stopped}', (workflow_id,))
     recount_sets(context, workflow_id)
     return get_workflow(context, workflow_id)
@@ -7628,18 +7739,21 @@ def cancel_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
 def is_workflow_complete(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Whether a runner has anything left to wait for."""
     state = workflow_state(context, workflow_id)
-    return {'is_complete': state.is_canceled or is_complete(context, workflow_id), 'is_canceled': state.is_canceled}
+    return {'is_complete': state.is_canceled or is_complete(context, workflow_id),
+            'is_canceled': state.is_canceled}
 
 
 def is_workflow_uninitialized(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Whether no job has been initialized yet."""
-    touched = context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED}) LIMIT 1', (workflow_id,))
+    touched = context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, '
+                          f'{DISABLED}) LIMIT 1', (workflow_id,))
     return {'is_uninitialized': touched is None}
 
 
 def count_by_status(context: Context, workflow_id: int) -> Dict[str, int]:
     """Status name -> number of jobs, zeros included."""
-    counts = dict(context.rows('SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status', (workflow_id,)))
+    counts = dict(context.rows('SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status',
+                               (workflow_id,)))
     return {row.name: counts.get(row.code, 0) for row in STATUSES}
 
 
@@ -7647,15 +7761,20 @@ def get_workflow_status(context: Context, workflow_id: int) -> Dict[str, Any]:
     """One summary: jobs by status, times, nodes, and why ready jobs may be waiting."""
     workflow = get_workflow(context, workflow_id)
     counts = count_by_status(context, workflow_id)
-    answer = {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
-              'total_jobs': sum(counts.values()), 'jobs_by_status': counts, 'is_canceled': workflow['is_canceled'],
-              'is_complete': workflow['is_canceled'] or not any(counts[STATUS_NAMES[code]] for code in NOT_DONE),
+    answer = {'workflow_id': workflow_id, 'workflow_name': workflow['name'],
+              'workflow_user': workflow['user'],
+              'total_jobs': sum(counts.values()), 'jobs_by_status': counts,
+              'is_canceled': workflow['is_canceled'],
+              'is_complete': workflow['is_canceled']
+              or not any(counts[STATUS_NAMES[code]] for code in NOT_DONE),
               'unserved_ready_labels': count_unserved_labels(context, workflow_id)}
     answer.update(measure_times(context, workflow_id))
-    answer['active_compute_nodes'] = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1', (workflow_id,))
+    answer['active_compute_nodes'] = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? '
+                                                   'AND is_active = 1', (workflow_id,))
     for status in ('pending', 'active'):
         answer[f'{status}_scheduled_nodes'] = context.value(
-            'SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? AND status = ?', (workflow_id, status))
+            'SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? AND status = ?',
+            (workflow_id, status))
     answer.update(measure_blocked_by_time(context, workflow_id))
     return answer
 
@@ -7666,7 +7785,8 @@ def measure_times(context: Context, workflow_id: int) -> Dict[str, Any]:
         'SELECT total(exec_time_minutes), (max(julianday(completion_time)) - '
         'min(julianday(completion_time) - exec_time_minutes / 1440)) * 86400 '
         'FROM result WHERE workflow_id = ? AND is_current = 1', (workflow_id,))
-    return {'total_exec_time_minutes': total, **({} if walltime_s is None else {'walltime_seconds': walltime_s})}
+    return {'total_exec_time_minutes': total,
+            **({} if walltime_s is None else {'walltime_seconds': walltime_s})}
 
 
 def measure_blocked_by_time(context: Context, workflow_id: int) -> Dict[str, Any]:
@@ -7695,10 +7815,12 @@ def measure_blocked_by_time(context: Context, workflow_id: int) -> Dict[str, Any
 def count_unserved_labels(context: Context, workflow_id: int) -> Dict[str, int]:
     """Label set, joined by commas -> ready jobs that no active node may take."""
     nodes = [set(json.loads(labels)) for labels in context.ids(
-        'SELECT labels FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND labels IS NOT NULL', (workflow_id,))]
+        'SELECT labels FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND labels IS NOT NULL',
+        (workflow_id,))]
     unserved = collections.Counter()  # type: Dict[str, int]
     for text, count in context.rows(
-            f'SELECT labels, (SELECT count(*) FROM job WHERE job.kind_id = job_kind.id AND status = {READY}) FROM job_kind '
+            'SELECT labels, (SELECT count(*) FROM job WHERE job.kind_id = job_kind.id AND status = '
+            f'{READY}) FROM job_kind '
             'WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,)):
         labels = json.loads(text)
         if count and not any(node.issuperset(labels) for node in nodes):
@@ -7719,7 +7841,8 @@ def list_required_existing_files(context: Context, workflow_id: int) -> Dict[str
 
 def list_missing_user_data(context: Context, workflow_id: int) -> Dict[str, Any]:
     """User data that lack a value: inputs that no job makes, and outputs of completed jobs."""
-    return {'user_data': list_required(context, workflow_id, 'user_data', 'user_data_id', 'item.data IS NULL')}
+    return {'user_data': list_required(context, workflow_id, 'user_data', 'user_data_id',
+                                       'item.data IS NULL')}
 
 
 def list_required(context: Context, workflow_id: int, kind: str, column: str, condition: str) -> List[int]:
@@ -7734,9 +7857,10 @@ def list_required(context: Context, workflow_id: int, kind: str, column: str, co
 
 # ======== 8b. Initialization: making jobs ready, resetting them, and seeing what changed ========
 #
-# Initialize builds the dependency sets and makes every job ready or blocked; reset begins a new run generation or sets
-# jobs back. Change detection finds finished jobs that would do something else now. All of it is set-based SQL: a
-# workflow may have 100,000 jobs. Provenance stands first, because a run that begins is described there.
+# Initialize builds the dependency sets and makes every job ready or blocked; reset begins a new run
+# generation or sets jobs back. Change detection finds finished jobs that would do something else now. All of
+# it is set-based SQL: a workflow may have 100,000 jobs. Provenance stands first, because a run that begins is
+# described there.
 
 
 # -------- provenance --------
@@ -7776,7 +7900,8 @@ def refer(*entity_ids: str) -> Any:
     return references if len(references) > 1 else references[0] if references else None
 
 
-def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequence[str], metadata: Dict[str, Any],
+def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequence[str],
+               metadata: Dict[str, Any],
                file_id: Optional[int] = None) -> None:
     """Add an RO-Crate entity, or renew the one of this file or name; None takes a key away."""
     known = context.one('SELECT id, entity_id, metadata FROM ro_crate_entity WHERE workflow_id = ? '
@@ -7889,7 +8014,8 @@ def note_if_complete(context: Context, workflow_id: int) -> bool:
 def refuse_archived(state: WorkflowState) -> None:
     """Refuse to work on an archived workflow."""
     if state.is_archived:
-        raise Refused(f'workflow {state.id} is archived; unarchive it first: torc.py workflows archive false {state.id}')
+        raise Refused(f'workflow {state.id} is archived; unarchive it first: torc.py workflows archive '
+                      f'false {state.id}')
 
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
@@ -7904,11 +8030,16 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
     context.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(context, workflow_id)
     if only_uninitialized:
-        uninitialize(context, context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}', (workflow_id,)))
+        uninitialize(context,
+                     context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}',
+                                 (workflow_id,)))
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
-        cancel_open_attempts(context, context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {OPEN_ATTEMPT}', (workflow_id,)))
-        context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
+        cancel_open_attempts(context,
+                             context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {OPEN_ATTEMPT}',
+                                         (workflow_id,)))
+        context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN '
+                    f'({UNINITIALIZED}, {DISABLED})', (workflow_id,))
     remove_spawned(context, workflow_id)
     start_over(context, workflow_id, clear_ephemeral_user_data)
     rearm_actions(context, workflow_id, only_uninitialized)
@@ -7918,15 +8049,18 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
     is_again = only_uninitialized and state.run_id > 0
     kind = 'workflow_reinitialized' if is_again else 'workflow_started'
     message = f"{'Reinitialized' if is_again else 'Initialized'} workflow {workflow_id}"
-    announce(context, workflow_id, kind, {'category': 'workflow', 'type': kind, 'user': context.caller, 'message': message})
+    announce(context, workflow_id, kind,
+             {'category': 'workflow', 'type': kind, 'user': context.caller, 'message': message})
     return {'message': message}
 
 
 def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
     """Refuse while jobs are pending or running."""
-    active = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}', (workflow_id,))
+    active = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
+                           (workflow_id,))
     if active:
-        raise Refused(f'workflow {workflow_id} cannot be {verb} while {active} of its jobs are pending or running; '
+        raise Refused(f'workflow {workflow_id} cannot be {verb} while {active} of its jobs are pending or '
+                      'running; '
                       f'cancel it first (torc.py cancel {workflow_id}), or reset it with --force')
 
 
@@ -7952,7 +8086,8 @@ def cancel_open_attempts(context: Context, job_ids: Sequence[int]) -> None:
         context, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, '
         'return_code, exec_time_minutes, completion_time, status, is_current, reason) '
         'SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), attempt_id, '
-        f"ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(context.now())}', {CANCELED}, 0, "
+        f"ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(context.now())}', {CANCELED}, "
+        "0, "
         f"'the job was reset while a runner had it' FROM job WHERE {OPEN_ATTEMPT} AND id IN", job_ids)
 
 
@@ -7965,13 +8100,16 @@ def uninitialize(context: Context, job_ids: Sequence[int]) -> None:
 def start_over(context: Context, workflow_id: int, clear_ephemeral: bool) -> None:
     """Give all uninitialized jobs a first attempt, and make them ready, blocked or canceled."""
     fresh = f'(SELECT id FROM job WHERE workflow_id = {int(workflow_id)} AND status = {UNINITIALIZED})'
-    context.run(f'UPDATE result SET is_current = 0 WHERE workflow_id = ? AND is_current = 1 AND job_id IN {fresh}', (workflow_id,))
+    context.run('UPDATE result SET is_current = 0 WHERE workflow_id = ? AND is_current = 1 AND job_id IN '
+                f'{fresh}', (workflow_id,))
     if clear_ephemeral:
         context.run('UPDATE user_data SET data = NULL WHERE workflow_id = ? AND is_ephemeral = 1 AND id IN '
                   f'(SELECT user_data_id FROM job_output_user_data WHERE job_id IN {fresh})', (workflow_id,))
     recount_sets(context, workflow_id)
-    context.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} ELSE {BLOCKED} END, attempt_id = 1, start_time = NULL, '
-              f'compute_node_id = NULL, origin = nullif(origin, ?) WHERE workflow_id = ? AND status = {UNINITIALIZED}', ('retry', workflow_id))
+    context.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} ELSE {BLOCKED} END, '
+                'attempt_id = 1, start_time = NULL, '
+              'compute_node_id = NULL, origin = nullif(origin, ?) WHERE workflow_id = ? AND status = '
+              f'{UNINITIALIZED}', ('retry', workflow_id))
     number_attempts(context, workflow_id)
     release_idle_sets(context, workflow_id)
 
@@ -7979,10 +8117,13 @@ def start_over(context: Context, workflow_id: int, clear_ephemeral: bool) -> Non
 def number_attempts(context: Context, workflow_id: int) -> None:
     """Number attempts on where jobs run again within a run: no key (job, run, attempt) is used twice."""
     run_id = workflow_state(context, workflow_id).run_id
-    ended = ('SELECT {0} FROM result WHERE result.workflow_id = ' + str(int(workflow_id)) + f' AND result.run_id = {run_id}')
+    ended = ('SELECT {0} FROM result WHERE result.workflow_id = ' + str(int(workflow_id))
+             + f' AND result.run_id = {run_id}')
     if context.one(ended.format('1') + ' LIMIT 1'):
-        context.run(f"UPDATE job SET attempt_id = 1 + ({ended.format('max(result.attempt_id)')} AND result.job_id = job.id) "
-                  f"WHERE status IN {sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN ({ended.format('job_id')})")
+        context.run(f"UPDATE job SET attempt_id = 1 + ({ended.format('max(result.attempt_id)')} AND "
+                    "result.job_id = job.id) "
+                  f"WHERE status IN {sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN "
+                  f"({ended.format('job_id')})")
 
 
 def reset_workflow_status(context: Context, workflow_id: int, force: bool = False) -> Dict[str, Any]:
@@ -7991,8 +8132,10 @@ def reset_workflow_status(context: Context, workflow_id: int, force: bool = Fals
     refuse_archived(state)
     if not force:
         refuse_active(context, workflow_id, 'reset')
-        if context.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
-            raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or reset it with --force')
+        if context.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN "
+                       "('pending', 'active') LIMIT 1", (workflow_id,)):
+            raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or '
+                          'reset it with --force')
     begin_run(context, workflow_id)
     add_user_event(context, workflow_id, 'reset_workflow_status', force=force)
     return get_workflow(context, workflow_id)
@@ -8016,14 +8159,16 @@ def reset_job_status(context: Context, workflow_id: int, failed_only: bool = Fal
     if not failed_only:
         refuse_active(context, workflow_id, 'reset')
     wanted = (*BAD, PENDING_FAILED) if failed_only else tuple(set(STATUS_NAMES) - {UNINITIALIZED, DISABLED})
-    job_ids = context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(wanted)}', (workflow_id,))
+    job_ids = context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(wanted)}',
+                          (workflow_id,))
     uninitialize(context, job_ids)
     if failed_only:
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     recount_sets(context, workflow_id)
     if job_ids:
         expect_completion(context, workflow_id)
-    add_user_event(context, workflow_id, 'reset_job_status', failed_only=failed_only, updated_count=len(job_ids))
+    add_user_event(context, workflow_id, 'reset_job_status', failed_only=failed_only,
+                   updated_count=len(job_ids))
     answer = {'workflow_id': workflow_id, 'updated_count': len(job_ids), 'status': 'uninitialized'}
     return dict(answer, reset_type='failed_only') if failed_only else answer
 
@@ -8089,8 +8234,10 @@ def find_downstream(context: Context, workflow_id: int, changed: Dict[int, str])
         members = rows_by_ids(context, 'SELECT job_id, dep_set_id FROM dep_member WHERE job_id IN', found)
         causes = {set_id: job_id for job_id, set_id in sorted(members, reverse=True) if set_id not in seen}
         seen.update(causes)
-        names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', sorted(set(causes.values()))))
-        rows = rows_by_ids(context, 'SELECT id, dep_set_id, status FROM job WHERE dep_set_id IN', list(causes))
+        names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN',
+                                 sorted(set(causes.values()))))
+        rows = rows_by_ids(context, 'SELECT id, dep_set_id, status FROM job WHERE dep_set_id IN',
+                           list(causes))
         found = []
         for job_id, set_id, status in rows:
             if job_id not in passed:
@@ -8118,19 +8265,23 @@ def find_outdated(context: Context, workflow_id: int, times: Dict[int, Optional[
     return reasons
 
 
-def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Optional[float]], reasons: Dict[int, str]) -> None:
+def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Optional[float]],
+                       reasons: Dict[int, str]) -> None:
     """Add the jobs that read a changed file, and the completed ones that made a file which is gone."""
     finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
-    for file_id, path, known in context.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?', (workflow_id,)):
+    for file_id, path, known in context.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?',
+                                             (workflow_id,)):
         if file_id not in times:
             continue
         seen = times[file_id]
         if seen is None:
-            for job_id in context.ids('SELECT job.id FROM job_output_file made CROSS JOIN job ON job.id = made.job_id '
+            for job_id in context.ids('SELECT job.id FROM job_output_file made CROSS JOIN job ON job.id = '
+                                      'made.job_id '
                                     f'WHERE made.file_id = ? AND job.status = {COMPLETED}', (file_id,)):
                 reasons.setdefault(job_id, f'its output {path} is missing')
         if (seen is None) != (known is None) or seen is not None and abs(seen - known) > MTIME_TOLERANCE_S:
-            for job_id in context.ids('SELECT job.id FROM job_input_file used CROSS JOIN job ON job.id = used.job_id '
+            for job_id in context.ids('SELECT job.id FROM job_input_file used CROSS JOIN job ON job.id = '
+                                      'used.job_id '
                                     f'WHERE used.file_id = ? AND job.status IN {finished}', (file_id,)):
                 reasons.setdefault(job_id, f'its input {path} changed')
 
@@ -8138,7 +8289,8 @@ def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Opti
 def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
     """Finished jobs that would be handed out differently now than when they were claimed."""
     finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
-    known = dict(context.rows(f'SELECT id, input_hash FROM job WHERE workflow_id = ? AND input_hash IS NOT NULL AND status IN {finished}',
+    known = dict(context.rows('SELECT id, input_hash FROM job WHERE workflow_id = ? AND input_hash IS NOT '
+                              f'NULL AND status IN {finished}',
                             (workflow_id,)))
     return [job_id for job_id, found in hash_inputs(context, list(known)).items() if found != known[job_id]]
 
@@ -8150,27 +8302,35 @@ def process_changed_job_inputs(context: Context, workflow_id: int, dry_run: bool
     if not dry_run:
         uninitialize(context, job_ids)
         recount_sets(context, workflow_id)
-        add_user_event(context, workflow_id, 'process_changed_job_inputs', reinitialized_count=len(names), reinitialized_jobs=names)
+        add_user_event(context, workflow_id, 'process_changed_job_inputs', reinitialized_count=len(names),
+                       reinitialized_jobs=names)
     return {'reinitialized_jobs': names}
 
 
 def hash_inputs(context: Context, job_ids: Sequence[int]) -> Dict[int, str]:
     """Job id -> SHA-256 of what it is given: command, script, env, prerequisites, file paths, input data."""
     parts = {row[0]: list(row[1:]) for row in rows_by_ids(
-        context, 'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set WHERE dep_set.id = explicit_set_id) '
+        context,
+        'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set WHERE dep_set.id = '
+        'explicit_set_id) '
         'FROM job WHERE id IN', job_ids)}
     for table, text in (('job_input_file', 'path'), ('job_output_file', 'path')):
         for job_id, name, path in rows_by_ids(
-                context, f"SELECT used.job_id, '{table}', file.{text} FROM {table} used CROSS JOIN file ON file.id = used.file_id "
+                context,
+            f"SELECT used.job_id, '{table}', file.{text} FROM {table} used CROSS JOIN file ON file.id = "
+            "used.file_id "
                 'WHERE used.job_id IN', job_ids):
             parts[job_id].append(f'{name}:{path}')
     for table, text in (('job_input_user_data', 'data'), ('job_output_user_data', 'name')):
         for job_id, name, content in rows_by_ids(
-                context, f"SELECT used.job_id, '{table}', record.name || '=' || ifnull(record.{text}, '') FROM {table} used "
+                context,
+            f"SELECT used.job_id, '{table}', record.name || '=' || ifnull(record.{text}, '') FROM {table} "
+            "used "
                 'CROSS JOIN user_data record ON record.id = used.user_data_id WHERE used.job_id IN', job_ids):
             parts[job_id].append(f'{name}:{content}')
     fixed = 4   # the columns of the job itself; what follows is in no certain order
-    return {job_id: hashlib.sha256(format_json(part[:fixed] + sorted(part[fixed:])).encode()).hexdigest() for job_id, part in parts.items()}
+    return {job_id: hashlib.sha256(format_json(part[:fixed] + sorted(part[fixed:])).encode()).hexdigest()
+            for job_id, part in parts.items()}
 
 
 # -------- an edited workflow file --------
@@ -8181,7 +8341,8 @@ WHY_TO_RUN = {  # status before -> why a job is to run
     CANCELED: 'it was canceled', TERMINATED: 'it was terminated', PENDING_FAILED: 'its failure is undecided'}
 
 
-def apply_spec(context: Context, workflow_id: int, body: Dict[str, Any], dry_run: bool = False) -> Dict[str, Any]:
+def apply_spec(context: Context, workflow_id: int, body: Dict[str, Any],
+               dry_run: bool = False) -> Dict[str, Any]:
     """Make a workflow what an edited file says, and ready what is new, failed, unfinished or outdated.
 
     A completed job is outdated if its command, invocation script, environment, prerequisites, files or input
@@ -8246,8 +8407,8 @@ def refuse_runners(context: Context, workflow_id: int) -> None:
 
 # ======== 8c. Claims: which ready jobs a node gets ========
 #
-# Looked at by job class, in order of priority, GPUs, runtime, memory, CPUs (largest first), then id; so the cost grows
-# with the number of classes and of jobs returned, not with the number of jobs that are ready.
+# Looked at by job class, in order of priority, GPUs, runtime, memory, CPUs (largest first), then id; so the
+# cost grows with the number of classes and of jobs returned, not with the number of jobs that are ready.
 
 class Kind(Row):
     """What claims look at, for a group of ready jobs."""
@@ -8446,7 +8607,8 @@ def explain_no_jobs(context: Context, state: WorkflowState, want: Dict[str, Any]
     everything = [Kind(*row) for row in context.rows(KIND_QUERY, (state.id,))]
     if not everything:
         waiting = count_by_status(context, state.id)
-        return 'no job is ready: ' + (', '.join(f'{count} {name}' for name, count in waiting.items() if count) or 'there are none')
+        return 'no job is ready: ' + (', '.join(f'{count} {name}' for name, count in waiting.items() if count)
+                                      or 'there are none')
     kinds = ready_kinds(context, state.id, want.get('labels'))
     incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
     if incompatible and all(lacks_of(kind, want) for kind in kinds):
@@ -8457,11 +8619,13 @@ def explain_no_jobs(context: Context, state: WorkflowState, want: Dict[str, Any]
     limit_s = parse_time_limit(want.get('time_limit'))
     if limit_s is not None and all(kind.runtime_s > limit_s for kind in kinds):
         shortest_s = min(kind.runtime_s for kind in kinds)
-        return f'every ready job needs at least {format_duration(shortest_s)}, and only {format_duration(limit_s)} are left'
+        return (f'every ready job needs at least {format_duration(shortest_s)}, '
+                f'and only {format_duration(limit_s)} are left')
     if want.get('strict') and not kinds_by_turn(kinds, want):
         return 'every ready job is bound to another scheduler'
     smallest = min(kinds, key=lambda kind: (kind.num_nodes, kind.num_cpus, kind.memory_bytes, kind.num_gpus))
-    return (f'no ready job fits what is free: the smallest needs {smallest.num_cpus} CPUs, {format_memory(smallest.memory_bytes)} and '
+    return (f'no ready job fits what is free: the smallest needs {smallest.num_cpus} CPUs, '
+            f'{format_memory(smallest.memory_bytes)} and '
             f'{smallest.num_gpus} GPUs on {smallest.num_nodes} nodes')
 
 
@@ -8529,7 +8693,8 @@ def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels:
     state = workflow_state(context, workflow_id)
     if limit < 0:
         raise Refused(f'limit is {limit}; it must be at least 0')
-    want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS), 'labels': [label for label in labels.split(',') if label]}
+    want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS),
+            'labels': [label for label in labels.split(',') if label]}
     return {'jobs': claimed_models(context, claim(context, state, want, None))}
 
 
@@ -8539,17 +8704,21 @@ def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Dict[str, A
             for job in context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))})", piece)}
     for _, field, table, column, _ in JOB_RELATIONS:
         if field.startswith('output'):
-            for job_id, item in rows_by_ids(context, f'SELECT job_id, {column} FROM {table} WHERE job_id IN', job_ids):
+            for job_id, item in rows_by_ids(context, f'SELECT job_id, {column} FROM {table} WHERE job_id IN',
+                                            job_ids):
                 jobs[job_id].setdefault(field, []).append(item)
     return [jobs[job_id] for job_id in job_ids]
 
 
-def get_ready_job_requirements(context: Context, workflow_id: int, scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
+def get_ready_job_requirements(context: Context, workflow_id: int,
+                               scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
     """What the ready jobs need in all, of any or one scheduler, and at most in nodes and time."""
     kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
-    counts = {kind: context.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}', (kind.id,)) for kind in kinds
+    counts = {kind: context.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}',
+                                  (kind.id,)) for kind in kinds
               if scheduler_config_id in (None, kind.scheduler_id)}
-    return {'num_jobs': sum(counts.values()), 'num_cpus': sum(kind.num_cpus * count for kind, count in counts.items()),
+    return {'num_jobs': sum(counts.values()),
+            'num_cpus': sum(kind.num_cpus * count for kind, count in counts.items()),
             'num_gpus': sum(kind.num_gpus * count for kind, count in counts.items()),
             'memory_gb': sum(kind.memory_bytes * count for kind, count in counts.items()) / 1024 ** 3,
             'max_num_nodes': max((kind.num_nodes for kind in counts), default=0),
@@ -8558,13 +8727,13 @@ def get_ready_job_requirements(context: Context, workflow_id: int, scheduler_con
 
 # ======== 8d. Completion: starts, ends, retries and what follows from them ========
 #
-# A completion is of the current run and attempt, once, whether a node holds the job or nobody has claimed it; never of
-# what another node holds, or of what has finished. In one transaction: the result row, the job's status, the counters of
-# the sets that it is a member of, the jobs that this makes ready or cancels, and so on until nothing changes, and the
-# actions that all of this triggers. So no state needs a second look, and a restart of the server changes no outcome. An
-# attempt that ended as pending_failed holds its dependants until it is run again, or a second completion says how it
-# ends after all. One that was stopped only because its runner was interrupted makes its job ready again, and spends no
-# retry.
+# A completion is of the current run and attempt, once, whether a node holds the job or nobody has claimed it;
+# never of what another node holds, or of what has finished. In one transaction: the result row, the job's
+# status, the counters of the sets that it is a member of, the jobs that this makes ready or cancels, and so
+# on until nothing changes, and the actions that all of this triggers. So no state needs a second look, and a
+# restart of the server changes no outcome. An attempt that ended as pending_failed holds its dependants until
+# it is run again, or a second completion says how it ends after all. One that was stopped only because its
+# runner was interrupted makes its job ready again, and spends no retry.
 
 
 # -------- start, complete, retry --------
@@ -8585,14 +8754,16 @@ def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) 
 
 def mark_started(context: Context, job_id: int, node_id: int, start_time: str) -> None:
     """pending -> running; anything else stays."""
-    is_new = context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ? AND status = {PENDING}',
+    is_new = context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id '
+                         f'= ? AND status = {PENDING}',
                        (start_time, node_id, job_id))
     if is_new and context.service.watched:
         job = job_state(context, job_id)
         announce_start(context, job, workflow_state(context, job.workflow_id).run_id)
 
 
-def complete_job(context: Context, job_id: int, status: str, run_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def complete_job(context: Context, job_id: int, status: str, run_id: int,
+                 body: Dict[str, Any]) -> Dict[str, Any]:
     """Record the end of an attempt. Idempotent; another end of the same attempt is refused."""
     job = job_state(context, job_id)
     check_result(context, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
@@ -8622,7 +8793,8 @@ def batch_complete_jobs(context: Context, workflow_id: int, body: Dict[str, Any]
     completed, errors = [], []
     for entry in body['completions']:
         try:
-            check_result(context, entry['result'], job_id=entry['job_id'], workflow_id=workflow_id, status=entry['status'], run_id=entry['run_id'])
+            check_result(context, entry['result'], job_id=entry['job_id'], workflow_id=workflow_id,
+                         status=entry['status'], run_id=entry['run_id'])
             record_end(context, state, entry['result'])
             completed.append(entry['job_id'])
         except TorcError as error:
@@ -8679,7 +8851,8 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
         if job.status == PENDING:       # its start was not reported before
             announce_start(context, job, state.run_id)
         more = {'message': reason} if reason else {}
-        announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'], **more)
+        announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'],
+                     **more)
     may_retry = end.get('retry') and end['status'] in ('failed', 'terminated')
     most = end.get('max_retries') or DEFAULT_MAX_RETRIES
     if is_interrupted or may_retry and has_retries(context, state, job, most):
@@ -8693,7 +8866,8 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
     return end['status']
 
 
-def record_failure(context: Context, workflow_id: int, job: JobState, end: Dict[str, Any], reason: str) -> None:
+def record_failure(context: Context, workflow_id: int, job: JobState, end: Dict[str, Any],
+                   reason: str) -> None:
     """Keep an attempt that did not complete among the workflow's events, whether it is retried or not."""
     level = FAILURE_LEVELS.get(end['status'])
     if level:       # announce_end() sends the update
@@ -8713,7 +8887,8 @@ def refuse_other_holder(context: Context, job: JobState, node_id: Optional[int])
 
 def note_unclaimed(context: Context, job: JobState) -> None:
     """A job that no node has claimed is reported as running or ended: note what a claim would."""
-    context.run('UPDATE job SET input_hash = ? WHERE id = ?', (hash_inputs(context, [job.id])[job.id], job.id))
+    context.run('UPDATE job SET input_hash = ? WHERE id = ?',
+                (hash_inputs(context, [job.id])[job.id], job.id))
     if job.status in (UNINITIALIZED, BLOCKED):
         count_trigger(context, job.workflow_id, 'on_jobs_ready', [job.id])
 
@@ -8743,7 +8918,8 @@ def decide_failure(context: Context, state: WorkflowState, job: JobState, end: D
     status = STATUS_CODES[end['status']]
     if not context.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
                      (status, job.id, state.run_id, job.attempt_id)):
-        raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or reset it')
+        raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or '
+                      'reset it')
     context.run('UPDATE job SET status = ? WHERE id = ?', (status, job.id))
     announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'])
     if status == COMPLETED:
@@ -8760,8 +8936,10 @@ def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) ->
               'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
     expect_completion(context, state.id)
     record_event(context, state.id, {
-        'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'previous_attempt': job.attempt_id,
-        'new_attempt': job.attempt_id + 1, 'run_id': state.run_id, 'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
+        'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name,
+        'previous_attempt': job.attempt_id,
+        'new_attempt': job.attempt_id + 1, 'run_id': state.run_id,
+        'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
     return 'ready'
 
 
@@ -8784,7 +8962,8 @@ def retry_job(context: Context, job_id: int, run_id: int, max_retries: int) -> D
     if state.is_canceled:
         raise Refused(f'workflow {state.id} is canceled')
     if job.status not in (RUNNING, FAILED, TERMINATED):
-        raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a running, failed or terminated one can be retried')
+        raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a running, failed or terminated '
+                      'one can be retried')
     if not has_retries(context, state, job, max_retries):
         raise Refused(f'job {job_id} has used its {max_retries} attempts')
     begin_next_attempt(context, state, job)
@@ -8794,7 +8973,7 @@ def retry_job(context: Context, job_id: int, run_id: int, max_retries: int) -> D
 
 
 def manage_status_change(context: Context, job_id: int, status: str, run_id: int) -> Dict[str, Any]:
-    """Set a job to a status that is not an end. What depends on a reset job is reset at the next initialize."""
+    """Set a job to a status that is no end. What depends on a reset job is reset at the next initialize."""
     job = job_state(context, job_id)
     code = STATUS_CODES[status]
     if STATUSES[code].is_final:
@@ -8831,7 +9010,9 @@ def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
 
 def return_claims(context: Context, job_ids: Sequence[int]) -> None:
     """Return claims that were not started: pending -> ready."""
-    run_by_ids(context, f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN', job_ids)
+    run_by_ids(context,
+               f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN',
+               job_ids)
 
 
 # -------- attempts that were lost with their node --------
@@ -8855,12 +9036,14 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
         'is_interrupted': True, 'reason': reason})
 
 
-def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int, node_id: Optional[int],
+def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                 node_id: Optional[int],
                    start_time: Optional[str] = None) -> Optional[JobState]:
     """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may run."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
-    row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ? '
+    row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? AND '
+                      'attempt_id = ? '
                     f'AND {ASSUMED}', (job.id, state.run_id, attempt_id))
     if not is_last or row is None:
         return None
@@ -8889,9 +9072,11 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         sets = sorted({row[0] for row in rows})
         run_by_ids(context, RECOUNT + 'id IN', sets)
-        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN', sets)
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN',
+                   sets)
         job_ids = [row[0] for row in rows_by_ids(
-            context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id WHERE failed = 0 '
+            context,
+            'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id WHERE failed = 0 '
             f'AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
 
@@ -8932,7 +9117,8 @@ def explain_job(context: Context, job_id: int) -> Dict[str, Any]:
 
 def end_reason(context: Context, job_id: int) -> Optional[str]:
     """Why a job's last attempt ended badly; None if it left no result."""
-    found = context.one('SELECT reason, return_code FROM result WHERE job_id = ? AND is_current = 1', (job_id,))
+    found = context.one('SELECT reason, return_code FROM result WHERE job_id = ? AND is_current = 1',
+                        (job_id,))
     return found and (found[0] or f'return code {found[1]}')
 
 
@@ -9006,11 +9192,12 @@ def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Dict[str, An
 # -------- jobs that make jobs --------
 #
 # A running job may spawn others, which wait for it at least. They belong to a lineage (by default its name);
-# each call that adds jobs is one generation of it, and leaves a user data record __torc_lineage__<lineage>__g<number>
-# with what the caller wants to remember. The same call again, from a second attempt say, adds nothing and gets the first
-# answer. When a job starts over (initialize, after it was set back), what it had spawned goes, with its records and
-# results: it will spawn anew, perhaps something else. So no loop goes on with the jobs of an earlier run, and the cap on
-# generations counts those of this run.
+# each call that adds jobs is one generation of it, and leaves a user data record
+# __torc_lineage__<lineage>__g<number> with what the caller wants to remember. The same call again, from a
+# second attempt say, adds nothing and gets the first answer. When a job starts over (initialize, after it was
+# set back), what it had spawned goes, with its records and results: it will spawn anew, perhaps something
+# else. So no loop goes on with the jobs of an earlier run, and the cap on generations counts those of this
+# run.
 
 def spawn_jobs(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add jobs that wait for a running one and those they name. With `state` and no jobs: end the lineage."""
@@ -9018,7 +9205,8 @@ def spawn_jobs(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str,
     names = [job['name'] for job in body['jobs']]
     if names:
         check_bulk([caller.workflow_id], names, 'jobs')
-    if caller.status == PENDING and caller.compute_node_id is not None:     # it runs: its start report is in flight
+    # it runs: its start report is in flight
+    if caller.status == PENDING and caller.compute_node_id is not None:
         mark_started(context, job_id, caller.compute_node_id, format_time(context.now()))
     elif caller.status != RUNNING:
         raise Refused(f'job {job_id} is {STATUS_NAMES[caller.status]}; only a running job can spawn others')
@@ -9029,7 +9217,8 @@ def spawn_jobs(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str,
         'WHERE spawn.workflow_id = ? AND lineage = ?', (caller.workflow_id, lineage))}
     old = [name for name in names if name in known]
     if names and len(old) == len(names):
-        return {'spawned_job_ids': [known[name][0] for name in names], 'iteration': max(known[name][1] for name in names)}
+        return {'spawned_job_ids': [known[name][0] for name in names],
+                'iteration': max(known[name][1] for name in names)}
     if old:
         raise Refused(f'lineage {lineage!r} has spawned {old[0]!r} before, but not all jobs of this request')
     spawned = insert_spawned(context, caller, lineage, counter + 1, body['jobs'])
@@ -9041,38 +9230,50 @@ def spawn_jobs(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str,
 def count_generations(context: Context, workflow_id: int, lineage: str) -> int:
     """Number of the newest generation of a lineage, by its records."""
     prefix = LINEAGE_RECORD.format(lineage) + 'g'
-    names = context.ids('SELECT name FROM user_data WHERE workflow_id = ? AND name >= ? AND name < ?', (workflow_id, prefix, prefix + ':'))
-    return max((int(name[len(prefix):]) for name in names if re.match(r'[0-9]{6,18}\Z', name[len(prefix):])), default=0)
+    names = context.ids('SELECT name FROM user_data WHERE workflow_id = ? AND name >= ? AND name < ?',
+                        (workflow_id, prefix, prefix + ':'))
+    return max((int(name[len(prefix):]) for name in names if re.match(r'[0-9]{6,18}\Z', name[len(prefix):])),
+               default=0)
 
 
-def record_generation(context: Context, workflow_id: int, lineage: str, counter: int, count: int, state: Any) -> None:
+def record_generation(context: Context, workflow_id: int, lineage: str, counter: int, count: int,
+                      state: Any) -> None:
     """Record a generation, or, without jobs, the end of the lineage; an earlier record of its end goes."""
     final = LINEAGE_RECORD.format(lineage) + 'final'
     content = {'generation': counter, 'spawn_count': count, 'state': state}
     if count or state is not None:
         context.run('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', (workflow_id, final))
         context.insert('user_data', {'workflow_id': workflow_id, 'is_ephemeral': True,
-                                   'name': LINEAGE_RECORD.format(lineage) + f'g{counter:06}' if count else final,
+                                   'name': LINEAGE_RECORD.format(lineage) + f'g{counter:06}' if count
+                                     else final,
                                    'data': content if count else dict(content, final=True)})
 
 
-def insert_spawned(context: Context, caller: JobState, lineage: str, generation: int, jobs: List[Dict[str, Any]]) -> List[int]:
+def insert_spawned(context: Context, caller: JobState, lineage: str, generation: int,
+                   jobs: List[Dict[str, Any]]) -> List[int]:
     """Add the jobs of one generation, blocked. Their ids, in the order of the request."""
     if not jobs:
         return []
-    limit = (get_workflow(context, caller.workflow_id).get('dynamic_jobs') or {}).get('max_iterations') or DEFAULT_MAX_ITERATIONS
+    limit = (get_workflow(context, caller.workflow_id).get('dynamic_jobs')
+             or {}).get('max_iterations') or DEFAULT_MAX_ITERATIONS
     if generation > limit:
-        raise Refused(f'lineage {lineage!r} has spawned {limit} times, which is its limit (dynamic_jobs: max_iterations)')
+        raise Refused(f'lineage {lineage!r} has spawned {limit} times, which is its limit (dynamic_jobs: '
+                      'max_iterations)')
     refuse_sibling_cycles(jobs)
-    by_name = jobs_by_name(context, caller.workflow_id, {name for job in jobs for name in (job['name'], *(job.get('depends_on') or ()))})
+    by_name = jobs_by_name(context, caller.workflow_id,
+                           {name for job in jobs for name in (job['name'], *(job.get('depends_on') or ()))})
     for job in jobs:
         if job['name'] in by_name:
-            raise Refused(f"workflow {caller.workflow_id} has a job {job['name']!r} already, which lineage {lineage!r} did not spawn")
-    ids = insert_jobs(context, caller.workflow_id, [spawned_model(context, caller.workflow_id, lineage, job) for job in jobs])
+            raise Refused(f"workflow {caller.workflow_id} has a job {job['name']!r} already, which lineage "
+                          f"{lineage!r} did not spawn")
+    ids = insert_jobs(context, caller.workflow_id,
+                      [spawned_model(context, caller.workflow_id, lineage, job) for job in jobs])
     by_name.update((job['name'], [job_id]) for job, job_id in zip(jobs, ids))
-    sets = [find_set(context, caller.workflow_id, {caller.id, *(find_prerequisite(by_name, job, name) for name in job.get('depends_on') or ())})
+    sets = [find_set(context, caller.workflow_id, {caller.id, *(find_prerequisite(by_name, job, name)
+                                                                for name in job.get('depends_on') or ())})
             for job in jobs]
-    context.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id = ? WHERE id = ?",
+    context.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id "
+                     "= ? WHERE id = ?",
                    zip(sets, sets, ids))
     context.insert_rows('spawn', ('job_id', 'workflow_id', 'caller_id', 'lineage', 'generation'),
                       ((job_id, caller.workflow_id, caller.id, lineage, generation) for job_id in ids))
@@ -9083,16 +9284,20 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
 def spawned_model(context: Context, workflow_id: int, lineage: str, job: Dict[str, Any]) -> Dict[str, Any]:
     """JobModel of a job that is to be spawned; its requirements are found by their name."""
     name = job.get('resource_requirements') or 'default'
-    needs = context.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? ORDER BY id LIMIT 1', (workflow_id, name))
+    needs = context.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? ORDER BY '
+                          'id LIMIT 1', (workflow_id, name))
     if needs is None:
         raise Refused(f'job {job["name"]!r}: workflow {workflow_id} has no resource requirements {name!r}')
-    return dict(job, workflow_id=workflow_id, resource_requirements_id=needs, env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage})
+    return dict(job, workflow_id=workflow_id, resource_requirements_id=needs,
+                env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage})
 
 
 def jobs_by_name(context: Context, workflow_id: int, names: Set[str]) -> Dict[str, List[int]]:
     """The jobs of a workflow that have one of these names."""
     found = collections.defaultdict(list)  # type: Dict[str, List[int]]
-    for name, job_id in rows_by_ids(context, f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND name IN', list(names)):
+    for name, job_id in rows_by_ids(context,
+                                    f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND '
+                                    'name IN', list(names)):
         found[name].append(job_id)
     return found
 
@@ -9101,7 +9306,8 @@ def find_prerequisite(by_name: Dict[str, List[int]], job: Dict[str, Any], name: 
     """The job that a spawned one means in depends_on."""
     found = by_name.get(name, [])
     if len(found) != 1:
-        raise Refused(f"job {job['name']!r} depends on {name!r}, " + (f'but {len(found)} jobs are called so' if found else 'which does not exist'))
+        raise Refused(f"job {job['name']!r} depends on {name!r}, "
+                      + (f'but {len(found)} jobs are called so' if found else 'which does not exist'))
     return found[0]
 
 
@@ -9118,10 +9324,12 @@ class Accepted(dict):
     """The answer to an operation that is not done yet (HTTP 202): its task, a TaskModel."""
 
 
-def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: bool = False, clear_ephemeral_user_data: bool = True,
+def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: bool = False,
+                        clear_ephemeral_user_data: bool = True,
                         **more: bool) -> Dict[str, Any]:
     """Initialize a workflow: at once, or, with `async` (a keyword of Python), as a task."""
-    request = {'only_uninitialized': only_uninitialized, 'clear_ephemeral_user_data': clear_ephemeral_user_data}
+    request = {'only_uninitialized': only_uninitialized,
+               'clear_ephemeral_user_data': clear_ephemeral_user_data}
     if more.get('async'):
         return begin_task(context, workflow_id, 'initialize_jobs', request)
     return initialize_jobs(context, workflow_id, **request)
@@ -9133,7 +9341,8 @@ TASK_OPEN = "status IN ('queued', 'running')"
 
 def begin_task(context: Context, workflow_id: int, operation: str, request: Dict[str, Any]) -> Accepted:
     """Queue a task; return the active task if identical, else Conflict."""
-    found = context.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
+    found = context.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}',
+                        (workflow_id,))
     if found is not None and (found[1], json.loads(found[2])) != (operation, request):
         raise Conflict(f'task {found[0]} ({found[1]}, with different parameters) of workflow {workflow_id} '
                        f'is not done yet: wait for it with `torc.py tasks wait {found[0]}`',
@@ -9151,13 +9360,15 @@ def get_task(context: Context, task_id: int) -> Dict[str, Any]:
 
 def get_active_task_for_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
     """The task that a workflow has at work, or null."""
-    return {'task': next(iter(context.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))), None)}
+    return {'task': next(iter(context.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}',
+                                             (workflow_id,))), None)}
 
 
 def run_tasks(service: Service) -> None:
     """Carry out the queued tasks, oldest first: a server between requests, others at once."""
     for task_id, workflow_id, operation, request, caller in service.store.rows(
-            f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} ORDER BY id'):
+            f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} ORDER BY '
+            'id'):
         context = service.context(caller)
         context.update('task', task_id, {'status': 'running', 'started_at_ms': int(context.now() * 1000)})
         end_task(context, task_id, run_task(context, workflow_id, operation, json.loads(request)))
@@ -9181,10 +9392,14 @@ def run_task(context: Context, workflow_id: int, operation: str, request: Dict[s
 def end_task(context: Context, task_id: int, error: str) -> None:
     """Record how a task ended."""
     status = 'failed' if error else 'succeeded'
-    context.update('task', task_id, {'status': status, 'error': error or None, 'finished_at_ms': int(context.now() * 1000)})
-    workflow_id, operation, user = context.one('SELECT workflow_id, operation, requested_by FROM task WHERE id = ?', (task_id,))
-    record_event(context, workflow_id, dict({'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
-                                          operation=operation, status=status, user=user, message=f'Task {task_id} ({operation}) {status}'),
+    context.update('task', task_id,
+                   {'status': status, 'error': error or None, 'finished_at_ms': int(context.now() * 1000)})
+    workflow_id, operation, user = context.one('SELECT workflow_id, operation, requested_by FROM task WHERE '
+                                               'id = ?', (task_id,))
+    record_event(context, workflow_id, dict({'error': error} if error else {}, category='tasks',
+                                            event_type='task_completed', task_id=task_id,
+                                          operation=operation, status=status, user=user,
+                                            message=f'Task {task_id} ({operation}) {status}'),
                  'error' if error else 'info')
 
 
@@ -9196,52 +9411,66 @@ def fail_open_tasks(context: Context) -> None:
 
 # ======== 8e. Nodes: compute nodes, Slurm jobs, and a runner's turn ========
 #
-# A runner registers a compute node, says all that it has to say in runner_sync() once a turn, and deregisters. A node
-# that goes away, or whose lease ends, gives back what it holds.
+# A runner registers a compute node, says all that it has to say in runner_sync() once a turn, and
+# deregisters. A node that goes away, or whose lease ends, gives back what it holds.
 
 
 # -------- Slurm jobs, remote workers --------
 
 def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
     """Compute node -> the Slurm job that it runs in, where that is known."""
-    scheduled = dict(context.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?', (workflow_id,)))
+    scheduled = dict(context.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?',
+                                  (workflow_id,)))
     found = {}
-    for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND scheduler IS NOT NULL', (workflow_id,)):
+    for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND '
+                                      'scheduler IS NOT NULL', (workflow_id,)):
         scheduler = json.loads(text)
         known = scheduler if isinstance(scheduler, dict) else {}
-        number = known.get('slurm_job_id') or scheduled.get(known['scheduler_id'] if isinstance(known.get('scheduler_id'), int) else None)
+        number = known.get('slurm_job_id') or scheduled.get(known['scheduler_id']
+                                                            if isinstance(known.get('scheduler_id'), int)
+                                                            else None)
         if number:
             found[node_id] = str(number)
     return found
 
 
-def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int = 0,
+                               limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Which job ran, or runs, in which Slurm job, over all runs; each pair once."""
     slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
     pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in context.rows(
         'SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
-        'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,)) if node_id in slurm_jobs}
-    pairs.update(context.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? AND slurm_job_id IS NOT NULL', (workflow_id,)))
+        'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,))
+             if node_id in slurm_jobs}
+    pairs.update(context.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? AND '
+                              'slurm_job_id IS NOT NULL', (workflow_id,)))
     page = sorted(pairs)[offset:][:page_size(offset, limit)]
-    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', sorted({job_id for job_id, _ in page})))
-    return list_answer([{'job_id': job_id, 'job_name': names[job_id], 'slurm_job_id': number} for job_id, number in page], offset, len(pairs))
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN',
+                             sorted({job_id for job_id, _ in page})))
+    return list_answer([{'job_id': job_id, 'job_name': names[job_id], 'slurm_job_id': number}
+                        for job_id, number in page], offset, len(pairs))
 
 
-def get_running_jobs(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def get_running_jobs(context: Context, workflow_id: int, offset: int = 0,
+                     limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Running jobs with their nodes."""
     limit = page_size(offset, limit)
-    total = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}', (workflow_id,))
+    total = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}',
+                          (workflow_id,))
     rows = context.rows(
         'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id FROM job '
-        f'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND job.status = {RUNNING} '
+        'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND '
+        f'job.status = {RUNNING} '
         'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, limit, offset))
     slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
     names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time', 'scheduler_job_id')
-    items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None} for row in rows]
+    items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None}
+             for row in rows]
     return list_answer(items, offset, total)
 
 
-WORKER_TEXT = Expression(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')      # a word that begins with a dash would be an option of ssh
+# a word that begins with a dash would be an option of ssh
+WORKER_TEXT = Expression(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')
 
 
 def create_remote_workers(context: Context, workflow_id: int, body: List[str]) -> List[Dict[str, Any]]:
@@ -9249,7 +9478,8 @@ def create_remote_workers(context: Context, workflow_id: int, body: List[str]) -
     for worker in body:
         if not WORKER_TEXT.match(worker):
             raise Refused(f'{printable(worker)!r} is not a worker: write [USER@]HOST[:PORT]')
-    context.run_many('INSERT OR IGNORE INTO remote_worker (workflow_id, worker) VALUES (?, ?)', ((workflow_id, worker) for worker in body))
+    context.run_many('INSERT OR IGNORE INTO remote_worker (workflow_id, worker) VALUES (?, ?)',
+                     ((workflow_id, worker) for worker in body))
     return [{'worker': worker, 'workflow_id': workflow_id} for worker in sorted(set(body))]
 
 
@@ -9260,7 +9490,8 @@ def list_remote_workers(context: Context, workflow_id: int) -> List[Dict[str, An
 
 def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Dict[str, Any]:
     """Forget a remote worker."""
-    if not context.run('DELETE FROM remote_worker WHERE workflow_id = ? AND worker = ?', (workflow_id, worker)):
+    if not context.run('DELETE FROM remote_worker WHERE workflow_id = ? AND worker = ?',
+                       (workflow_id, worker)):
         raise NotFound(f'workflow {workflow_id} has no remote worker {printable(worker)!r}')
     return {'worker': worker, 'workflow_id': workflow_id}
 
@@ -9284,7 +9515,8 @@ JOB_COUNTERS = (
 
 def job_counts(context: Context, workflow_id: int) -> Dict[int, int]:
     """Status code -> number of jobs of a workflow. Only the first call counts them."""
-    if not context.one("SELECT 1 FROM sqlite_temp_master WHERE name = 'job_count'"):     # a rollback undoes it
+    # a rollback undoes it
+    if not context.one("SELECT 1 FROM sqlite_temp_master WHERE name = 'job_count'"):
         for statement in JOB_COUNTERS:
             context.run(statement)
     counts = dict(context.rows('SELECT status, count FROM job_count WHERE workflow_id = ?', (workflow_id,)))
@@ -9326,7 +9558,8 @@ def release_former(context: Context, body: Dict[str, Any]) -> None:
     condition = ' AND '.join(f'{key} = ?' for key in keys)
     for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
                              [body[key] for key in keys]):
-        announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id), STOPPED_KEYS)
+        announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id),
+                      STOPPED_KEYS)
         release_node(context, node_id)
 
 
@@ -9336,7 +9569,8 @@ STOPPED_KEYS = ('hostname', 'pid', 'duration_seconds', 'compute_node_type')
 
 def announce_node(context: Context, event_type: str, node: Dict[str, Any], keys: Sequence[str]) -> None:
     """Report that a node has begun or ended."""
-    announce(context, node['workflow_id'], event_type, dict({key: node.get(key) for key in keys}, compute_node_id=node['id']))
+    announce(context, node['workflow_id'], event_type,
+             dict({key: node.get(key) for key in keys}, compute_node_id=node['id']))
 
 
 def update_compute_node(context: Context, node_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -9345,10 +9579,13 @@ def update_compute_node(context: Context, node_id: int, body: Dict[str, Any]) ->
     check_stays(before['workflow_id'], body)
     check_references(context, before['workflow_id'], body)
     if body.get('is_active') and before.get('is_active') is False:
-        raise Refused(f'compute node {node_id} has ended, and its jobs are released; register a new one', field='is_active')
-    context.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None and key not in ('workflow_id', 'labels')})
+        raise Refused(f'compute node {node_id} has ended, and its jobs are released; register a new one',
+                      field='is_active')
+    context.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None
+                                             and key not in ('workflow_id', 'labels')})
     if before.get('is_active') and body.get('is_active') is False:
-        return_claims(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))     # it knows what it did not start
+        # it knows what it did not start
+        return_claims(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))
         release_node(context, node_id)
     node = get_row(context, 'compute_node', node_id)
     if before.get('is_active') and not node.get('is_active'):
@@ -9383,20 +9620,24 @@ def release_node(context: Context, node_id: int) -> None:
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
               'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     state = workflow_state(context, workflow_id)
-    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}', (node_id,)):
+    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
+                              (node_id,)):
         # It may have started, and the report been lost: what runs from now on is another attempt.
         job = job_state(context, job_id)
         reason = f'compute node {node_id} ({host}), which had claimed it, went away'
         assume_interrupted(context, state, job, reason)
         begin_next_attempt(context, state, job)
-    for job_id, start_time in context.rows(f'SELECT id, start_time FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,)):
+    for job_id, start_time in context.rows('SELECT id, start_time FROM job WHERE compute_node_id = ? AND '
+                                           f'status = {RUNNING}', (node_id,)):
         spent_s = context.now() - parse_time(start_time) if start_time else 0.0
         record_end(context, state, {
             'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
             'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(context.now()),
             'reason': f'compute node {node_id} ({host}), which ran it, went away'})
-        record_event(context, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
-                                          'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
+        record_event(context, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id,
+                                            'compute_node_id': node_id,
+                                          'message': f'Job {job_id} was running on node {node_id}, which '
+                                                     'went away'}, 'warning')
     note_if_complete(context, workflow_id)
 
 
@@ -9409,14 +9650,16 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
     rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
                       'WHERE is_active = 1 AND lease_s IS NOT NULL')
     for node_id, hostname, pid, identity, lease_s in rows:
-        ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s + MAX_RETRY_PAUSE_S)
+        ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
+                                                    + MAX_RETRY_PAUSE_S)
         is_alive = lives(hostname, pid, identity or '')
         if is_alive is None:
             is_alive = context.service.clock() <= ends_at
         if not is_alive:
             try:
                 with context.savepoint():
-                    announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id), STOPPED_KEYS)
+                    announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id),
+                                  STOPPED_KEYS)
                     release_node(context, node_id)
                 lost.append(node_id)
             except TorcError as error:      # the other nodes' jobs must not wait for it
@@ -9455,7 +9698,8 @@ def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dic
     want = body.get('want')
     chosen = claim(context, state, want, node_id) if want else []
     answer.update(describe_claims(context, state.run_id, chosen))
-    answer['reason'] = explain_no_jobs(context, state, want) if want and not chosen and body.get('explain') else None
+    answer['reason'] = explain_no_jobs(context, state,
+                                       want) if want and not chosen and body.get('explain') else None
     undone = f'workflow_id = {state.id} AND status IN {sql_list(NOT_DONE)}'
     is_survey = want and body.get('survey')
     answer['notices'] = (find_incompatible_jobs(context, state.id, want, ALL_KINDS_QUERY, undone)
@@ -9479,11 +9723,13 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
 
 def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
     """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
-    row = context.one('SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
+    row = context.one('SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ?',
+                      (node_id, workflow_id))
     if row is None:
         raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
     if not row[0]:
-        raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one', gone=True)
+        raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
+                      gone=True)
     if lease_s is not None:
         context.service.leases[node_id] = context.service.clock() + lease_s
         context.run('UPDATE compute_node SET lease_s = ? WHERE id = ? AND lease_s IS NOT ?',
@@ -9499,7 +9745,8 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
     taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE id = ?',
                    ((action_id,) for action_id in taken if action_id not in held_actions))
-    persistent = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND is_reported = 0', (node_id,))
+    persistent = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND '
+                             'is_reported = 0', (node_id,))
     context.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
                    ((action_id, node_id) for action_id in persistent if action_id not in held_actions))
 
@@ -9550,14 +9797,16 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Se
         recover_lost(context, state, job, attempt_id, node_id, start_time)
 
 
-def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Dict[str, Any], answer: Dict[str, Any]) -> None:
+def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Dict[str, Any],
+                        answer: Dict[str, Any]) -> None:
     """One completion of a runner's turn: into `accepted` or `errors`."""
     try:
         check_final(end['status'])
         times = times_by_id(end.get('file_times') or {})
         status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
     except TorcError as error:
-        answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'], 'message': error.message})
+        answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'],
+                                 'message': error.message})
         return
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
     if end.get('file_times'):
@@ -9575,47 +9824,58 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
         failure = result.get('message') or 'failed'
         context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, result['action_id']))
     event_type, severity = ('action_completed', 'info') if result['success'] else ('action_failed', 'error')
-    record_event(context, workflow_id, {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
+    record_event(context, workflow_id,
+                 {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
                                       'message': result.get('message') or ''}, severity)
 
 
 def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Dict[str, Any]:
     """Claimed jobs with all that is needed to run them; what many share is sent once."""
     rows = {row[0]: row for row in rows_by_ids(
-        context, 'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job WHERE id IN', job_ids)}
+        context,
+        'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job '
+        'WHERE id IN', job_ids)}
     outputs = collections.defaultdict(list)  # type: Dict[int, List[List[Any]]]
     for job_id, file_id, path in rows_by_ids(
-            context, 'SELECT made.job_id, file.id, file.path FROM job_output_file made CROSS JOIN file ON file.id = made.file_id '
+            context,
+        'SELECT made.job_id, file.id, file.path FROM job_output_file made CROSS JOIN file ON file.id = '
+        'made.file_id '
             'WHERE made.job_id IN', job_ids):
         outputs[job_id].append([file_id, path])
     kinds = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
     handlers = list(dict.fromkeys(row[7] for row in rows.values() if row[7]))
     rules = dict(rows_by_ids(context, 'SELECT id, rules FROM failure_handler WHERE id IN', handlers))
     interruptions = count_interruptions(context, run_id, [row[0] for row in rows.values() if row[5] > 1])
-    jobs = [{'id': row[0], 'name': row[1], 'command': row[2], 'invocation_script': row[3], 'env': json.loads(row[4]) if row[4] else None,
+    jobs = [{'id': row[0], 'name': row[1], 'command': row[2], 'invocation_script': row[3],
+             'env': json.loads(row[4]) if row[4] else None,
              'attempt_id': row[5], 'kind': kinds.index(row[6]), 'outputs': outputs.get(row[0], []),
              'failure_handler': handlers.index(row[7]) if row[7] else None,
              'interruptions': interruptions[row[0]]} for row in (rows[job_id] for job_id in job_ids)]
-    return {'jobs': jobs, 'kinds': [describe_kind(context, kind) for kind in kinds], 'handlers': [json.loads(rules[h]) for h in handlers]}
+    return {'jobs': jobs, 'kinds': [describe_kind(context, kind) for kind in kinds],
+            'handlers': [json.loads(rules[h]) for h in handlers]}
 
 
 def describe_kind(context: Context, kind_id: int) -> Dict[str, Any]:
     """What a job of a kind needs."""
-    row = context.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, needs.num_nodes, needs.runtime_s, '
+    row = context.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, '
+                      'needs.num_nodes, needs.runtime_s, '
                     'needs.is_implicit FROM job_kind kind CROSS JOIN resource_requirements needs '
                     'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (kind_id,))
-    names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s', 'is_implicit')
+    names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s',
+             'is_implicit')
     return dict(zip(names, row), is_implicit=bool(row[-1]))
 
 
-def describe_progress(context: Context, state: WorkflowState, node_id: int, is_denied: bool) -> Dict[str, Any]:
+def describe_progress(context: Context, state: WorkflowState, node_id: int,
+                      is_denied: bool) -> Dict[str, Any]:
     """What a runner shows, and what it needs to decide whether to stay. `is_denied`: it got no jobs."""
     counts = job_counts(context, state.id)
     unfinished = sum(counts[code] for code in NOT_DONE)
     # A blocked job waits for one of those that are ready or active, or for a decision.
     is_active = any(counts[code] for code in ACTIVE)
     claimable = is_active or counts[READY] and not (is_denied and is_last_node(context, state.id, node_id))
-    actions = context.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 "
+    actions = context.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 "
+                            "AND persistent = 0 "
                           "AND action_type = 'run_commands' "
                           "AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')", (state.id,))
     return {'is_complete': not unfinished or state.is_canceled, 'is_canceled': state.is_canceled,
@@ -9632,8 +9892,8 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
 
 # ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
 #
-# RESOURCES says which table and view a noun has and what a list of it may be asked for. The usual operations serve all
-# of them; what a rule holds for has a verb of its own.
+# RESOURCES says which table and view a noun has and what a list of it may be asked for. The usual operations
+# serve all of them; what a rule holds for has a verb of its own.
 
 
 # -------- lists --------
@@ -9644,40 +9904,53 @@ class Resource(Row):
     view: str                   # what is read; usually the table
     model: str                  # of its rows
     plural: str                 # in the name of the model of its lists
-    filters: Dict[str, str]     # query parameter -> condition with one ?; other parameters compare for equality
+    # query parameter -> condition with one ?; other parameters compare for equality
+    filters: Dict[str, str]
 
 
 CONTAINS = 'instr(lower({0}), lower(?)) > 0'
 RESOURCES = {
     'workflow': Resource('workflow', 'workflow', 'WorkflowModel', 'Workflows', {
         'description': CONTAINS.format('description'),
-        'access_group': "id IN (SELECT workflow_id FROM workflow_access_group WHERE instr(?, ',' || group_id || ',') > 0)"}),
+        'access_group': "id IN (SELECT workflow_id FROM workflow_access_group WHERE instr(?, ',' || "
+                        "group_id || ',') > 0)"}),
     'job': Resource('job', 'job_view', 'JobModel', 'Jobs', {
         'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
         'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
-        'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = dep_member.dep_set_id WHERE dep_member.job_id = ?)',
+        'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = '
+                           'dep_member.dep_set_id WHERE dep_member.job_id = ?)',
         'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
-        'origin_is_set': '(origin IS NOT NULL) = ?', 'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"}),
+        'origin_is_set': '(origin IS NOT NULL) = ?',
+        'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"}),
     'file': Resource('file', 'file', 'FileModel', 'Files', {
-        'path': CONTAINS.format('path'), 'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
+        'path': CONTAINS.format('path'),
+        'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
         'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
     'user_data': Resource('user_data', 'user_data', 'UserDataModel', 'UserData', {
         'name': CONTAINS.format('name'),
         'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
         'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
-    'resource_requirements': Resource('resource_requirements', 'resource_requirements', 'ResourceRequirementsModel', 'ResourceRequirements', {
-        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)',
+    'resource_requirements': Resource('resource_requirements', 'resource_requirements',
+                                      'ResourceRequirementsModel', 'ResourceRequirements', {
+        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = '
+                  'job.kind_id WHERE job.id = ?)',
         'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'}),
-    'failure_handler': Resource('failure_handler', 'failure_handler', 'FailureHandlerModel', 'FailureHandlers', {}),
-    'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', 'SlurmSchedulerModel', 'SlurmSchedulers', {}),
-    'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel', 'LocalSchedulers', {}),
-    'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node', 'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
+    'failure_handler': Resource('failure_handler', 'failure_handler', 'FailureHandlerModel',
+                                'FailureHandlers', {}),
+    'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', 'SlurmSchedulerModel',
+                                'SlurmSchedulers', {}),
+    'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel',
+                                'LocalSchedulers', {}),
+    'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node',
+                                       'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
     'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
         'hostname': CONTAINS.format('hostname'),
         'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
-    'result': Resource('result', 'result_view', 'ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
+    'result': Resource('result', 'result_view', 'ResultModel', 'Results',
+                       {'all_runs': '(? OR is_current = 1)'}),
     'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
-    'ro_crate_entity': Resource('ro_crate_entity', 'ro_crate_entity', 'RoCrateEntityModel', 'RoCrateEntities', {}),
+    'ro_crate_entity': Resource('ro_crate_entity', 'ro_crate_entity', 'RoCrateEntityModel', 'RoCrateEntities',
+                                {}),
     'event': Resource('event', 'event', 'EventModel', 'Events', {
         'category': "has_member(data, 'category', ?)", 'after_timestamp': 'timestamp > ?'}),
 }
@@ -9686,23 +9959,28 @@ RESOURCES = {
 def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
     """Refuse a field that a list does not show; '' is the usual order."""
     if sort_by and sort_by not in names:
-        raise BadInput(f'sort_by: {printable(sort_by)!r} is no field to sort by' + (did_you_mean(sort_by, names) or '; use ' + ', '.join(names)),
+        raise BadInput(f'sort_by: {printable(sort_by)!r} is no field to sort by'
+                       + (did_you_mean(sort_by, names) or '; use ' + ', '.join(names)),
                        field='sort_by')
 
 
-def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS, sort_by: str = '',
+def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS,
+              sort_by: str = '',
               reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
     """One page of a list: filtered, sorted (by id among equals), with the total count under the filters."""
     noun = RESOURCES[resource]
     limit = page_size(offset, limit)
     if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
-        raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of {', '.join(STATUS_CODES)}", field='status')
+        raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of "
+                       f"{', '.join(STATUS_CODES)}", field='status')
     names = [column.name for column in context.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
     check_sort_field(sort_by, names)
     conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
-    values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value for name, value in filters.items()]
+    values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value
+              for name, value in filters.items()]
     if is_limited(context):
-        conditions.append(f"{'id' if resource == 'workflow' else 'workflow_id'} IN (SELECT id FROM workflow WHERE {MAY_USE})")
+        conditions.append(f"{'id' if resource == 'workflow' else 'workflow_id'} IN (SELECT id FROM workflow "
+                          f"WHERE {MAY_USE})")
         values += names_of(context.caller)
     where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
     total = context.value(f'SELECT count(*) FROM {noun.view} {where}', values)
@@ -9712,7 +9990,8 @@ def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX
     return list_answer(items, offset, total)
 
 
-def list_workflows(context: Context, resource: str, access_group: Sequence[str] = (), **query: Any) -> Dict[str, Any]:
+def list_workflows(context: Context, resource: str, access_group: Sequence[str] = (),
+                   **query: Any) -> Dict[str, Any]:
     """Workflows; of one of these groups only, if any is named."""
     if access_group:
         names = [access_group] if isinstance(access_group, str) else access_group
@@ -9723,10 +10002,12 @@ def list_workflows(context: Context, resource: str, access_group: Sequence[str] 
     return answer
 
 
-def list_jobs(context: Context, resource: str, include_relationships: bool = False, **query: Any) -> Dict[str, Any]:
+def list_jobs(context: Context, resource: str, include_relationships: bool = False,
+              **query: Any) -> Dict[str, Any]:
     """Jobs; their id lists only if asked for."""
     if 'labels' in query:
-        query['labels'] = served_labels(context, query['workflow_id'], set(filter(None, query['labels'].split(','))))
+        query['labels'] = served_labels(context, query['workflow_id'],
+                                        set(filter(None, query['labels'].split(','))))
     answer = list_rows(context, resource, **query)
     if include_relationships:
         add_relations(context, answer['items'])
@@ -9735,7 +10016,8 @@ def list_jobs(context: Context, resource: str, include_relationships: bool = Fal
 
 def served_labels(context: Context, workflow_id: int, labels: Set[str]) -> str:
     """The label sets that a runner with these labels may serve, between line ends: no JSON text holds one."""
-    kinds = context.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,))
+    kinds = context.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL',
+                        (workflow_id,))
     served = [text for text in kinds if labels.issuperset(json.loads(text))] if labels else ['']
     return '\n' + '\n'.join(served) + '\n' if served else ''
 
@@ -9746,21 +10028,25 @@ def list_results(context: Context, resource: str, all_runs: bool = False, **quer
 
 
 ITEM_RELATIONS = (     # of files or user data: who makes, and who uses them
-    'item.name, item.id AS {0}_id, item.name AS {0}_name, {1}made.job_id AS producer_job_id, maker.name AS producer_job_name, '
+    'item.name, item.id AS {0}_id, item.name AS {0}_name, {1}made.job_id AS producer_job_id, maker.name AS '
+    'producer_job_name, '
     'used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM {0} item '
     'LEFT JOIN job_output_{0} made ON made.{0}_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
     'LEFT JOIN job_input_{0} used ON used.{0}_id = item.id LEFT JOIN job user ON user.id = used.job_id '
     'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)')
 RELATION_QUERIES = {
-    'job': ('job.name, job.id AS job_id, job.name AS job_name, need.id AS depends_on_job_id, need.name AS depends_on_job_name '
-            'FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id CROSS JOIN job need ON need.id = dep_member.job_id '
+    'job': ('job.name, job.id AS job_id, job.name AS job_name, need.id AS depends_on_job_id, need.name AS '
+            'depends_on_job_name '
+            'FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id CROSS JOIN job need '
+            'ON need.id = dep_member.job_id '
             'WHERE job.workflow_id = :workflow'),
     'file': ITEM_RELATIONS.format('file', 'item.path AS file_path, '),
     'user_data': ITEM_RELATIONS.format('user_data', ''),
 }
 
 
-def list_relations(context: Context, resource: str, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS,
+def list_relations(context: Context, resource: str, workflow_id: int, offset: int = 0,
+                   limit: int = MAX_LIST_ITEMS,
                    sort_by: str = '', reverse_sort: bool = False) -> Dict[str, Any]:
     """Which job waits for which, or makes and uses which file or user data; dependency sets spelled out."""
     query = RELATION_QUERIES[resource]
@@ -9770,7 +10056,8 @@ def list_relations(context: Context, resource: str, workflow_id: int, offset: in
     total = context.value(f'SELECT count(*) FROM (SELECT {query})', {'workflow': workflow_id})
     way = 'DESC' if reverse_sort else 'ASC'
     first = [sort_by] if sort_by in names else []   # all are of one workflow
-    order = ', '.join(f'{column} {way}' for column in first + [name for name in names if name.endswith('_id')])
+    order = ', '.join(f'{column} {way}' for column in first
+                      + [name for name in names if name.endswith('_id')])
     rows = context.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
                       {'workflow': workflow_id, 'limit': limit, 'offset': offset})
     items = [{name: cell for name, cell in zip(names, row[1:]) if cell is not None} for row in rows]
@@ -9810,27 +10097,32 @@ def create_rows(context: Context, resource: str, body: Dict[str, Any]) -> Dict[s
 def create_requirements(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
     """Add resource requirements; memory and runtime must be readable."""
     workflow_state(context, body['workflow_id'])
-    return read_row(context, resource, insert_requirements(context, body['workflow_id'], {k: v for k, v in body.items() if k != 'id'}))
+    return read_row(context, resource, insert_requirements(context, body['workflow_id'],
+                                                           {k: v for k, v in body.items() if k != 'id'}))
 
 
 def update_requirements(context: Context, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Change resource requirements, for all jobs that have them."""
     current = read_row(context, resource, row_id)
     check_stays(current['workflow_id'], body)
-    values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
+    values = {key: value for key, value in body.items() if value is not None
+              and key not in ('id', 'workflow_id')}
     values.update(checked_requirements(dict(current, **values)), is_implicit=False)
     context.update('resource_requirements', row_id, values)
     changed = read_row(context, resource, row_id)
-    details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items() if key != 'workflow_id'}
+    details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items()
+               if key != 'workflow_id'}
     add_user_event(context, current['workflow_id'], 'update_resource_requirements', **details)
     return changed
 
 
-def create_user_data(context: Context, resource: str, body: Dict[str, Any], consumer_job_id: Optional[int] = None,
+def create_user_data(context: Context, resource: str, body: Dict[str, Any],
+                     consumer_job_id: Optional[int] = None,
                      producer_job_id: Optional[int] = None) -> Dict[str, Any]:
     """Add user data, and link it to the jobs that use and make it."""
     record = create_row(context, resource, body)
-    for table, job_id in (('job_input_user_data', consumer_job_id), ('job_output_user_data', producer_job_id)):
+    for table, job_id in (('job_input_user_data', consumer_job_id),
+                          ('job_output_user_data', producer_job_id)):
         if job_id is not None:
             check_owned(context, 'job', body['workflow_id'], [job_id])
             context.insert_rows(table, ('job_id', 'user_data_id'), [(job_id, record['id'])])
@@ -9852,10 +10144,12 @@ def read_row(context: Context, resource: str, row_id: int) -> Dict[str, Any]:
 def update_row(context: Context, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """Change the given fields of a row; it stays in its workflow."""
     current = read_row(context, resource, row_id)
-    values = {key: value for key, value in body.items() if value is not None and key not in ('id', 'workflow_id')}
+    values = {key: value for key, value in body.items() if value is not None
+              and key not in ('id', 'workflow_id')}
     check_stays(current['workflow_id'], body)
     check_references(context, current['workflow_id'], body)
-    fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values and values[name] != current.get(name)]
+    fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values
+             and values[name] != current.get(name)]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot be changed")
     if resource == 'file':
@@ -9897,7 +10191,8 @@ def delete_where(context: Context, resource: str, column: str, value: int) -> in
                 context.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
             return context.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
     except sqlite3.IntegrityError:
-        raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete them first") from None
+        raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete "
+                      "them first") from None
 
 
 def delete_rows(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
@@ -9927,8 +10222,8 @@ def delete_all_user_data(context: Context, resource: str, workflow_id: int) -> D
 
 # ======== 8g. Administration: access groups, the server itself, and event streams ========
 #
-# Who is in which group, and which groups may use which workflow; the rules that these serve stand in section 8. Then what
-# a server says of itself, and what may be subscribed to.
+# Who is in which group, and which groups may use which workflow; the rules that these serve stand in section
+# 8. Then what a server says of itself, and what may be subscribed to.
 
 
 # -------- access groups --------
@@ -9943,17 +10238,22 @@ def set_administrators(context: Context, users: Iterable[str]) -> None:
     if ANONYMOUS in wanted:
         raise BadInput(f'{ANONYMOUS!r} cannot be an administrator: it is anybody')
     group_id = context.value('SELECT id FROM access_group WHERE is_system = 1')
-    group_id = group_id or context.insert('access_group', {'name': ADMIN_GROUP, 'created_at': format_time(context.now()), 'is_system': True})
-    if set(context.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?', (group_id,))) != wanted:
+    group_id = group_id or context.insert('access_group',
+                                          {'name': ADMIN_GROUP, 'created_at': format_time(context.now()),
+                                           'is_system': True})
+    if set(context.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?',
+                       (group_id,))) != wanted:
         context.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
         for user in sorted(wanted):
-            context.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin', 'created_at': format_time(context.now())})
+            context.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin',
+                                                     'created_at': format_time(context.now())})
 
 
 def check_fills_by_hand(context: Context, group_id: int) -> None:
     """Refuse changes of the group of the administrators."""
     if context.value('SELECT is_system FROM access_group WHERE id = ?', (group_id,)):
-        raise Denied('the group of the administrators is filled by `serve --admin-user` and TORC_ADMIN_USERS only')
+        raise Denied('the group of the administrators is filled by `serve --admin-user` and '
+                     'TORC_ADMIN_USERS only')
 
 
 def find_link(context: Context, table: str, link: Dict[str, Any]) -> Optional[Dict[str, Any]]:
@@ -9975,7 +10275,8 @@ def remove_link(context: Context, table: str, link: Dict[str, Any], what: str) -
     found = find_link(context, table, link)
     if found is None:
         raise NotFound(what)
-    context.run(f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in link)}", list(link.values()))
+    context.run(f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in link)}",
+                list(link.values()))
     return found
 
 
@@ -9985,12 +10286,14 @@ def check_is_self(context: Context, user: str) -> None:
         raise Denied(f'only {printable(user)} and administrators may ask this')
 
 
-def group_page(context: Context, table: str, where: str, value: Any, offset: int, limit: int) -> Dict[str, Any]:
+def group_page(context: Context, table: str, where: str, value: Any, offset: int,
+               limit: int) -> Dict[str, Any]:
     """One page of groups or members, in the envelope that these lists have."""
     limit = page_size(offset, limit)
     total = context.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
     items = context.select(table, f'WHERE {where} ORDER BY id LIMIT ? OFFSET ?', (value, limit, offset))
-    return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total, 'has_more': offset + len(items) < total}
+    return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total, 'has_more': offset
+            + len(items) < total}
 
 
 def create_access_group(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -9998,7 +10301,8 @@ def create_access_group(context: Context, body: Dict[str, Any]) -> Dict[str, Any
     check_group_admin(context)
     if context.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
         raise Conflict(f"there is an access group {printable(body['name'])!r} already")
-    values = {'name': body['name'], 'description': body.get('description'), 'created_at': format_time(context.now())}
+    values = {'name': body['name'], 'description': body.get('description'),
+              'created_at': format_time(context.now())}
     return get_row(context, 'access_group', context.insert('access_group', values))
 
 
@@ -10023,7 +10327,8 @@ def delete_access_group(context: Context, group_id: int) -> Dict[str, Any]:
     return group
 
 
-def list_group_members(context: Context, group_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_group_members(context: Context, group_id: int, offset: int = 0,
+                       limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Who is in a group."""
     check_group_admin(context, group_id)
     return group_page(context, 'user_group_membership', 'group_id = ?', group_id, offset, limit)
@@ -10037,7 +10342,8 @@ def add_user_to_group(context: Context, group_id: int, body: Dict[str, Any]) -> 
     if not user or user == ANONYMOUS:
         raise Refused(f'user_name: {user!r} is not a valid group member', field='user_name')
     if (body.get('group_id') or group_id) != group_id:
-        raise Refused(f"group_id {body['group_id']} in the body does not match {group_id} in the path", field='group_id')
+        raise Refused(f"group_id {body['group_id']} in the body does not match {group_id} in the path",
+                      field='group_id')
     return add_link(context, 'user_group_membership', {'group_id': group_id, 'user_name': user},
                     f'{printable(user)} is in access group {group_id}', role=body.get('role') or 'member')
 
@@ -10050,13 +10356,15 @@ def remove_user_from_group(context: Context, group_id: int, user_name: str) -> D
                        f'{printable(user_name)} is not in access group {group_id}')
 
 
-def list_user_groups(context: Context, user_name: str, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_user_groups(context: Context, user_name: str, offset: int = 0,
+                     limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Groups that a user is in."""
     check_is_self(context, user_name)
     return group_page(context, 'access_group', GROUPS_OF_USER, user_name, offset, limit)
 
 
-def list_workflow_groups(context: Context, workflow_id: int, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_workflow_groups(context: Context, workflow_id: int, offset: int = 0,
+                         limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
     """Groups whose members may use a workflow."""
     return group_page(context, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
 
@@ -10115,7 +10423,8 @@ def reload_auth(context: Context) -> Dict[str, Any]:
 class Traffic:
     """How many requests and bytes came and went, for each second of the last hour in which some did."""
     MOST_S = 3600
-    KEYS = ('request_count', 'bytes_in', 'bytes_out', 'status_2xx', 'status_4xx', 'status_5xx', 'status_other')
+    KEYS = ('request_count', 'bytes_in', 'bytes_out', 'status_2xx', 'status_4xx', 'status_5xx',
+            'status_other')
 
     SLOTS = {b'2': 4, b'4': 5, b'5': 6}     # first digit of a status -> index in a row; others: 7
 
@@ -10143,13 +10452,15 @@ def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds
     window = max(1, min(window_seconds, Traffic.MOST_S))
     interval = max(1, min(interval_seconds, window))
     now = context.now()
-    buckets = {start: [0] * len(Traffic.KEYS) for start in range(int(now) // interval * interval, int(now) - window, -interval)}
+    buckets = {start: [0] * len(Traffic.KEYS)
+               for start in range(int(now) // interval * interval, int(now) - window, -interval)}
     for second, *counts in context.service.traffic.rows if context.service.traffic is not None else ():
         bucket = buckets.get(second // interval * interval)
         if bucket is not None:
             bucket[:] = map(operator.add, bucket, counts)
     return {'now_ms': int(now * 1000), 'interval_seconds': interval, 'window_seconds': window,
-            'buckets': [dict(zip(Traffic.KEYS, counts), start_ms=start * 1000) for start, counts in buckets.items()]}
+            'buckets': [dict(zip(Traffic.KEYS, counts), start_ms=start * 1000)
+                        for start, counts in buckets.items()]}
 
 
 def ping(context: Context) -> Dict[str, Any]:
@@ -10203,13 +10514,14 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
 
 # ======== 8h. Ad-hoc SQL: an administrator's own statements ========
 #
-# One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles a
-# statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and our tables
-# ours. Administrators may make tables called t_..., which nothing of ours looks at or waits for: no trigger, view or
-# foreign key ties them to our tables, so that every verb and every migration still works. What writes is taken back
-# where it leaves something that no verb could read, and put on record in any case.
+# One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles
+# a statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and
+# our tables ours. Administrators may make tables called t_..., which nothing of ours looks at or waits for:
+# no trigger, view or foreign key ties them to our tables, so that every verb and every migration still works.
+# What writes is taken back where it leaves something that no verb could read, and put on record in any case.
 
-ADMIN_SQL_S = 5.0           # so long a statement may hold up everybody; one call of a function of SQLite, longer
+# so long a statement may hold up everybody; one call of a function of SQLite, longer
+ADMIN_SQL_S = 5.0
 ADMIN_SQL_STEPS = 10000     # of SQLite's machine between looks at the clock
 MAX_SQL_ANSWER_BYTES = 64 * 1024 ** 2   # about
 # Actions that SQLite asks for: https://www.sqlite.org/c3ref/c_alter_table.html
@@ -10229,14 +10541,16 @@ JSON_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dic
 CELL_RULES = {      # codec, or the column's name -> what a cell must not be, beside another type
     'STATUS': f'{{0}} NOT BETWEEN 0 AND {len(STATUSES) - 1}',
     'REAL': 'abs({0}) > 1e15',      # nor may a sum of them be infinite: JSON knows no such number
-    'id': f'{{0}} NOT BETWEEN 1 AND {2 ** 53}'}     # SQLite goes on above the highest: after its last, none could be added
+    # SQLite goes on above the highest: after its last, none could be added
+    'id': f'{{0}} NOT BETWEEN 1 AND {2 ** 53}'}
 DUPLICATE_COUNT = ('SELECT coalesce(sum(duplicates), 0) FROM '     # older workflows may have some
                    '(SELECT count(*) - 1 AS duplicates FROM job GROUP BY workflow_id, name)')
 DANGLING_COUNT = 'SELECT ' + ' + '.join(    # references that no foreign key watches
     f'(SELECT count(*) FROM job LEFT JOIN {table} ON {table}.id = job.{column} '
     f'AND {table}.workflow_id = job.workflow_id WHERE job.{column} IS NOT NULL AND {table}.id IS NULL)'
     for column, table in (('kind_id', 'job_kind'), ('explicit_set_id', 'dep_set'), ('dep_set_id', 'dep_set')))
-COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])    # what the counters of dependency sets are made from
+# what the counters of dependency sets are made from
+COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])
 
 
 class SqlAnswer(Row):
@@ -10290,7 +10604,8 @@ class SqlGuard:
         self.refused = ''                   # what the statement must not do, if it was refused
         self.tables = set()                 # type: Set[str]  # that it writes to
         self.deadline = math.inf            # monotonic
-        self.count = 0                      # of statements: no two have the same text, so that each is compiled, and judged
+        # of statements: no two have the same text, so that each is compiled, and judged
+        self.count = 0
         # One object for good: of several that are equal, Python 3.6 keeps the first alive and calls the last.
         self.interrupter = self.is_late
 
@@ -10370,7 +10685,8 @@ def execute_guarded(context: Context, sql: str, limit: int, writes: bool, makes:
     store, service, connection = context.store, context.service, context.connection
     if service.sql_guard is None:
         service.sql_guard = SqlGuard()
-        connection.set_authorizer(service.sql_guard.judge)      # for good: before Python 3.11 it cannot be taken off
+        # for good: before Python 3.11 it cannot be taken off
+        connection.set_authorizer(service.sql_guard.judge)
     guard = service.sql_guard
     if writes:      # REPLACE deletes rows without firing triggers, and the guard refuses what ours write
         forget_job_counts(context)
@@ -10397,7 +10713,8 @@ def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
     for row in itertools.islice(cursor, limit):
         size += sum(len(cell) if isinstance(cell, (str, bytes)) else 16 for cell in row)
         if size > MAX_SQL_ANSWER_BYTES:
-            raise Refused(f'the answer has more than {MAX_SQL_ANSWER_BYTES // 1024 ** 2} MiB; ask for less, or give a limit')
+            raise Refused(f'the answer has more than {MAX_SQL_ANSWER_BYTES // 1024 ** 2} MiB; ask for less, '
+                          'or give a limit')
         rows.append(row)
     return rows
 
@@ -10464,10 +10781,13 @@ def check_cells(context: Context, table: str) -> None:
                 value = decode_cell(column.codec, cell)
                 format_json(value).encode()
                 wanted = JSON_TYPES.get(name) if cell is not None else None
-                if wanted and not (isinstance(value, wanted) and all(isinstance(item, str) for item in value)):
-                    raise ValueError(f'{format_json(value)[:60]} is no {wanted.__name__}, or not one of texts')
+                if wanted and not (isinstance(value, wanted)
+                                   and all(isinstance(item, str) for item in value)):
+                    shown = format_json(value)[:60]
+                    raise ValueError(f'{shown} is no {wanted.__name__}, or not one of texts')
         except (sqlite3.OperationalError, ValueError, RecursionError) as error:
-            raise Refused(f'{table}.{name} would hold what cannot be read: {printable(str(error))[:200]}') from None
+            reason = printable(str(error))[:200]
+            raise Refused(f'{table}.{name} would hold what cannot be read: {reason}') from None
 
 
 def refuse_references(context: Context) -> None:
@@ -10498,10 +10818,12 @@ def describe_cell(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def add_audit(context: Context, body: Dict[str, Any], rows_affected: Optional[int], error: Optional[str]) -> None:
+def add_audit(context: Context, body: Dict[str, Any], rows_affected: Optional[int],
+              error: Optional[str]) -> None:
     """Put on record what an administrator wrote, or why it was refused."""
     context.insert('admin_audit_log', {
-        'user_name': context.caller, 'timestamp': int(context.now() * 1000), 'sql_text': body['sql'], 'is_write': True,
+        'user_name': context.caller, 'timestamp': int(context.now() * 1000), 'sql_text': body['sql'],
+        'is_write': True,
         'allow_full_table': bool(body.get('allow_full_table')), 'rows_affected': rows_affected,
         'committed': error is None, 'success': error is None, 'error': error})
 
