@@ -6269,6 +6269,7 @@ class Context(Statements):
         self.store = store
         self.caller = caller                # who asks, for events and new workflows
         self.is_admin = is_admin            # ... and may use what is for administrators
+        self.state = None                   # type: Any  # WorkflowState at first, if the request names one
         # What is to be stored if the verb fails.
         self.on_failure = None              # type: Optional[Callable[[], Any]]
 
@@ -8002,13 +8003,16 @@ def note_contents(context: Context, workflow_id: int, contents: Sequence[Sequenc
 
 # -------- initialize and reset --------
 
-def note_if_complete(context: Context, workflow_id: int) -> bool:
-    """Whether the workflow is complete; if so, its on_workflow_complete actions are due."""
-    complete = is_complete(context, workflow_id)
-    if complete:
-        satisfy_trigger(context, workflow_id, 'on_workflow_complete')
-        note_run_end(context, workflow_id)
-    return complete
+def note_if_complete(context: Context, workflow_id: int) -> None:
+    """If a workflow is complete, its on_workflow_complete actions are due."""
+    if is_complete(context, workflow_id):
+        note_complete(context, workflow_id)
+
+
+def note_complete(context: Context, workflow_id: int) -> None:
+    """A workflow is complete: its on_workflow_complete actions are due."""
+    satisfy_trigger(context, workflow_id, 'on_workflow_complete')
+    note_run_end(context, workflow_id)
 
 
 def refuse_archived(state: WorkflowState) -> None:
@@ -8678,7 +8682,7 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Dict[str, A
 def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int, body: Dict[str, Any],
                                   strict_scheduler_match: bool = False) -> Dict[str, Any]:
     """Claim jobs that fit a node's free resources."""
-    state = workflow_state(context, workflow_id)
+    state = context.state
     check_owned(context, 'compute_node', workflow_id, [body['id']] if body.get('id') else [])
     want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match)
     chosen = claim(context, state, want, body.get('id') or None)
@@ -8690,7 +8694,7 @@ def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int
 
 def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels: str = '') -> Dict[str, Any]:
     """Claim the next jobs of the queue."""
-    state = workflow_state(context, workflow_id)
+    state = context.state
     if limit < 0:
         raise Refused(f'limit is {limit}; it must be at least 0')
     want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS),
@@ -8789,7 +8793,7 @@ def check_result(context: Context, result: Dict[str, Any], **asked: Any) -> None
 
 def batch_complete_jobs(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
     """The ends of many attempts; each is accepted or refused for itself."""
-    state = workflow_state(context, workflow_id)
+    state = context.state
     completed, errors = [], []
     for entry in body['completions']:
         try:
@@ -8814,20 +8818,21 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
         raise NotFound(f'workflow {state.id} has no job {job.id}')
     check_run(state, end['run_id'])
     reported, end = end, dict(end, run_id=state.run_id)
-    attempt_id = end.get('attempt_id') or job.attempt_id
-    if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and end['status'] != 'pending_failed':
+    attempt_id, status = end.get('attempt_id') or job.attempt_id, STATUS_CODES[end['status']]
+    if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and status != PENDING_FAILED:
         return decide_failure(context, state, job, end)
     # Run 0 may name run 1, but what has ended before the first initialize has not ended once more.
-    ends = context.rows('SELECT return_code, status FROM result WHERE job_id = ? AND run_id IN (?, ?) '
-                      'AND attempt_id = ?', (job.id, state.run_id, reported['run_id'], attempt_id))
+    results = context.rows('SELECT return_code, status, run_id, attempt_id, is_current FROM result '
+                           'WHERE job_id = ? ORDER BY id', (job.id,))
+    ends = [row[:2] for row in results
+            if row[2] in (state.run_id, reported['run_id']) and row[3] == attempt_id]
     if any(is_same_end(known, end) for known in ends):
         return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
     if ends:
-        code, status = ends[-1]
         job = recover_lost(context, state, job, attempt_id, end.get('compute_node_id'))
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
-                          f'as {STATUS_NAMES[status]} with return code {code}')
+                          f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
     if attempt_id != job.attempt_id:
         raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
@@ -8838,8 +8843,9 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
     else:
         note_unclaimed(context, job)
     reason = (end.get('reason') or '')[:MAX_REASON_CHARACTERS]
-    context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
-    is_interrupted = bool(end.get('interrupted')) and end['status'] == 'terminated' and not was_canceled
+    if any(row[4] for row in results):
+        context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
+    is_interrupted = bool(end.get('interrupted')) and status == TERMINATED and not was_canceled
     context.insert('result', dict(
         end, workflow_id=state.id, attempt_id=attempt_id, is_current=True, reason=reason or None,
         is_interrupted=is_interrupted, compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
@@ -8853,11 +8859,10 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
         more = {'message': reason} if reason else {}
         announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'],
                      **more)
-    may_retry = end.get('retry') and end['status'] in ('failed', 'terminated')
+    may_retry = end.get('retry') and status in (FAILED, TERMINATED)
     most = end.get('max_retries') or DEFAULT_MAX_RETRIES
     if is_interrupted or may_retry and has_retries(context, state, job, most):
         return begin_next_attempt(context, state, job)
-    status = STATUS_CODES[end['status']]
     context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
     if status == COMPLETED:
         record_unwritten_data(context, state, job)
@@ -9515,11 +9520,13 @@ JOB_COUNTERS = (
 
 def job_counts(context: Context, workflow_id: int) -> Dict[int, int]:
     """Status code -> number of jobs of a workflow. Only the first call counts them."""
-    # a rollback undoes it
-    if not context.one("SELECT 1 FROM sqlite_temp_master WHERE name = 'job_count'"):
+    counted = 'SELECT status, count FROM temp.job_count WHERE workflow_id = ?'
+    try:
+        counts = dict(context.rows(counted, (workflow_id,)))
+    except sqlite3.OperationalError:    # there are no counters yet, or a rollback has undone them
         for statement in JOB_COUNTERS:
             context.run(statement)
-    counts = dict(context.rows('SELECT status, count FROM job_count WHERE workflow_id = ?', (workflow_id,)))
+        counts = {}
     if not counts:
         sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
         counts = {**dict.fromkeys(STATUS_NAMES, 0), **dict(context.rows(sql, (workflow_id,)))}
@@ -9674,7 +9681,7 @@ def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dic
 
     Takes in ends, starts and returned claims; gives work, due actions and the workflow's state.
     """
-    state = workflow_state(context, workflow_id)
+    state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
     renew_lease(context, workflow_id, node_id, body.get('lease_s'))
@@ -9704,9 +9711,11 @@ def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dic
     is_survey = want and body.get('survey')
     answer['notices'] = (find_incompatible_jobs(context, state.id, want, ALL_KINDS_QUERY, undone)
                          if is_survey else [])
-    note_if_complete(context, workflow_id)
+    counts = job_counts(context, workflow_id)       # nothing below changes the jobs
+    if not any(counts[code] for code in NOT_DONE):
+        note_complete(context, workflow_id)
     answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or ())
-    answer.update(describe_progress(context, state, node_id, is_denied=bool(want) and not chosen))
+    answer.update(describe_progress(context, state, node_id, counts, is_denied=bool(want) and not chosen))
     if body.get('explain'):
         answer['has_jobs_for_node'] = has_jobs_for_node(context, workflow_id, node_id)
     return answer
@@ -9723,7 +9732,7 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
 
 def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
     """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
-    row = context.one('SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ?',
+    row = context.one('SELECT is_active, lease_s FROM compute_node WHERE id = ? AND workflow_id = ?',
                       (node_id, workflow_id))
     if row is None:
         raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
@@ -9732,8 +9741,8 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optio
                       gone=True)
     if lease_s is not None:
         context.service.leases[node_id] = context.service.clock() + lease_s
-        context.run('UPDATE compute_node SET lease_s = ? WHERE id = ? AND lease_s IS NOT ?',
-                  (lease_s, node_id, lease_s))
+        if row[1] != lease_s:
+            context.run('UPDATE compute_node SET lease_s = ? WHERE id = ?', (lease_s, node_id))
 
 
 def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
@@ -9831,6 +9840,8 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
 
 def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Dict[str, Any]:
     """Claimed jobs with all that is needed to run them; what many share is sent once."""
+    if not job_ids:
+        return {'jobs': [], 'kinds': [], 'handlers': []}
     rows = {row[0]: row for row in rows_by_ids(
         context,
         'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job '
@@ -9866,10 +9877,9 @@ def describe_kind(context: Context, kind_id: int) -> Dict[str, Any]:
     return dict(zip(names, row), is_implicit=bool(row[-1]))
 
 
-def describe_progress(context: Context, state: WorkflowState, node_id: int,
+def describe_progress(context: Context, state: WorkflowState, node_id: int, counts: Dict[int, int],
                       is_denied: bool) -> Dict[str, Any]:
     """What a runner shows, and what it needs to decide whether to stay. `is_denied`: it got no jobs."""
-    counts = job_counts(context, state.id)
     unfinished = sum(counts[code] for code in NOT_DONE)
     # A blocked job waits for one of those that are ready or active, or for a decision.
     is_active = any(counts[code] for code in ACTIVE)
@@ -11637,7 +11647,7 @@ def call_route(context: Context, route: Route, parameters: Dict[str, Any], body:
     if 'status' in arguments and '{status}' in route.path and arguments['status'] not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}", field='status')
     if 'workflow_id' in arguments and route.name not in OPEN_OPERATIONS:
-        workflow_state(context, arguments['workflow_id'])
+        context.state = workflow_state(context, arguments['workflow_id'])
     return route.verb(context, route.resource, **arguments) if route.resource else route.verb(context, **arguments)
 
 
