@@ -6333,7 +6333,7 @@ class WorkflowState(Row):
 def workflow_state(context: Context, workflow_id: int) -> WorkflowState:
     """The workflow's state. NotFound if there is none."""
     row = context.one('SELECT id, run_id, is_canceled, is_archived, is_run_zero FROM workflow WHERE id = ?',
-                    (workflow_id,))
+                      (workflow_id,))
     if row is None:
         raise NotFound(f'there is no workflow {workflow_id}')
     return WorkflowState(row[0], row[1], *map(bool, row[2:]))
@@ -6529,7 +6529,7 @@ def check_may_use(context: Context, workflow_id: Optional[int], what: str) -> No
 def is_system_admin(context: Context, user: str) -> bool:
     """Whether a user is in the group of the administrators."""
     return context.one('SELECT 1 FROM user_group_membership JOIN access_group ON access_group.id = group_id '
-                     'WHERE is_system = 1 AND user_name = ?', (user,)) is not None
+                       'WHERE is_system = 1 AND user_name = ?', (user,)) is not None
 
 
 def speaks_for(context: Context, user: str) -> bool:
@@ -6649,10 +6649,10 @@ def get_dependency_graph(context: Context, workflow_id: int) -> Dict[str, Any]:
     A set that several jobs wait for is given once: spelled out, 1,000 jobs before 1,000 have 10^6 edges.
     """
     rows = context.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id',
-                      (workflow_id,))
+                        (workflow_id,))
     members = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
     for set_id, job_id in context.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
-                                     '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
+                                       '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
         members[set_id].append(job_id)
     implied = implied_prerequisites(context, workflow_id)
     numbers = {}  # type: Dict[Tuple[Optional[int], frozenset], int]
@@ -6667,7 +6667,7 @@ def rebuild_dependencies(context: Context, workflow_id: int) -> None:
     """Give every job the set of all its prerequisites: requested, and implied by files and user data."""
     context.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? AND dep_set_id IS NOT '
                 'explicit_set_id',
-              (workflow_id,))
+                (workflow_id,))
     implied = implied_prerequisites(context, workflow_id)
     explicit = dict(rows_by_ids(context,
                                 'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND '
@@ -6681,7 +6681,7 @@ def rebuild_dependencies(context: Context, workflow_id: int) -> None:
                          ((set_id, job_id) for job_id in job_ids))
     context.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job WHERE '
                 'job.dep_set_id = dep_set.id) '
-              'AND NOT EXISTS (SELECT 1 FROM job WHERE job.explicit_set_id = dep_set.id)', (workflow_id,))
+                'AND NOT EXISTS (SELECT 1 FROM job WHERE job.explicit_set_id = dep_set.id)', (workflow_id,))
     refuse_cycles(context, workflow_id)
 
 
@@ -6722,7 +6722,7 @@ def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]]) -> 
                 all_by_set[set_id] += 1
                 bad_by_set[set_id] += status in BAD
         context.run_many('UPDATE dep_set SET pending = pending - ?, failed = failed + ? WHERE id = ?',
-                       ((count, bad_by_set[set_id], set_id) for set_id, count in all_by_set.items()))
+                         ((count, bad_by_set[set_id], set_id) for set_id, count in all_by_set.items()))
         count_trigger(context, workflow_id, 'on_jobs_complete', [job_id for job_id, _ in ended])
         ended = release_sets(context, workflow_id, list(all_by_set))
 
@@ -6741,7 +6741,7 @@ def release_sets(context: Context, workflow_id: int, set_ids: Sequence[int]) -> 
                                       set_ids):
         waiting = context.rows('SELECT id, cancel_on_blocking_job_failure FROM job WHERE dep_set_id = ? '
                                f'AND status = {BLOCKED}',
-                             (set_id,))
+                               (set_id,))
         for job_id, cancels in waiting:
             if failed and cancels:
                 canceled.append((job_id, CANCELED))
@@ -6760,7 +6760,7 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Seq
     """Tell the actions with a job trigger that these jobs are ready, or have ended; each job counts once."""
     if not job_ids or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? AND trigger_type '
                                       '= ? LIMIT 1',
-                                    (workflow_id, trigger)):
+                                      (workflow_id, trigger)):
         return
     gates = rows_by_ids(context,
                         'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 AND action_id IN '
@@ -6770,14 +6770,14 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Seq
     context.run_many('UPDATE action_job SET is_counted = 1 WHERE action_id = ? AND job_id = ?', gates)
     counts = collections.Counter(action_id for action_id, _ in gates)
     context.run_many('UPDATE workflow_action SET trigger_count = trigger_count + ? WHERE id = ?',
-                   ((count, action_id) for action_id, count in counts.items()))
+                     ((count, action_id) for action_id, count in counts.items()))
 
 
 def satisfy_trigger(context: Context, workflow_id: int, trigger: str) -> None:
     """Make the actions of a workflow or worker trigger due."""
     context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? AND '
                 'trigger_type = ?',
-              (workflow_id, trigger))
+                (workflow_id, trigger))
 
 
 def expect_completion(context: Context, workflow_id: int) -> None:
@@ -6803,29 +6803,27 @@ def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
                 f'AND job.status NOT IN {sql_list(FINISHED)})')
         kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(context, workflow_id) else ''
     context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
-              f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
+                f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
     context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE '
                 'workflow_id = ? AND executed = 0)',
-              (workflow_id,))
+                (workflow_id,))
 
 
 def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
     """Make the trigger counts of actions agree with the states of their jobs and of the workflow."""
     chosen = f'(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND {condition})'
     context.run(f'UPDATE action_job SET is_counted = (SELECT CASE action.trigger_type '
-              f"WHEN 'on_jobs_ready' THEN job.status NOT IN ({UNINITIALIZED}, {BLOCKED}) "
-              f'ELSE job.status IN {sql_list(FINISHED)} END '
-              'FROM job, workflow_action action WHERE job.id = action_job.job_id AND action.id = '
-              'action_job.action_id) '
-              f'WHERE action_id IN {chosen}')
+                f"WHEN 'on_jobs_ready' THEN job.status NOT IN ({UNINITIALIZED}, {BLOCKED}) "
+                f'ELSE job.status IN {sql_list(FINISHED)} END '
+                'FROM job, workflow_action action WHERE job.id = action_job.job_id AND action.id = '
+                f'action_job.action_id) WHERE action_id IN {chosen}')
     context.run("UPDATE workflow_action SET trigger_count = CASE WHEN trigger_type IN ('on_jobs_ready', "
                 "'on_jobs_complete') THEN "
-              '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id AND is_counted = 1) '
-              "WHEN trigger_type = 'on_workflow_complete' THEN 0 ELSE required_triggers END, "
-              "required_triggers = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
-              'max(1, (SELECT count(*) FROM action_job WHERE action_id = workflow_action.id)) ELSE '
-              'required_triggers END '
-              f'WHERE id IN {chosen}')
+                '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id AND is_counted = 1) '
+                "WHEN trigger_type = 'on_workflow_complete' THEN 0 ELSE required_triggers END, "
+                "required_triggers = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
+                'max(1, (SELECT count(*) FROM action_job WHERE action_id = workflow_action.id)) ELSE '
+                f'required_triggers END WHERE id IN {chosen}')
 
 
 def action_rows(context: Context, where: str, parameters: Sequence[Any]) -> List[Dict[str, Any]]:
@@ -6856,8 +6854,7 @@ def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> 
     triggers = tuple(triggers) or TRIGGERS
     marks = ', '.join('?' * len(triggers))
     return ('WHERE workflow_id = ? AND executed = 0 AND trigger_count >= required_triggers AND '
-            f'trigger_type IN ({marks}) {more} '
-            'ORDER BY id', (workflow_id, *triggers))
+            f'trigger_type IN ({marks}) {more} ORDER BY id', (workflow_id, *triggers))
 
 
 def create_workflow_action(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -6965,8 +6962,8 @@ def take_action(context: Context, action_id: int, node_id: Optional[int], persis
         context.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
     else:
         taken = context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
-                          'is_reported = 0, failure = NULL WHERE id = ? AND executed = 0',
-                          (now, node_id, action_id))
+                            'is_reported = 0, failure = NULL WHERE id = ? AND executed = 0',
+                            (now, node_id, action_id))
     return bool(taken)
 
 
@@ -7243,7 +7240,7 @@ class PlanMerge:
         """Remove what the workflow file has no longer, unless something else still needs it."""
         context, workflow_id = self.context, self.workflow_id
         context.run('DELETE FROM job_kind WHERE workflow_id = ? AND id NOT IN '
-                  '(SELECT kind_id FROM job WHERE workflow_id = ?)', (workflow_id, workflow_id))
+                    '(SELECT kind_id FROM job WHERE workflow_id = ?)', (workflow_id, workflow_id))
         where = "WHERE workflow_id = ? AND action_type = 'schedule_nodes'"
         actions = context.select('workflow_action', where, (workflow_id,))
         scheduled = {action['action_config'].get('scheduler_id') for action in actions}
@@ -7297,7 +7294,7 @@ class PlanMerge:
         for name in sorted(names & spawned):
             raise Refused(f'another job has spawned a job {name!r}: give the one in the file another name')
         rows = context.rows(f"SELECT id, is_declared, name, {', '.join(PLANNED_CELLS)} FROM job "
-                          'WHERE workflow_id = ? ORDER BY is_declared, id DESC', of)
+                            'WHERE workflow_id = ? ORDER BY is_declared, id DESC', of)
         known = {row[2]: KnownJob(row[0], bool(row[1]), row[3:]) for row in rows}
         self.known = {name: job for name, job in known.items() if name not in spawned}
         if known:
@@ -7383,7 +7380,7 @@ class PlanMerge:
             if known:
                 items = {*ids, *self.unnamed[related]}
                 pairs = self.context.rows(f'SELECT job_id, {column} FROM {table} WHERE job_id IN '
-                                        '(SELECT id FROM job WHERE workflow_id = ?)', (self.workflow_id,))
+                                          '(SELECT id FROM job WHERE workflow_id = ?)', (self.workflow_id,))
                 stored = {pair for pair in pairs if pair[0] in jobs and pair[1] in items}
             added, gone = [pair for pair in planned if pair not in stored], stored.difference(planned)
             self.context.insert_rows(table, ('job_id', column), added)
@@ -7466,7 +7463,7 @@ def find_job_class(context: Context, workflow_id: int,
     text = format_json(sorted(set(labels))) if labels else None
     found = context.value('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? '
                           'AND priority = ? '
-                        'AND scheduler_id IS ? AND labels IS ?',
+                          'AND scheduler_id IS ? AND labels IS ?',
                           (workflow_id, requirements, priority, scheduler, text))
     if found is None:
         found = context.insert('job_kind',
@@ -7793,7 +7790,7 @@ def measure_times(context: Context, workflow_id: int) -> Dict[str, Any]:
 def measure_blocked_by_time(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Ready jobs whose runtime no active node has left; nodes and jobs with labels are left out."""
     nodes = context.rows('SELECT end_time, labels FROM compute_node WHERE workflow_id = ? AND is_active = 1',
-                       (workflow_id,))
+                         (workflow_id,))
     left_s = {end: max(0, int(parse_time(end) - context.now())) for end, _ in nodes if end is not None}
     answer = {'runtime_blocked_ready_jobs': 0}
     if left_s:
@@ -7906,8 +7903,8 @@ def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequen
                file_id: Optional[int] = None) -> None:
     """Add an RO-Crate entity, or renew the one of this file or name; None takes a key away."""
     known = context.one('SELECT id, entity_id, metadata FROM ro_crate_entity WHERE workflow_id = ? '
-                      'AND (file_id = ? OR entity_id = ?) ORDER BY file_id IS NULL LIMIT 1',
-                      (workflow_id, file_id, entity_id))
+                        'AND (file_id = ? OR entity_id = ?) ORDER BY file_id IS NULL LIMIT 1',
+                        (workflow_id, file_id, entity_id))
     row_id, entity_id, text = known or (None, entity_id, '{}')
     old = json.loads(text)
     if old.get('dateModified') != metadata.get('dateModified'):     # it is another content
@@ -7917,7 +7914,7 @@ def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequen
     if row_id is not None:
         return context.update('ro_crate_entity', row_id, {'entity_type': types[0], 'metadata': kept})
     context.insert('ro_crate_entity', {'workflow_id': workflow_id, 'file_id': file_id, 'entity_id': entity_id,
-                                     'entity_type': types[0], 'metadata': kept})
+                                       'entity_type': types[0], 'metadata': kept})
 
 
 def put_software(context: Context, workflow_id: int, role: str) -> None:
@@ -7953,14 +7950,14 @@ def note_run(context: Context, workflow_id: int) -> None:
     put_software(context, workflow_id, 'torc-server')
     run = CRATE_RUN.format(run_id)
     known = json.loads(context.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? '
-                                   'AND entity_id = ?', (workflow_id, run)) or '{}')
+                                     'AND entity_id = ?', (workflow_id, run)) or '{}')
     put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), dict(
         run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}",
         startTime=known.get('startTime') or format_time(context.now()), endTime=None))
     for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
-                          'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) '
-                          'ORDER BY id',
-                          (workflow_id,)):
+                            'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) '
+                            'ORDER BY id',
+                            (workflow_id,)):
         put_file(context, workflow_id, row, {})
 
 
@@ -7969,9 +7966,9 @@ def note_run_end(context: Context, workflow_id: int) -> None:
     run_id = workflow_state(context, workflow_id).run_id if keeps_crate(context, workflow_id) else 0
     run = CRATE_RUN.format(run_id)
     if run_id and context.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?',
-                            (workflow_id, run)):
+                              (workflow_id, run)):
         last = context.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
-                           (workflow_id, run_id))
+                             (workflow_id, run_id))
         put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), {'endTime': last})
 
 
@@ -7980,23 +7977,23 @@ def note_job_outputs(context: Context, state: WorkflowState, job: JobState) -> N
     if not keeps_crate(context, state.id):
         return
     inputs = refer(*context.ids('SELECT path FROM job_input_file JOIN file ON id = file_id WHERE job_id = ? '
-                              'ORDER BY id', (job.id,)))
+                                'ORDER BY id', (job.id,)))
     made = context.rows(f'SELECT {FILE_ROW} FROM job_output_file JOIN file ON id = file_id '
-                      'WHERE job_id = ? AND st_mtime IS NOT NULL ORDER BY id', (job.id,))
+                        'WHERE job_id = ? AND st_mtime IS NOT NULL ORDER BY id', (job.id,))
     action, run = f'#job-{job.id}-attempt-{job.attempt_id}', refer(CRATE_RUN.format(state.run_id))
     put_entity(context, state.id, action, ('CreateAction', 'prov:Activity'), {
         **run_of_crate(state.run_id), 'name': job.name, 'isPartOf': run,
         'result': [refer(row[1]) for row in made], 'object': inputs, 'prov:used': inputs})
     for row in made:
         put_file(context, state.id, row, {'prov:wasGeneratedBy': refer(action), 'prov:wasDerivedFrom': inputs,
-                                        'prov:wasAttributedTo': run})
+                                          'prov:wasAttributedTo': run})
 
 
 def note_contents(context: Context, workflow_id: int, contents: Sequence[Sequence[Any]]) -> None:
     """Take in file id, time of change, size and SHA-256 of files, unless they have changed since."""
     for file_id, mtime, size, digest in contents if contents and keeps_crate(context, workflow_id) else ():
         row = context.one(f'SELECT {FILE_ROW} FROM file WHERE id = ? AND workflow_id = ?',
-                        (file_id, workflow_id))
+                          (file_id, workflow_id))
         if row is not None and row[3] is not None and abs(row[3] - mtime) <= MTIME_TOLERANCE_S:
             put_file(context, workflow_id, row, {'contentSize': size, 'sha256': digest})
 
@@ -8112,8 +8109,8 @@ def start_over(context: Context, workflow_id: int, clear_ephemeral: bool) -> Non
     recount_sets(context, workflow_id)
     context.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} ELSE {BLOCKED} END, '
                 'attempt_id = 1, start_time = NULL, '
-              'compute_node_id = NULL, origin = nullif(origin, ?) WHERE workflow_id = ? AND status = '
-              f'{UNINITIALIZED}', ('retry', workflow_id))
+                'compute_node_id = NULL, origin = nullif(origin, ?) WHERE workflow_id = ? AND status = '
+                f'{UNINITIALIZED}', ('retry', workflow_id))
     number_attempts(context, workflow_id)
     release_idle_sets(context, workflow_id)
 
@@ -8126,8 +8123,8 @@ def number_attempts(context: Context, workflow_id: int) -> None:
     if context.one(ended.format('1') + ' LIMIT 1'):
         context.run(f"UPDATE job SET attempt_id = 1 + ({ended.format('max(result.attempt_id)')} AND "
                     "result.job_id = job.id) "
-                  f"WHERE status IN {sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN "
-                  f"({ended.format('job_id')})")
+                    f"WHERE status IN {sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN "
+                    f"({ended.format('job_id')})")
 
 
 def reset_workflow_status(context: Context, workflow_id: int, force: bool = False) -> Dict[str, Any]:
@@ -8151,11 +8148,11 @@ def begin_run(context: Context, workflow_id: int) -> None:
     context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE {active}', (workflow_id,))
     # Otherwise the end of an attempt of the old run would be taken for one of the new run.
     context.run(f'UPDATE job SET compute_node_id = NULL WHERE workflow_id = ? AND status = {CANCELED}',
-              (workflow_id,))
+                (workflow_id,))
     waiting = f'workflow_id = ? AND status IN ({BLOCKED}, {READY})'
     context.run(f'UPDATE job SET attempt_id = 1 WHERE {waiting} AND attempt_id > 1', (workflow_id,))
     context.run('UPDATE workflow SET is_canceled = 0, run_id = run_id + 1, is_run_zero = 0 WHERE id = ?',
-              (workflow_id,))
+                (workflow_id,))
 
 
 def reset_job_status(context: Context, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
@@ -8194,7 +8191,7 @@ def set_file_times(context: Context, workflow_id: int, body: Dict[str, Any]) -> 
 def store_file_times(context: Context, workflow_id: int, times: Dict[int, Optional[float]]) -> None:
     """The same, passing over files that are gone."""
     context.run_many('UPDATE file SET st_mtime = ? WHERE id = ? AND workflow_id = ?',
-                   ((mtime, file_id, workflow_id) for file_id, mtime in times.items()))
+                     ((mtime, file_id, workflow_id) for file_id, mtime in times.items()))
 
 
 def times_by_id(files: Dict[str, Optional[float]]) -> Dict[int, Optional[float]]:
@@ -8281,12 +8278,12 @@ def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Opti
         if seen is None:
             for job_id in context.ids('SELECT job.id FROM job_output_file made CROSS JOIN job ON job.id = '
                                       'made.job_id '
-                                    f'WHERE made.file_id = ? AND job.status = {COMPLETED}', (file_id,)):
+                                      f'WHERE made.file_id = ? AND job.status = {COMPLETED}', (file_id,)):
                 reasons.setdefault(job_id, f'its output {path} is missing')
         if (seen is None) != (known is None) or seen is not None and abs(seen - known) > MTIME_TOLERANCE_S:
             for job_id in context.ids('SELECT job.id FROM job_input_file used CROSS JOIN job ON job.id = '
                                       'used.job_id '
-                                    f'WHERE used.file_id = ? AND job.status IN {finished}', (file_id,)):
+                                      f'WHERE used.file_id = ? AND job.status IN {finished}', (file_id,)):
                 reasons.setdefault(job_id, f'its input {path} changed')
 
 
@@ -8295,7 +8292,7 @@ def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
     finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
     known = dict(context.rows('SELECT id, input_hash FROM job WHERE workflow_id = ? AND input_hash IS NOT '
                               f'NULL AND status IN {finished}',
-                            (workflow_id,)))
+                              (workflow_id,)))
     return [job_id for job_id, found in hash_inputs(context, list(known)).items() if found != known[job_id]]
 
 
@@ -8316,8 +8313,7 @@ def hash_inputs(context: Context, job_ids: Sequence[int]) -> Dict[int, str]:
     parts = {row[0]: list(row[1:]) for row in rows_by_ids(
         context,
         'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set WHERE dep_set.id = '
-        'explicit_set_id) '
-        'FROM job WHERE id IN', job_ids)}
+        'explicit_set_id) FROM job WHERE id IN', job_ids)}
     for table, text in (('job_input_file', 'path'), ('job_output_file', 'path')):
         for job_id, name, path in rows_by_ids(
                 context,
@@ -8374,7 +8370,7 @@ def apply_spec(context: Context, workflow_id: int, body: Dict[str, Any],
         if is_due:
             begin_run(context, workflow_id)
             context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? '
-                      f'AND status NOT IN ({COMPLETED}, {DISABLED})', (workflow_id,))
+                        f'AND status NOT IN ({COMPLETED}, {DISABLED})', (workflow_id,))
             uninitialize(context, list(reasons))
             initialize_jobs(context, workflow_id, only_uninitialized=True)
             add_user_event(context, workflow_id, 'apply_spec', job_count=len(merge.jobs),
@@ -8386,7 +8382,7 @@ def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
                      reasons: Dict[int, str]) -> Dict[str, Any]:
     """What an edited workflow file has changed, and the jobs that are to run, each with the reason."""
     unfinished = context.rows('SELECT id, name FROM job WHERE workflow_id = ? '
-                            f'AND status IN {sql_list(NOT_DONE)} ORDER BY id', (merge.workflow_id,))
+                              f'AND status IN {sql_list(NOT_DONE)} ORDER BY id', (merge.workflow_id,))
     to_run = [{'job_id': job_id, 'job_name': name,
                'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it is not done')}
               for job_id, name in unfinished]
@@ -8400,9 +8396,9 @@ def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
 def refuse_runners(context: Context, workflow_id: int) -> None:
     """Refuse while runners work on a workflow, or have jobs of it in hand."""
     jobs = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
-                       (workflow_id,))
+                         (workflow_id,))
     nodes = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1',
-                        (workflow_id,))
+                          (workflow_id,))
     if jobs or nodes:
         raise Refused(f'runners are at work on workflow {workflow_id} ({nodes} active, with {jobs} pending '
                       'or running jobs): wait for their end, or stop them (Ctrl-C there, or '
@@ -8598,7 +8594,7 @@ def claim(context: Context, state: WorkflowState, want: Dict[str, Any], node_id:
     chosen = CLAIM_STRATEGIES[want['strategy']](context, state.id, want)
     hashes = hash_inputs(context, chosen)
     context.run_many(f'UPDATE job SET status = {PENDING}, compute_node_id = ?, input_hash = ? WHERE id = ?',
-                   ((node_id, hashes[job_id], job_id) for job_id in chosen))
+                     ((node_id, hashes[job_id], job_id) for job_id in chosen))
     return chosen
 
 
@@ -8760,7 +8756,7 @@ def mark_started(context: Context, job_id: int, node_id: int, start_time: str) -
     """pending -> running; anything else stays."""
     is_new = context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id '
                          f'= ? AND status = {PENDING}',
-                       (start_time, node_id, job_id))
+                         (start_time, node_id, job_id))
     if is_new and context.service.watched:
         job = job_state(context, job_id)
         announce_start(context, job, workflow_state(context, job.workflow_id).run_id)
@@ -8821,11 +8817,10 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
     attempt_id, status = end.get('attempt_id') or job.attempt_id, STATUS_CODES[end['status']]
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and status != PENDING_FAILED:
         return decide_failure(context, state, job, end)
-    # Run 0 may name run 1, but what has ended before the first initialize has not ended once more.
     results = context.rows('SELECT return_code, status, run_id, attempt_id, is_current FROM result '
                            'WHERE job_id = ? ORDER BY id', (job.id,))
-    ends = [row[:2] for row in results
-            if row[2] in (state.run_id, reported['run_id']) and row[3] == attempt_id]
+    runs = (state.run_id, reported['run_id'])   # 0 names run 1, but what ended in run 0 has not ended in 1
+    ends = [row[:2] for row in results if row[2] in runs and row[3] == attempt_id]
     if any(is_same_end(known, end) for known in ends):
         return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
     if ends:
@@ -8856,9 +8851,8 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
     if state.id in context.service.watched:
         if job.status == PENDING:       # its start was not reported before
             announce_start(context, job, state.run_id)
-        more = {'message': reason} if reason else {}
-        announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'],
-                     **more)
+        more = dict({'message': reason} if reason else {}, return_code=end['return_code'])
+        announce_end(context, state.id, job.id, job.name, end['status'], **more)
     may_retry = end.get('retry') and status in (FAILED, TERMINATED)
     most = end.get('max_retries') or DEFAULT_MAX_RETRIES
     if is_interrupted or may_retry and has_retries(context, state, job, most):
@@ -8904,8 +8898,8 @@ def record_unwritten_data(context: Context, state: WorkflowState, job: JobState)
     It stays completed: Torc passes over it, and its workflows go on.
     """
     names = context.ids('SELECT item.name FROM job_output_user_data made '
-                      'CROSS JOIN user_data item ON item.id = made.user_data_id '
-                      'WHERE made.job_id = ? AND item.data IS NULL ORDER BY item.name', (job.id,))
+                        'CROSS JOIN user_data item ON item.id = made.user_data_id '
+                        'WHERE made.job_id = ? AND item.data IS NULL ORDER BY item.name', (job.id,))
     if names:
         message = f"job {job.name} has completed without writing its output_user_data: {', '.join(names)}"
         record_event(context, state.id, {
@@ -8922,7 +8916,7 @@ def decide_failure(context: Context, state: WorkflowState, job: JobState, end: D
     """Decide how a pending_failed attempt ends; its dependants go on or are canceled."""
     status = STATUS_CODES[end['status']]
     if not context.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
-                     (status, job.id, state.run_id, job.attempt_id)):
+                       (status, job.id, state.run_id, job.attempt_id)):
         raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or '
                       'reset it')
     context.run('UPDATE job SET status = ? WHERE id = ?', (status, job.id))
@@ -8937,8 +8931,8 @@ def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) ->
     """Make a job ready again, as its next attempt; or blocked, if it had ended before its prerequisites."""
     waits = 'EXISTS (SELECT 1 FROM dep_set WHERE dep_set.id = job.dep_set_id AND pending > 0)'
     context.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} ELSE {READY} END, '
-              "attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
-              'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
+                "attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
+                'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
     expect_completion(context, state.id)
     record_event(context, state.id, {
         'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name,
@@ -9043,20 +9037,19 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
 
 def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
                  node_id: Optional[int],
-                   start_time: Optional[str] = None) -> Optional[JobState]:
+                 start_time: Optional[str] = None) -> Optional[JobState]:
     """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may run."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
     row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? AND '
-                      'attempt_id = ? '
-                    f'AND {ASSUMED}', (job.id, state.run_id, attempt_id))
+                      f'attempt_id = ? AND {ASSUMED}', (job.id, state.run_id, attempt_id))
     if not is_last or row is None:
         return None
     node_id = node_id or row[1]
     context.run('DELETE FROM result WHERE id = ?', row[:1])
     context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
-              "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
-              (attempt_id, start_time, node_id, attempt_id, job.id))
+                "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
+                (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
         wait_again(context, [job.id])
     expect_completion(context, state.id)
@@ -9160,7 +9153,7 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
     failures = [dict(explain_job(context, job_id), count=count, return_code=code)
                 for job_id, count, code in groups]
     canceled = context.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ? ORDER BY id LIMIT ?',
-                         (workflow_id, CANCELED, limit))
+                           (workflow_id, CANCELED, limit))
     blockers = find_blockers(context, workflow_id, limit)
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
             'blockers': [explain_job(context, job_id) for job_id in blockers]}
@@ -9249,9 +9242,9 @@ def record_generation(context: Context, workflow_id: int, lineage: str, counter:
     if count or state is not None:
         context.run('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', (workflow_id, final))
         context.insert('user_data', {'workflow_id': workflow_id, 'is_ephemeral': True,
-                                   'name': LINEAGE_RECORD.format(lineage) + f'g{counter:06}' if count
+                                     'name': LINEAGE_RECORD.format(lineage) + f'g{counter:06}' if count
                                      else final,
-                                   'data': content if count else dict(content, final=True)})
+                                     'data': content if count else dict(content, final=True)})
 
 
 def insert_spawned(context: Context, caller: JobState, lineage: str, generation: int,
@@ -9279,9 +9272,9 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
             for job in jobs]
     context.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id "
                      "= ? WHERE id = ?",
-                   zip(sets, sets, ids))
+                     zip(sets, sets, ids))
     context.insert_rows('spawn', ('job_id', 'workflow_id', 'caller_id', 'lineage', 'generation'),
-                      ((job_id, caller.workflow_id, caller.id, lineage, generation) for job_id in ids))
+                        ((job_id, caller.workflow_id, caller.id, lineage, generation) for job_id in ids))
     run_by_ids(context, RECOUNT + 'id IN', list(set(sets)))
     return ids
 
@@ -9403,7 +9396,7 @@ def end_task(context: Context, task_id: int, error: str) -> None:
                                                'id = ?', (task_id,))
     record_event(context, workflow_id, dict({'error': error} if error else {}, category='tasks',
                                             event_type='task_completed', task_id=task_id,
-                                          operation=operation, status=status, user=user,
+                                            operation=operation, status=status, user=user,
                                             message=f'Task {task_id} ({operation}) {status}'),
                  'error' if error else 'info')
 
@@ -9564,7 +9557,7 @@ def release_former(context: Context, body: Dict[str, Any]) -> None:
     keys = ('workflow_id', 'hostname', 'pid', 'identity')
     condition = ' AND '.join(f'{key} = ?' for key in keys)
     for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
-                             [body[key] for key in keys]):
+                               [body[key] for key in keys]):
         announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id),
                       STOPPED_KEYS)
         release_node(context, node_id)
@@ -9625,7 +9618,7 @@ def release_node(context: Context, node_id: int) -> None:
     context.service.leases.pop(node_id, None)
     context.service.turns.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
-              'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+                'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     state = workflow_state(context, workflow_id)
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
                               (node_id,)):
@@ -9643,7 +9636,7 @@ def release_node(context: Context, node_id: int) -> None:
             'reason': f'compute node {node_id} ({host}), which ran it, went away'})
         record_event(context, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id,
                                             'compute_node_id': node_id,
-                                          'message': f'Job {job_id} was running on node {node_id}, which '
+                                            'message': f'Job {job_id} was running on node {node_id}, which '
                                                      'went away'}, 'warning')
     note_if_complete(context, workflow_id)
 
@@ -9655,7 +9648,7 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
     """
     lost = []
     rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
-                      'WHERE is_active = 1 AND lease_s IS NOT NULL')
+                        'WHERE is_active = 1 AND lease_s IS NOT NULL')
     for node_id, hostname, pid, identity, lease_s in rows:
         ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
                                                     + MAX_RETRY_PAUSE_S)
@@ -9757,7 +9750,7 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
     persistent = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND '
                              'is_reported = 0', (node_id,))
     context.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
-                   ((action_id, node_id) for action_id in persistent if action_id not in held_actions))
+                     ((action_id, node_id) for action_id in persistent if action_id not in held_actions))
 
 
 def find_revoked(context: Context, node_id: int, held: Sequence[List[int]]) -> List[List[int]]:
@@ -9779,7 +9772,7 @@ def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held:
 def retake_action(context: Context, workflow_id: int, action_id: int, node_id: int) -> bool:
     """Take an action that a node runs, or ran, if it was due again meanwhile. False if there is none."""
     row = context.one('SELECT persistent, trigger_count >= required_triggers FROM workflow_action '
-                    'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
+                      'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
     if row is not None and row[1]:
         take_action(context, action_id, node_id, bool(row[0]))
     return row is not None
@@ -9850,8 +9843,7 @@ def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Di
     for job_id, file_id, path in rows_by_ids(
             context,
         'SELECT made.job_id, file.id, file.path FROM job_output_file made CROSS JOIN file ON file.id = '
-        'made.file_id '
-            'WHERE made.job_id IN', job_ids):
+        'made.file_id WHERE made.job_id IN', job_ids):
         outputs[job_id].append([file_id, path])
     kinds = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
     handlers = list(dict.fromkeys(row[7] for row in rows.values() if row[7]))
@@ -9870,8 +9862,8 @@ def describe_kind(context: Context, kind_id: int) -> Dict[str, Any]:
     """What a job of a kind needs."""
     row = context.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, '
                       'needs.num_nodes, needs.runtime_s, '
-                    'needs.is_implicit FROM job_kind kind CROSS JOIN resource_requirements needs '
-                    'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (kind_id,))
+                      'needs.is_implicit FROM job_kind kind CROSS JOIN resource_requirements needs '
+                      'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (kind_id,))
     names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s',
              'is_implicit')
     return dict(zip(names, row), is_implicit=bool(row[-1]))
@@ -9886,8 +9878,8 @@ def describe_progress(context: Context, state: WorkflowState, node_id: int, coun
     claimable = is_active or counts[READY] and not (is_denied and is_last_node(context, state.id, node_id))
     actions = context.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 "
                             "AND persistent = 0 "
-                          "AND action_type = 'run_commands' "
-                          "AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')", (state.id,))
+                            "AND action_type = 'run_commands' "
+                            "AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')", (state.id,))
     return {'is_complete': not unfinished or state.is_canceled, 'is_canceled': state.is_canceled,
             'unfinished': unfinished, 'claimable': bool(claimable), 'pending_actions': actions,
             'jobs_by_status': {STATUS_NAMES[code]: count for code, count in counts.items() if count}}
@@ -10069,7 +10061,7 @@ def list_relations(context: Context, resource: str, workflow_id: int, offset: in
     order = ', '.join(f'{column} {way}' for column in first
                       + [name for name in names if name.endswith('_id')])
     rows = context.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
-                      {'workflow': workflow_id, 'limit': limit, 'offset': offset})
+                        {'workflow': workflow_id, 'limit': limit, 'offset': offset})
     items = [{name: cell for name, cell in zip(names, row[1:]) if cell is not None} for row in rows]
     return list_answer([dict(item, workflow_id=workflow_id) for item in items], offset, total)
 
