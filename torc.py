@@ -6116,7 +6116,8 @@ def check_database_file(path: str) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise BadInput(f'the database {path} is not a regular file; give another place with --db')
     if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found, path):
-        raise Denied(f'other users may change the database {path}: it must be yours, `chmod go-w {shlex.quote(path)}`')
+        raise Denied(f'other users may change the database {path}: it must be yours, `chmod go-w '
+                     f'{shlex.quote(path)}`')
     if found.st_nlink > 1:
         raise Denied(f'the database {path} has another name too (a hard link), under which it could be '
                      'changed: copy it')
@@ -9744,9 +9745,11 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
-    taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
-    context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE id = ?',
-                   ((action_id,) for action_id in taken if action_id not in held_actions))
+    taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND '
+                        'is_reported = 0', (node_id,))
+    context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE '
+                     'id = ?',
+                     ((action_id,) for action_id in taken if action_id not in held_actions))
     persistent = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND '
                              'is_reported = 0', (node_id,))
     context.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
