@@ -19009,11 +19009,11 @@ BORDERS = {
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
-LONG_LINES = {0: 4, 1: 25, 2: 4, 3: 28, 4: 77, 5: 181, 6: 23, 7: 48, 8: 383, 9: 247, 10: 162, 11: 68, 12: 2, 13: 31, 16: 65, 19: 20, 20: 141, 21: 99}
+LONG_LINES = {0: 4, 1: 25, 2: 4, 3: 28, 4: 77, 5: 181, 8: 10, 9: 212, 10: 162, 11: 68, 12: 2, 13: 31, 16: 65, 19: 20, 20: 141, 21: 99}
 LARGER = {
-    'section 4': 1540, 'section 5': 2399, 'section 7': 901, 'section 8': 3731, 'section 9': 1373, 'section 10': 3047, 'section 16': 1854,
+    'section 4': 1540, 'section 5': 2399, 'section 9': 1062, 'section 10': 3047, 'section 16': 1854,
     'section 20': 2651, 'section 21': 944,
-    'class Store': 464, 'methods of Store': 42, 'class Server': 924, 'methods of Server': 71, 'class Runner': 541, 'methods of Runner': 39,
+    'class Server': 924, 'methods of Server': 71, 'class Runner': 541, 'methods of Runner': 39,
     'parameters of Client.connect': 9,
 }
 
