@@ -5840,7 +5840,7 @@ class ExplanationTest(ServiceTest):
                 self.assertEqual((200, {'statuses': wanted}), found)
 
 
-class NewsTest(ServiceTest):
+class UpdatesTest(ServiceTest):
     """What verbs tell those who listen."""
 
     def watch(self, workflow_id: int) -> None:
@@ -5914,7 +5914,7 @@ class NewsTest(ServiceTest):
         self.assertEqual([('workflow_started', 'tester'), ('task_completed', 'tester')],
                          [(item.event_type, item.data['user']) for item in self.service.take_updates()])
 
-    def test_what_is_rolled_back_is_not_told(self):
+    def test_updates_that_are_rolled_back_are_not_sent(self):
         workflow_id = self.create('a:')
         self.watch(workflow_id)
         with self.service.transaction():
@@ -5930,7 +5930,7 @@ class NewsTest(ServiceTest):
             raise torc.Refused('no')
         self.assertEqual([], self.service.take_updates())
 
-    def test_a_cascade_over_very_many_jobs_is_counted_not_told_job_by_job(self):
+    def test_a_cascade_over_very_many_jobs_is_counted_instead_of_sent_job_by_job(self):
         before, torc.MAX_UPDATES = torc.MAX_UPDATES, 100
         self.addCleanup(setattr, torc, 'MAX_UPDATES', before)
         workflow_id = self.create('first:\n' + '\n'.join(f'j{number}: first' for number in range(5000)))
@@ -6172,7 +6172,7 @@ class AdminSqlTest(ServiceTest):
             with self.assertRaises(torc.Refused):
                 self.write("UPDATE job SET env = '[' WHERE name = 'x'")
 
-    def test_a_statement_without_end_is_given_up_and_harms_nobody(self):
+    def test_a_statement_without_end_is_interrupted_and_harms_no_other(self):
         before, torc.ADMIN_SQL_S = torc.ADMIN_SQL_S, 0.1
         self.addCleanup(setattr, torc, 'ADMIN_SQL_S', before)
         workflow_id = self.create('a:')
@@ -19254,7 +19254,7 @@ class CodeLaws(unittest.TestCase):
         calls = [node for node in self.torc.walk(ast.Attribute) if node.attr == 'compare_digest']
         self.assertGreaterEqual(len(calls), 3)
 
-    def test_only_the_store_speaks_sql(self):
+    def test_only_the_store_and_ad_hoc_sql_execute_statements(self):
         calls = [node for node in self.torc.walk(ast.Call)
                  if isinstance(node.func, ast.Attribute) and node.func.attr in ('execute', 'executemany', 'executescript')]
         self.assertEqual([], [self.torc.place(node) for node in calls if self.torc.section(node.lineno) not in SQL_SECTIONS])

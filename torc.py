@@ -5052,7 +5052,7 @@ def format_field_help() -> str:
 # Who waits for whom is kept in sets: jobs with the same prerequisites point at one dep_set, which counts how
 # many of its members are unfinished. Finishing a job touches the sets that it is a member of, never the jobs
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
-# job_kind, so that a claim looks at kinds (few), never at all ready jobs (many).
+# job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
 SCHEMA_VERSION = 8
 
@@ -5505,7 +5505,7 @@ UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- a runner's
 }
 
 
-# ======== 7. Store: the only code that speaks to the workflow database ========
+# ======== 7. Store: the workflow database, its files, transactions and statements ========
 #
 # One process opens the database, through one connection, in one thread; a second opener is refused. Whatever
 # is answered to a caller is on disk before: WAL with synchronous=FULL, which costs one fsync a transaction
@@ -6633,11 +6633,11 @@ def set_members(context: Context, set_id: Optional[int]) -> List[int]:
 def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[int]]:
     """Consumer -> producers, through files and user data."""
     found = collections.defaultdict(set)  # type: Dict[int, Set[int]]
-    for kind, column in (('file', 'file_id'), ('user_data', 'user_data_id')):
+    for table, column in (('file', 'file_id'), ('user_data', 'user_data_id')):
         pairs = context.rows(
-            f'SELECT consumer.job_id, producer.job_id FROM {kind} item '
-            f'CROSS JOIN job_output_{kind} producer ON producer.{column} = item.id '
-            f'CROSS JOIN job_input_{kind} consumer ON consumer.{column} = item.id WHERE item.workflow_id = ?',
+            f'SELECT consumer.job_id, producer.job_id FROM {table} item '
+            f'CROSS JOIN job_output_{table} producer ON producer.{column} = item.id '
+            f'CROSS JOIN job_input_{table} consumer ON consumer.{column} = item.id WHERE item.workflow_id = ?',
             (workflow_id,))
         for consumer, producer in pairs:
             found[consumer].add(producer)
@@ -7116,7 +7116,7 @@ PLANNED_CELLS = {   # column of a job that a plan gives -> field of a workflow f
     'failure_handler_id': 'failure_handler', 'explicit_set_id': 'depends_on',
     'cancel_on_blocking_job_failure': 'cancel_on_blocking_job_failure',
     'supports_termination': 'supports_termination'}
-KIND_PARTS = ('resource_requirements', 'priority', 'scheduler', 'labels')   # fields that a kind stands for
+CLASS_PARTS = ('resource_requirements', 'priority', 'scheduler', 'labels')   # what makes a job class
 # Fields of which another value lets a completed job run again; all others do not change what it has done.
 OUTCOME_FIELDS = ('command', 'invocation_script', 'env', 'depends_on', *(row[0] for row in JOB_RELATIONS))
 SPEC_REMARKS = ('description', 'project', 'metadata')   # stay if the file has none: people set them by hand
@@ -7147,7 +7147,7 @@ class PlanMerge:
         self.ids = {}       # type: Dict[str, List[int]]  # table -> ids of the plan's rows, in its order
         self.unnamed = {}   # type: Dict[str, List[int]]  # table -> ids of declared rows not in the plan
         self.known = {}     # type: Dict[str, KnownJob]  # by name; not those that were spawned
-        self.kinds = {}     # type: Dict[int, Tuple]  # id -> KIND_PARTS
+        self.classes = {}     # type: Dict[int, Tuple]  # id -> CLASS_PARTS
         self.differences = collections.defaultdict(list)    # type: Dict[int, List[str]]  # job id -> fields
         # (noun, 'added', 'removed' or 'changed', fields) -> names
         self.changes = collections.defaultdict(list)        # type: Dict[Tuple[str, str, Tuple], List[str]]
@@ -7186,7 +7186,7 @@ class PlanMerge:
         self.merge_table('slurm_scheduler', body['slurm_schedulers'])
         self.merge_table('failure_handler', body['failure_handlers'])
         default = self.ids['resource_requirements'][names.index('default') if 'default' in names else -1]
-        self.ids['job_kind'] = [self.find_kind(row, default) for row in body['kinds']]
+        self.ids['job_kind'] = [self.find_class(row, default) for row in body['kinds']]
         self.merge_jobs()
         self.merge_relations()
         for job_id, job in zip(self.ids['job'], self.jobs):
@@ -7258,8 +7258,8 @@ class PlanMerge:
 
     # -- jobs --
 
-    def find_kind(self, row: Sequence[Any], default: int) -> int:
-        """Id of a kind of the plan: requirements and scheduler by index, priority, labels."""
+    def find_class(self, row: Sequence[Any], default: int) -> int:
+        """Id of a job class of the plan: requirements and scheduler by index, priority, labels."""
         requirements, priority, scheduler, labels = row
         check_labels(labels)
         return find_job_class(self.context, self.workflow_id, (
@@ -7299,7 +7299,7 @@ class PlanMerge:
         known = {row[2]: KnownJob(row[0], bool(row[1]), row[3:]) for row in rows}
         self.known = {name: job for name, job in known.items() if name not in spawned}
         if known:
-            self.kinds = {row[0]: row[1:] for row in context.rows(
+            self.classes = {row[0]: row[1:] for row in context.rows(
                 'SELECT id, resource_requirements_id, priority, scheduler_id, labels FROM job_kind '
                 'WHERE workflow_id = ?', of)}
 
@@ -7316,14 +7316,14 @@ class PlanMerge:
 
     def store_jobs(self, sets: Sequence[int]) -> None:
         """Add jobs, with consecutive ids, and change those that differ."""
-        kinds, handlers = self.ids['job_kind'], self.ids['failure_handler']
+        classes, handlers = self.ids['job_kind'], self.ids['failure_handler']
         env = self.body['workflow'].get('env') or {}
         env_text = format_json(env) if env else None
         added, changed, adopted = [], {}, []    # type: List[Tuple], Dict[int, List[Any]], List[int]
         for job_id, job in zip(self.ids['job'], self.jobs):
             set_id = None if job.dependencies is None else sets[job.dependencies]
             cells = (job.command, job.invocation_script,
-                     format_json({**env, **job.env}) if job.env else env_text, kinds[job.kind],
+                     format_json({**env, **job.env}) if job.env else env_text, classes[job.kind],
                      None if job.failure_handler is None else handlers[job.failure_handler],
                      set_id, int(job.cancel_on_blocking_job_failure), int(job.supports_termination))
             known = self.known.get(job.name)
@@ -7350,7 +7350,7 @@ class PlanMerge:
             is_same = means_the_same(column, before, after)
             stored.append(before if is_same else after)
             if not is_same:
-                parts = zip(KIND_PARTS, self.kinds[before], self.kinds[after]) if not field else ()
+                parts = zip(CLASS_PARTS, self.classes[before], self.classes[after]) if not field else ()
                 names = [field] if field else [name for name, one, other in parts if one != other]
                 self.differences[known.id] += names
         return stored
@@ -7458,9 +7458,9 @@ def action_title(action: Dict[str, Any]) -> str:
 
 
 def find_job_class(context: Context, workflow_id: int,
-                   kind: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
-    """Id of the kind with these requirements, priority, scheduler and labels, made if there is none."""
-    requirements, priority, scheduler, labels = kind
+                   parts: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
+    """Id of the job class with these requirements, priority, scheduler and labels, made if there is none."""
+    requirements, priority, scheduler, labels = parts
     text = format_json(sorted(set(labels))) if labels else None
     found = context.value('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? '
                           'AND priority = ? '
@@ -7799,12 +7799,12 @@ def measure_blocked_by_time(context: Context, workflow_id: int) -> Dict[str, Any
     ends = [end for end, labels in nodes if labels is None]
     if not ends or None in ends:    # no node is active, or one without an end
         return answer
-    kinds = context.rows(
+    classes = context.rows(
         f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) '
         'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
         'WHERE kind.workflow_id = ? AND labels IS NULL', (workflow_id,))
     limit_s = max(left_s[end] for end in ends) + CLAIM_GRACE_S
-    ready = [(runtime_s, count) for runtime_s, count in kinds if count]
+    ready = [(runtime_s, count) for runtime_s, count in classes if count]
     answer['runtime_blocked_ready_jobs'] = sum(count for runtime_s, count in ready if runtime_s > limit_s)
     if ready:
         answer['longest_ready_runtime_seconds'] = max(runtime_s for runtime_s, _ in ready)
@@ -7844,13 +7844,13 @@ def list_missing_user_data(context: Context, workflow_id: int) -> Dict[str, Any]
                                        'item.data IS NULL')}
 
 
-def list_required(context: Context, workflow_id: int, kind: str, column: str, condition: str) -> List[int]:
+def list_required(context: Context, workflow_id: int, table: str, column: str, condition: str) -> List[int]:
     """Ids of files or user data that jobs rely on from the start."""
     return context.ids(
-        f'SELECT item.id FROM {kind} item WHERE item.workflow_id = ? AND {condition} AND ('
-        f'EXISTS (SELECT 1 FROM job_input_{kind} WHERE {column} = item.id) '
-        f'AND NOT EXISTS (SELECT 1 FROM job_output_{kind} WHERE {column} = item.id) '
-        f'OR EXISTS (SELECT 1 FROM job_output_{kind} made CROSS JOIN job ON job.id = made.job_id '
+        f'SELECT item.id FROM {table} item WHERE item.workflow_id = ? AND {condition} AND ('
+        f'EXISTS (SELECT 1 FROM job_input_{table} WHERE {column} = item.id) '
+        f'AND NOT EXISTS (SELECT 1 FROM job_output_{table} WHERE {column} = item.id) '
+        f'OR EXISTS (SELECT 1 FROM job_output_{table} made CROSS JOIN job ON job.id = made.job_id '
         f'WHERE made.{column} = item.id AND job.status = {COMPLETED})) ORDER BY item.id', (workflow_id,))
 
 
@@ -9531,9 +9531,9 @@ def job_counts(context: Context, workflow_id: int) -> Dict[int, int]:
 
 def forget_job_counts(context: Context) -> None:
     """Let the next call count anew."""
-    for kind, name in context.rows("SELECT type, name FROM sqlite_temp_master WHERE name LIKE 'job_count%' "
+    for what, name in context.rows("SELECT type, name FROM sqlite_temp_master WHERE name LIKE 'job_count%' "
                                    "ORDER BY type = 'table'"):
-        context.run(f'DROP {kind} temp.{name}')
+        context.run(f'DROP {what} temp.{name}')
 
 
 def create_compute_node(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -9718,8 +9718,8 @@ def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dic
 def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     """Whether a job is left that a node may take by its labels, now or later."""
     mine = set(json.loads(context.value('SELECT labels FROM compute_node WHERE id = ?', (node_id,)) or '[]'))
-    kinds = context.rows('SELECT id, labels FROM job_kind WHERE workflow_id = ?', (workflow_id,))
-    wanted = [kind_id for kind_id, labels in kinds if matches_labels(mine, labels)]
+    classes = context.rows('SELECT id, labels FROM job_kind WHERE workflow_id = ?', (workflow_id,))
+    wanted = [class_id for class_id, labels in classes if matches_labels(mine, labels)]
     undone = f'SELECT 1 FROM job WHERE workflow_id = {int(workflow_id)} AND status IN {sql_list(NOT_DONE)}'
     return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
@@ -9848,25 +9848,25 @@ def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Di
         'SELECT made.job_id, file.id, file.path FROM job_output_file made CROSS JOIN file ON file.id = '
         'made.file_id WHERE made.job_id IN', job_ids):
         outputs[job_id].append([file_id, path])
-    kinds = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
+    classes = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
     handlers = list(dict.fromkeys(row[7] for row in rows.values() if row[7]))
     rules = dict(rows_by_ids(context, 'SELECT id, rules FROM failure_handler WHERE id IN', handlers))
     interruptions = count_interruptions(context, run_id, [row[0] for row in rows.values() if row[5] > 1])
     jobs = [{'id': row[0], 'name': row[1], 'command': row[2], 'invocation_script': row[3],
              'env': json.loads(row[4]) if row[4] else None,
-             'attempt_id': row[5], 'kind': kinds.index(row[6]), 'outputs': outputs.get(row[0], []),
+             'attempt_id': row[5], 'kind': classes.index(row[6]), 'outputs': outputs.get(row[0], []),
              'failure_handler': handlers.index(row[7]) if row[7] else None,
              'interruptions': interruptions[row[0]]} for row in (rows[job_id] for job_id in job_ids)]
-    return {'jobs': jobs, 'kinds': [describe_kind(context, kind) for kind in kinds],
+    return {'jobs': jobs, 'kinds': [describe_job_class(context, class_id) for class_id in classes],
             'handlers': [json.loads(rules[h]) for h in handlers]}
 
 
-def describe_kind(context: Context, kind_id: int) -> Dict[str, Any]:
-    """What a job of a kind needs."""
+def describe_job_class(context: Context, class_id: int) -> Dict[str, Any]:
+    """What a job of a class needs."""
     row = context.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, '
                       'needs.num_nodes, needs.runtime_s, '
                       'needs.is_implicit FROM job_kind kind CROSS JOIN resource_requirements needs '
-                      'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (kind_id,))
+                      'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (class_id,))
     names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s',
              'is_implicit')
     return dict(zip(names, row), is_implicit=bool(row[-1]))
@@ -10021,9 +10021,9 @@ def list_jobs(context: Context, resource: str, include_relationships: bool = Fal
 
 def served_labels(context: Context, workflow_id: int, labels: Set[str]) -> str:
     """The label sets that a runner with these labels may serve, between line ends: no JSON text holds one."""
-    kinds = context.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL',
+    found = context.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL',
                         (workflow_id,))
-    served = [text for text in kinds if labels.issuperset(json.loads(text))] if labels else ['']
+    served = [text for text in found if labels.issuperset(json.loads(text))] if labels else ['']
     return '\n' + '\n'.join(served) + '\n' if served else ''
 
 
@@ -10192,7 +10192,7 @@ def delete_where(context: Context, resource: str, column: str, value: int) -> in
     """Remove rows, unless others need them; how many."""
     try:
         with context.savepoint():
-            if resource == 'resource_requirements':     # kinds that no job is of any more
+            if resource == 'resource_requirements':     # job classes without jobs
                 context.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
             return context.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
     except sqlite3.IntegrityError:
