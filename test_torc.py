@@ -5964,6 +5964,21 @@ class AdminSqlTest(ServiceTest):
         self.assertEqual(['id'], self.sql('SELECT id FROM job WHERE 0')['columns'])
         self.assertEqual([{'column1': 1}, {'column1': 2}], self.sql('VALUES (1), (2)')['items'])
 
+    def test_an_id_that_was_raised_shifts_nothing_that_is_created_later(self):
+        workflow_id = self.create('a:')
+        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
+        self.write('UPDATE job SET id = 1000 WHERE id = 1')
+        self.write('UPDATE file SET id = 2000 WHERE id = 1')
+        job = {'workflow_id': workflow_id, 'name': 'b', 'command': 'x', 'output_file_ids': [2000]}
+        created = self.call('create_jobs', {'jobs': [job]})['jobs'][0]
+        self.assertEqual((1, 1001, [2000]), (file_id, created['id'], created['output_file_ids']))
+        plan = plan_of({'name': 'w', 'files': [{'name': 'made', 'path': 'made'}], 'jobs': [
+            {'name': 'first', 'command': 'x', 'output_files': ['made']},
+            {'name': 'then', 'command': 'x', 'depends_on': ['first']}]}).body
+        other = self.call('create_workflow_from_spec', plan)['workflow_id']
+        first, then = self.call('list_jobs', workflow_id=other, include_relationships=True)['items']
+        self.assertEqual((1002, [2001], [1002]), (first['id'], first['output_file_ids'], then['depends_on_job_ids']))
+
     def test_nothing_is_left_that_would_fail_all_that_comes_after(self):
         self.create('a:')
         for sql in ('UPDATE job SET id = 9223372036854775807 WHERE 1', 'UPDATE job SET id = 0 WHERE 1', "UPDATE workflow SET env = '5' WHERE 1",

@@ -5660,7 +5660,9 @@ class Statements:
 
     def next_id(self, table: str) -> int:
         """The id that the next row of a table would get."""
-        return (self.value('SELECT seq FROM sqlite_sequence WHERE name = ?', (table,)) or 0) + 1
+        # An UPDATE of an id, which ad-hoc SQL may do, leaves the sequence behind; SQLite looks at both.
+        return self.value('SELECT 1 + max(ifnull((SELECT seq FROM sqlite_sequence WHERE name = ?), 0), '
+                          f'ifnull((SELECT max(id) FROM {table}), 0))', (table,))
 
 
 class FileState(Row):
@@ -6637,7 +6639,8 @@ def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[i
         pairs = context.rows(
             f'SELECT consumer.job_id, producer.job_id FROM {table} item '
             f'CROSS JOIN job_output_{table} producer ON producer.{column} = item.id '
-            f'CROSS JOIN job_input_{table} consumer ON consumer.{column} = item.id WHERE item.workflow_id = ?',
+            f'CROSS JOIN job_input_{table} consumer ON consumer.{column} = item.id '
+            'WHERE item.workflow_id = ?',
             (workflow_id,))
         for consumer, producer in pairs:
             found[consumer].add(producer)
