@@ -5661,8 +5661,8 @@ class Statements:
     def next_id(self, table: str) -> int:
         """The id that the next row of a table would get."""
         # An UPDATE of an id, which ad-hoc SQL may do, leaves the sequence behind; SQLite looks at both.
-        return self.value('SELECT 1 + max(ifnull((SELECT seq FROM sqlite_sequence WHERE name = ?), 0), '
-                          f'ifnull((SELECT max(id) FROM {table}), 0))', (table,))
+        return self.value('SELECT 1 + max(ifnull((SELECT seq FROM sqlite_sequence '
+                          f'WHERE name = ?), 0), ifnull((SELECT max(id) FROM {table}), 0))', (table,))
 
 
 class FileState(Row):
@@ -6168,8 +6168,7 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
                        f'{SCHEMA_VERSION}); use that one')
     if version == 0 and '_sqlx_migrations' in tables:
         raise BadInput(f"{path} is a database of Torc's own server: export the workflow there and import it "
-                       "here, "
-                       'or give another place with --db')
+                       'here, or give another place with --db')
     if version == 0 and tables:
         raise BadInput(f'{path} is a database of another program; give another place with --db')
     if version == SCHEMA_VERSION:
@@ -6360,8 +6359,8 @@ class JobState(Row):
 
 def job_state(context: Context, job_id: int) -> JobState:
     """The job's state. NotFound if there is none."""
-    row = context.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id FROM job WHERE id '
-                      '= ?', (job_id,))
+    row = context.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id FROM job '
+                      'WHERE id = ?', (job_id,))
     if row is None:
         raise NotFound(f'there is no job {job_id}')
     return JobState(*row)
@@ -6378,8 +6377,8 @@ def get_row(context: Context, table: str, row_id: int) -> Dict[str, Any]:
 
 def is_complete(context: Context, workflow_id: int) -> bool:
     """Whether no job of the workflow has anything left to do."""
-    return not context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} '
-                           'LIMIT 1', (workflow_id,))
+    return not context.one('SELECT 1 FROM job WHERE workflow_id = ? '
+                           f'AND status IN {sql_list(NOT_DONE)} LIMIT 1', (workflow_id,))
 
 
 def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[int]) -> None:
@@ -6417,7 +6416,7 @@ def check_stays(workflow_id: int, body: Dict[str, Any]) -> None:
     """Refuse a change that would move a thing to another workflow."""
     if body.get('workflow_id') not in (None, workflow_id):
         raise Refused(f"workflow_id is {body['workflow_id']}: objects of workflow {workflow_id} cannot be "
-                      "moved", field='workflow_id')
+                      'moved', field='workflow_id')
 
 
 def page_size(offset: int, limit: int) -> int:
@@ -6577,9 +6576,9 @@ def add_group_names(context: Context, workflows: List[Dict[str, Any]]) -> None:
     """Fill in the names of the access groups of workflows that have any."""
     by_id = {workflow['id']: workflow for workflow in workflows}
     for workflow_id, name in sorted(rows_by_ids(context,
-                                                'SELECT workflow_id, name FROM workflow_access_group JOIN '
-                                                'access_group ON id = group_id '
-                                                'WHERE workflow_id IN', list(by_id))):
+                                                'SELECT workflow_id, name FROM workflow_access_group '
+                                                'JOIN access_group ON id = group_id WHERE workflow_id IN',
+                                                list(by_id))):
         by_id[workflow_id].setdefault('access_groups', []).append(name)
 
 
@@ -6628,8 +6627,8 @@ def members_digest(ordered: Sequence[int]) -> str:
 
 def set_members(context: Context, set_id: Optional[int]) -> List[int]:
     """Ids of the jobs in a set, in order."""
-    return [] if set_id is None else context.ids('SELECT job_id FROM dep_member WHERE dep_set_id = ? ORDER '
-                                                 'BY job_id', (set_id,))
+    return [] if set_id is None else context.ids('SELECT job_id FROM dep_member WHERE dep_set_id = ? '
+                                                 'ORDER BY job_id', (set_id,))
 
 
 def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[int]]:
@@ -6669,13 +6668,12 @@ def get_dependency_graph(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 def rebuild_dependencies(context: Context, workflow_id: int) -> None:
     """Give every job the set of all its prerequisites: requested, and implied by files and user data."""
-    context.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? AND dep_set_id IS NOT '
-                'explicit_set_id',
-                (workflow_id,))
+    context.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? '
+                'AND dep_set_id IS NOT explicit_set_id', (workflow_id,))
     implied = implied_prerequisites(context, workflow_id)
     explicit = dict(rows_by_ids(context,
-                                'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND '
-                                'id IN', list(implied)))
+                                'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL '
+                                'AND id IN', list(implied)))
     consumers = collections.defaultdict(list)  # type: Dict[Tuple[Optional[int], frozenset], List[int]]
     for consumer, producers in implied.items():
         consumers[explicit.get(consumer), frozenset(producers)].append(consumer)
@@ -6683,9 +6681,9 @@ def rebuild_dependencies(context: Context, workflow_id: int) -> None:
         set_id = find_set(context, workflow_id, producers.union(set_members(context, explicit_set)))
         context.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?',
                          ((set_id, job_id) for job_id in job_ids))
-    context.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job WHERE '
-                'job.dep_set_id = dep_set.id) '
-                'AND NOT EXISTS (SELECT 1 FROM job WHERE job.explicit_set_id = dep_set.id)', (workflow_id,))
+    context.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job '
+                'WHERE job.dep_set_id = dep_set.id) AND NOT EXISTS (SELECT 1 FROM job '
+                'WHERE job.explicit_set_id = dep_set.id)', (workflow_id,))
     refuse_cycles(context, workflow_id)
 
 
@@ -6693,8 +6691,8 @@ def refuse_cycles(context: Context, workflow_id: int) -> None:
     """Refuse jobs that wait for each other, by name."""
     # A set waits for the sets of those of its members that wait themselves: much fewer than jobs.
     query = ('FROM dep_set CROSS JOIN dep_member ON dep_member.dep_set_id = dep_set.id '
-             'CROSS JOIN job ON job.id = dep_member.job_id WHERE dep_set.workflow_id = ? AND job.dep_set_id '
-             'IS NOT NULL')
+             'CROSS JOIN job ON job.id = dep_member.job_id WHERE dep_set.workflow_id = ? '
+             'AND job.dep_set_id IS NOT NULL')
     waits_for = collections.defaultdict(list)  # type: Dict[int, List[int]]
     for set_id, needed in context.rows(f'SELECT DISTINCT dep_set.id, job.dep_set_id {query}', (workflow_id,)):
         waits_for[set_id].append(needed)
@@ -6762,14 +6760,13 @@ def release_sets(context: Context, workflow_id: int, set_ids: Sequence[int]) -> 
 
 def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Sequence[int]) -> None:
     """Tell the actions with a job trigger that these jobs are ready, or have ended; each job counts once."""
-    if not job_ids or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? AND trigger_type '
-                                      '= ? LIMIT 1',
-                                      (workflow_id, trigger)):
+    if not job_ids or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? '
+                                      'AND trigger_type = ? LIMIT 1', (workflow_id, trigger)):
         return
     gates = rows_by_ids(context,
-                        'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 AND action_id IN '
-                        f"(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND "
-                        f"trigger_type = '{trigger}') "
+                        'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 '
+                        'AND action_id IN (SELECT id FROM workflow_action '
+                        f"WHERE workflow_id = {int(workflow_id)} AND trigger_type = '{trigger}') "
                         'AND job_id IN', job_ids)
     context.run_many('UPDATE action_job SET is_counted = 1 WHERE action_id = ? AND job_id = ?', gates)
     counts = collections.Counter(action_id for action_id, _ in gates)
@@ -6779,15 +6776,14 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Seq
 
 def satisfy_trigger(context: Context, workflow_id: int, trigger: str) -> None:
     """Make the actions of a workflow or worker trigger due."""
-    context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? AND '
-                'trigger_type = ?',
-                (workflow_id, trigger))
+    context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? '
+                'AND trigger_type = ?', (workflow_id, trigger))
 
 
 def expect_completion(context: Context, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
-    context.run("UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? AND trigger_type = "
-                "'on_workflow_complete'", (workflow_id,))
+    context.run('UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? '
+                "AND trigger_type = 'on_workflow_complete'", (workflow_id,))
 
 
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
@@ -6808,19 +6804,18 @@ def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
         kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(context, workflow_id) else ''
     context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
                 f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
-    context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action WHERE '
-                'workflow_id = ? AND executed = 0)',
-                (workflow_id,))
+    context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action '
+                'WHERE workflow_id = ? AND executed = 0)', (workflow_id,))
 
 
 def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
     """Make the trigger counts of actions agree with the states of their jobs and of the workflow."""
     chosen = f'(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND {condition})'
-    context.run(f'UPDATE action_job SET is_counted = (SELECT CASE action.trigger_type '
+    context.run('UPDATE action_job SET is_counted = (SELECT CASE action.trigger_type '
                 f"WHEN 'on_jobs_ready' THEN job.status NOT IN ({UNINITIALIZED}, {BLOCKED}) "
-                f'ELSE job.status IN {sql_list(FINISHED)} END '
-                'FROM job, workflow_action action WHERE job.id = action_job.job_id AND action.id = '
-                f'action_job.action_id) WHERE action_id IN {chosen}')
+                f'ELSE job.status IN {sql_list(FINISHED)} END FROM job, workflow_action action '
+                'WHERE job.id = action_job.job_id AND action.id = action_job.action_id) '
+                f'WHERE action_id IN {chosen}')
     context.run("UPDATE workflow_action SET trigger_count = CASE WHEN trigger_type IN ('on_jobs_ready', "
                 "'on_jobs_complete') THEN "
                 '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id AND is_counted = 1) '
@@ -6857,8 +6852,8 @@ def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> 
     """WHERE clause and its parameters for the actions that are due."""
     triggers = tuple(triggers) or TRIGGERS
     marks = ', '.join('?' * len(triggers))
-    return ('WHERE workflow_id = ? AND executed = 0 AND trigger_count >= required_triggers AND '
-            f'trigger_type IN ({marks}) {more} ORDER BY id', (workflow_id, *triggers))
+    return ('WHERE workflow_id = ? AND executed = 0 AND trigger_count >= required_triggers '
+            f'AND trigger_type IN ({marks}) {more} ORDER BY id', (workflow_id, *triggers))
 
 
 def create_workflow_action(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
@@ -6961,8 +6956,8 @@ def take_action(context: Context, action_id: int, node_id: Optional[int], persis
     """Mark an action as taken by a node; whether it was free."""
     now = format_time(context.now())
     if persistent:
-        taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) VALUES (?, '
-                            '?)', (action_id, node_id or 0))
+        taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) '
+                            'VALUES (?, ?)', (action_id, node_id or 0))
         context.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
     else:
         taken = context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
@@ -7485,8 +7480,8 @@ def check_labels(labels: Optional[Sequence[str]]) -> None:
     """Refuse labels that would be ambiguous in a list."""
     for label in labels or ():
         if not label or label != label.strip() or ',' in label:
-            raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end '
-                          'with a blank', field='labels')
+            raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end with a '
+                          'blank', field='labels')
 
 
 # -------- jobs --------
@@ -7653,12 +7648,11 @@ def remove_spawned(context: Context, workflow_id: int) -> None:
     """Remove what uninitialized jobs have spawned, and so on, with the records; but no active jobs."""
     idle = f'job.status NOT IN {sql_list(ACTIVE)}'
     gone = context.ids(
-        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller ON caller.id = '
-        'spawn.caller_id '
-        'CROSS JOIN job ON job.id = spawn.job_id '
-        f'WHERE spawn.workflow_id = ? AND caller.status = {UNINITIALIZED} AND {idle} UNION '
-        'SELECT job.id FROM gone CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = '
-        'spawn.job_id '
+        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn '
+        'CROSS JOIN job caller ON caller.id = spawn.caller_id '
+        'CROSS JOIN job ON job.id = spawn.job_id WHERE spawn.workflow_id = ? '
+        f'AND caller.status = {UNINITIALIZED} AND {idle} UNION SELECT job.id FROM gone '
+        'CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = spawn.job_id '
         f'WHERE {idle}) SELECT id FROM gone', (workflow_id,))
     generations = set(rows_by_ids(context, 'SELECT lineage, generation FROM spawn WHERE job_id IN', gone))
     names = {LINEAGE_RECORD.format(lineage) + last for lineage, generation in generations
@@ -7747,8 +7741,8 @@ def is_workflow_complete(context: Context, workflow_id: int) -> Dict[str, Any]:
 
 def is_workflow_uninitialized(context: Context, workflow_id: int) -> Dict[str, Any]:
     """Whether no job has been initialized yet."""
-    touched = context.one(f'SELECT 1 FROM job WHERE workflow_id = ? AND status NOT IN ({UNINITIALIZED}, '
-                          f'{DISABLED}) LIMIT 1', (workflow_id,))
+    touched = context.one('SELECT 1 FROM job WHERE workflow_id = ? '
+                          f'AND status NOT IN ({UNINITIALIZED}, {DISABLED}) LIMIT 1', (workflow_id,))
     return {'is_uninitialized': touched is None}
 
 
@@ -7821,9 +7815,9 @@ def count_unserved_labels(context: Context, workflow_id: int) -> Dict[str, int]:
         (workflow_id,))]
     unserved = collections.Counter()  # type: Dict[str, int]
     for text, count in context.rows(
-            'SELECT labels, (SELECT count(*) FROM job WHERE job.kind_id = job_kind.id AND status = '
-            f'{READY}) FROM job_kind '
-            'WHERE workflow_id = ? AND labels IS NOT NULL', (workflow_id,)):
+            'SELECT labels, (SELECT count(*) FROM job WHERE job.kind_id = job_kind.id '
+            f'AND status = {READY}) FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL',
+            (workflow_id,)):
         labels = json.loads(text)
         if count and not any(node.issuperset(labels) for node in nodes):
             unserved[','.join(labels)] += count
@@ -7958,10 +7952,9 @@ def note_run(context: Context, workflow_id: int) -> None:
     put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), dict(
         run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}",
         startTime=known.get('startTime') or format_time(context.now()), endTime=None))
-    for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? AND st_mtime IS NOT NULL '
-                            'AND NOT EXISTS (SELECT 1 FROM job_output_file WHERE file_id = file.id) '
-                            'ORDER BY id',
-                            (workflow_id,)):
+    for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? '
+                            'AND st_mtime IS NOT NULL AND NOT EXISTS (SELECT 1 FROM job_output_file '
+                            'WHERE file_id = file.id) ORDER BY id', (workflow_id,)):
         put_file(context, workflow_id, row, {})
 
 
@@ -7980,8 +7973,8 @@ def note_job_outputs(context: Context, state: WorkflowState, job: JobState) -> N
     """A job has completed: describe its attempt, and the files that it made."""
     if not keeps_crate(context, state.id):
         return
-    inputs = refer(*context.ids('SELECT path FROM job_input_file JOIN file ON id = file_id WHERE job_id = ? '
-                                'ORDER BY id', (job.id,)))
+    inputs = refer(*context.ids('SELECT path FROM job_input_file JOIN file ON id = file_id '
+                                'WHERE job_id = ? ORDER BY id', (job.id,)))
     made = context.rows(f'SELECT {FILE_ROW} FROM job_output_file JOIN file ON id = file_id '
                         'WHERE job_id = ? AND st_mtime IS NOT NULL ORDER BY id', (job.id,))
     action, run = f'#job-{job.id}-attempt-{job.attempt_id}', refer(CRATE_RUN.format(state.run_id))
@@ -8043,8 +8036,8 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
         cancel_open_attempts(context,
                              context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {OPEN_ATTEMPT}',
                                          (workflow_id,)))
-        context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? AND status NOT IN '
-                    f'({UNINITIALIZED}, {DISABLED})', (workflow_id,))
+        context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? '
+                    f'AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
     remove_spawned(context, workflow_id)
     start_over(context, workflow_id, clear_ephemeral_user_data)
     rearm_actions(context, workflow_id, only_uninitialized)
@@ -8065,8 +8058,7 @@ def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
                            (workflow_id,))
     if active:
         raise Refused(f'workflow {workflow_id} cannot be {verb} while {active} of its jobs are pending or '
-                      'running; '
-                      f'cancel it first (torc.py cancel {workflow_id}), or reset it with --force')
+                      f'running; cancel it first (torc.py cancel {workflow_id}), or reset it with --force')
 
 
 def downstream_of_uninitialized(context: Context, workflow_id: int, condition: str = '1') -> List[int]:
@@ -8089,11 +8081,11 @@ def cancel_open_attempts(context: Context, job_ids: Sequence[int]) -> None:
     """Record open attempts as canceled, so that their keys are never reused."""
     run_by_ids(
         context, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, '
-        'return_code, exec_time_minutes, completion_time, status, is_current, reason) '
-        'SELECT workflow_id, id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), attempt_id, '
-        f"ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{format_time(context.now())}', {CANCELED}, "
-        "0, "
-        f"'the job was reset while a runner had it' FROM job WHERE {OPEN_ATTEMPT} AND id IN", job_ids)
+                 'return_code, exec_time_minutes, completion_time, status, is_current, reason) '
+                 'SELECT workflow_id, id, (SELECT run_id FROM workflow '
+                 'WHERE workflow.id = workflow_id), attempt_id, ifnull(compute_node_id, 0), '
+                 f"{ORPHAN_RETURN_CODE}, 0, '{format_time(context.now())}', {CANCELED}, 0, 'the job was "
+                 f"reset while a runner had it' FROM job WHERE {OPEN_ATTEMPT} AND id IN", job_ids)
 
 
 def uninitialize(context: Context, job_ids: Sequence[int]) -> None:
@@ -8105,16 +8097,16 @@ def uninitialize(context: Context, job_ids: Sequence[int]) -> None:
 def start_over(context: Context, workflow_id: int, clear_ephemeral: bool) -> None:
     """Give all uninitialized jobs a first attempt, and make them ready, blocked or canceled."""
     fresh = f'(SELECT id FROM job WHERE workflow_id = {int(workflow_id)} AND status = {UNINITIALIZED})'
-    context.run('UPDATE result SET is_current = 0 WHERE workflow_id = ? AND is_current = 1 AND job_id IN '
-                f'{fresh}', (workflow_id,))
+    context.run('UPDATE result SET is_current = 0 WHERE workflow_id = ? AND is_current = 1 '
+                f'AND job_id IN {fresh}', (workflow_id,))
     if clear_ephemeral:
         context.run('UPDATE user_data SET data = NULL WHERE workflow_id = ? AND is_ephemeral = 1 AND id IN '
                   f'(SELECT user_data_id FROM job_output_user_data WHERE job_id IN {fresh})', (workflow_id,))
     recount_sets(context, workflow_id)
-    context.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} ELSE {BLOCKED} END, '
-                'attempt_id = 1, start_time = NULL, '
-                'compute_node_id = NULL, origin = nullif(origin, ?) WHERE workflow_id = ? AND status = '
-                f'{UNINITIALIZED}', ('retry', workflow_id))
+    context.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} '
+                f'ELSE {BLOCKED} END, attempt_id = 1, start_time = NULL, compute_node_id = NULL, origin = '
+                f'nullif(origin, ?) WHERE workflow_id = ? AND status = {UNINITIALIZED}',
+                ('retry', workflow_id))
     number_attempts(context, workflow_id)
     release_idle_sets(context, workflow_id)
 
@@ -8125,10 +8117,9 @@ def number_attempts(context: Context, workflow_id: int) -> None:
     ended = ('SELECT {0} FROM result WHERE result.workflow_id = ' + str(int(workflow_id))
              + f' AND result.run_id = {run_id}')
     if context.one(ended.format('1') + ' LIMIT 1'):
-        context.run(f"UPDATE job SET attempt_id = 1 + ({ended.format('max(result.attempt_id)')} AND "
-                    "result.job_id = job.id) "
-                    f"WHERE status IN {sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN "
-                    f"({ended.format('job_id')})")
+        context.run(f"UPDATE job SET attempt_id = 1 + ({ended.format('max(result.attempt_id)')} "
+                    'AND result.job_id = job.id) WHERE status IN '
+                    f"{sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN ({ended.format('job_id')})")
 
 
 def reset_workflow_status(context: Context, workflow_id: int, force: bool = False) -> Dict[str, Any]:
@@ -8137,8 +8128,8 @@ def reset_workflow_status(context: Context, workflow_id: int, force: bool = Fals
     refuse_archived(state)
     if not force:
         refuse_active(context, workflow_id, 'reset')
-        if context.one("SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status IN "
-                       "('pending', 'active') LIMIT 1", (workflow_id,)):
+        if context.one('SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? '
+                       "AND status IN ('pending', 'active') LIMIT 1", (workflow_id,)):
             raise Refused(f'workflow {workflow_id} has allocations that wait or run; cancel it first, or '
                           'reset it with --force')
     begin_run(context, workflow_id)
@@ -8280,23 +8271,22 @@ def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Opti
             continue
         seen = times[file_id]
         if seen is None:
-            for job_id in context.ids('SELECT job.id FROM job_output_file made CROSS JOIN job ON job.id = '
-                                      'made.job_id '
-                                      f'WHERE made.file_id = ? AND job.status = {COMPLETED}', (file_id,)):
+            for job_id in context.ids('SELECT job.id FROM job_output_file made '
+                                      'CROSS JOIN job ON job.id = made.job_id WHERE made.file_id = ? '
+                                      f'AND job.status = {COMPLETED}', (file_id,)):
                 reasons.setdefault(job_id, f'its output {path} is missing')
         if (seen is None) != (known is None) or seen is not None and abs(seen - known) > MTIME_TOLERANCE_S:
-            for job_id in context.ids('SELECT job.id FROM job_input_file used CROSS JOIN job ON job.id = '
-                                      'used.job_id '
-                                      f'WHERE used.file_id = ? AND job.status IN {finished}', (file_id,)):
+            for job_id in context.ids('SELECT job.id FROM job_input_file used '
+                                      'CROSS JOIN job ON job.id = used.job_id WHERE used.file_id = ? '
+                                      f'AND job.status IN {finished}', (file_id,)):
                 reasons.setdefault(job_id, f'its input {path} changed')
 
 
 def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
     """Finished jobs that would be handed out differently now than when they were claimed."""
     finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
-    known = dict(context.rows('SELECT id, input_hash FROM job WHERE workflow_id = ? AND input_hash IS NOT '
-                              f'NULL AND status IN {finished}',
-                              (workflow_id,)))
+    known = dict(context.rows('SELECT id, input_hash FROM job WHERE workflow_id = ? '
+                              f'AND input_hash IS NOT NULL AND status IN {finished}', (workflow_id,)))
     return [job_id for job_id, found in hash_inputs(context, list(known)).items() if found != known[job_id]]
 
 
@@ -8316,21 +8306,20 @@ def hash_inputs(context: Context, job_ids: Sequence[int]) -> Dict[int, str]:
     """Job id -> SHA-256 of what it is given: command, script, env, prerequisites, file paths, input data."""
     parts = {row[0]: list(row[1:]) for row in rows_by_ids(
         context,
-        'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set WHERE dep_set.id = '
-        'explicit_set_id) FROM job WHERE id IN', job_ids)}
+        'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set '
+        'WHERE dep_set.id = explicit_set_id) FROM job WHERE id IN', job_ids)}
     for table, text in (('job_input_file', 'path'), ('job_output_file', 'path')):
         for job_id, name, path in rows_by_ids(
                 context,
-            f"SELECT used.job_id, '{table}', file.{text} FROM {table} used CROSS JOIN file ON file.id = "
-            "used.file_id "
-                'WHERE used.job_id IN', job_ids):
+            f"SELECT used.job_id, '{table}', file.{text} FROM {table} used "
+            'CROSS JOIN file ON file.id = used.file_id WHERE used.job_id IN', job_ids):
             parts[job_id].append(f'{name}:{path}')
     for table, text in (('job_input_user_data', 'data'), ('job_output_user_data', 'name')):
         for job_id, name, content in rows_by_ids(
                 context,
-            f"SELECT used.job_id, '{table}', record.name || '=' || ifnull(record.{text}, '') FROM {table} "
-            "used "
-                'CROSS JOIN user_data record ON record.id = used.user_data_id WHERE used.job_id IN', job_ids):
+            f"SELECT used.job_id, '{table}', record.name || '=' || ifnull(record.{text}, '') "
+            f'FROM {table} used CROSS JOIN user_data record ON record.id = used.user_data_id '
+            'WHERE used.job_id IN', job_ids):
             parts[job_id].append(f'{name}:{content}')
     fixed = 4   # the columns of the job itself; what follows is in no certain order
     return {job_id: hashlib.sha256(format_json(part[:fixed] + sorted(part[fixed:])).encode()).hexdigest()
@@ -8758,9 +8747,8 @@ def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) 
 
 def mark_started(context: Context, job_id: int, node_id: int, start_time: str) -> None:
     """pending -> running; anything else stays."""
-    is_new = context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id '
-                         f'= ? AND status = {PENDING}',
-                         (start_time, node_id, job_id))
+    is_new = context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? '
+                         f'WHERE id = ? AND status = {PENDING}', (start_time, node_id, job_id))
     if is_new and context.service.watched:
         job = job_state(context, job_id)
         announce_start(context, job, workflow_state(context, job.workflow_id).run_id)
@@ -8934,8 +8922,8 @@ def decide_failure(context: Context, state: WorkflowState, job: JobState, end: D
 def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) -> str:
     """Make a job ready again, as its next attempt; or blocked, if it had ended before its prerequisites."""
     waits = 'EXISTS (SELECT 1 FROM dep_set WHERE dep_set.id = job.dep_set_id AND pending > 0)'
-    context.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} ELSE {READY} END, '
-                "attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
+    context.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} '
+                f"ELSE {READY} END, attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
                 'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
     expect_completion(context, state.id)
     record_event(context, state.id, {
@@ -9045,8 +9033,8 @@ def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_
     """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may run."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
-    row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? AND '
-                      f'attempt_id = ? AND {ASSUMED}', (job.id, state.run_id, attempt_id))
+    row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? '
+                      f'AND attempt_id = ? AND {ASSUMED}', (job.id, state.run_id, attempt_id))
     if not is_last or row is None:
         return None
     node_id = node_id or row[1]
@@ -9275,8 +9263,7 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
                                                                 for name in job.get('depends_on') or ())})
             for job in jobs]
     context.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id "
-                     "= ? WHERE id = ?",
-                     zip(sets, sets, ids))
+                     '= ? WHERE id = ?', zip(sets, sets, ids))
     context.insert_rows('spawn', ('job_id', 'workflow_id', 'caller_id', 'lineage', 'generation'),
                         ((job_id, caller.workflow_id, caller.id, lineage, generation) for job_id in ids))
     run_by_ids(context, RECOUNT + 'id IN', list(set(sets)))
@@ -9286,8 +9273,8 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
 def spawned_model(context: Context, workflow_id: int, lineage: str, job: Dict[str, Any]) -> Dict[str, Any]:
     """JobModel of a job that is to be spawned; its requirements are found by their name."""
     name = job.get('resource_requirements') or 'default'
-    needs = context.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? ORDER BY '
-                          'id LIMIT 1', (workflow_id, name))
+    needs = context.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? '
+                          'ORDER BY id LIMIT 1', (workflow_id, name))
     if needs is None:
         raise Refused(f'job {job["name"]!r}: workflow {workflow_id} has no resource requirements {name!r}')
     return dict(job, workflow_id=workflow_id, resource_requirements_id=needs,
@@ -9298,8 +9285,8 @@ def jobs_by_name(context: Context, workflow_id: int, names: Set[str]) -> Dict[st
     """The jobs of a workflow that have one of these names."""
     found = collections.defaultdict(list)  # type: Dict[str, List[int]]
     for name, job_id in rows_by_ids(context,
-                                    f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND '
-                                    'name IN', list(names)):
+                                    f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} '
+                                    'AND name IN', list(names)):
         found[name].append(job_id)
     return found
 
@@ -9369,8 +9356,8 @@ def get_active_task_for_workflow(context: Context, workflow_id: int) -> Dict[str
 def run_tasks(service: Service) -> None:
     """Carry out the queued tasks, oldest first: a server between requests, others at once."""
     for task_id, workflow_id, operation, request, caller in service.store.rows(
-            f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} ORDER BY '
-            'id'):
+            f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} '
+            'ORDER BY id'):
         context = service.context(caller)
         context.update('task', task_id, {'status': 'running', 'started_at_ms': int(context.now() * 1000)})
         end_task(context, task_id, run_task(context, workflow_id, operation, json.loads(request)))
@@ -9396,8 +9383,8 @@ def end_task(context: Context, task_id: int, error: str) -> None:
     status = 'failed' if error else 'succeeded'
     context.update('task', task_id,
                    {'status': status, 'error': error or None, 'finished_at_ms': int(context.now() * 1000)})
-    workflow_id, operation, user = context.one('SELECT workflow_id, operation, requested_by FROM task WHERE '
-                                               'id = ?', (task_id,))
+    workflow_id, operation, user = context.one('SELECT workflow_id, operation, requested_by '
+                                               'FROM task WHERE id = ?', (task_id,))
     record_event(context, workflow_id, dict({'error': error} if error else {}, category='tasks',
                                             event_type='task_completed', task_id=task_id,
                                             operation=operation, status=status, user=user,
@@ -9424,8 +9411,8 @@ def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
     scheduled = dict(context.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?',
                                   (workflow_id,)))
     found = {}
-    for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND '
-                                      'scheduler IS NOT NULL', (workflow_id,)):
+    for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? '
+                                      'AND scheduler IS NOT NULL', (workflow_id,)):
         scheduler = json.loads(text)
         known = scheduler if isinstance(scheduler, dict) else {}
         number = known.get('slurm_job_id') or scheduled.get(known['scheduler_id']
@@ -9444,8 +9431,8 @@ def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int =
         'SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
         'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,))
              if node_id in slurm_jobs}
-    pairs.update(context.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? AND '
-                              'slurm_job_id IS NOT NULL', (workflow_id,)))
+    pairs.update(context.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? '
+                              'AND slurm_job_id IS NOT NULL', (workflow_id,)))
     page = sorted(pairs)[offset:][:page_size(offset, limit)]
     names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN',
                              sorted({job_id for job_id, _ in page})))
@@ -9460,10 +9447,10 @@ def get_running_jobs(context: Context, workflow_id: int, offset: int = 0,
     total = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}',
                           (workflow_id,))
     rows = context.rows(
-        'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id FROM job '
-        'LEFT JOIN compute_node node ON node.id = job.compute_node_id WHERE job.workflow_id = ? AND '
-        f'job.status = {RUNNING} '
-        'ORDER BY job.id LIMIT ? OFFSET ?', (workflow_id, limit, offset))
+        'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id '
+        'FROM job LEFT JOIN compute_node node ON node.id = job.compute_node_id '
+        f'WHERE job.workflow_id = ? AND job.status = {RUNNING} ORDER BY job.id LIMIT ? OFFSET ?',
+        (workflow_id, limit, offset))
     slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
     names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time', 'scheduler_job_id')
     items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None}
@@ -9631,8 +9618,8 @@ def release_node(context: Context, node_id: int) -> None:
         reason = f'compute node {node_id} ({host}), which had claimed it, went away'
         assume_interrupted(context, state, job, reason)
         begin_next_attempt(context, state, job)
-    for job_id, start_time in context.rows('SELECT id, start_time FROM job WHERE compute_node_id = ? AND '
-                                           f'status = {RUNNING}', (node_id,)):
+    for job_id, start_time in context.rows('SELECT id, start_time FROM job WHERE compute_node_id = ? '
+                                           f'AND status = {RUNNING}', (node_id,)):
         spent_s = context.now() - parse_time(start_time) if start_time else 0.0
         record_end(context, state, {
             'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
@@ -9641,7 +9628,7 @@ def release_node(context: Context, node_id: int) -> None:
         record_event(context, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id,
                                             'compute_node_id': node_id,
                                             'message': f'Job {job_id} was running on node {node_id}, which '
-                                                     'went away'}, 'warning')
+                                                       'went away'}, 'warning')
     note_if_complete(context, workflow_id)
 
 
@@ -9748,13 +9735,12 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
-    taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 AND '
-                        'is_reported = 0', (node_id,))
-    context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL WHERE '
-                     'id = ?',
-                     ((action_id,) for action_id in taken if action_id not in held_actions))
-    persistent = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? AND '
-                             'is_reported = 0', (node_id,))
+    taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 '
+                        'AND is_reported = 0', (node_id,))
+    context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
+                     'WHERE id = ?', ((action_id,) for action_id in taken if action_id not in held_actions))
+    persistent = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? '
+                             'AND is_reported = 0', (node_id,))
     context.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
                      ((action_id, node_id) for action_id in persistent if action_id not in held_actions))
 
@@ -9843,13 +9829,13 @@ def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Di
         return {'jobs': [], 'kinds': [], 'handlers': []}
     rows = {row[0]: row for row in rows_by_ids(
         context,
-        'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id FROM job '
-        'WHERE id IN', job_ids)}
+        'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id '
+        'FROM job WHERE id IN', job_ids)}
     outputs = collections.defaultdict(list)  # type: Dict[int, List[List[Any]]]
     for job_id, file_id, path in rows_by_ids(
             context,
-        'SELECT made.job_id, file.id, file.path FROM job_output_file made CROSS JOIN file ON file.id = '
-        'made.file_id WHERE made.job_id IN', job_ids):
+        'SELECT made.job_id, file.id, file.path FROM job_output_file made '
+        'CROSS JOIN file ON file.id = made.file_id WHERE made.job_id IN', job_ids):
         outputs[job_id].append([file_id, path])
     classes = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
     handlers = list(dict.fromkeys(row[7] for row in rows.values() if row[7]))
@@ -9867,9 +9853,9 @@ def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Di
 def describe_job_class(context: Context, class_id: int) -> Dict[str, Any]:
     """What a job of a class needs."""
     row = context.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, '
-                      'needs.num_nodes, needs.runtime_s, '
-                      'needs.is_implicit FROM job_kind kind CROSS JOIN resource_requirements needs '
-                      'ON needs.id = kind.resource_requirements_id WHERE kind.id = ?', (class_id,))
+                      'needs.num_nodes, needs.runtime_s, needs.is_implicit FROM job_kind kind '
+                      'CROSS JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
+                      'WHERE kind.id = ?', (class_id,))
     names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s',
              'is_implicit')
     return dict(zip(names, row), is_implicit=bool(row[-1]))
@@ -9920,8 +9906,8 @@ CONTAINS = 'instr(lower({0}), lower(?)) > 0'
 RESOURCES = {
     'workflow': Resource('workflow', 'workflow', 'WorkflowModel', 'Workflows', {
         'description': CONTAINS.format('description'),
-        'access_group': "id IN (SELECT workflow_id FROM workflow_access_group WHERE instr(?, ',' || "
-                        "group_id || ',') > 0)"}),
+        'access_group': 'id IN (SELECT workflow_id FROM workflow_access_group '
+                        "WHERE instr(?, ',' || group_id || ',') > 0)"}),
     'job': Resource('job', 'job_view', 'JobModel', 'Jobs', {
         'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
         'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
@@ -9940,8 +9926,8 @@ RESOURCES = {
         'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
     'resource_requirements': Resource('resource_requirements', 'resource_requirements',
                                       'ResourceRequirementsModel', 'ResourceRequirements', {
-        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job JOIN job_kind ON job_kind.id = '
-                  'job.kind_id WHERE job.id = ?)',
+        'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job '
+                  'JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)',
         'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'}),
     'failure_handler': Resource('failure_handler', 'failure_handler', 'FailureHandlerModel',
                                 'FailureHandlers', {}),
@@ -10044,10 +10030,8 @@ ITEM_RELATIONS = (     # of files or user data: who makes, and who uses them
     'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)')
 RELATION_QUERIES = {
     'job': ('job.name, job.id AS job_id, job.name AS job_name, need.id AS depends_on_job_id, need.name AS '
-            'depends_on_job_name '
-            'FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id CROSS JOIN job need '
-            'ON need.id = dep_member.job_id '
-            'WHERE job.workflow_id = :workflow'),
+            'depends_on_job_name FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
+            'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.workflow_id = :workflow'),
     'file': ITEM_RELATIONS.format('file', 'item.path AS file_path, '),
     'user_data': ITEM_RELATIONS.format('user_data', ''),
 }
@@ -10200,7 +10184,7 @@ def delete_where(context: Context, resource: str, column: str, value: int) -> in
             return context.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
     except sqlite3.IntegrityError:
         raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete "
-                      "them first") from None
+                      'them first') from None
 
 
 def delete_rows(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
@@ -10590,8 +10574,8 @@ def check_statement(sql: str, writes: bool, allows_full_table: bool) -> bool:
     is_full = (verb and verb.group(1).upper() in ('UPDATE', 'DELETE')
                and not re.search(r'\bWHERE\b', outside, re.IGNORECASE))
     if writes and is_full and not allows_full_table:
-        raise Refused(f'this {verb.group(1).upper()} has no WHERE and would change every row: add one, '
-                      'or allow it with allow_full_table')
+        raise Refused(f'this {verb.group(1).upper()} has no WHERE and would change every row: add one, or '
+                      'allow it with allow_full_table')
     return first == 'CREATE'
 
 
