@@ -11320,7 +11320,7 @@ class FindServerTest(WorldTest):
                             (('delete', 1), f"Delete workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url}) with all jobs and results?"),
                             (('workflows', 'reset-status', 1), f'Reset the status of all jobs of {place}?'), (('jobs', 'delete-all', 1), f'Delete all jobs of {place}?'),
                             (('jobs', 'reset-status', 1), f'Reset the status of 1 jobs of {place}?'), (('user-data', 'delete-all', 1), f'Delete all user data of {place}?')):
-            self.assertExit(2, self.cli(*words), f'this asks "{text}"')
+            self.assertExit(2, self.cli(*words), f'confirmation required ("{text}"')
         self.assertIn(f'workflow 1 (hello) of the server {url}?"', self.cli('--url', url, 'cancel', 1).err)
         self.assertExit(0, self.cli('cancel', 1, '--no-prompts'), f'Canceled {place}. ')
         self.assertExit(4, self.cli('delete', 1, 2, '--no-prompts'), f'Deleted {place}\n', 'there is no workflow 2')
@@ -14838,8 +14838,8 @@ class WorkflowTest(CommandTest):
     def test_chosen_jobs_are_of_one_workflow(self):
         self.make()
         self.make()
-        for words, owners in ((('6', '2', '1'), 'job 2 is of workflow 1, job 6 is of workflow 2: name jobs of one workflow'),
-                              (('1', '--workflow-id', '2'), 'job 1 is of workflow 1: name jobs of workflow 2')):
+        for words, owners in ((('6', '2', '1'), 'job 2 is of workflow 1, job 6 is of workflow 2: give jobs of one workflow'),
+                              (('1', '--workflow-id', '2'), 'job 1 is of workflow 1: give jobs of workflow 2')):
             self.assertExit(4, self.world.main('jobs', 'reset-status', *words, '--no-prompts'), owners)
         self.assertEqual([1, 2], self.json('jobs reset-status 1 2 1 --workflow-id 1')['reset_job_ids'])
 
@@ -15480,18 +15480,18 @@ class ParserTest(unittest.TestCase):
         table = (
             ('jobz', "there is no command 'jobz', did you mean 'jobs'? (see: torc.py help)"),
             ('events lst', "there is no command 'events lst', did you mean 'list'? (events has: create, list, get-latest-event, monitor, delete)"),
-            ('events', '`events` wants one of: create, list, get-latest-event, monitor, delete'),
-            ('status 1 --qiet', "there is no option --qiet, did you mean '--quiet'?"),
-            ('status -z', 'there is no option -z'),
+            ('events', '`events` requires one of: create, list, get-latest-event, monitor, delete'),
+            ('status 1 --qiet', "unknown option --qiet, did you mean '--quiet'?"),
+            ('status -z', 'unknown option -z'),
             ('-f jsno status', "-f: 'jsno' is none of table, json, csv, did you mean 'json'?"),
             ('status x', "'x' is not an id: ids are whole numbers from 1; usage: torc.py status [WF]"),
             ('status 0', "'0' is not an id: ids are whole numbers from 1; usage: torc.py status [WF]"),
-            ('status 1 2', "'2' is one word too many; usage: torc.py status [WF]"),
-            ('status 1 -- 2', "'2' is one word too many; usage: torc.py status [WF]"),
+            ('status 1 2', "'2' is an unexpected argument; usage: torc.py status [WF]"),
+            ('status 1 -- 2', "'2' is an unexpected argument; usage: torc.py status [WF]"),
             ('access-groups get', 'GROUP is missing; usage: torc.py access-groups get GROUP'),
             ('delete', 'WF is missing; usage: torc.py delete WF... [options]'),
             ('jobs create 1 -n x', '--command CMD is missing; usage: torc.py jobs create [WF] [options]'),
-            ('run 1 --num-cpus', '--num-cpus wants a value: --num-cpus N'),
+            ('run 1 --num-cpus', '--num-cpus requires a value: --num-cpus N'),
             ('run 1 --num-cpus two', "--num-cpus: 'two' is not a whole number"),
             ('run 1 --num-cpus 0', '--num-cpus: 0 is less than 1'),
             ('run 1 -p inf', "-p: 'inf' is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M"),

@@ -15813,9 +15813,10 @@ def is_own_name(host: str) -> bool:
 
 # ======== 11a. Steps: what several commands do with a workflow ========
 #
-# Commands consist of these, and so does what goes on with a workflow by itself, such as recovery. A step takes a Client,
-# returns or raises, and asks nothing; what the user should know goes to the `tell` that it is given. Files are examined
-# here, on the caller's host, because the server may not see them.
+# Commands consist of these, and so does what goes on with a workflow by itself, such as recovery.
+# A step takes a Client, returns or raises, and asks nothing; what the user should know goes to
+# the `tell` that it is given. Files are examined here, on the caller's host, because the server
+# may not see them.
 
 Tell = Callable[[str], None]    # shows a line to the user
 
@@ -15839,7 +15840,7 @@ def current_directory() -> str:
 
 
 def base_directory(workflow: Dict[str, Any]) -> str:
-    """Where relative paths of a workflow start: the directory of its creation if it is here, else the current one."""
+    """Where a workflow's relative paths start: its directory of creation if that is here, else the current."""
     directory = workflow.get('submission_directory')
     return directory if directory and os.path.isdir(directory) else os.getcwd()
 
@@ -15858,18 +15859,19 @@ def file_time(base: str, path: str) -> Optional[float]:
 
 
 def file_times(client: Client, workflow: Dict[str, Any]) -> Dict[str, Optional[float]]:
-    """Time of the last change of every file of a workflow, by its id as text; None for those that are not there."""
+    """Modification time of every file of a workflow, by its id as text; None for files that do not exist."""
     base = base_directory(workflow)
     return {str(item['id']): file_time(base, item['path'])
             for item in list_items(client, 'list_files', workflow_id=workflow['id'])}
 
 
 def record_contents(client: Client, workflow: Dict[str, Any]) -> None:
-    """Before a run that keeps an RO-Crate, record sizes and hashes of input files: the server may not see them."""
+    """Before a run with an RO-Crate, record sizes and hashes of input files: the server may not see them."""
     if not workflow.get('enable_ro_crate'):
         return
     base, rows = base_directory(workflow), []   # type: Tuple[str, List[List[Any]]]
-    paths = {item['id']: item['path'] for item in list_items(client, 'list_files', workflow_id=workflow['id'])}
+    paths = {item['id']: item['path']
+             for item in list_items(client, 'list_files', workflow_id=workflow['id'])}
     for item in list_items(client, 'list_files', workflow_id=workflow['id'], is_output=True):
         paths.pop(item['id'], None)     # it may have been added since
     for file_id, path in paths.items():
@@ -15913,13 +15915,14 @@ def check_files(client: Client, workflow: Dict[str, Any]) -> FileCheck:
 def refuse_missing_inputs(check: FileCheck, is_forced: bool, tell: Tell) -> None:
     """Refused where required files or user data are missing; --force turns missing files into a warning."""
     if check.missing_inputs:
-        missing = check.missing_inputs
-        message = printable(f'{len(missing)} input files that no job makes are missing: {first_of(missing)}')
+        count, missing = len(check.missing_inputs), first_of(check.missing_inputs)
+        message = printable(f'{count} input files that no job makes are missing: {missing}')
         if not is_forced:
             raise Refused(f'{message}; make them, or give --force to go on without them')
         tell(f'warning: {message}')
     if check.missing_user_data:
-        raise Refused(printable(f'user data that no job makes has no value: {first_of(check.missing_user_data)}; '
+        missing = first_of(check.missing_user_data)
+        raise Refused(printable(f'user data that no job makes has no value: {missing}; '
                                 'set it in the file, or with `user-data update ID --data JSON`'))
 
 
@@ -15938,7 +15941,7 @@ def reinitialize(client: Client, workflow: Dict[str, Any]) -> int:
 
 def begin_initialize(client: Client, workflow: Dict[str, Any], only_uninitialized: bool) -> Dict[str, Any]:
     """Start the server's task that makes a workflow ready."""
-    options = {'only_uninitialized': only_uninitialized, 'async': True}     # `async` is a keyword since Python 3.7
+    options = {'only_uninitialized': only_uninitialized, 'async': True}     # a keyword since Python 3.7
     return client.call('initialize_jobs', workflow_id=workflow['id'], **options)
 
 
@@ -15953,16 +15956,18 @@ def wait_for_task(client: Client, task: Dict[str, Any], timeout_s: Optional[floa
     return task
 
 
-NODE_COUNTS = (('active_compute_nodes', 'compute nodes at work'), ('active_scheduled_nodes', 'allocations active'),
+NODE_COUNTS = (('active_compute_nodes', 'compute nodes at work'),
+               ('active_scheduled_nodes', 'allocations active'),
                ('pending_scheduled_nodes', 'allocations pending'))
 
 
 def refuse_at_work(client: Client, workflow_id: int, is_forced: bool) -> None:
-    """Refuse, unless forced, while there are runners or allocations: they see no new jobs before the next initialize."""
+    """Refuse, unless forced, while runners or allocations are there: they would not see the jobs that are reset."""
     status = client.call('get_workflow_status', workflow_id=workflow_id)
     busy = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
     if busy and not is_forced:
-        raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); wait for its end, or give --force")
+        raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); "
+                      'wait for its end, or give --force')
 
 
 def refuse_active_jobs(jobs: List[Dict[str, Any]], cure: str = 'cancel the workflow') -> None:
@@ -18681,15 +18686,17 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 
 # ======== 19. Rendering: values -> text for people and programs ========
 #
-# Owns how things look: tables, CSV, JSON documents, the status report, the progress line. Functions return text and know
-# nothing of commands; only Progress writes, to the stream that it was given. A Style says once what the reader of a
-# stream can show: box drawing where the encoding has it, colours and a limited width on a terminal only, so that a pipe
-# always gets the whole text.
+# Owns how things look: tables, CSV, JSON documents, the status report, the progress line.
+# Functions return text and know nothing of commands; only Progress writes, to the stream that it
+# was given. A Style says once what the reader of a stream can show: box drawing where the
+# encoding has it, colours and a limited width on a terminal only, so that a pipe always gets the
+# whole text.
 #
-# Names, commands, reasons come from jobs, files and other users. None may act on a terminal, look like a line of ours or
-# be a formula in a spreadsheet, wherever the output goes: a file is looked at later. So all that is written passes
-# printable() in one of its forms: cells, records and messages here, where a line ends; everything once more where it
-# leaves, in Progress, Session.show and Session.tell. JSON has escapes of its own, which stand for the same values.
+# Names, commands, reasons come from jobs, files and other users. None may act on a terminal, look
+# like a line of ours or be a formula in a spreadsheet, wherever the output goes: a file is looked
+# at later. So all that is written passes printable() in one of its forms: cells, records and
+# messages here, where a line ends; everything once more where it leaves, in Progress,
+# Session.show and Session.tell. JSON has escapes of its own, which stand for the same values.
 
 
 class Style(Row):
@@ -18712,7 +18719,8 @@ BLOCKERS_SHOWN = 3
 PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no terminal
 REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
 VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
-    'complete': ('✓', '+', '32'), 'failed': ('✗', 'x', '31'), 'canceled': ('⊘', '-', '35'), 'running': ('◷', 'o', '36')}
+    'complete': ('✓', '+', '32'), 'failed': ('✗', 'x', '31'), 'canceled': ('⊘', '-', '35'),
+    'running': ('◷', 'o', '36')}
 
 
 def style_of(stream: Any, environ: Dict[str, str]) -> Style:
@@ -18741,14 +18749,14 @@ def printable_in_colour(text: str, style: Style) -> str:
 
 
 def program_name() -> str:
-    """How commands are written for the user: `torc` if that started this program (see `install`), else torc.py."""
+    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py."""
     return 'torc' if os.path.basename(sys.argv[0]) == 'torc' else 'torc.py'
 
 
 # -------- width --------
 
 def character_width(character: str) -> int:
-    """Columns that a character takes in a terminal: 0 for what combines, 2 for East Asian wide ones and emoji (UAX 11)."""
+    """Columns of a character on a terminal: 0 if it combines, 2 for East Asian wide and emoji (UAX 11)."""
     if unicodedata.combining(character) or unicodedata.category(character) in ('Mn', 'Me', 'Cf'):
         return 0
     return 2 if unicodedata.east_asian_width(character) in 'WF' else 1
@@ -18836,7 +18844,8 @@ def itself(value: Any) -> Any:
 
 def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) -> List[List[Any]]:
     """Objects -> rows of cells."""
-    return [[heading.show(item.get(heading.key) if heading.key else item) for heading in headings] for item in items]
+    return [[heading.show(item.get(heading.key) if heading.key else item) for heading in headings]
+            for item in items]
 
 
 def fitting_columns(rows: Sequence[Sequence[str]], ranks: Sequence[int], limit: int) -> List[int]:
@@ -18935,7 +18944,8 @@ def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-# How texts begin that spreadsheets take for formulas (OWASP, "CSV Injection"; tabs and line ends are escapes then).
+# How texts begin that spreadsheets take for formulas (OWASP, "CSV Injection"; tabs and line ends
+# are escapes then).
 FORMULA_STARTS = frozenset('=+-@\uff1d\uff0b\uff0d\uff20')
 
 
@@ -18966,7 +18976,7 @@ def format_lines(lines: Iterable[str]) -> str:
 
 
 def format_rows(pairs: Iterable[Tuple[str, str]], indent: str = '  ', limit: int = 34) -> str:
-    """Two aligned columns of words and meanings, for help; a word too long for its column stands on its own line."""
+    """Two aligned columns of words and meanings; a word too long for its column stands on its own line."""
     pairs = list(pairs)
     width = min(max([text_width(word) for word, _ in pairs] or [0]), limit)
     lines = []
@@ -18996,8 +19006,9 @@ def verdict_of(status: Dict[str, Any]) -> Tuple[str, str]:
 
 
 def format_counts(counts: Dict[str, int]) -> str:
-    """{'completed': 3, 'failed': 1, ...} -> '3 completed, 1 failed', in the order of STATUSES, without zeros."""
-    return ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES if counts.get(row.name)) or 'no jobs'
+    """{'completed': 3, 'failed': 1} -> '3 completed, 1 failed', in the order of STATUSES, without zeros."""
+    shown = (f'{counts[row.name]} {row.name}' for row in STATUSES if counts.get(row.name))
+    return ', '.join(shown) or 'no jobs'
 
 
 def explain_failures(groups: Sequence[Dict[str, Any]], counts: Dict[str, int], number: int,
@@ -19077,13 +19088,14 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
 # -------- progress --------
 
 class Progress:
-    """What `run` shows while jobs run: on a terminal one line that is rewritten, elsewhere a plain line now and then.
+    """What `run` shows while jobs run: on a terminal a line that is rewritten, elsewhere lines at intervals.
 
-    The Runner calls on_turn, on_failed_job and on_message; only times and counts pass, so that any object with these three can
-    stand in. Failed jobs and messages are printed above the line, in both forms.
+    The Runner calls on_turn, on_failed_job and on_message; only times and counts pass, so that any object
+    with these three can stand in. Failed jobs and messages are printed above the line, in both forms.
     """
 
-    def __init__(self, stream: Any, style: Style, is_quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: Any, style: Style, is_quiet: bool = False,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self.stream = stream
         self.style = style
         self.is_quiet = is_quiet
@@ -19103,7 +19115,8 @@ class Progress:
         every_s = REFRESH_EVERY_S if self.style.is_terminal else PROGRESS_EVERY_S
         if not self.is_quiet and now - self.shown_at >= every_s:
             self.shown_at = now
-            self._show(format_progress(counts, counts.get('done', 0) - self.first_done, now - self.started_at, self.style))
+            self._show(format_progress(counts, counts.get('done', 0) - self.first_done, now - self.started_at,
+                                       self.style))
 
     def on_failed_job(self, name: str, return_code: int, last_line: str = '') -> None:
         """A job that will not be tried again."""
@@ -19163,13 +19176,15 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
 
 # ======== 20. Commands: one function per command ========
 #
-# A command is a function cmd_NAME(session, args) that returns an exit code; `args` holds exactly the arguments of its row in
-# the table of commands (next section) under their keys, None for what was not given. Results go to stdout through
-# Session.answer and Session.show_list, in the format that was asked for; everything else that is said goes to stderr
-# through Session.tell. Nothing is asked without a terminal: the error names the flag.
+# A command is a function cmd_NAME(session, args) that returns an exit code; `args` holds exactly
+# the arguments of its row in the table of commands (next section) under their keys, None for what
+# was not given. Results go to stdout through Session.answer and Session.show_list, in the format
+# that was asked for; everything else that is said goes to stderr through Session.tell. Nothing is
+# asked without a terminal: the error names the flag.
 #
-# Objects that differ in columns only (files, user data, requirements...) are rows of THINGS, served by cmd_list, cmd_get,
-# cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc 1.0, CSV its columns; changing them breaks scripts.
+# Objects that differ in columns only (files, user data, requirements...) are rows of THINGS,
+# served by cmd_list, cmd_get, cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc
+# 1.0, CSV its columns; changing them breaks scripts.
 
 CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures
 PROBLEMS_SHOWN = 20
@@ -19207,8 +19222,10 @@ class Session:
         if self._client is None:
             interval_s = self.snapshot_interval_s
             is_reading = self.is_reading or self.command.name not in MAKERS
-            self._client = Client.connect(url=self.options['url'], database=self.database, is_reading=is_reading,
-                                          ca_file=self.options['tls_ca_cert'] or '', is_insecure=bool(self.options['tls_insecure']),
+            self._client = Client.connect(url=self.options['url'], database=self.database,
+                                          is_reading=is_reading,
+                                          ca_file=self.options['tls_ca_cert'] or '',
+                                          is_insecure=bool(self.options['tls_insecure']),
                                           credentials=self.credentials)
             self._client.snapshot_interval_s = interval_s
         return self._client
@@ -19237,7 +19254,8 @@ class Session:
         """The same, from options and terminal."""
         password = self.options['password'] or ''
         if password:
-            self.tell('warning: others on this machine can see the password on the command line; use TORC_PASSWORD or --prompt-password')
+            self.tell('warning: others on this machine can see the password on the command line; '
+                      'use TORC_PASSWORD or --prompt-password')
         if self.options['prompt_password']:
             password = self.ask_password(f'Password of {user_name()}: ')
         return Credentials(password, self.options['cookie_header'] or '')
@@ -19265,7 +19283,8 @@ class Session:
         """One operation of the API."""
         return self.client.call(op, body, **params)
 
-    def items(self, op: str, limit: Optional[int] = None, offset: int = 0, **params: Any) -> List[Dict[str, Any]]:
+    def items(self, op: str, limit: Optional[int] = None, offset: int = 0,
+              **params: Any) -> List[Dict[str, Any]]:
         """Items of a list operation, page after page."""
         size = MAX_LIST_ITEMS if limit is None else min(limit, MAX_LIST_ITEMS)
         return list(itertools.islice(self.client.pages(op, offset=offset, limit=size, **params), limit))
@@ -19291,7 +19310,7 @@ class Session:
         try:
             self.err.write(format_lines(lines))
             self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
-        except OSError:     # nobody can be told; what was asked for is done all the same
+        except OSError:     # nobody reads it; the command is carried out all the same
             pass
 
     def ask(self, question: str) -> str:
@@ -19308,7 +19327,7 @@ class Session:
             self.show(text, style)
 
     def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str) -> None:
-        """The result of a list command in the format that was asked for. `what` names the things, such as 'jobs'."""
+        """The result of a list command in the requested format. `what` names the items, such as 'jobs'."""
         if self.format == 'csv':
             headings = [heading for heading in headings if not heading.is_ours]
         titles = [heading.title for heading in headings]
@@ -19328,8 +19347,8 @@ class Session:
         if self.options['no_prompts'] or self.format == 'json':
             return True
         if not self.is_interactive:
-            raise BadInput(f'this asks "{question}" and there is no terminal to answer on; '
-                           'give --no-prompts to go on without asking')
+            raise BadInput(f'confirmation required ("{question}"), and there is no terminal; '
+                           'pass --no-prompts')
         if self.ask(f'{question} (y/N) ').lower() in ('y', 'yes'):
             return True
         self.tell('Cancelled')
@@ -19356,7 +19375,7 @@ def name_workflow(session: Session, workflow_id: int) -> str:
 
 
 def choose_workflow(session: Session, args: Arguments) -> int:
-    """The workflow that is meant. If no id was given: on a terminal a choice, elsewhere an error that lists the candidates."""
+    """The given workflow; without an id on a terminal a choice, elsewhere an error that lists candidates."""
     if args['workflow_id'] is not None:
         return args['workflow_id']
     own = session.items('list_workflows', user=user_name(), is_archived=False)
@@ -19369,7 +19388,8 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     if len(own) == 1:
         return own[0]['id']
     titles = ('ID', 'Name', 'Description', 'Created')
-    rows = [(item['id'], item['name'], item.get('description'), format_local_time(item.get('timestamp'))) for item in own]
+    rows = [(item['id'], item['name'], item.get('description'),
+             format_local_time(item.get('timestamp'))) for item in own]
     session.tell(*format_table(titles, rows, style_of(session.err, os.environ)).splitlines())
     word = session.ask('Workflow id: ')
     if word not in {str(item['id']) for item in own}:
@@ -19395,7 +19415,7 @@ def is_id(word: str) -> bool:
 # -------- input --------
 
 def utf8_text(word: str) -> str:
-    """A word of the command line as text, though the locale be another: in the C locale Python 3.6 knows only ASCII."""
+    """A word of the command line as UTF-8, whatever the locale: in C, Python 3.6 decodes ASCII only."""
     return os.fsencode(word).decode('utf-8', 'surrogateescape')
 
 
@@ -19418,7 +19438,7 @@ def read_bounded(file: Any) -> bytes:
     """All of a file, unless it is larger than any workflow: /dev/zero has no end."""
     data = bytearray()
     while len(data) <= MAX_SPEC_BYTES:
-        part = file.read(2 ** 20)   # one read of the limit would take as much memory, which `ulimit -v` may not leave
+        part = file.read(2 ** 20)   # one read of the limit would allocate all of it, in spite of `ulimit -v`
         if not part:
             return bytes(data)
         data += part
@@ -19447,7 +19467,7 @@ def with_workflow(session: Session, args: Arguments) -> Arguments:
 
 
 def shows(op: str, text: str = '') -> CommandFunction:
-    """A command that shows what an operation answers: as a record, or in a sentence with the answer's keys."""
+    """A command that shows the answer of an operation: as a record, or as a text with the answer's keys."""
     def command(session: Session, args: Arguments) -> int:
         answer = session.call(op, **with_workflow(session, args))
         cells = {key: format_cell(value) for key, value in answer.items()}
@@ -19466,7 +19486,7 @@ def shows_ids(op: str, key: str) -> CommandFunction:
 
 
 def lists(op: str, columns: str, what: str, key: str = '') -> CommandFunction:
-    """A command that lists what an operation answers: page after page, or, with a key, all of it at once, JSON having the key."""
+    """A command that lists the items of an operation: page by page, or, with a key for JSON, all at once."""
     def command(session: Session, args: Arguments) -> int:
         query = with_workflow(session, args)
         items = session.call(op, **query) if key else session.items(op, **query)
@@ -19482,10 +19502,12 @@ def changes(op: str, text: str) -> CommandFunction:
     """A command that changes something, and says so in a sentence with the keys of answer and arguments."""
     def command(session: Session, args: Arguments) -> int:
         in_path = path_parameters(OPERATIONS[op])
-        body = {key: value for key, value in args.items() if key not in in_path} if OPERATIONS[op].body else None
+        rest = {key: value for key, value in args.items() if key not in in_path}
+        body = rest if OPERATIONS[op].body else None
         answer = session.call(op, body, **{key: args[key] for key in in_path})
         is_removal = op.startswith('remove_')
-        session.answer({'success': True} if is_removal else answer, format_lines([text.format(**dict(answer, **args))]))
+        session.answer({'success': True} if is_removal else answer,
+                       format_lines([text.format(**dict(answer, **args))]))
         return 0
     return command
 
@@ -19509,7 +19531,8 @@ def peak_and_average(peak: str, average: str, show: Callable[[Any], str]) -> Cal
 def format_event_type(event: Dict[str, Any]) -> str:
     """What an event says that it is."""
     data = event['data'] if isinstance(event.get('data'), dict) else {}
-    return ' '.join([str(data[key]) for key in ('category', 'type', 'event_type', 'action') if data.get(key)][:2])
+    keys = ('category', 'type', 'event_type', 'action')
+    return ' '.join([str(data[key]) for key in keys if data.get(key)][:2])
 
 
 def format_event_message(event: Dict[str, Any]) -> str:
@@ -19526,7 +19549,8 @@ def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, 
 
 # How cells are written that format_cell would write badly: by key, from the key's value...
 SHOWN_VALUES = {
-    'timestamp': format_local_time, 'timestamp_formatted': format_local_time, 'executed_at': format_local_time,
+    'timestamp': format_local_time, 'timestamp_formatted': format_local_time,
+    'executed_at': format_local_time,
     'completion_time': format_local_time, 'start_time': format_local_time,
     'st_mtime': lambda value: '' if value is None else format_local_time(format_time(value)),
     'exec_time_minutes': lambda value: '' if value is None else format_seconds(value * 60),
@@ -19628,14 +19652,15 @@ JOB_HANDLER_COLUMNS = ('Job ID=job_id:1, Job Name=job_name, Failure Handler ID=f
 
 
 def thing_of(session: Session) -> Thing:
-    """The kind of object that the command is about: the group's, or for job-dependencies the one named by the second word."""
+    """The resource of a command: that of its group, or, for job-dependencies, that of its second word."""
     group, _, verb = session.command.name.partition(' ')
     return THINGS[group] if group in THINGS else THINGS[verb]
 
 
 def dated(event: Any) -> Any:
     """An event with its time in words too; anything else as it is."""
-    if isinstance(event, dict) and 'timestamp_formatted' not in event and isinstance(event.get('timestamp'), int):
+    is_event = isinstance(event, dict) and isinstance(event.get('timestamp'), int)
+    if is_event and 'timestamp_formatted' not in event:
         return dict(event, timestamp_formatted=format_time(event['timestamp'] / 1000))
     return event
 
@@ -19746,7 +19771,8 @@ def cmd_get(session: Session, args: Arguments) -> int:
 def cmd_create(session: Session, args: Arguments) -> int:
     """A new object from the arguments that were given."""
     thing = thing_of(session)
-    parameters = {key: args[key] for key in ('consumer_job_id', 'producer_job_id') if args.get(key) is not None}
+    parameters = {key: args[key] for key in ('consumer_job_id', 'producer_job_id')
+                  if args.get(key) is not None}
     body = dict(given(args, 'workflow_id', *parameters), workflow_id=choose_workflow(session, args))
     record = dated(session.call(f'create_{thing.name}', body, **parameters))
     session.answer(record, f"Created {thing.words} {record['id']}\n")
@@ -19790,7 +19816,8 @@ def cmd_delete_all_user_data(session: Session, args: Arguments) -> int:
 
 def cmd_create_event(session: Session, args: Arguments) -> int:
     """A new event; the server's clock would do, but the operation wants a time."""
-    body = {'workflow_id': choose_workflow(session, args), 'timestamp': int(time.time() * 1000), 'data': args['data']}
+    body = {'workflow_id': choose_workflow(session, args), 'timestamp': int(time.time() * 1000),
+            'data': args['data']}
     record = dated(session.call('create_event', body))
     session.answer(record, f"Created event {record['id']}\n")
     return 0
@@ -19799,20 +19826,22 @@ def cmd_create_event(session: Session, args: Arguments) -> int:
 def cmd_latest_event(session: Session, args: Arguments) -> int:
     """The newest event of a workflow, or null."""
     workflow_id = choose_workflow(session, args)
-    found = session.items('list_events', limit=1, sort_by='timestamp', reverse_sort=True, workflow_id=workflow_id)
+    found = session.items('list_events', limit=1, sort_by='timestamp', reverse_sort=True,
+                          workflow_id=workflow_id)
     event = dated(found[0]) if found else None
     session.answer(event, format_record(event) if event else 'No events found\n')
     return 0
 
 
 def stream_values(session: Session, op: str, until: float = math.inf, **params: Any) -> Iterator[Any]:
-    """What the events of a stream tell; those that were missed are told on stderr."""
+    """Values of a stream's events; missed events are reported on stderr."""
     for event in session.client.stream(op, until, **params):
         if event.type != 'warning':
             yield event.data
             continue
         count = event.data.get('dropped') if isinstance(event.data, dict) else None
-        session.tell(f'torc: {count} events were missed' if count is not None else 'torc: events were missed while the server was away')
+        session.tell(f'torc: {count} events were missed' if count is not None
+                     else 'torc: events were missed while the server was away')
 
 
 def cmd_monitor_events(session: Session, args: Arguments) -> int:
@@ -19821,7 +19850,8 @@ def cmd_monitor_events(session: Session, args: Arguments) -> int:
     until = math.inf if args['duration'] is None else time.monotonic() + args['duration'] * 60
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_to_append(args['filename'])) if args['filename'] else None
-        for value in stream_values(session, 'stream_workflow_events', until, workflow_id=workflow_id, level=args['level']):
+        for value in stream_values(session, 'stream_workflow_events', until, workflow_id=workflow_id,
+                                   level=args['level']):
             session.show_json(value)
             session.out.flush()
             if file is not None:
@@ -19866,7 +19896,8 @@ def cmd_tail_api(session: Session, args: Arguments) -> int:
 def cmd_api_stats(session: Session, args: Arguments) -> int:
     """Requests and bytes of the last minutes."""
     answer = session.call('get_api_stats', window_seconds=args['window'], interval_seconds=args['interval'])
-    busy = [dict(bucket, start_ms=format_time(bucket['start_ms'] / 1000)) for bucket in answer['buckets'] if any(list(bucket.values())[:-1])]
+    busy = [dict(bucket, start_ms=format_time(bucket['start_ms'] / 1000)) for bucket in answer['buckets']
+            if any(list(bucket.values())[:-1])]
     if session.format == 'json':
         session.show_json(answer)
         return 0
@@ -19879,7 +19910,8 @@ def cmd_list_audit_log(session: Session, args: Arguments) -> int:
     if session.format == 'json':
         session.show_json(answer)
         return 0
-    return show_rows(session, AUDIT_COLUMNS, [dict(item, timestamp=format_time(item['timestamp'] / 1000)) for item in answer['items']], 'entries')
+    return show_rows(session, AUDIT_COLUMNS, [dict(item, timestamp=format_time(item['timestamp'] / 1000))
+                                              for item in answer['items']], 'entries')
 
 
 def cmd_admin_sql(session: Session, args: Arguments) -> int:
@@ -19901,7 +19933,7 @@ def cmd_admin_sql(session: Session, args: Arguments) -> int:
 def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
     """Show how many rows a statement would change, and ask."""
     if not session.is_interactive:
-        raise BadInput('this changes the database and there is no terminal to ask on; give -y to go on without asking')
+        raise BadInput('confirmation required: this changes the database, and there is no terminal; pass -y')
     count = session.call('admin_sql', dict(body, dry_run=True)).get('rows_affected')
     is_wanted = session.ask(f'{count} rows would change. Go on? (y/N) ').lower() in ('y', 'yes')
     if not is_wanted:
@@ -19911,8 +19943,9 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
 
 # ======== 20a. Workflows: commands about workflows and jobs ========
 #
-# What a command does to a workflow or its jobs is asked of the server; what only this host knows, such as the times of
-# files, goes with the request. Several requests make one command; the server refuses what came in between.
+# What a command does to a workflow or its jobs is asked of the server; what only this host knows,
+# such as the times of files, goes with the request. Several requests make one command; the server
+# refuses what came in between.
 
 # -------- workflows --------
 
@@ -19934,7 +19967,8 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
     items = session.items('list_workflows', **query)
     statuses = {}  # type: Dict[str, str]
     for piece in chunks([item['id'] for item in items]):
-        statuses.update(call_addition(session.client, 'list_workflow_statuses', ids=piece).get('statuses', {}))
+        answer = call_addition(session.client, 'list_workflow_statuses', ids=piece)
+        statuses.update(answer.get('statuses', {}))
     items = [dict(item, status=statuses.get(str(item['id']))) for item in items]
     hidden = '' if args['all_users'] or args['access_group'] else 'User'
     headings = [heading for heading in headings_of(THINGS['workflows'].columns) if heading.title != hidden]
@@ -19945,7 +19979,8 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
 def cmd_workflows_update(session: Session, args: Arguments) -> int:
     """Change name, description, owner, project, metadata or workflow file."""
     workflow_id = choose_workflow(session, args)
-    return cmd_update(session, dict({key: value for key, value in args.items() if key != 'workflow_id'}, id=workflow_id))
+    return cmd_update(session, dict({key: value for key, value in args.items() if key != 'workflow_id'},
+                                    id=workflow_id))
 
 
 def cmd_update_action(session: Session, args: Arguments) -> int:
@@ -19955,7 +19990,8 @@ def cmd_update_action(session: Session, args: Arguments) -> int:
     changes = dict(args['json'] or {}, **given(args, 'workflow_id', 'action_id', 'json'))
     if not changes:
         raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
-    action = session.call('update_workflow_action', changes, workflow_id=args['workflow_id'], action_id=args['action_id'])
+    action = session.call('update_workflow_action', changes, workflow_id=args['workflow_id'],
+                          action_id=args['action_id'])
     session.answer(action, f"Updated action {args['action_id']}\n")
     return 0
 
@@ -19966,7 +20002,8 @@ def cmd_delete_action(session: Session, args: Arguments) -> int:
     if not session.confirm(f'Delete action {action_id} of {name_workflow(session, workflow_id)}?'):
         return 0
     session.call('delete_workflow_action', workflow_id=workflow_id, action_id=action_id)
-    session.answer({'action_id': action_id, 'deleted': True, 'workflow_id': workflow_id}, f'Deleted action {action_id}\n')
+    session.answer({'action_id': action_id, 'deleted': True, 'workflow_id': workflow_id},
+                   f'Deleted action {action_id}\n')
     return 0
 
 
@@ -19982,7 +20019,8 @@ def cmd_archive(session: Session, args: Arguments) -> int:
     status = 'success' if not errors else 'partial_success' if done else 'error'
     answer = {'status': status, 'updated_workflows': done, 'is_archived': args['is_archived']}
     word = 'Archived' if args['is_archived'] else 'Unarchived'
-    session.answer(dict(answer, errors=errors) if errors else answer, ''.join(f'{word} workflow {number}\n' for number in done))
+    session.answer(dict(answer, errors=errors) if errors else answer,
+                   ''.join(f'{word} workflow {number}\n' for number in done))
     for error in errors:
         session.tell(f"workflow {error['workflow_id']}: {error['error']}")
     return NotFound.exit if errors else 0
@@ -20005,17 +20043,19 @@ def cmd_init(session: Session, args: Arguments) -> int:
         session.tell(f'{len(check.existing_outputs)} output files exist already and will be written over')
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
     session.call('reset_job_status', workflow_id=workflow['id'])
-    session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=workflow['id'])
+    session.call('set_file_times', {'files': file_times(session.client, workflow)},
+                 workflow_id=workflow['id'])
     record_contents(session.client, workflow)
     return answer_task(session, args, begin_initialize(session.client, workflow, False))
 
 
 def cmd_reinit(session: Session, args: Arguments) -> int:
-    """Make ready what has to run again because its files, its data or its command changed, and what depends on it."""
+    """Make ready what must run again because files, data or commands changed, and what depends on it."""
     workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
     check = check_files(session.client, workflow)
     if args['dry_run']:
-        return answer_file_check(session, workflow['id'], check, find_changes(session.client, workflow, is_dry_run=True))
+        return answer_file_check(session, workflow['id'], check,
+                                 find_changes(session.client, workflow, is_dry_run=True))
     active = active_task(session, workflow)
     if active:
         return answer_task(session, args, active)
@@ -20046,7 +20086,8 @@ def cmd_tasks_wait(session: Session, args: Arguments) -> int:
     task = session.call('get_task', task_id=args['id'])
     task = wait_for_task(session.client, task, args['timeout'], args['poll_fallback_interval'])
     error = explain_task(session, task)
-    session.answer(task, f"Task {task['id']} ({task['operation']} of workflow {task['workflow_id']}): {task['status']}\n")
+    about = f"{task['operation']} of workflow {task['workflow_id']}"
+    session.answer(task, f"Task {task['id']} ({about}): {task['status']}\n")
     if error:
         session.tell(f'torc: {error}')
     return 1 if error else 0
@@ -20054,9 +20095,11 @@ def cmd_tasks_wait(session: Session, args: Arguments) -> int:
 
 def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
     """What init and reinit say: how the task ended, or, with --async, that there is one."""
-    doing, noun = ('Reinitializing', 'Reinitialize') if session.command.name.endswith('reinit') else ('Initializing', 'Initialization')
+    is_reinit = session.command.name.endswith('reinit')
+    doing, noun = ('Reinitializing', 'Reinitialize') if is_reinit else ('Initializing', 'Initialization')
     workflow_id = task['workflow_id']
-    value = {'status': 'success', 'task_id': task['id'], 'task_operation': task['operation'], 'workflow_id': workflow_id}
+    value = {'status': 'success', 'task_id': task['id'], 'task_operation': task['operation'],
+             'workflow_id': workflow_id}
     if args['async']:
         wait = command_line(session, 'tasks', 'wait', task['id'])
         session.answer(dict(value, message=f'{noun} task created', task_status=task['status']),
@@ -20064,7 +20107,8 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
         return 0
     task = wait_for_task(session.client, task, args['wait_timeout'], TASK_PAUSE_S)
     error = explain_task(session, task)
-    value.update(error=error, task_status=task['status'], message=f"{doing} task {'failed' if error else 'completed'}")
+    value.update(error=error, task_status=task['status'],
+                 message=f"{doing} task {'failed' if error else 'completed'}")
     if error:
         session.tell(f'torc: {error}')
         value['status'] = 'error'
@@ -20075,8 +20119,10 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
 
 def answer_file_check(session: Session, workflow_id: int, check: FileCheck, found: Dict[str, Any]) -> int:
     """What a dry run of init and reinit says; `found` is what would run again."""
-    value = {'existing_output_file_count': len(check.existing_outputs), 'existing_output_files': check.existing_outputs,
-             'missing_input_file_count': len(check.missing_inputs), 'missing_input_files': check.missing_inputs,
+    value = {'existing_output_file_count': len(check.existing_outputs),
+             'existing_output_files': check.existing_outputs,
+             'missing_input_file_count': len(check.missing_inputs),
+             'missing_input_files': check.missing_inputs,
              'safe': not check.missing_inputs and not check.missing_user_data, 'workflow_id': workflow_id}
     value.update(found)
     changed = [change for changes in found.values() for change in changes]
@@ -20097,14 +20143,17 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
     if not session.confirm(f'Reset the status of {which} of {name_workflow(session, workflow_id)}?'):
         return 0
     session.call('reset_workflow_status', workflow_id=workflow_id, force=args['force'])
-    count = session.call('reset_job_status', workflow_id=workflow_id, failed_only=args['failed_only'])['updated_count']
+    count = session.call('reset_job_status', workflow_id=workflow_id,
+                         failed_only=args['failed_only'])['updated_count']
     messages = [f'Successfully reset workflow status for workflow {workflow_id}',
                 f'Successfully reset {count} jobs of workflow {workflow_id}']
     if args['reinitialize']:
         reinitialize(session.client, session.call('get_workflow', workflow_id=workflow_id))
         messages.append(f'Successfully reinitialized workflow {workflow_id}')
-    operations = {'job_reset': True, 'reinitialize': True if args['reinitialize'] else None, 'workflow_reset': True}
-    value = {'failed_only': bool(args['failed_only']), 'messages': messages, 'operations': operations, 'status': 'success',
+    operations = {'job_reset': True, 'reinitialize': True if args['reinitialize'] else None,
+                  'workflow_reset': True}
+    value = {'failed_only': bool(args['failed_only']), 'messages': messages, 'operations': operations,
+             'status': 'success',
              'workflow_id': workflow_id}
     session.answer(value, ''.join(message + '\n' for message in messages))
     return 0
@@ -20113,7 +20162,8 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
 def cmd_status(session: Session, args: Arguments) -> int:
     """How far a workflow is."""
     status = session.call('get_workflow_status', workflow_id=choose_workflow(session, args))
-    status['explanation'] = call_addition(session.client, 'explain_workflow', workflow_id=status['workflow_id'])
+    status['explanation'] = call_addition(session.client, 'explain_workflow',
+                                          workflow_id=status['workflow_id'])
     status.setdefault('unserved_ready_labels', {})
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
@@ -20123,7 +20173,8 @@ def cmd_status(session: Session, args: Arguments) -> int:
     for labels, count in status['unserved_ready_labels'].items():
         session.tell(f'warning: {count} ready jobs wait for a runner with --label {labels}')
     if status.get('runtime_blocked_ready_jobs'):
-        session.tell(f"warning: {status['runtime_blocked_ready_jobs']} ready jobs need more time than any active node has left")
+        count = status['runtime_blocked_ready_jobs']
+        session.tell(f'warning: {count} ready jobs need more time than any active node has left')
     return 0
 
 
@@ -20184,8 +20235,8 @@ def cmd_ping(session: Session, args: Arguments) -> int:
     """Whether a server answers."""
     session.call('ping')
     if session.client.is_direct:
-        raise Unreachable(f'no server is running; commands use the database {session.client.database} directly; '
-                          '`torc.py serve` starts a server')
+        raise Unreachable(f'no server is running; commands use the database {session.client.database} '
+                          'directly; `torc.py serve` starts a server')
     session.answer({'status': 'Server is running'}, 'Server is running\n')
     return 0
 
@@ -20199,10 +20250,12 @@ def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
         raise BadInput(f"{args['file']} holds no command: write one on each line")
     taken = frozenset(session.call('get_dependency_graph', workflow_id=workflow_id)['job_names'])
     free = (number for number in itertools.count(len(taken) + 1) if f'job{number}' not in taken)
-    wanted = {'num_cpus': args['cpus_per_job'], 'memory': args['memory_per_job'], 'runtime': args['runtime_per_job']}
+    wanted = {'num_cpus': args['cpus_per_job'], 'memory': args['memory_per_job'],
+              'runtime': args['runtime_per_job']}
     wanted.update(workflow_id=workflow_id, name=f'from_file_{len(taken) + 1}')
     needs = session.call('create_resource_requirements', wanted)['id']
-    jobs = [{'workflow_id': workflow_id, 'name': f'job{number}', 'command': command, 'resource_requirements_id': needs}
+    jobs = [{'workflow_id': workflow_id, 'name': f'job{number}', 'command': command,
+             'resource_requirements_id': needs}
             for number, command in zip(free, commands)]
     for start in range(0, len(jobs), MAX_LIST_ITEMS):
         session.call('create_jobs', {'jobs': jobs[start:start + MAX_LIST_ITEMS]})
@@ -20214,7 +20267,8 @@ def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
 
 def cmd_jobs_update(session: Session, args: Arguments) -> int:
     """Change a job; --runtime changes the requirements that it then has, which other jobs may share."""
-    changes = {key: value for key, value in args.items() if value is not None and key not in ('id', 'runtime', 'clear_labels')}
+    changes = {key: value for key, value in args.items() if value is not None
+               and key not in ('id', 'runtime', 'clear_labels')}
     if args['clear_labels']:
         changes['labels'] = []
     if not changes and not args['runtime']:
@@ -20259,12 +20313,13 @@ def cmd_jobs_delete_all(session: Session, args: Arguments) -> int:
 
 
 def jobs_with(session: Session, args: Arguments, op: str, key: str) -> Iterator[Tuple[Dict[str, Any], Any]]:
-    """Jobs of a workflow, or the one that was named, each with the object of a list that its `key` points at, or None."""
+    """Jobs of a workflow, or the given one, each with the object of a list that its `key` names, or None."""
     if args['job_id'] is not None:
         jobs = [session.call('get_job', job_id=args['job_id'])]
     else:
         jobs = session.items('list_jobs', workflow_id=choose_workflow(session, args))
-    known = {item['id']: item for item in session.items(op, workflow_id=jobs[0]['workflow_id'])} if jobs else {}
+    items = session.items(op, workflow_id=jobs[0]['workflow_id']) if jobs else []
+    known = {item['id']: item for item in items}
     return ((job, known.get(job.get(key))) for job in jobs)
 
 
@@ -20273,7 +20328,8 @@ def cmd_jobs_requirements(session: Session, args: Arguments) -> int:
     rows = []
     for job, needs in jobs_with(session, args, 'list_resource_requirements', 'resource_requirements_id'):
         if needs is not None:
-            row = dict(needs, job_id=job['id'], job_name=job['name'], rr_id=needs['id'], rr_name=needs['name'])
+            row = dict(needs, job_id=job['id'], job_name=job['name'], rr_id=needs['id'],
+                       rr_name=needs['name'])
             del row['id'], row['name']
             rows.append(row)
     return show_rows(session, JOB_REQUIREMENT_COLUMNS, rows, 'jobs')
@@ -20285,12 +20341,13 @@ def cmd_jobs_handlers(session: Session, args: Arguments) -> int:
     for job, handler in jobs_with(session, args, 'list_failure_handlers', 'failure_handler_id'):
         if handler is not None:
             rows.append({'job_id': job['id'], 'job_name': job['name'], 'failure_handler_id': handler['id'],
-                         'failure_handler_name': handler['name'], 'rules': handler['rules'], 'workflow_id': job['workflow_id']})
+                         'failure_handler_name': handler['name'], 'rules': handler['rules'],
+                         'workflow_id': job['workflow_id']})
     return show_rows(session, JOB_HANDLER_COLUMNS, rows, 'jobs with a failure handler')
 
 
 def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
-    """Set chosen jobs back to uninitialized; with --reinit they and what depends on them are ready to run again."""
+    """Set jobs back to uninitialized; with --reinit they and what depends on them become ready."""
     jobs = choose_jobs(session, args)
     workflow_id = jobs[0]['workflow_id']
     downstream = downstream_jobs(session, jobs)
@@ -20310,7 +20367,8 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
         session.call('reset_workflow_status', workflow_id=workflow_id, force=args['force'])
         session.call('initialize_jobs', workflow_id=workflow_id, only_uninitialized=True)
     value = {
-        'downstream_jobs': downstream, 'failures': failures, 'next_steps': f"Run '{command_line(session, 'run', workflow_id)}' to execute.",
+        'downstream_jobs': downstream, 'failures': failures,
+        'next_steps': f"Run '{command_line(session, 'run', workflow_id)}' to execute.",
         'reinit': {'applied': bool(args['reinit']), 'error': None, 'requested': bool(args['reinit'])},
         'requested_job_ids': [job['id'] for job in jobs], 'reset_count': len(done), 'reset_job_ids': done,
         'status': 'partial_failure' if failures else 'success', 'workflow_id': workflow_id}
@@ -20335,7 +20393,9 @@ def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
         results = session.items('list_results', workflow_id=workflow_id, return_code=args['return_code'])
         jobs = [session.call('get_job', job_id=result['job_id']) for result in results]
     if not jobs:
-        words = f"status in [{', '.join(args['status'])}]" if args['status'] else f"return code {args['return_code']}"
+        words = f"return code {args['return_code']}"
+        if args['status']:
+            words = f"status in [{', '.join(args['status'])}]"
         message = f'No jobs in workflow {workflow_id} match {words}.'
         raise Refused(message, reset_count=0, reset_job_ids=[], workflow_id=workflow_id)
     return jobs
@@ -20345,9 +20405,9 @@ def refuse_several_workflows(jobs: List[Dict[str, Any]], workflow_id: Optional[i
     """Refuse jobs of several workflows, or of another one than was named."""
     owners = {job['workflow_id']: job['id'] for job in reversed(jobs)}
     if len(owners) > 1 or workflow_id not in (None, *owners):
-        told = ', '.join(f'job {job_id} is of workflow {owner}' for owner, job_id in sorted(owners.items()))
+        found = ', '.join(f'job {job_id} is of workflow {owner}' for owner, job_id in sorted(owners.items()))
         wanted = 'one workflow' if workflow_id is None else f'workflow {workflow_id}'
-        raise Refused(f'{told}: name jobs of {wanted}')
+        raise Refused(f'{found}: give jobs of {wanted}')
 
 
 def brief(job: Dict[str, Any]) -> Dict[str, Any]:
@@ -20360,7 +20420,8 @@ def downstream_jobs(session: Session, jobs: List[Dict[str, Any]]) -> List[Dict[s
     seen, found = {job['id'] for job in jobs}, []
     queue = [job['id'] for job in jobs]
     while queue:
-        for job in session.items('list_jobs', workflow_id=jobs[0]['workflow_id'], upstream_job_id=queue.pop()):
+        for job in session.items('list_jobs', workflow_id=jobs[0]['workflow_id'],
+                                 upstream_job_id=queue.pop()):
             if job['id'] not in seen:
                 seen.add(job['id'])
                 queue.append(job['id'])
@@ -20384,8 +20445,9 @@ def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int],
 
 # ======== 20b. Logs: results, and what jobs wrote ========
 #
-# Results come from the server, output files from this host: a runner's output directory, which must belong to the same
-# database. An attempt is named by job, run and attempt; its files by stdio_names.
+# Results come from the server, output files from this host: a runner's output directory, which
+# must belong to the same database. An attempt is named by job, run and attempt; its files by
+# stdio_names.
 
 # -------- results --------
 
@@ -20395,7 +20457,8 @@ def cmd_results_list(session: Session, args: Arguments) -> int:
     query = given(args, 'workflow_id', 'failed', 'include_logs', 'output_dir', 'limit', 'offset')
     offset, limit = args['offset'] or 0, args['limit']
     if args['failed']:
-        items = [item for item in session.items('list_results', workflow_id=workflow_id, **query) if item['return_code'] != 0]
+        items = [item for item in session.items('list_results', workflow_id=workflow_id,
+                                                **query) if item['return_code'] != 0]
         items = items[offset:None if limit is None else offset + limit]
     else:
         items = session.items('list_results', limit, offset, workflow_id=workflow_id, **query)
@@ -20410,7 +20473,8 @@ RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason'
                'exec_time_minutes', 'compute_node_id')
 
 
-def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, Any]], args: Arguments) -> Dict[str, Any]:
+def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, Any]],
+                      args: Arguments) -> Dict[str, Any]:
     """Results with the paths of the files that their jobs wrote."""
     workflow = session.call('get_workflow', workflow_id=workflow_id)
     base = output_directory(session, workflow, args)
@@ -20418,10 +20482,12 @@ def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, 
     rows = []
     for item in items:
         row = {key: item.get(key) for key in RESULT_KEYS}
-        row['job_stdout'], row['job_stderr'] = find_stdio(base, workflow_id, item['job_id'], (item['run_id'], item['attempt_id']))
+        row['job_stdout'], row['job_stderr'] = find_stdio(base, workflow_id, item['job_id'],
+                                                          (item['run_id'], item['attempt_id']))
         node = nodes.get(item.get('compute_node_id'), {})
         row['compute_node_type'] = node.get('compute_node_type')
-        row['job_runner_log'] = os.path.join(base, f"job_runner_{node.get('hostname')}_wf{workflow_id}_r{item['run_id']}.log")
+        name = f"job_runner_{node.get('hostname')}_wf{workflow_id}_r{item['run_id']}.log"
+        row['job_runner_log'] = os.path.join(base, name)
         rows.append(row)
     return {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
             'all_runs': bool(args['all_runs']), 'total_results': len(rows), 'items': rows}
@@ -20442,9 +20508,12 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
     return directory
 
 
+FoundFiles = Tuple[Optional[str], Optional[str]]    # stdout and stderr of an attempt; None: no such file
+
+
 def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int],
-               has: Callable[[HeldDirectory, str], bool] = HeldDirectory.has_file) -> Tuple[Optional[str], Optional[str]]:
-    """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was; None where there is no file."""
+               has: Callable[[HeldDirectory, str], bool] = HeldDirectory.has_file) -> FoundFiles:
+    """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was."""
     found: List[Optional[str]] = [None, None]
     with contextlib.suppress(OSError), hold_stdio(output_dir) as stdio:     # there may be no such directory
         for mode in STDIO_MODES:
@@ -20569,7 +20638,7 @@ WHERE_OUTPUT_IS = 'name the directory that `run` wrote to with -o, or look at th
 
 
 def size_of(path: str) -> int:
-    """Size of a file in bytes; 0 if it is gone: a job with delete_on_success has ended. Of no plain file: 1."""
+    """Size of a file in bytes; 0 if it is gone (delete_on_success); 1 for anything but a regular file."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -20586,7 +20655,7 @@ class Tail:
         # A terminal must not obey what a job has written; a file or program gets its bytes, to be compared.
         self.pipe = None if session.out.isatty() else getattr(session.out, 'buffer', None)
         self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
-        self.refused = set()        # type: Set[str]  # told as not to be read
+        self.refused = set()        # type: Set[str]  # reported as unreadable
         self.last_path = ''         # shown last
         self.ends_line = True       # what was shown last ends in a newline
 
@@ -20656,7 +20725,8 @@ def tell_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> No
         return
     left = session.call('list_jobs', workflow_id=reader.id, limit=1)['total_count'] - len(found)
     if left > 0:
-        session.tell(f"torc: {left} jobs have not run; `{command_line(session, 'status', reader.id)}` says why")
+        status = command_line(session, 'status', reader.id)
+        session.tell(f'torc: {left} jobs have not run; `{status}` says why')
 
 
 def follow_logs(reader: LogReader) -> int:
@@ -20710,7 +20780,8 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
         except NotFound:
             pass    # it may be a name made of digits
     word = utf8_text(word)
-    named = [job for job in session.items('list_jobs', workflow_id=workflow_id, name=word) if job['name'] == word]
+    named = [job for job in session.items('list_jobs', workflow_id=workflow_id,
+                                          name=word) if job['name'] == word]
     if named:
         return named[0]
     names = [job['name'] for job in session.items('list_jobs', limit=1000, workflow_id=workflow_id)]
@@ -20721,8 +20792,9 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
 
 # ======== 20c. Runs: a workflow file becomes a workflow, and runs here ========
 #
-# `create`, `run` and `exec` read a file or options into a plan (Spec) and have the server create all of it or nothing. `run`
-# then is a runner (see Runner) until nothing is left to do; what it says before and after, and its exit code, is here.
+# `create`, `run` and `exec` read a file or options into a plan (Spec) and have the server create
+# all of it or nothing. `run` then is a runner (see Runner) until nothing is left to do; what it
+# says before and after, and its exit code, is here.
 
 # -------- reading specs --------
 
@@ -20732,7 +20804,8 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     name = '' if path == '-' else path
     directory = os.path.dirname(os.path.abspath(name)) if name else os.getcwd()
     try:
-        plan = read_plan(read_document(data, name), directory, args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+        plan = read_plan(read_document(data, name), directory, args['max_instances'] or MAX_INSTANCES,
+                         bool(args['skip_checks']))
     except BadInput as error:
         error.problems = [placed(problem, name) for problem in error.problems]
         raise
@@ -20766,9 +20839,11 @@ def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) 
 
 COUNTED = (     # key of the summary, words for it
     ('job_count', 'jobs'), ('file_count', 'files'), ('user_data_count', 'user data'),
-    ('resource_requirements_count', 'resource requirements'), ('slurm_scheduler_count', 'Slurm schedulers'), ('action_count', 'actions'))
+    ('resource_requirements_count', 'resource requirements'), ('slurm_scheduler_count', 'Slurm schedulers'),
+    ('action_count', 'actions'))
 EMPTY_SUMMARY = dict(       # of a file that cannot be read: the keys are there all the same
-    {key: 0 for key, _ in COUNTED}, workflow_name=None, workflow_description=None, job_count_before_expansion=0,
+    {key: 0 for key, _ in COUNTED}, workflow_name=None, workflow_description=None,
+    job_count_before_expansion=0,
     file_count_before_expansion=0, has_schedule_nodes_action=False, job_names=[], scheduler_names=[])
 
 
@@ -20783,7 +20858,8 @@ def cmd_create_workflow(session: Session, args: Arguments) -> int:
             return apply_plan(session, plan, earlier, args['dry_run'])
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     message = f'Workflow created successfully with ID: {workflow_id}'
-    session.answer({'message': message, 'status': 'success', 'workflow_id': workflow_id}, f'Created workflow {workflow_id}\n')
+    session.answer({'message': message, 'status': 'success', 'workflow_id': workflow_id},
+                   f'Created workflow {workflow_id}\n')
     return 0
 
 
@@ -20797,7 +20873,8 @@ def check_spec(session: Session, args: Arguments) -> int:
             session.show_json({'valid': False, 'errors': errors, 'warnings': [], 'summary': EMPTY_SUMMARY})
         raise
     warnings = [str(warning) for warning in plan.warnings]
-    session.answer({'valid': True, 'errors': [], 'warnings': warnings, 'summary': plan.summary}, format_summary(plan.summary))
+    session.answer({'valid': True, 'errors': [], 'warnings': warnings, 'summary': plan.summary},
+                   format_summary(plan.summary))
     return 0
 
 
@@ -20806,8 +20883,10 @@ def format_summary(summary: Dict[str, Any]) -> str:
     lines = [f"Workflow {summary['workflow_name']}", '']
     for key, word in COUNTED:
         before = summary.get(f'{key}_before_expansion', summary[key])
-        lines.append(f'  {word:22}{summary[key]:>8}' + (f'  (expanded from {before})' if before != summary[key] else ''))
-    where = 'with allocations of its own' if summary['has_schedule_nodes_action'] else 'wherever a runner is started'
+        lines.append(f'  {word:22}{summary[key]:>8}'
+                     + (f'  (expanded from {before})' if before != summary[key] else ''))
+    has_own = summary['has_schedule_nodes_action']
+    where = 'with allocations of its own' if has_own else 'wherever a runner is started'
     return format_lines(lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
 
 
@@ -20829,14 +20908,15 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
     keys = [(job.dependencies, tuple(input_keys(job))) for job in jobs]
     sets = {(number, inputs): frozenset(body['dependency_sets'][number] if number is not None else ()).union(
         *(producers.get(key, ()) for key in inputs)) for number, inputs in set(keys)}
-    told = []
+    allocations = []
     for action in body['actions']:
         config = action['action_config']
         if action['action_type'] == 'schedule_nodes':
             place = config.get('scheduler')
             name = body['slurm_schedulers'][place].get('name') if isinstance(place, int) else place
-            told.append(Allocation(action['trigger_type'], action.get('job_indexes'), allocation_words(config, name)))
-    plan = execution_plan([job.name for job in jobs], [sets[key] for key in keys], told)
+            allocations.append(Allocation(action['trigger_type'], action.get('job_indexes'),
+                                   allocation_row(config, name)))
+    plan = execution_plan([job.name for job in jobs], [sets[key] for key in keys], allocations)
     return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
 
 
@@ -20844,20 +20924,21 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
     """Execution plan of a workflow from its jobs as they are stored."""
     workflow = session.call('get_workflow', workflow_id=workflow_id)
     graph = session.call('get_dependency_graph', workflow_id=workflow_id)
-    places = {job_id: place for place, job_id in enumerate(graph['job_ids'])}
-    sets = [frozenset(places[job_id] for job_id in members) for members in graph['sets']]
-    names = {item['id']: item.get('name') for item in session.items('list_slurm_schedulers', workflow_id=workflow_id)}
-    told = []
+    index = {job_id: position for position, job_id in enumerate(graph['job_ids'])}
+    sets = [frozenset(index[job_id] for job_id in members) for members in graph['sets']]
+    schedulers = session.items('list_slurm_schedulers', workflow_id=workflow_id)
+    names = {item['id']: item.get('name') for item in schedulers}
+    allocations = []
     for action in session.call('get_workflow_actions', workflow_id=workflow_id):
         if action['action_type'] == 'schedule_nodes':
-            config = action['action_config']
-            told.append(Allocation(action['trigger_type'], [places[job_id] for job_id in action.get('job_ids') or ()],
-                                   allocation_words(config, names.get(config.get('scheduler_id')))))
-    plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], told)
+            config, starts = action['action_config'], [index[job_id] for job_id in action.get('job_ids') or ()]
+            row = allocation_row(config, names.get(config.get('scheduler_id')))
+            allocations.append(Allocation(action['trigger_type'], starts, row))
+    plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], allocations)
     return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
 
 
-def allocation_words(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str, Any]:
+def allocation_row(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str, Any]:
     """What an execution plan tells of a schedule_nodes action."""
     return {'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
             'num_allocations': config.get('num_allocations', 1)}
@@ -20865,7 +20946,8 @@ def allocation_words(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[s
 
 def format_execution_plan(plan: Dict[str, Any]) -> str:
     """The plan for people: an event, what it waits for, what it starts."""
-    lines = [f"Execution plan of {plan['workflow_name']}: {plan['total_jobs']} jobs in {plan['total_events']} events", '']
+    counts = f"{plan['total_jobs']} jobs in {plan['total_events']} events"
+    lines = [f"Execution plan of {plan['workflow_name']}: {counts}", '']
     for event in plan['events']:
         lines.append(f"{event['id']}: {event['trigger_description']}")
         for allocation in event['scheduler_allocations']:
@@ -20975,7 +21057,7 @@ class Target(Row):
 
 
 def cmd_run(session: Session, args: Arguments) -> int:
-    """Create a workflow from a file, or take one that exists; run its jobs here until nothing is left; report."""
+    """Create a workflow from a file, or take an existing one; run its jobs here; report."""
     options = runner_options(args)      # what is wrong with them shows before anything is created
     if args['dry_run'] and not args['resume']:
         raise BadInput('--dry-run goes with --resume; to check a workflow file: `create --dry-run FILE`')
@@ -21005,20 +21087,20 @@ def cmd_run(session: Session, args: Arguments) -> int:
 def await_server(session: Session, options: RunnerOptions) -> None:
     """A runner that joins a workflow waits for a server that is being started again, as one at work does."""
     minutes = WORKFLOW_DEFAULTS['compute_node_wait_for_healthy_database_minutes']
-    began, is_told = time.time(), False
+    began, is_reported = time.time(), False
     while True:
         try:
             session.call('ping')
-            if is_told:
+            if is_reported:
                 session.tell(f'the server answers after {format_elapsed(time.time() - began)}')
             return
         except Unreachable as error:
             if not error.passes or time.time() >= min(began + minutes * 60, options.end_time or math.inf):
                 raise
-            if not is_told:
+            if not is_reported:
                 session.tell_message(error.message)
                 session.tell(f'waiting for the server for up to {minutes} minutes')
-            is_told = True
+            is_reported = True
         time.sleep(RECONNECT_S)
 
 
@@ -21039,7 +21121,8 @@ def runner_options(args: Arguments) -> RunnerOptions:
         end_time = time.time() + args['time_limit']
     return RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
-        memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'], end_time=end_time,
+        memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
+        end_time=end_time,
         labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
         claim_backoff_max_s=args['claim_backoff_max_secs'])
 
@@ -21053,8 +21136,8 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                 raise BadInput(f'{obstacle}: name another one with --output-dir')
             database = call_addition(session.client, 'get_database')
             if not database:
-                raise Refused(f'{session.client.location} is not served by this version of torc.py, as runners need: '
-                              'stop that server, and start it again with this one')
+                raise Refused(f'{session.client.location} is not served by this version of torc.py, as '
+                              'runners need: stop that server, and start it again with this one')
             gone = take_output_dir(output.top, database)
         if gone and not session.options['quiet']:
             session.tell(f'The output directory {options.output_dir} belonged to the database '
@@ -21098,7 +21181,8 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     if is_uninitialized:
         if not target.is_new:
             refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.tell)
-            session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=workflow['id'])
+            session.call('set_file_times', {'files': file_times(session.client, workflow)},
+                         workflow_id=workflow['id'])
         record_contents(session.client, workflow)
         initialize_for_run(session, workflow, status)
     if not target.is_new:       # of a new one the file's warnings say it
@@ -21158,11 +21242,13 @@ def tell_location(session: Session, workflow: Dict[str, Any]) -> None:
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
     """Make ready what was never looked at, or what was reset since.
 
-    Only after a reset of all jobs this is a full initialize, which lets every action fire again. A new workflow is
-    initialized as a partial one: the same, but for jobs that another runner, started in the same moment, has begun.
+    Only after a reset of all jobs this is a full initialize, which lets every action fire again. For a new
+    workflow a partial one does the same, but leaves jobs alone that another runner, started in the same
+    moment, has begun.
     """
     is_all = status['jobs_by_status']['uninitialized'] == status['total_jobs']
-    session.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=not (is_all and workflow.get('run_id')))
+    session.call('initialize_jobs', workflow_id=workflow['id'],
+                 only_uninitialized=not (is_all and workflow.get('run_id')))
 
 
 def tell_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
@@ -21214,7 +21300,8 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
     number = workflow['id']
     session.tell(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}")
     for _, name, return_code, last_line in outcome.failed_jobs[:CANDIDATES_SHOWN]:
-        session.tell(f'  {name} ended with return code {return_code}' + (f': {last_line}' if last_line else ''))
+        session.tell(f'  {name} ended with return code {return_code}'
+                     + (f': {last_line}' if last_line else ''))
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
         session.tell(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
@@ -21236,7 +21323,8 @@ def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome
         if words[:1] == ['--retry-failed']:
             tell_edit(session, workflow, words[1:])
     if session.client.database and not os.path.exists(session.client.database):
-        session.tell(f'The database {session.client.database} was deleted during the run: its results are lost')
+        database = session.client.database
+        session.tell(f'The database {database} was deleted during the run: its results are lost')
 
 
 def tell_unwritten_data(session: Session, workflow_id: int) -> None:
@@ -21258,21 +21346,22 @@ NAMES_SHOWN = 5     # of the jobs that are not done, for each status
 
 
 def tell_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
-    """Name the jobs that are not done, but for failures that were told; count those lost with runners."""
-    told = {job_id for job_id, _, _, _ in outcome.failed_jobs}
+    """Name the jobs that are not done, except for failures already shown; count those lost with runners."""
+    shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
     counts = outcome.jobs_by_status
-    all_told = sum(counts.get(name, 0) for name in BROKEN_WORDS) <= len(told)
+    all_shown = sum(counts.get(name, 0) for name in BROKEN_WORDS) <= len(shown)
     try:
         for row in STATUSES:
             count = counts.get(row.name, 0) if row.is_bad or not row.is_done else 0
-            if count and not (all_told and row.name in BROKEN_WORDS):
-                most = NAMES_SHOWN + len(told)
+            if count and not (all_shown and row.name in BROKEN_WORDS):
+                most = NAMES_SHOWN + len(shown)
                 jobs = session.items('list_jobs', most, workflow_id=workflow_id, status=row.name)
-                names = [job['name'] for job in jobs if job['id'] not in told]
+                names = [job['name'] for job in jobs if job['id'] not in shown]
                 more = count - len(jobs) + len(names[NAMES_SHOWN:])
                 text = ', '.join(names[:NAMES_SHOWN]) + (f' and {more} more' if more else '')
                 session.tell(f'  {row.name}: {text}')
-        query = {'workflow_id': workflow_id, 'return_code': ORPHAN_RETURN_CODE, 'limit': 1, 'status': 'failed'}
+        query = {'workflow_id': workflow_id, 'return_code': ORPHAN_RETURN_CODE, 'limit': 1,
+                 'status': 'failed'}
         lost = session.call('list_results', **query)['total_count']
     except TorcError:       # no server any more: nothing more can be said
         return
@@ -21331,7 +21420,8 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     if args['dry_run']:
         session.show_json(spec)
         return 0
-    plan = complete_plan(read_plan(Document(spec, '', '', {}), os.getcwd()), False)     # no text: no places in errors
+    document = Document(spec, '', '', {})   # without a text: errors name no line
+    plan = complete_plan(read_plan(document, os.getcwd()), False)
     refuse_short_time(plan.body['workflow'], options)
     prepare_output_dir(session, options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
@@ -21340,14 +21430,15 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     code = run_to_end(session, Target(workflow_id, True), options, False)
     if session.format == 'json':
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
-        value = {'workflow_id': workflow_id, 'status': 'failed' if code else 'completed', 'had_failures': bool(counts['failed']),
+        value = {'workflow_id': workflow_id, 'status': 'failed' if code else 'completed',
+                 'had_failures': bool(counts['failed']),
                  'had_terminations': bool(counts['terminated'])}
         session.show_json(value, True)
     return code
 
 
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
-    """The workflow file that the options of `exec` stand for: each command with each combination of parameters."""
+    """The spec that the options of `exec` stand for: each command with each combination of parameters."""
     commands = list(map(utf8_text, args['command'] or []))
     if args['commands_file']:
         commands += read_commands(session, args['commands_file'])
@@ -21360,10 +21451,13 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     parameters = exec_parameters(args['param'] or [])
     warn_of_leftovers(session, commands, parameters)
     instances = expand_parameters(parameters, args['link'])
-    texts = [substitute(command, instance) if instance else command for command in commands for instance in instances]
-    jobs = [{'name': f'job{number}', 'command': text, 'cancel_on_blocking_job_failure': False, 'supports_termination': False}
+    texts = [substitute(command, instance) if instance else command for command in commands
+             for instance in instances]
+    jobs = [{'name': f'job{number}', 'command': text, 'cancel_on_blocking_job_failure': False,
+             'supports_termination': False}
             for number, text in enumerate(texts, 1)]
-    spec = {'name': utf8_text(args['name'] or '') or time.strftime('exec_%Y%m%d_%H%M%S'), 'user': user_name(), 'jobs': jobs,
+    spec = {'name': utf8_text(args['name'] or '') or time.strftime('exec_%Y%m%d_%H%M%S'), 'user': user_name(),
+            'jobs': jobs,
             'resource_monitor': exec_monitor(args)}
     if args['description']:
         spec['description'] = utf8_text(args['description'])
@@ -21387,7 +21481,8 @@ def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
     for word in words:
         name, equals, value = word.partition('=')
         if not name or not equals:
-            raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=1:10, x=[a,b] or file=@names.txt'))
+            raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=1:10, x=[a,b] '
+                                     'or file=@names.txt'))
         if name in parameters:
             raise BadInput(printable(f'--param {name} stands twice'))
         parameters[utf8_text(name)] = value if value.startswith('@') else utf8_text(value)  # @: a file's name
@@ -21412,8 +21507,9 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 
 # ======== 20d. Service: commands of those who run a server, and `install` ========
 #
-# Password files, access groups, `serve`, and the installed command. Password files are changed here, on disk; a server that
-# uses one reads it again when asked to. `serve` only gathers options: Server does the rest.
+# Password files, access groups, `serve`, and the installed command. Password files are changed
+# here, on disk; a server that uses one reads it again when asked to. `serve` only gathers
+# options: Server does the rest.
 
 # -------- passwords and access groups --------
 
@@ -21422,11 +21518,12 @@ LEAST_PASSWORD_CHARACTERS = 8
 
 def read_known_s(args: Arguments) -> float:
     """How long a right password needs no other check: option or variable, in seconds."""
-    text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS', '')
-    if args['credential_cache_ttl_secs'] is not None or not text:
-        return DEFAULT_KNOWN_S if args['credential_cache_ttl_secs'] is None else args['credential_cache_ttl_secs']
+    if args['credential_cache_ttl_secs'] is not None:
+        return args['credential_cache_ttl_secs']
+    text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS') or str(int(DEFAULT_KNOWN_S))
     if not re.match(r'[0-9]{1,9}\Z', text):
-        raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; it must be a number of seconds')
+        raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; '
+                       'it must be a number of seconds')
     return float(text)
 
 
@@ -21443,7 +21540,8 @@ def new_password(session: Session, args: Arguments, is_new: bool = True) -> byte
     """The password that a command is about: -p, or asked for (twice if it is new), or a line of stdin."""
     password = args['password']
     if password is not None:
-        session.tell('warning: others on this machine can see a password on the command line; without -p it is asked for')
+        session.tell('warning: others on this machine can see a password on the command line; '
+                     'without -p it is asked for')
     else:
         password = session.ask_password('Password: ')
         if is_new and session.stdin.isatty() and session.ask_password('Once more: ') != password:
@@ -21456,7 +21554,7 @@ def new_password(session: Session, args: Arguments, is_new: bool = True) -> byte
 
 
 def change_password_line(path: str, user: str, stored: Optional[str]) -> bool:
-    """Put a user's hash into a password file (None: take it out), all other lines as they are. Whether he was in it."""
+    """Write a user's hash into a password file (None: remove it). Returns whether the user was in it."""
     try:
         lines = read_password_file(path).splitlines()
     except FileNotFoundError:
@@ -21464,7 +21562,8 @@ def change_password_line(path: str, user: str, stored: Optional[str]) -> bool:
             raise NotFound(f'there is no password file {path}') from None
         lines = []
     if any(line.count(':') != 1 for line in lines if line.strip() and not line.strip().startswith('#')):
-        raise BadInput(f'{path} is no password file: not all of its lines are USER:HASH. It was left as it is; give another one with -f')
+        raise BadInput(f'{path} is no password file: not all of its lines are USER:HASH. '
+                       'It was not changed; give another one with -f')
     places = [place for place, line in enumerate(lines) if line.strip().partition(':')[0] == user]
     if stored is None and not places:
         raise NotFound(f'{path} has no user {printable(user)!r}')
@@ -21563,7 +21662,8 @@ def cmd_serve(session: Session, args: Arguments) -> int:
 
 def server_options(session: Session, args: Arguments) -> ServerOptions:
     """How to serve, from the command line and the environment."""
-    certificate, key = (args[name] or os.environ.get('TORC_' + name.upper(), '') for name in ('tls_cert', 'tls_key'))
+    certificate, key = (args[name] or os.environ.get('TORC_' + name.upper(), '')
+                        for name in ('tls_cert', 'tls_key'))
     if not certificate and (key or args['https']):
         raise BadInput('https needs a certificate: give --tls-cert FILE and --tls-key FILE, both in PEM form')
     kept = os.environ.get('TORC_SERVER_SNAPSHOT_KEEP') or str(SNAPSHOTS_KEPT)
@@ -21572,7 +21672,8 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
     database = served_database(session, args)
     return ServerOptions(
         database=database, host=args['host'], port=args['port'], needs_token=not args['no_auth'],
-        new_token=bool(args['new_token']), takes_over=bool(args['takeover']), tls_certificate=absolute(certificate), tls_key=absolute(key),
+        new_token=bool(args['new_token']), takes_over=bool(args['takeover']),
+        tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
         snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH')) or snapshot_path(database),
         snapshots_kept=int(kept),
@@ -21594,12 +21695,14 @@ def absolute(path: Optional[str]) -> str:
 
 
 def served_database(session: Session, args: Arguments) -> str:
-    """The database that `serve` was given, as a path or as sqlite:PATH?PARAMETERS, made absolute; or IN_MEMORY."""
+    """The database for `serve`, from a path or sqlite:PATH?PARAMETERS: an absolute path, or IN_MEMORY."""
     url = os.environ.get('DATABASE_URL', '')
-    path = args['db'] or session.options['db'] or (url if url.startswith('sqlite:') else '') or default_database()
+    named = args['db'] or session.options['db'] or (url if url.startswith('sqlite:') else '')
+    path = named or default_database()
     if path.startswith('sqlite:'):
         path, _, query = path[len('sqlite:'):].partition('?')
-        path = IN_MEMORY if 'mode=memory' in query.split('&') else urllib.parse.unquote(path[2:] if path.startswith('//') else path)
+        path = urllib.parse.unquote(path[2:] if path.startswith('//') else path)
+        path = IN_MEMORY if 'mode=memory' in query.split('&') else path
     return path if path == IN_MEMORY else absolute(path or IN_MEMORY)
 
 
@@ -21608,7 +21711,8 @@ def prepare_log(directory: str) -> str:
     try:
         make_private_directory(directory)
     except OSError as error:
-        raise BadInput(f'cannot make the directory {directory}: {error.strerror}; give another place with --log-dir') from None
+        raise BadInput(f'cannot make the directory {directory}: {error.strerror}; '
+                       'give another place with --log-dir') from None
     return os.path.join(os.path.abspath(directory), 'torc-server.log')
 
 
@@ -21633,10 +21737,12 @@ def announce_server(session: Session, text: str) -> None:
 
 # -------- installing --------
 
-# The launcher is a program of two languages, as pip's for long paths are: sh ends at its exec, and to Python all of that is a
-# string. Thus neither blanks nor the length of the interpreter's path matter (execve(2): "Interpreter scripts"), and a lost
-# interpreter gets a message of ours. ps shows `python3 .../bin/torc`. Python itself sees that the compiled module is of this
-# source and this version. Another module of the name, such as Torc's own client, must not take the place of a lost file.
+# The launcher is a program of two languages, as pip's for long paths are: sh ends at its exec,
+# and to Python all of that is a string. Thus neither blanks nor the length of the interpreter's
+# path matter (execve(2): "Interpreter scripts"), and a lost interpreter gets a message of ours.
+# ps shows `python3 .../bin/torc`. Python itself sees that the compiled module is of this source
+# and this version. Another module of the name, such as Torc's own client, must not take the place
+# of a lost file.
 LAUNCHER = """#!/bin/sh
 ''':' # made by `torc.py install`, removed by `torc.py install --uninstall`
 python={python}
@@ -21652,7 +21758,7 @@ import sys
 
 home = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), 'lib', 'torc')
 if not os.path.isfile(os.path.join(home, 'torc.py')):
-    sys.exit('torc: ' + os.path.join(home, 'torc.py') + ' is gone: install it again, or remove ' + os.path.realpath(__file__))
+    sys.exit('torc: ' + home + '/torc.py is gone: install it again, or remove ' + os.path.realpath(__file__))
 sys.path[0] = home
 gc.set_threshold(100000)
 import torc
@@ -21681,7 +21787,7 @@ def compiled_modules(made: Installation) -> List[str]:
 
 
 def is_installed(path: str, mark: bytes) -> bool:
-    """Whether a file is one that `install` has made: its second line, or the first of its docstring, says so."""
+    """Whether `install` has made a file: its second line, or the first of its docstring, says so."""
     try:
         with open(path, 'rb', opener=open_regular) as file:
             return mark in file.read(200)
@@ -21697,7 +21803,8 @@ def cmd_install(session: Session, args: Arguments) -> int:
     if args['uninstall']:
         return uninstall(session, made, foreign)
     if foreign and not args['force']:
-        raise Refused(printable(f'{foreign[0]} was not made by `install`: give another --prefix, or --force to replace it'))
+        raise Refused(printable(f'{foreign[0]} was not made by `install`: give another --prefix, '
+                                'or --force to replace it'))
     refuse_open_directory(os.path.dirname(made.module))
     mask = os.umask(0o022)      # who else may enter the prefix may use it
     try:
@@ -21707,8 +21814,10 @@ def cmd_install(session: Session, args: Arguments) -> int:
                                  'give another place with --prefix')) from None
     finally:
         os.umask(mask)
-    value = {'launcher': made.launcher, 'module': made.module, 'python': sys.executable, 'version': __version__}
-    session.answer(value, format_lines([f'Installed torc {__version__} as {made.launcher}, for {sys.executable}']))
+    value = {'launcher': made.launcher, 'module': made.module, 'python': sys.executable,
+             'version': __version__}
+    text = f'Installed torc {__version__} as {made.launcher}, for {sys.executable}'
+    session.answer(value, format_lines([text]))
     tell_path(session, made.launcher)
     return 0
 
@@ -21728,7 +21837,8 @@ def write_installation(made: Installation) -> None:
     if not os.path.isfile(source):
         raise BadInput('the file of this program is gone: install from a file that is there')
     if not python.isprintable() or '\\' in python or "'''" in python or python == "''":
-        raise BadInput(printable(f'the path of this Python, {python}, cannot be written into a launcher: install with another one'))
+        raise BadInput(printable(f'the path of this Python, {python}, cannot be written into a launcher: '
+                                 'install with another one'))
     for path in made:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if os.path.islink(path):
@@ -21751,7 +21861,8 @@ def tell_path(session: Session, launcher: str) -> None:
     directory, name = os.path.split(launcher)
     found = shutil.which(name)
     if found is None:
-        session.tell(f'{directory} is not on your PATH; in your shell\'s profile: export PATH={shlex.quote(directory)}:"$PATH"')
+        line = f'export PATH={shlex.quote(directory)}:"$PATH"'
+        session.tell(f"{directory} is not on your PATH; in your shell's profile: {line}")
     elif not os.path.samefile(found, launcher):
         session.tell(f'warning: your shell finds {found} first: put {directory} before it on your PATH')
 
@@ -21762,7 +21873,8 @@ def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> i
     for path in foreign:
         session.tell(f'{path} was not made by `install`: it stays')
     if not found:
-        raise NotFound(printable(f'torc is not installed in {os.path.dirname(os.path.dirname(made.launcher))}'))
+        prefix = os.path.dirname(os.path.dirname(made.launcher))
+        raise NotFound(printable(f'torc is not installed in {prefix}'))
     home = os.path.dirname(made.module)
     if made.module in found:
         found += compiled_modules(made)
@@ -21780,17 +21892,19 @@ def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> i
 
 # ======== 20e. Arguments: what commands take ========
 #
-# An Argument is a row: names, value, meaning, parser, count. Parsers are functions from a word to a value that raise
-# ValueError with what is wrong. Arguments of several commands have a name here, the others stand in the table of commands.
+# An Argument is a row: names, value, meaning, parser, count. Parsers are functions from a word to
+# a value that raise ValueError with what is wrong. Arguments of several commands have a name
+# here, the others stand in the table of commands.
 
 class Argument(Row):
     """One argument of a command."""
-    names: str              # 'WF' for a word in its place; '-o --output-dir' for an option, its key the last name
+    names: str              # 'WF' for a positional argument; '-o --output-dir' for an option
     value: str              # what stands for an option's value in the help; '' for a switch
     meaning: str
     parse: Callable[[str], Any] = str   # ValueErrors say what is wrong with a value
-    # How many. Words: 1, ? (may be missing), * (any), + (at least one), -- (what follows a --). Options: 1 (the last counts),
-    # ! (must be given), * (each time one more), + (the same, and all words up to the next option).
+    # How many. Words: 1, ? (may be missing), * (any), + (at least one), -- (what follows a --). Options: 1
+    # (the last counts), ! (must be given), * (each time one more), + (the same, and all words up to the next
+    # option).
     count: str = '1'
     default: Any = None
     key: str = ''           # where it isn't the last name
@@ -21875,7 +21989,7 @@ def parse_log_level(text: str) -> str:
 
 def parse_server_verb(text: str) -> str:
     """The word `run` of torc-server."""
-    cures = {'service': 'start `torc.py serve` from your own unit file, crontab (@reboot) or terminal multiplexer',
+    cures = {'service': 'start `torc.py serve` from a unit file, crontab (@reboot) or terminal multiplexer',
              'export': "copy the database: kill -USR1 the server, or copy its file while it doesn't run"}
     if text in cures:
         raise ValueError(f'torc-server\'s {text!r} is not there: {cures[text]}')
@@ -21907,39 +22021,43 @@ LOG_LEVELS = ('debug', 'info', 'warning', 'error', 'off')
 MONITOR_WORDS = ('off', 'summary', 'time-series')
 STDIO_WORDS = tuple(mode.replace('_', '-') for mode in STDIO_MODES)
 
-ASKED_WF = Argument('WF', '', 'id of the workflow; without it you are asked', parse_id, '?', key='workflow_id')
+ASKED_WF = Argument('WF', '', 'id of the workflow; without it you are asked', parse_id, '?',
+                    key='workflow_id')
 NEEDED_WF = Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id')
 ID = Argument('ID', '', 'id of the object', parse_id)
 ACTION_ID = Argument('ID', '', 'id of the action', parse_id, key='action_id')
 THE_NAME = Argument('-n --name', 'NAME', 'name', count='!')
 NAME = Argument('-n --name', 'NAME', 'new name')
 DATA = Argument('-d --data', 'JSON', 'its value, as JSON', parse_json)
-DRY_RUN = Argument('--dry-run', '', 'say what would happen, change nothing')
+DRY_RUN = Argument('--dry-run', '', 'only show what would happen')
 FORCE = Argument('--force', '', 'go on although input files are missing, or jobs or runners are at work')
 OUTPUT_DIR = Argument('-o --output-dir', 'DIR', 'where output goes', default=DEFAULT_OUTPUT_DIR)
-LIMIT = Argument('-l --limit', 'N', 'at most so many', at_least(1))
-OFFSET = Argument('--offset', 'N', 'leave out so many at the start', at_least(0))
+LIMIT = Argument('-l --limit', 'N', 'maximum number of items', at_least(1))
+OFFSET = Argument('--offset', 'N', 'number of items to skip', at_least(0))
 SORT = Argument('--sort-by', 'FIELD', 'sort by a field')
-REVERSE = Argument('--reverse-sort', '', 'the other way round')
+REVERSE = Argument('--reverse-sort', '', 'sort in descending order')
 PAGE_OPTIONS = (LIMIT, OFFSET, SORT, REVERSE)
-SHORT_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'leave out so many at the start', at_least(0)),
-              Argument('-s --sort-by', 'FIELD', 'sort by a field'), Argument('-r --reverse-sort', '', 'the other way round'))
+SHORT_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'number of items to skip', at_least(0)),
+              Argument('-s --sort-by', 'FIELD', 'sort by a field'),
+              Argument('-r --reverse-sort', '', 'sort in descending order'))
 JOB = Argument('-j --job-id', 'JOB', 'of this job only', parse_id)
-RESUME = Argument('--resume', '', 'let the workflow that the file made last follow it (see: help resume)')
+RESUME = Argument('--resume', '', 'update the workflow last made from this file (see: help resume)')
 SPEC_OPTIONS = (
     Argument('--skip-checks', '', 'create it although resources fit no scheduler'),
-    Argument('--max-instances', 'N', f'what parameters may make (default {MAX_INSTANCES})', at_least(1)),
-    Argument('--no-resource-monitoring', '', 'measure nothing'),
+    Argument('--max-instances', 'N', f'most jobs or files from parameters (default {MAX_INSTANCES})',
+             at_least(1)),
+    Argument('--no-resource-monitoring', '', 'do not measure what jobs use'),
 )
 RUN_OPTIONS = (
     OUTPUT_DIR,
-    Argument('-p --poll-interval', 'SECONDS', 'between looks at the server', at_least(0.01, parse_seconds),
+    Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
+             at_least(0.01, parse_seconds),
              default=DEFAULT_POLL_INTERVAL_S),
     Argument('--num-cpus', 'N', 'CPUs to use (default: all)', at_least(1)),
     Argument('--memory-gb', 'N', 'memory to use, in GiB, or such as 512m (default: all)',
              at_least(0, parse_gigabytes)),
     Argument('--num-gpus', 'N', 'GPUs to use (default: all)', at_least(0)),
-    Argument('-j --max-parallel-jobs', 'N', 'run so many jobs at a time, whatever they need', at_least(1)),
+    Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
     Argument('--claim-backoff-max-secs', 'SECONDS', 'longest wait while nothing changes',
              at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
     Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_span),
@@ -21955,36 +22073,42 @@ REQUIREMENT_OPTIONS = (
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
 PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
-COST = Argument('-c --cost', 'N', f'work of guessing, doubled by each: 4 to {MOST_PASSWORD_COST}', parse_cost, default=DEFAULT_PASSWORD_COST)
+COST = Argument('-c --cost', 'N', f'work of a check, doubled by each step: 4 to {MOST_PASSWORD_COST}',
+                parse_cost,
+                default=DEFAULT_PASSWORD_COST)
 RELOAD_OPTIONS = (
-    Argument('--reload-auth', '', 'then let the server read its password file again (see --url)'),
+    Argument('--reload-auth', '', 'then have the server read its password file again (see --url)'),
     Argument('--server-password', 'PW', 'your own password there, where --url names it'))
 GROUP_ID = Argument('GROUP', '', 'id of the access group', parse_id, key='group_id')
 GROUP_USER = USER._replace(key='user_name')
-GROUP_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'leave out so many at the start', at_least(0)))
+GROUP_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'number of items to skip', at_least(0)))
 INIT_OPTIONS = (
     FORCE, DRY_RUN, Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
-    Argument('--wait-timeout', 'SECONDS', 'wait no longer; the server goes on', at_least(0, parse_seconds)),
+    Argument('--wait-timeout', 'SECONDS', 'wait at most this long; the task continues',
+             at_least(0, parse_seconds)),
 )
 GLOBAL_ARGUMENTS = (
     Argument('-f --format', 'FORMAT', 'table, json or csv', one_of(*ANSWER_FORMATS), default='table'),
-    Argument('--url', 'URL', 'server to use (default: TORC_API_URL, else the one that runs, else the embedded database)'),
-    Argument('-s --standalone', '', f'use the embedded database {DEFAULT_OUTPUT_DIR}/torc.db, whatever server runs'),
+    Argument('--url', 'URL', 'server to use (default: TORC_API_URL, else the running one, else the '
+             'embedded database)'),
+    Argument('-s --standalone', '', f'use the embedded database {DEFAULT_OUTPUT_DIR}/torc.db, '
+             'even if a server is running'),
     Argument('--db', 'FILE', 'use this embedded database'),
     Argument('--in-memory', '', '`run` and `exec` with -s or --db, and `serve`: keep the database in memory, '
              'with snapshots in its file'),
     Argument('--snapshot-interval-seconds', 'N', 'between these snapshots '
              f'(default {DEFAULT_SNAPSHOT_INTERVAL_S:g}); one is written at every end', at_least(1)),
-    Argument('--torc-server-bin', 'FILE', 'accepted: this file is the server, too'),
+    Argument('--torc-server-bin', 'FILE', 'accepted, without effect: this file is also the server'),
     Argument('--password', 'PW', 'your password at the server that --url names (better: TORC_PASSWORD)'),
     Argument('--prompt-password', '', 'ask for that password'),
     Argument('--cookie-header', 'TEXT', 'Cookie field for that server'),
-    Argument('--tls-ca-cert', 'FILE', 'certificates to believe, for an https URL (default: TORC_TLS_CA_CERT)'),
-    Argument('--tls-insecure', '', 'believe any certificate'),
-    Argument('--no-prompts', '', 'ask nothing: the answer is yes'),
+    Argument('--tls-ca-cert', 'FILE',
+             'trusted certificates (PEM), for an https URL (default: TORC_TLS_CA_CERT)'),
+    Argument('--tls-insecure', '', "do not verify the server's certificate"),
+    Argument('--no-prompts', '', 'do not ask for confirmation: assume yes'),
     Argument('-q --quiet', '', 'errors only'),
     Argument('--log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS)),
-    Argument('--skip-version-check', '', 'accepted'),
+    Argument('--skip-version-check', '', 'accepted, without effect'),
     Argument('-h --help', '', 'help on the command'),
     Argument('-V --version', '', 'version of this file'),
 )
@@ -21992,12 +22116,14 @@ GLOBAL_ARGUMENTS = (
 
 # ======== 21. Main: the table of commands, the manual, and the way from words to exit code ========
 #
-# COMMANDS is the one place that knows which commands there are: the parser, the manual, README's reference and the tests read it.
+# COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
+# reference and the tests read it.
 #
-# The parser is ours, for argparse can't do what is promised here: options of all commands before and after the command,
-# the command's own short option winning there; words and options in any order; the same on every Python (without
-# abbreviations, argparse of 3.6 no longer knows -p5); each mistake told with its nearest right word. It starts faster, too.
-# main() is the border where errors become messages and exit codes: nothing below it ends the program.
+# The parser is ours, for argparse can't do what is promised here: options of all commands before
+# and after the command, the command's own short option winning there; words and options in any
+# order; the same on every Python (without abbreviations, argparse of 3.6 no longer knows -p5);
+# each mistake reported with the nearest right word. It starts faster, too. main() is the border where
+# errors become messages and exit codes: nothing below it ends the program.
 
 # -------- commands --------
 
@@ -22014,23 +22140,25 @@ def cmd_help(session: Session, args: Arguments) -> int:
 
 
 COMMANDS = (
-    Command('run', cmd_run, 'create a workflow from a file, or take one by its id; run its jobs here; report', (
+    Command('run', cmd_run, 'create a workflow from a file, or take one by its id; run its jobs here', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), RESUME,
-        Argument('--dry-run', '', 'with --resume: only tell what would change and run'), *RUN_OPTIONS,
-        Argument('--persistent', '', 'stay when nothing is left to do'),
+        Argument('--dry-run', '', 'with --resume: only show what would change and run'), *RUN_OPTIONS,
+        Argument('--persistent', '', 'keep running when nothing is left to do'),
         Argument('--retry-failed', '',
                  'with an id: run again what failed or was canceled, and what depends on it'),
         FORCE, *SPEC_OPTIONS), 'run examples/hello.yaml'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, for runners to be started later', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
-        Argument('--dry-run', '', 'only tell what is wrong; with --resume: what would change'), RESUME,
+        Argument('--dry-run', '', 'only check the file; with --resume: only show what would change'), RESUME,
         *SPEC_OPTIONS), 'create --dry-run examples/hello.yaml'),
     Command('exec', cmd_exec, 'run commands as jobs, without a file', (
         Argument('-c --command', 'CMD', 'a command; {name} stands for a parameter', count='*'),
         Argument('-C --command-file --commands-file', 'FILE', 'commands, one a line; - for stdin'),
         Argument('--param', 'NAME=VALUES', 'parameter: 1:10, [a,b], @FILE or one value', count='*'),
-        Argument('--link', 'MODE', 'product: all combinations; zip: value by value', one_of('product', 'zip'), default='product'),
-        Argument('-n --name', 'NAME', 'name of the workflow'), Argument('--description', 'TEXT', 'description of the workflow'),
+        Argument('--link', 'MODE', 'product: all combinations; zip: value by value', one_of('product', 'zip'),
+                 default='product'),
+        Argument('-n --name', 'NAME', 'name of the workflow'),
+        Argument('--description', 'TEXT', 'description of the workflow'),
         DRY_RUN, *RUN_OPTIONS,
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
                  one_of(*MONITOR_WORDS), is_pending=True),
@@ -22040,8 +22168,9 @@ COMMANDS = (
         Argument('-i --sample-interval --sample-interval-seconds', 'SECONDS',
                  'between measurements (default 10)', at_least(1, parse_whole_seconds), is_pending=True),
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
-        Argument('WORD', '', 'one command, as words after --', count='--', key='words')), "exec -c 'echo {i}' --param i=1:10"),
-    Command('status', cmd_status, 'how far a workflow is', (ASKED_WF,), 'status 1'),
+        Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
+        "exec -c 'echo {i}' --param i=1:10"),
+    Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
@@ -22050,61 +22179,77 @@ COMMANDS = (
         ASKED_WF._replace(parse=parse_logs_workflow),
         Argument('JOB', '', 'ids or names of jobs; without them all that ran', count='*', key='jobs'),
         Argument('--failed', '', 'of failed jobs only'),
-        Argument('-f --follow', '', 'go on while they write, until they have ended'),
+        Argument('-f --follow', '', 'keep printing what they write until they have ended'),
         Argument('-o --output-dir', 'DIR', "the runner's", default=DEFAULT_OUTPUT_DIR),
-        Argument('--run-id', 'N', 'of this run', at_least(0)), Argument('--attempt-id', 'N', 'of this attempt', at_least(1)),
+        Argument('--run-id', 'N', 'of this run', at_least(0)),
+        Argument('--attempt-id', 'N', 'of this attempt', at_least(1)),
         Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only')), 'logs 1 greet'),
-    Command('serve', cmd_serve, 'be a lasting server for all runners and commands of this account', (
+    Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as all of torc-server', parse_server_verb, '?', key='word'),
-        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)', default='127.0.0.1'),
-        Argument('-p --port', 'PORT', f'0: any free one (default {DEFAULT_PORT})', at_least(0), default=DEFAULT_PORT),
-        Argument('-d --database --db', 'FILE', "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
+        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
+                 default='127.0.0.1'),
+        Argument('-p --port', 'PORT', f'0: any free one (default {DEFAULT_PORT})', at_least(0),
+                 default=DEFAULT_PORT),
+        Argument('-d --database --db', 'FILE',
+                 "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
                  ":memory: for one that ends with the server"),
-        Argument('--no-auth', '', 'let in who shows no token or password; on 127.0.0.1 only'), Argument('--new-token', '', 'make a new token'),
-        Argument('--takeover', '', 'take the lease of a server that is gone for certain'),
-        Argument('--disable-admin-sql', '', 'no `admin sql`'), Argument('--disable-admin-sql-writes', '', 'no `admin sql --write`'),
-        Argument('--auth-file', 'FILE', 'let the users of this password file in, beside the token'),
+        Argument('--no-auth', '', 'accept requests without token or password; on 127.0.0.1 only'),
+        Argument('--new-token', '', 'make a new token'),
+        Argument('--takeover', '', 'take over the lease of a server that is known to be gone'),
+        Argument('--disable-admin-sql', '', 'no `admin sql`'),
+        Argument('--disable-admin-sql-writes', '', 'no `admin sql --write`'),
+        Argument('--auth-file', 'FILE', 'accept the users of this password file, as well as the token'),
         Argument('--credential-cache-ttl-secs', 'SECONDS',
-                 'check a password again after so long without use (default 60; 0: each time)',
+                 'how long a verified password is valid after its last use (default 60; 0: not at all)',
                  at_least(0, parse_whole_seconds)),
         Argument('--require-auth', '', 'accepted: it is always on, unless --no-auth is given'),
-        Argument('--enforce-access-control', '', 'show users only workflows of their own and of their groups'),
-        Argument('--admin-user', 'USER', 'may do what the owner may', count='*'),
+        Argument('--enforce-access-control', '',
+                 'show users only workflows of their own and of their groups'),
+        Argument('--admin-user', 'USER', 'an administrator: has the rights of the owner', count='*'),
         Argument('--tls-cert', 'FILE', 'speak https, with this certificate (PEM; default: TORC_TLS_CERT)'),
         Argument('--tls-key', 'FILE', 'its key (PEM; default: TORC_TLS_KEY)'),
-        Argument('--https', '', 'accepted: a certificate is enough'),
+        Argument('--https', '', 'accepted: a certificate implies it'),
         Argument('-l --log-level', 'LEVEL', 'debug, info, warning, error or off', parse_log_level),
-        Argument('--log-dir', 'DIR', 'log to DIR/torc-server.log too, five files of 10 MiB (default: TORC_LOG_DIR)'),
+        Argument('--log-dir', 'DIR', 'also log to DIR/torc-server.log, in five files of 10 MiB '
+                 '(default: TORC_LOG_DIR)'),
         Argument('--json-logs', '', 'log as JSON, an object a line'),
-        Argument('--daemon', '', 'go on in the background, as soon as it answers'),
+        Argument('--daemon', '', 'go into the background as soon as it answers'),
         Argument('--pid-file', 'FILE', 'write the process id there'),
         Argument('--shutdown-on-stdin-eof', '', 'end when stdin ends'),
-        Argument('-t --threads', 'N', 'accepted: there is one', at_least(1)),
-        Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted: there is nothing to wait for',
+        Argument('-t --threads', 'N', 'accepted, without effect', at_least(1)),
+        Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted, without effect',
                  at_least(0, parse_seconds))),
         'serve --port 0'),
     Command('ping', cmd_ping, 'whether a server answers', (), 'ping'),
     Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file", (
-        PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS), 'htpasswd add -f users.htpasswd -p a-long-word ann'),
-    Command('htpasswd hash', cmd_htpasswd_hash, 'print what a password file would hold', (
-        Argument('USER', '', 'name, for the whole line', count='?'), PASSWORD, COST), 'htpasswd hash -p a-long-word ann'),
-    Command('htpasswd verify', cmd_htpasswd_verify, "whether a password is a user's", (PASSWORD_FILE, USER, PASSWORD),
+        PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS),
+        'htpasswd add -f users.htpasswd -p a-long-word ann'),
+    Command('htpasswd hash', cmd_htpasswd_hash, "print the entry of a user in a password file", (
+        Argument('USER', '', 'name, for the whole line', count='?'), PASSWORD, COST),
+        'htpasswd hash -p a-long-word ann'),
+    Command('htpasswd verify', cmd_htpasswd_verify, "check a user's password",
+        (PASSWORD_FILE, USER, PASSWORD),
         'htpasswd verify -f users.htpasswd -p open-sesame you'),
-    Command('htpasswd list', cmd_htpasswd_list, 'list the users of a password file', (PASSWORD_FILE,), 'htpasswd list -f users.htpasswd'),
-    Command('htpasswd remove', cmd_htpasswd_remove, 'take a user out of a password file', (PASSWORD_FILE, USER, *RELOAD_OPTIONS),
+    Command('htpasswd list', cmd_htpasswd_list, 'list the users of a password file', (PASSWORD_FILE,),
+        'htpasswd list -f users.htpasswd'),
+    Command('htpasswd remove', cmd_htpasswd_remove, 'remove a user from a password file',
+        (PASSWORD_FILE, USER, *RELOAD_OPTIONS),
         'htpasswd remove -f users.htpasswd you'),
-    Command('install', cmd_install, 'install this file as the command `torc`, which starts faster: it is compiled once', (
+    Command('install', cmd_install, 'install this file as the command `torc`, which is compiled once', (
         Argument('--prefix', 'DIR', 'where: DIR/bin/torc and DIR/lib/torc', default='~/.local'),
         Argument('--force', '', 'replace files of these names that `install` has not made'),
         Argument('--uninstall', '', 'remove what `install` has made there')), 'install --prefix tools'),
-    Command('help', cmd_help, 'the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),), 'help spec'),
+    Command('help', cmd_help, 'the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
+        'help spec'),
 
     Command('workflows new', cmd_workflows_new, 'make an empty workflow', (
         THE_NAME, Argument('-d --description', 'TEXT', 'one sentence about it')), 'workflows new -n study'),
     Command('workflows list', cmd_workflows_list, 'list your workflows', (
-        *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'), Argument('--include-archived', '', 'archived ones too'),
+        *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'),
+        Argument('--include-archived', '', 'archived ones too'),
         Argument('-a --all-users', '', "other users' too"),
-        Argument('-g --access-group', 'NAME', "of this group, whoever's", count='*')), 'workflows list', True),
+        Argument('-g --access-group', 'NAME', "of this group, whoever's", count='*')), 'workflows list',
+        True),
     Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,), 'workflows get 1'),
     Command('workflows update', cmd_workflows_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
@@ -22113,40 +22258,49 @@ COMMANDS = (
         Argument('--metadata', 'JSON', 'new metadata', parse_json),
         Argument('--spec-path', 'FILE', 'the workflow file that it follows with `run --resume`', spec_path)),
         'workflows update 1 -n study'),
-    Command('workflows init', cmd_init, 'make all jobs ready or blocked anew, in a new run', (ASKED_WF, *INIT_OPTIONS),
+    Command('workflows init', cmd_init, 'make all jobs ready or blocked again, in a new run',
+        (ASKED_WF, *INIT_OPTIONS),
         'workflows init 1 --no-prompts'),
     Command('workflows reinit', cmd_reinit, 'make ready what changed since it ran', (ASKED_WF, *INIT_OPTIONS),
         'workflows reinit 1 --dry-run'),
-    Command('workflows reset-status', cmd_reset_status, 'set jobs back to uninitialized', (
+    Command('workflows reset-status', cmd_reset_status, 'reset jobs to uninitialized', (
         ASKED_WF, Argument('--failed-only', '', 'only those that failed, and what depends on them'),
-        Argument('-r --reinitialize', '', 'and make them ready'), Argument('--force', '', 'although jobs are running')),
+        Argument('-r --reinitialize', '', 'and make them ready'),
+        Argument('--force', '', 'although jobs are running')),
         'workflows reset-status 1 --failed-only -r --no-prompts'),
-    Command('workflows is-complete', shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
+    Command('workflows is-complete',
+        shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
         'whether a workflow has ended', (ASKED_WF,), 'workflows is-complete 1'),
     Command('workflows list-actions', lists('get_workflow_actions', ACTION_COLUMNS, 'actions', 'actions'),
         'list actions and how far their triggers are', (ASKED_WF,), 'workflows list-actions 1', True),
     Command('workflows update-action', cmd_update_action, "change an action's configuration", (
-        NEEDED_WF, ACTION_ID, Argument('--scheduler-id', 'N', 'id of the scheduler', parse_id), Argument('--scheduler-type', 'TYPE', 'slurm'),
+        NEEDED_WF, ACTION_ID, Argument('--scheduler-id', 'N', 'id of the scheduler', parse_id),
+        Argument('--scheduler-type', 'TYPE', 'slurm'),
         Argument('--num-allocations', 'N', 'how many allocations', at_least(0)),
         Argument('--start-one-worker-per-node', 'TRUTH', 'true or false', parse_truth),
-        Argument('--max-parallel-jobs', 'N', 'run so many jobs at a time', at_least(1)),
-        Argument('--json', 'OBJECT', 'keys and values, as JSON', parse_json)), 'workflows update-action 1 1 --num-allocations 2'),
-    Command('workflows delete-action', cmd_delete_action, 'delete an action', (NEEDED_WF, ACTION_ID), 'workflows delete-action 1 1 --no-prompts'),
+        Argument('--max-parallel-jobs', 'N', 'run at most N jobs at a time', at_least(1)),
+        Argument('--json', 'OBJECT', 'keys and values, as JSON', parse_json)),
+        'workflows update-action 1 1 --num-allocations 2'),
+    Command('workflows delete-action', cmd_delete_action, 'delete an action', (NEEDED_WF, ACTION_ID),
+        'workflows delete-action 1 1 --no-prompts'),
     Command('workflows execution-plan', cmd_execution_plan, 'in which order jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'),
         *SPEC_OPTIONS), 'workflows execution-plan examples/diamond.yaml'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('TRUTH', '', 'true or false', parse_truth, key='is_archived'),
-        Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')), 'workflows archive true 1'),
+        Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
+        'workflows archive true 1'),
 
     Command('jobs create', cmd_create, 'add a job to a workflow', (
         ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
         Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
-        Argument('-b --blocking-job-ids', 'ID', 'jobs that must finish first', parse_ids, '+', key='depends_on_job_ids'),
+        Argument('-b --blocking-job-ids', 'ID', 'jobs that must finish first', parse_ids, '+',
+                 key='depends_on_job_ids'),
         Argument('-i --input-file-ids', 'ID', 'files that it reads', parse_ids, '+'),
         Argument('-o --output-file-ids', 'ID', 'files that it writes', parse_ids, '+'),
         Argument('--priority', 'N', 'higher is claimed first', parse_number),
-        Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*', key='labels')),
+        Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*',
+                 key='labels')),
         "jobs create 1 -n extra -c 'echo more'"),
     Command('jobs create-from-file', cmd_jobs_create_from_file, 'add a job for each line of a file', (
         NEEDED_WF, Argument('FILE', '', 'commands, one a line; - for stdin'),
@@ -22159,21 +22313,26 @@ COMMANDS = (
         ASKED_WF, Argument('-s --status', 'STATUS', 'in this status only', one_of(*STATUS_CODES)),
         Argument('--upstream-job-id', 'JOB', 'that wait for this job', parse_id), *PAGE_OPTIONS,
         Argument('--include-relationships', '', 'JSON: with ids of files and prerequisites'),
-        Argument('-x --exclude', 'COLUMN', 'without this column', count='*')), 'jobs list 1 --status failed', True),
+        Argument('-x --exclude', 'COLUMN', 'without this column', count='*')), 'jobs list 1 --status failed',
+        True),
     Command('jobs get', cmd_jobs_get, 'show a job, and why it failed or does not run', (ID,), 'jobs get 1'),
-    Command('jobs running', lists('get_running_jobs', RUNNING_COLUMNS, 'running jobs'), 'list jobs that run now', (ASKED_WF,),
+    Command('jobs running', lists('get_running_jobs', RUNNING_COLUMNS, 'running jobs'),
+        'list jobs that run now', (ASKED_WF,),
         'jobs running 1', True),
     Command('jobs update', cmd_jobs_update, 'change a job', (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
         Argument('--runtime', 'DURATION', 'of its requirements, which others may share', normalize_duration),
         Argument('--resource-requirements-id', 'ID', 'what it needs', parse_id),
         Argument('--priority', 'N', 'higher is claimed first', parse_number),
-        Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*', key='labels'),
+        Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*',
+                 key='labels'),
         Argument('--clear-labels', '', 'without labels')), 'jobs update 1 --priority 5'),
-    Command('jobs delete', cmd_jobs_delete, 'delete jobs', (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),),
+    Command('jobs delete', cmd_jobs_delete, 'delete jobs',
+        (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),),
         'jobs delete 1'),
-    Command('jobs delete-all', cmd_jobs_delete_all, 'delete all jobs of a workflow', (NEEDED_WF,), 'jobs delete-all 1 --no-prompts'),
-    Command('jobs reset-status', cmd_jobs_reset_status, 'set chosen jobs back to uninitialized', (
+    Command('jobs delete-all', cmd_jobs_delete_all, 'delete all jobs of a workflow', (NEEDED_WF,),
+        'jobs delete-all 1 --no-prompts'),
+    Command('jobs reset-status', cmd_jobs_reset_status, 'reset chosen jobs to uninitialized', (
         Argument('ID', '', 'ids of jobs', parse_id, '*', key='job_ids'),
         Argument('--status', 'STATUS,...', 'jobs in these statuses', parse_statuses, '*'),
         Argument('--return-code', 'N', 'jobs that ended with this code', parse_number),
@@ -22187,25 +22346,31 @@ COMMANDS = (
         'jobs list-failure-handlers 1', True),
 
     Command('files create', cmd_create, 'add a file to a workflow', (
-        ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')), 'files create 1 -n data -p data.csv'),
+        ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')),
+        'files create 1 -n data -p data.csv'),
     Command('files list', cmd_list, 'list files', (
-        ASKED_WF, Argument('--produced-by-job-id', 'JOB', 'that this job writes', parse_id), *PAGE_OPTIONS), 'files list 1', True),
+        ASKED_WF, Argument('--produced-by-job-id', 'JOB', 'that this job writes', parse_id), *PAGE_OPTIONS),
+        'files list 1', True),
     Command('files get', cmd_get, 'show a file', (ID,), 'files get 1'),
-    Command('files update', cmd_update, 'change a file', (ID, NAME, Argument('-p --path', 'PATH', 'where it is')),
+    Command('files update', cmd_update, 'change a file',
+        (ID, NAME, Argument('-p --path', 'PATH', 'where it is')),
         'files update 1 -p data.csv'),
-    Command('files delete', cmd_delete, 'take a file out of its workflow', (ID,), 'files delete 1'),
+    Command('files delete', cmd_delete, 'remove a file from its workflow', (ID,), 'files delete 1'),
     Command('files list-required-existing', shows_ids('list_required_existing_files', 'files'),
-        'list files that must exist: no job makes them, or a job has made them', (ASKED_WF,), 'files list-required-existing 1'),
+        'list files that must exist: no job makes them, or a job has made them', (ASKED_WF,),
+        'files list-required-existing 1'),
 
     Command('user-data create', cmd_create, 'add user data to a workflow', (
-        ASKED_WF, THE_NAME, DATA, Argument('--ephemeral', '', 'forgotten at every initialize', key='is_ephemeral'),
+        ASKED_WF, THE_NAME, DATA,
+        Argument('--ephemeral', '', 'deleted at every initialize', key='is_ephemeral'),
         Argument('--consumer-job-id', 'JOB', 'job that reads it', parse_id),
         Argument('--producer-job-id', 'JOB', 'job that writes it', parse_id)),
         """user-data create 1 -n limits -d '{"low": 1}'"""),
     Command('user-data list', cmd_list, 'list user data', (
-        ASKED_WF, Argument('-l --limit', 'N', 'at most so many', at_least(1)),
-        Argument('-o --offset', 'N', 'leave out so many at the start', at_least(0)), SORT, REVERSE,
-        Argument('--name', 'NAME', 'with this in its name'), Argument('--is-ephemeral', 'TRUTH', 'true or false', parse_truth),
+        ASKED_WF, Argument('-l --limit', 'N', 'maximum number of items', at_least(1)),
+        Argument('-o --offset', 'N', 'number of items to skip', at_least(0)), SORT, REVERSE,
+        Argument('--name', 'NAME', 'with this in its name'),
+        Argument('--is-ephemeral', 'TRUTH', 'true or false', parse_truth),
         Argument('--consumer-job-id', 'JOB', 'read by this job', parse_id),
         Argument('--producer-job-id', 'JOB', 'written by this job', parse_id)),
         'user-data list 1', True),
@@ -22214,21 +22379,29 @@ COMMANDS = (
         ID, NAME, DATA, Argument('--ephemeral', 'TRUTH', 'true or false', parse_truth, key='is_ephemeral')),
         "user-data update 1 -d '[1, 2]'"),
     Command('user-data delete', cmd_delete, 'delete user data', (ID,), 'user-data delete 1'),
-    Command('user-data delete-all', cmd_delete_all_user_data, 'delete all user data of a workflow', (NEEDED_WF,),
+    Command('user-data delete-all', cmd_delete_all_user_data, 'delete all user data of a workflow',
+        (NEEDED_WF,
+        ),
         'user-data delete-all 1 --no-prompts'),
-    Command('user-data list-missing', shows_ids('list_missing_user_data', 'user_data'), 'list user data that has no value',
+    Command('user-data list-missing', shows_ids('list_missing_user_data', 'user_data'),
+        'list user data that has no value',
         (NEEDED_WF,), 'user-data list-missing 1'),
 
     Command('resource-requirements create', cmd_create, 'add resource requirements to a workflow', (
-        ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS), 'resource-requirements create 1 -n big --num-cpus 4 -m 8g -r PT1H'),
+        ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS),
+        'resource-requirements create 1 -n big --num-cpus 4 -m 8g -r PT1H'),
     Command('resource-requirements list', cmd_list, 'list resource requirements', (ASKED_WF, *PAGE_OPTIONS),
         'resource-requirements list 1', True),
-    Command('resource-requirements get', cmd_get, 'show resource requirements', (ID,), 'resource-requirements get 1'),
-    Command('resource-requirements update', cmd_update, 'change resource requirements', (ID, NAME, *REQUIREMENT_OPTIONS),
+    Command('resource-requirements get', cmd_get, 'show resource requirements', (ID,),
+        'resource-requirements get 1'),
+    Command('resource-requirements update', cmd_update, 'change resource requirements',
+        (ID, NAME, *REQUIREMENT_OPTIONS),
         'resource-requirements update 1 --memory 16g'),
-    Command('resource-requirements delete', cmd_delete, 'delete resource requirements', (ID,), 'resource-requirements delete 1'),
+    Command('resource-requirements delete', cmd_delete, 'delete resource requirements', (ID,),
+        'resource-requirements delete 1'),
 
-    Command('failure-handlers list', cmd_list, 'list failure handlers', (ASKED_WF, LIMIT, OFFSET), 'failure-handlers list 1', True),
+    Command('failure-handlers list', cmd_list, 'list failure handlers', (ASKED_WF, LIMIT, OFFSET),
+        'failure-handlers list 1', True),
     Command('failure-handlers get', cmd_get, 'show a failure handler', (ID,), 'failure-handlers get 1'),
 
     Command('results list', cmd_results_list, 'list results of the current run', (
@@ -22248,64 +22421,77 @@ COMMANDS = (
         (ASKED_WF, Argument('-d --data', 'JSON', 'what happened', parse_json, '!')),
         """events create 1 -d '{"category": "note"}'"""),
     Command('events list', cmd_list, 'list events',
-        (ASKED_WF, Argument('-t --type --category', 'TYPE', 'of this category'), *SHORT_PAGE_OPTIONS), 'events list 1', True),
-    Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,), 'events get-latest-event 1'),
+        (ASKED_WF, Argument('-t --type --category', 'TYPE', 'of this category'), *SHORT_PAGE_OPTIONS),
+        'events list 1', True),
+    Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,),
+        'events get-latest-event 1'),
     Command('events monitor', cmd_monitor_events, 'show what happens, as it happens', (
         ASKED_WF, Argument('-d --duration', 'MINUTES', 'for so long; else until it is interrupted',
                            at_least(0, parse_minutes)),
-        Argument('--level', 'LEVEL', ', '.join(SEVERITIES) + ': this and worse', one_of(*SEVERITIES), default='info'),
+        Argument('--level', 'LEVEL', ', '.join(SEVERITIES) + ': this and worse', one_of(*SEVERITIES),
+                 default='info'),
         Argument('--filename', 'FILE', 'add them to a file too, one a line')), 'events monitor 1 -d 0'),
     Command('events delete', cmd_delete, 'delete an event', (ID,), 'events delete 1'),
 
     Command('compute-nodes list', cmd_list, 'list compute nodes', (
         ASKED_WF, *SHORT_PAGE_OPTIONS,
-        Argument('--scheduled-compute-node', 'ID', 'of this allocation', parse_id, key='scheduled_compute_node_id')),
+        Argument('--scheduled-compute-node', 'ID', 'of this allocation', parse_id,
+                 key='scheduled_compute_node_id')),
         'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
 
     Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; 1 if it failed', (
         Argument('ID', '', 'id of the task', parse_id),
-        Argument('--timeout', 'SECONDS', 'wait no longer', at_least(0, parse_seconds)),
-        Argument('--poll-fallback-interval', 'SECONDS', 'longest between looks',
+        Argument('--timeout', 'SECONDS', 'wait at most this long', at_least(0, parse_seconds)),
+        Argument('--poll-fallback-interval', 'SECONDS', 'longest interval between requests',
                  at_least(0.01, parse_seconds), default=10)), 'tasks wait 1'),
 
     Command('job-dependencies job-job', cmd_list, 'list which job waits for which', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-job 1', True),
-    Command('job-dependencies job-file', cmd_list, 'list which job makes and reads which file', (ASKED_WF, LIMIT, OFFSET),
+    Command('job-dependencies job-file', cmd_list, 'list which job makes and reads which file',
+        (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-file 1', True),
-    Command('job-dependencies job-user-data', cmd_list, 'list which job makes and reads which user data', (ASKED_WF, LIMIT, OFFSET),
+    Command('job-dependencies job-user-data', cmd_list, 'list which job makes and reads which user data',
+        (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-user-data 1', True),
 
     Command('admin sql', cmd_admin_sql, "carry out an SQL statement on the server's database", (
-        Argument('STATEMENT', '', 'SELECT, WITH or VALUES; with --write INSERT, REPLACE, UPDATE or DELETE', key='sql'),
+        Argument('STATEMENT', '', 'SELECT, WITH or VALUES; with --write INSERT, REPLACE, UPDATE or DELETE',
+                 key='sql'),
         Argument('--write', '', 'it changes something'),
         Argument('--allow-full-table', '', 'an UPDATE or DELETE may do without WHERE'),
         Argument('-y --yes', '', 'do not ask before a change'),
-        Argument('--limit', 'N', 'at most so many rows', at_least(1))), "admin sql 'SELECT id, name FROM workflow'", True),
+        Argument('--limit', 'N', 'maximum number of rows', at_least(1))),
+        "admin sql 'SELECT id, name FROM workflow'", True),
     Command('admin list-audit-log', cmd_list_audit_log, 'list what was changed with SQL', (
-        Argument('--limit', 'N', 'at most so many', at_least(1)), OFFSET), 'admin list-audit-log', True),
+        Argument('--limit', 'N', 'maximum number of items', at_least(1)), OFFSET), 'admin list-audit-log',
+            True),
     Command('admin api-stats', cmd_api_stats, "count the server's requests", (
-        Argument('--window', 'SECONDS', 'of the last so many seconds, at most 3600',
+        Argument('--window', 'SECONDS', 'period up to now, at most 3600',
                  at_least(1, parse_whole_seconds), default=3600),
-        Argument('--interval', 'SECONDS', 'in steps of so many', at_least(1, parse_whole_seconds),
+        Argument('--interval', 'SECONDS', 'length of each step', at_least(1, parse_whole_seconds),
                  default=60)),
         'admin api-stats --window 120', True),
-    Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON line each', (
+    Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON object a line', (
         Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
     Command('admin reload-auth', shows('reload_auth', '{message}: {user_count} users'),
-        'let the server read its password file again', (), 'admin reload-auth'),
+        'have the server read its password file again', (), 'admin reload-auth'),
 
-    Command('access-groups create', changes('create_access_group', 'Created access group {id}'), 'create an access group', (
+    Command('access-groups create', changes('create_access_group', 'Created access group {id}'),
+        'create an access group', (
         Argument('NAME', '', 'its name'), Argument('-d --description', 'TEXT', 'one sentence about it')),
         'access-groups create chemists'),
-    Command('access-groups list', lists('list_access_groups', GROUP_COLUMNS, 'access groups'), 'list access groups',
+    Command('access-groups list', lists('list_access_groups', GROUP_COLUMNS, 'access groups'),
+        'list access groups',
         GROUP_PAGE_OPTIONS, 'access-groups list', True),
-    Command('access-groups get', shows('get_access_group'), 'show an access group', (GROUP_ID,), 'access-groups get 1'),
+    Command('access-groups get', shows('get_access_group'), 'show an access group', (GROUP_ID,),
+        'access-groups get 1'),
     Command('access-groups delete', changes('delete_access_group', 'Deleted access group {group_id}'),
         'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
-    Command('access-groups add-user', changes('add_user_to_group', '{user_name} is now {role} of access group {group_id}'),
+    Command('access-groups add-user',
+        changes('add_user_to_group', '{user_name} is now {role} of access group {group_id}'),
         'add a user to a group', (GROUP_ID, GROUP_USER, Argument(
-            '-r --role', 'ROLE', ' or '.join(GROUP_ROLES), one_of(*GROUP_ROLES), default='member')),
+        '-r --role', 'ROLE', ' or '.join(GROUP_ROLES), one_of(*GROUP_ROLES), default='member')),
         'access-groups add-user 2 ann'),
     Command('access-groups remove-user',
         changes('remove_user_from_group', '{user_name} is no longer in access group {group_id}'),
@@ -22313,14 +22499,18 @@ COMMANDS = (
     Command('access-groups list-members', lists('list_group_members', MEMBER_COLUMNS, 'members'),
         'list the members of a group', (GROUP_ID, *GROUP_PAGE_OPTIONS), 'access-groups list-members 2', True),
     Command('access-groups list-user-groups', lists('list_user_groups', GROUP_COLUMNS, 'access groups'),
-        'list the groups of a user', (GROUP_USER, *GROUP_PAGE_OPTIONS), 'access-groups list-user-groups you', True),
+        'list the groups of a user', (GROUP_USER, *GROUP_PAGE_OPTIONS), 'access-groups list-user-groups you',
+        True),
     Command('access-groups add-workflow',
         changes('add_workflow_to_group', 'Access group {group_id} has access to workflow {workflow_id}'),
         'give a group access to a workflow', (NEEDED_WF, GROUP_ID), 'access-groups add-workflow 1 3'),
     Command('access-groups remove-workflow',
-        changes('remove_workflow_from_group', 'Access group {group_id} no longer has access to workflow {workflow_id}'),
-        'end the access of a group to a workflow', (NEEDED_WF, GROUP_ID), 'access-groups remove-workflow 1 2'),
-    Command('access-groups list-workflow-groups', lists('list_workflow_groups', GROUP_COLUMNS, 'access groups'),
+        changes('remove_workflow_from_group',
+                'Access group {group_id} no longer has access to workflow {workflow_id}'),
+        'end the access of a group to a workflow', (NEEDED_WF, GROUP_ID),
+        'access-groups remove-workflow 1 2'),
+    Command('access-groups list-workflow-groups',
+        lists('list_workflow_groups', GROUP_COLUMNS, 'access groups'),
         'list the groups that have access to a workflow', (NEEDED_WF, *GROUP_PAGE_OPTIONS),
         'access-groups list-workflow-groups 1', True),
 )
@@ -22337,7 +22527,8 @@ class Topic(Row):
 def format_usage(command: Command) -> str:
     """'jobs list [WF] [options]'."""
     forms = {'1': '{}', '?': '[{}]', '*': '[{}...]', '+': '{}...', '--': '[-- {}...]'}
-    words = [forms[argument.count].format(argument.names) for argument in command.arguments if not argument.names.startswith('-')]
+    words = [forms[argument.count].format(argument.names) for argument in command.arguments
+             if not argument.names.startswith('-')]
     options = ['[options]'] if len(words) < len(command.arguments) else []
     place = len(words) - any(word.startswith('[--') for word in words)
     return ' '.join([command.name] + words[:place] + options + words[place:])
@@ -22349,8 +22540,11 @@ def format_arguments(arguments: Sequence[Argument]) -> str:
     for argument in arguments:
         needed = ' (required)' if argument.count == '!' else ''
         needed += '; not in effect yet' if argument.is_pending else ''
-        default = f' (default {argument.default})' if argument.default is not None and 'default' not in argument.meaning else ''
-        rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(), argument.meaning + needed + default))
+        default = ''
+        if argument.default is not None and 'default' not in argument.meaning:
+            default = f' (default {argument.default})'
+        rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(),
+                     argument.meaning + needed + default))
     return format_rows(rows)
 
 
@@ -22360,13 +22554,16 @@ def format_command_help(words: str) -> str:
     if found:
         command = found[0]
         arguments = '\n' + format_arguments(command.arguments) if command.arguments else ''
-        return (f'Usage: {program_name()} {format_usage(command)}\n\n{sentence(command.help)}\n{arguments}\n'
-                f'Example: {program_name()} {command.example}\nOptions of all commands: {program_name()} help commands\n')
+        program = program_name()
+        return (f'Usage: {program} {format_usage(command)}\n\n{sentence(command.help)}\n{arguments}\n'
+                f'Example: {program} {command.example}\nOptions of all commands: {program} help commands\n')
     group = [command for command in COMMANDS if command.name.startswith(words + ' ')]
     if group:
-        return f'Commands of {words}:\n\n' + format_rows((format_usage(command), command.help) for command in group)
+        return f'Commands of {words}:\n\n' + format_rows((format_usage(command), command.help)
+                                                         for command in group)
     names = [*TOPICS, *(command.name for command in COMMANDS), *GROUPS]
-    raise BadInput(printable(f'there is no help on {words!r}{did_you_mean(words, names)} (see: {program_name()} help)'))
+    near = did_you_mean(words, names)
+    raise BadInput(printable(f'there is no help on {words!r}{near} (see: {program_name()} help)'))
 
 
 def sentence(text: str) -> str:
@@ -22383,9 +22580,12 @@ def format_overview() -> str:
     """What `help` says alone."""
     plain = [(command.name, command.help) for command in COMMANDS if ' ' not in command.name]
     groups = [(group, ', '.join(verbs_of(group))) for group in GROUPS]
-    topics = [(f'help {name}', topic.help) for name, topic in TOPICS.items()] + [('help COMMAND', 'arguments of a command')]
-    return (f'torc.py: a workflow manager in one file.\n\n    {program_name()} run FILE        create, run, wait, report\n\n'
-            f'Commands:\n{format_rows(plain)}\nGroups:\n{format_rows(groups)}\nManual:\n{format_rows(topics)}')
+    topics = [(f'help {name}', topic.help) for name,
+              topic in TOPICS.items()] + [('help COMMAND', 'arguments of a command')]
+    return ('torc.py: a workflow manager in one file.\n\n'
+            f'    {program_name()} run FILE        create, run, wait, report\n\n'
+            f'Commands:\n{format_rows(plain)}\nGroups:\n{format_rows(groups)}\n'
+            f'Manual:\n{format_rows(topics)}')
 
 
 RESUME_HELP = """\
@@ -22420,7 +22620,8 @@ All of it is one transaction, and a new run if anything is to run. It is refused
 def format_all_commands() -> str:
     """Topic `commands`: every command, then the options of all."""
     rows = format_rows(((format_usage(command), command.help) for command in COMMANDS), limit=48)
-    return f'Commands:\n{rows}\nOptions of all commands, before or after the command:\n{format_arguments(GLOBAL_ARGUMENTS)}'
+    return (f'Commands:\n{rows}\nOptions of all commands, before or after the command:\n'
+            f'{format_arguments(GLOBAL_ARGUMENTS)}')
 
 
 def format_environment() -> str:
@@ -22444,7 +22645,8 @@ TOPICS = {
 # -------- parsing --------
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
-JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive', 'workflows reset-status', 'jobs reset-status')
+JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
+               'workflows reset-status', 'jobs reset-status')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
@@ -22465,7 +22667,8 @@ def is_option(word: str) -> bool:
 
 def option_table(arguments: Sequence[Argument]) -> Dict[str, Argument]:
     """Each spelling of each option."""
-    return {name: argument for argument in arguments for name in argument.names.split() if name.startswith('-')}
+    return {name: argument for argument in arguments for name in argument.names.split()
+            if name.startswith('-')}
 
 
 def parse_command_line(words: Sequence[str]) -> Parsed:
@@ -22504,19 +22707,21 @@ def find_command(first: str, queue: Any, options: Arguments) -> Command:
     if first in names:
         return names[first]
     if first not in GROUPS:
-        raise BadInput(printable(f'there is no command {first!r}{did_you_mean(first, [*names, *GROUPS])} (see: {program_name()} help)'))
+        near = did_you_mean(first, [*names, *GROUPS])
+        raise BadInput(printable(f'there is no command {first!r}{near} (see: {program_name()} help)'))
     second = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
     if second and f'{first} {second[0]}' in names:
         return names[f'{first} {second[0]}']
     verbs = verbs_of(first)
     if not second:
-        raise BadInput(f"`{first}` wants one of: {', '.join(verbs)}")
-    near = did_you_mean(second[0], verbs)
-    raise BadInput(printable(f"there is no command '{first} {second[0]}'{near} ({first} has: {', '.join(verbs)})"))
+        raise BadInput(f"`{first}` requires one of: {', '.join(verbs)}")
+    near, known = did_you_mean(second[0], verbs), ', '.join(verbs)
+    raise BadInput(printable(f"there is no command '{first} {second[0]}'{near} ({first} has: {known})"))
 
 
-def read_words(queue: Any, table: Dict[str, Argument], found: Arguments, limit: float = math.inf) -> List[str]:
-    """Take words off the queue: options into `found`, the others into the answer, until there are `limit` of these."""
+def read_words(queue: Any, table: Dict[str, Argument], found: Arguments,
+               limit: float = math.inf) -> List[str]:
+    """Take words off the queue until there are `limit` arguments, which it returns; options into `found`."""
     bare = []       # type: List[str]
     while queue and len(bare) < limit:
         word = queue.popleft()
@@ -22528,14 +22733,14 @@ def read_words(queue: Any, table: Dict[str, Argument], found: Arguments, limit: 
 
 
 def read_option_word(word: str, queue: Any, table: Dict[str, Argument], found: Arguments) -> None:
-    """One option with its value: --name value, --name=value, -n value, -nvalue, or several switches such as -ar."""
+    """One option with its value: --name value, --name=value, -n value, -nvalue, or flags such as -ar."""
     if word.startswith('--'):
         name, equals, value = word.partition('=')
     else:
         name, equals, value = word[:2], word[2:], word[2:]
     argument = table.get(name)
     if argument is None:
-        raise BadInput(printable(f'there is no option {name}{did_you_mean(name, table)}'))
+        raise BadInput(printable(f'unknown option {name}{did_you_mean(name, table)}'))
     if argument.value:
         values = [value] if equals else take_values(name, argument, queue)
         for text in values:
@@ -22556,7 +22761,7 @@ def take_values(name: str, argument: Argument, queue: Any) -> List[str]:
     if not values and queue and argument.parse is str and argument.count != '+':
         values.append(queue.popleft())      # a command may begin with a dash
     if not values:
-        raise BadInput(f'{name} wants a value: {name} {argument.value}')
+        raise BadInput(f'{name} requires a value: {name} {argument.value}')
     return values
 
 
@@ -22595,7 +22800,7 @@ def place_words(command: Command, bare: List[str], rest: List[str], found: Argum
         raise ValueError(f'{word!r} is a workflow file: run it with `torc.py run {word}`' if is_spec else
                          f'{word!r} is no option: a command stands behind -c, in one word, or behind --')
     if bare or rest:
-        raise ValueError(f'{printable((bare + rest)[0])!r} is one word too many')
+        raise ValueError(f'{printable((bare + rest)[0])!r} is an unexpected argument')
 
 
 # -------- the border --------
@@ -22642,7 +22847,8 @@ def tell_error(session: Session, error: TorcError) -> int:
         session.tell_message(f'error: {problem}')
     if len(problems) > PROBLEMS_SHOWN:
         session.tell(f'and {len(problems) - PROBLEMS_SHOWN} more')
-    if error.message not in [text for problem in problems for text in (problem.message, str(problem), str(problem._replace(path='')))]:
+    if error.message not in [text for problem in problems for text in (problem.message, str(problem),
+                                                                       str(problem._replace(path='')))]:
         session.tell_message(f'torc: {error.message}')
     if session.command is not None and session.command.name in JSON_ERRORS and session.format == 'json':
         session.show_json(dict(error.details, status='error', error=error.message, message=error.message))
@@ -22673,7 +22879,8 @@ def log_level(parsed: Parsed) -> str:
 def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None) -> int:
     """Carry out a command line (default: this program's) and return its exit code."""
     # A stream that was closed before the start is None.
-    out, err, stdin = (stream or open(os.devnull, mode) for stream, mode in ((out or sys.stdout, 'w'), (err or sys.stderr, 'w'), (sys.stdin, 'r')))
+    out, err, stdin = (stream or open(os.devnull, mode) for stream,
+                       mode in ((out or sys.stdout, 'w'), (err or sys.stderr, 'w'), (sys.stdin, 'r')))
     session = Session({key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}, out, err, stdin)
     try:
         parsed = parse_command_line(sys.argv[1:] if argv is None else argv)
@@ -22698,7 +22905,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
             silence(out)
             return BadInput.exit
         return tell_bug(session)
-    except Exception:  # border: what is left is a bug, and the user is told so
+    except Exception:  # border: what is left is a bug, and is reported as one
         return tell_bug(session)
     finally:
         session.close()
@@ -22720,8 +22927,8 @@ def explain_environment(error: Exception) -> str:
     """What is wrong around us, if that is what an error comes from; '' if it is a bug."""
     if isinstance(error, UnicodeEncodeError):
         text = printable(str(error.object))[:100]
-        return (f'{text!r} cannot be written in the encoding {error.encoding}: it is no text, or the locale is not UTF-8 '
-                '(set LC_ALL=C.UTF-8 or another one that ends in UTF-8)')
+        return (f'{text!r} cannot be written in the encoding {error.encoding}: it is no text, or the '
+                'locale is not UTF-8 (set LC_ALL=C.UTF-8 or another one that ends in UTF-8)')
     if not os.path.isdir('.'):
         return 'the current directory no longer exists: go to another one'
     if error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT) and error.filename is None:
@@ -22730,7 +22937,7 @@ def explain_environment(error: Exception) -> str:
 
 
 def silence(out: Any) -> None:
-    """Point a closed stdout at nothing, or the interpreter complains about it once more at its end (Python's signal documentation)."""
+    """Redirect a closed stdout to /dev/null, else the interpreter reports it at exit (Python: signal)."""
     try:
         number = out.fileno()
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
