@@ -20931,7 +20931,8 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
     allocations = []
     for action in session.call('get_workflow_actions', workflow_id=workflow_id):
         if action['action_type'] == 'schedule_nodes':
-            config, starts = action['action_config'], [index[job_id] for job_id in action.get('job_ids') or ()]
+            config = action['action_config']
+            starts = [index[job_id] for job_id in action.get('job_ids') or ()]
             row = allocation_row(config, names.get(config.get('scheduler_id')))
             allocations.append(Allocation(action['trigger_type'], starts, row))
     plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], allocations)
@@ -22220,7 +22221,7 @@ COMMANDS = (
         Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted, without effect',
                  at_least(0, parse_seconds))),
         'serve --port 0'),
-    Command('ping', cmd_ping, 'whether a server answers', (), 'ping'),
+    Command('ping', cmd_ping, 'check whether a server answers', (), 'ping'),
     Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file", (
         PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS),
         'htpasswd add -f users.htpasswd -p a-long-word ann'),
@@ -22239,10 +22240,10 @@ COMMANDS = (
         Argument('--prefix', 'DIR', 'where: DIR/bin/torc and DIR/lib/torc', default='~/.local'),
         Argument('--force', '', 'replace files of these names that `install` has not made'),
         Argument('--uninstall', '', 'remove what `install` has made there')), 'install --prefix tools'),
-    Command('help', cmd_help, 'the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
+    Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
 
-    Command('workflows new', cmd_workflows_new, 'make an empty workflow', (
+    Command('workflows new', cmd_workflows_new, 'create an empty workflow', (
         THE_NAME, Argument('-d --description', 'TEXT', 'one sentence about it')), 'workflows new -n study'),
     Command('workflows list', cmd_workflows_list, 'list your workflows', (
         *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'),
@@ -22270,7 +22271,7 @@ COMMANDS = (
         'workflows reset-status 1 --failed-only -r --no-prompts'),
     Command('workflows is-complete',
         shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
-        'whether a workflow has ended', (ASKED_WF,), 'workflows is-complete 1'),
+        'show whether a workflow has ended', (ASKED_WF,), 'workflows is-complete 1'),
     Command('workflows list-actions', lists('get_workflow_actions', ACTION_COLUMNS, 'actions', 'actions'),
         'list actions and how far their triggers are', (ASKED_WF,), 'workflows list-actions 1', True),
     Command('workflows update-action', cmd_update_action, "change an action's configuration", (
@@ -22283,7 +22284,7 @@ COMMANDS = (
         'workflows update-action 1 1 --num-allocations 2'),
     Command('workflows delete-action', cmd_delete_action, 'delete an action', (NEEDED_WF, ACTION_ID),
         'workflows delete-action 1 1 --no-prompts'),
-    Command('workflows execution-plan', cmd_execution_plan, 'in which order jobs become ready', (
+    Command('workflows execution-plan', cmd_execution_plan, 'show in which order jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'),
         *SPEC_OPTIONS), 'workflows execution-plan examples/diamond.yaml'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
@@ -22440,7 +22441,7 @@ COMMANDS = (
         'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
 
-    Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; 1 if it failed', (
+    Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; exit code 1 if it failed', (
         Argument('ID', '', 'id of the task', parse_id),
         Argument('--timeout', 'SECONDS', 'wait at most this long', at_least(0, parse_seconds)),
         Argument('--poll-fallback-interval', 'SECONDS', 'longest interval between requests',
@@ -22455,7 +22456,7 @@ COMMANDS = (
         (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-user-data 1', True),
 
-    Command('admin sql', cmd_admin_sql, "carry out an SQL statement on the server's database", (
+    Command('admin sql', cmd_admin_sql, "run an SQL statement on the server's database", (
         Argument('STATEMENT', '', 'SELECT, WITH or VALUES; with --write INSERT, REPLACE, UPDATE or DELETE',
                  key='sql'),
         Argument('--write', '', 'it changes something'),
@@ -22592,7 +22593,7 @@ RESUME_HELP = """\
 `run FILE` makes a new workflow each time. `run --resume FILE` lets the one that FILE made last follow the
 edited file, and runs what is to run:
 
-    torc.py run --resume --dry-run FILE     only tell what differs, and what would run
+    torc.py run --resume --dry-run FILE     only show what differs, and what would run
     torc.py run --resume FILE               change the workflow, and run it
     torc.py create --resume FILE            change it, for runners to be started later
 
@@ -22603,7 +22604,7 @@ What runs
     Jobs that are new, failed, were canceled or have not run yet. Completed jobs whose command (with the
     parameters in it), invocation script, environment, prerequisites, files or input user data are not those
     that they ran with, whose input files have changed on disk, or whose output files are gone. And all that
-    depends on these. Actions that are new or changed, if what sets them off has happened.
+    depends on these. Actions that are new or changed, if their trigger has occurred.
 What does not
     All other completed jobs keep their ids, results and output. Resource requirements, priority, scheduler,
     labels, failure handler, stdio and the like do not change what a job has done: they count when it runs
