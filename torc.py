@@ -36,6 +36,7 @@ Sections (grep '^# ==' torc.py):
     10. Server
     11. Client
     11a. Steps
+    11b. Installation
     13. Launcher
     16. Runner
     19. Rendering
@@ -15815,10 +15816,10 @@ def is_own_name(host: str) -> bool:
 #
 # Commands consist of these, and so does what goes on with a workflow by itself, such as recovery.
 # A step takes a Client, returns or raises, and asks nothing; what the user should know goes to
-# the `tell` that it is given. Files are examined here, on the caller's host, because the server
+# the `report` that it is given. Files are examined here, on the caller's host, because the server
 # may not see them.
 
-Tell = Callable[[str], None]    # shows a line to the user
+Report = Callable[[str], None]    # shows a line to the user
 
 
 def list_items(client: Client, op: str, **params: Any) -> List[Dict[str, Any]]:
@@ -15912,14 +15913,14 @@ def check_files(client: Client, workflow: Dict[str, Any]) -> FileCheck:
     return FileCheck(missing, existing, empty)
 
 
-def refuse_missing_inputs(check: FileCheck, is_forced: bool, tell: Tell) -> None:
+def refuse_missing_inputs(check: FileCheck, is_forced: bool, report: Report) -> None:
     """Refused where required files or user data are missing; --force turns missing files into a warning."""
     if check.missing_inputs:
         count, missing = len(check.missing_inputs), first_of(check.missing_inputs)
         message = printable(f'{count} input files that no job makes are missing: {missing}')
         if not is_forced:
             raise Refused(f'{message}; make them, or give --force to go on without them')
-        tell(f'warning: {message}')
+        report(f'warning: {message}')
     if check.missing_user_data:
         missing = first_of(check.missing_user_data)
         raise Refused(printable(f'user data that no job makes has no value: {missing}; '
@@ -15983,19 +15984,118 @@ def has_failed(counts: Dict[str, int]) -> bool:
     return any(counts.get(row.name) for row in STATUSES if row.is_bad or row.code == PENDING_FAILED)
 
 
-def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, tell: Tell) -> None:
+def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, report: Report) -> None:
     """Make ready again what failed or was canceled, and what depends on it, in a new run. All else stays."""
     number = workflow['id']
     client.need_server()    # it ends the jobs of runners that were killed
     counts = client.call('get_workflow_status', workflow_id=number)['jobs_by_status']
     if not has_failed(counts):
-        return tell(f'Workflow {number} has no jobs that failed or were canceled')
+        return report(f'Workflow {number} has no jobs that failed or were canceled')
     refuse_at_work(client, number, is_forced)
-    refuse_missing_inputs(check_files(client, workflow), is_forced, tell)
+    refuse_missing_inputs(check_files(client, workflow), is_forced, report)
     client.call('reset_workflow_status', workflow_id=number, force=is_forced)
     client.call('reset_job_status', workflow_id=number, failed_only=True)
     count = reinitialize(client, workflow)
-    tell(f'{count} jobs run again: what did not complete or has changed, and what depends on it')
+    report(f'{count} jobs run again: what did not complete or has changed, and what depends on it')
+
+
+# ======== 11b. Installation: a compiled copy of this file, and what starts it ========
+#
+# Python compiles a script at every start, and a module once. So what starts torc.py again and
+# again, people or scripts, should start an installation: a copy of this file as a module,
+# compiled, and a launcher. `install` makes one below a prefix; any directory of the user's will
+# do. What this process starts by itself (servers, guardians) is forked and compiles nothing.
+
+# The launcher is a program of two languages, as pip's for long paths are: sh ends at its exec,
+# and to Python all of that is a string. Thus neither blanks nor the length of the interpreter's
+# path matter (execve(2): "Interpreter scripts"), and a lost interpreter gets a message of ours.
+# ps shows `python3 .../bin/torc`. Python itself sees that the compiled module is of this source
+# and this version. Another module of the name, such as Torc's own client, must not take the place
+# of a lost file.
+LAUNCHER = """#!/bin/sh
+''':' # made by `torc.py install`, removed by `torc.py install --uninstall`
+python={python}
+[ -x "$python" ] && exec "$python" "$0" "$@"
+echo "torc: the Python that it was installed with, $python, is gone; to install it with another one:" >&2
+home=$(dirname "$0")/..
+echo "  python3 \\"$home/lib/torc/torc.py\\" install --prefix \\"$home\\"" >&2
+exit {not_found}
+'''
+import gc
+import os
+import sys
+
+home = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), 'lib', 'torc')
+if not os.path.isfile(os.path.join(home, 'torc.py')):
+    sys.exit('torc: ' + home + '/torc.py is gone: install it again, or remove ' + os.path.realpath(__file__))
+sys.path[0] = home
+gc.set_threshold(100000)
+import torc
+
+sys.exit(torc.main())
+"""
+LAUNCHER_MARK = LAUNCHER.splitlines()[1].encode()
+MODULE_MARK = b'"""torc.py: a workflow manager in one file.'     # __doc__ is None under -OO
+
+
+class Installation(Row):
+    """What `install` makes below a prefix."""
+    launcher: str
+    module: str
+
+
+def installation_of(prefix: str) -> Installation:
+    """The paths below a prefix."""
+    prefix = os.path.abspath(os.path.expanduser(prefix))
+    return Installation(os.path.join(prefix, 'bin', 'torc'), os.path.join(prefix, 'lib', 'torc', 'torc.py'))
+
+
+def compiled_modules(made: Installation) -> List[str]:
+    """Compiled forms of the module, a Python version each."""
+    return glob.glob(os.path.join(glob.escape(os.path.dirname(made.module)), '__pycache__', 'torc.*.pyc'))
+
+
+def is_installed(path: str, mark: bytes) -> bool:
+    """Whether `install` has made a file: its second line, or the first of its docstring, says so."""
+    try:
+        with open(path, 'rb', opener=open_regular) as file:
+            return mark in file.read(200)
+    except OSError:
+        return False
+
+
+def refuse_open_directory(path: str) -> None:
+    """Refuse a directory in which others may put what is then run as this user."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(path)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found):
+            raise Refused(printable(f'others may write to {path}: give another --prefix'))
+
+
+def write_installation(made: Installation) -> None:
+    """Put module and launcher in place, each as a whole, and compile the module. OSError."""
+    python = shlex.quote(sys.executable or '')
+    source = os.path.abspath(globals().get('__file__') or '')   # a script that comes through stdin has none
+    if not os.path.isfile(source):
+        raise BadInput('the file of this program is gone: install from a file that is there')
+    if not python.isprintable() or '\\' in python or "'''" in python or python == "''":
+        raise BadInput(printable(f'the path of this Python, {python}, cannot be written into a launcher: '
+                                 'install with another one'))
+    for path in made:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.islink(path):
+            os.unlink(path)
+    if os.path.realpath(source) != os.path.realpath(made.module):
+        with open(source, 'rb') as file:
+            write_atomically(made.module, file.read(), 0o644)
+    for path in compiled_modules(made):     # they look right if they are of the same second and size
+        os.unlink(path)
+    try:
+        py_compile.compile(made.module, doraise=True)
+    except (SyntaxError, ValueError) as error:      # it was changed while this program ran
+        raise BadInput(printable(f'cannot compile {made.module}: {error}')) from None
+    launcher = LAUNCHER.format(python=python, not_found=COMMAND_NOT_FOUND)
+    write_atomically(made.launcher, launcher.encode('utf-8'), 0o755)
 
 
 # ======== 13. Launcher: one job's process, from its command to its last descendant ========
@@ -18696,7 +18796,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 # like a line of ours or be a formula in a spreadsheet, wherever the output goes: a file is looked
 # at later. So all that is written passes printable() in one of its forms: cells, records and
 # messages here, where a line ends; everything once more where it leaves, in Progress,
-# Session.show and Session.tell. JSON has escapes of its own, which stand for the same values.
+# Session.show and Session.report. JSON has escapes of its own, which stand for the same values.
 
 
 class Style(Row):
@@ -19179,7 +19279,7 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
 # A command is a function cmd_NAME(session, args) that returns an exit code; `args` holds exactly
 # the arguments of its row in the table of commands (next section) under their keys, None for what
 # was not given. Results go to stdout through Session.answer and Session.show_list, in the format
-# that was asked for; everything else that is said goes to stderr through Session.tell. Nothing is
+# that was asked for; everything else that is said goes to stderr through Session.report. Nothing is
 # asked without a terminal: the error names the flag.
 #
 # Objects that differ in columns only (files, user data, requirements...) are rows of THINGS,
@@ -19254,8 +19354,8 @@ class Session:
         """The same, from options and terminal."""
         password = self.options['password'] or ''
         if password:
-            self.tell('warning: others on this machine can see the password on the command line; '
-                      'use TORC_PASSWORD or --prompt-password')
+            self.report('warning: others on this machine can see the password on the command line; '
+                        'use TORC_PASSWORD or --prompt-password')
         if self.options['prompt_password']:
             password = self.ask_password(f'Password of {user_name()}: ')
         return Credentials(password, self.options['cookie_header'] or '')
@@ -19301,11 +19401,11 @@ class Session:
         """A JSON document to stdout, indented or in one line."""
         self.out.write(format_json_document(value, not style_of(self.out, os.environ).is_unicode, is_line))
 
-    def tell_message(self, text: str) -> None:
+    def report_message(self, text: str) -> None:
         """A message to stderr that may have several lines."""
-        self.tell(*printable_message(text).split('\n'))
+        self.report(*printable_message(text).split('\n'))
 
-    def tell(self, *lines: str) -> None:
+    def report(self, *lines: str) -> None:
         """Lines to stderr."""
         try:
             self.err.write(format_lines(lines))
@@ -19351,7 +19451,7 @@ class Session:
                            'pass --no-prompts')
         if self.ask(f'{question} (y/N) ').lower() in ('y', 'yes'):
             return True
-        self.tell('Cancelled')
+        self.report('Cancelled')
         return False
 
     def leave(self) -> None:
@@ -19390,7 +19490,7 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     titles = ('ID', 'Name', 'Description', 'Created')
     rows = [(item['id'], item['name'], item.get('description'),
              format_local_time(item.get('timestamp'))) for item in own]
-    session.tell(*format_table(titles, rows, style_of(session.err, os.environ)).splitlines())
+    session.report(*format_table(titles, rows, style_of(session.err, os.environ)).splitlines())
     word = session.ask('Workflow id: ')
     if word not in {str(item['id']) for item in own}:
         raise BadInput(printable(f'{word!r} is not one of these ids'))
@@ -19424,7 +19524,7 @@ def read_input(session: Session, path: str) -> bytes:
     try:
         if path == '-':
             if session.stdin.isatty():
-                session.tell('torc: reading from the terminal; end with Ctrl-D')
+                session.report('torc: reading from the terminal; end with Ctrl-D')
             return read_bounded(session.stdin.buffer)
         with open(path, 'rb') as file:
             return read_bounded(file)
@@ -19724,16 +19824,16 @@ def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str
 OUTCOMES_ASKED = 20     # results that are asked for one by one; for more of them the list of all is cheaper
 
 
-def tell_leftovers(session: Session) -> None:
+def report_leftovers(session: Session) -> None:
     """End what killed runners have left behind on this host, and say so."""
     text = format_leftovers(end_leftovers())
     if text:
-        session.tell(text)
+        session.report(text)
 
 
 def cmd_jobs_list(session: Session, args: Arguments) -> int:
     """Jobs of a workflow, with the return code and the run time of those that have ended."""
-    tell_leftovers(session)
+    report_leftovers(session)
     return cmd_list(session, args, add_outcomes)
 
 
@@ -19840,8 +19940,8 @@ def stream_values(session: Session, op: str, until: float = math.inf, **params: 
             yield event.data
             continue
         count = event.data.get('dropped') if isinstance(event.data, dict) else None
-        session.tell(f'torc: {count} events were missed' if count is not None
-                     else 'torc: events were missed while the server was away')
+        session.report(f'torc: {count} events were missed' if count is not None
+                       else 'torc: events were missed while the server was away')
 
 
 def cmd_monitor_events(session: Session, args: Arguments) -> int:
@@ -19937,7 +20037,7 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
     count = session.call('admin_sql', dict(body, dry_run=True)).get('rows_affected')
     is_wanted = session.ask(f'{count} rows would change. Go on? (y/N) ').lower() in ('y', 'yes')
     if not is_wanted:
-        session.tell('Cancelled')
+        session.report('Cancelled')
     return is_wanted
 
 
@@ -20022,7 +20122,7 @@ def cmd_archive(session: Session, args: Arguments) -> int:
     session.answer(dict(answer, errors=errors) if errors else answer,
                    ''.join(f'{word} workflow {number}\n' for number in done))
     for error in errors:
-        session.tell(f"workflow {error['workflow_id']}: {error['error']}")
+        session.report(f"workflow {error['workflow_id']}: {error['error']}")
     return NotFound.exit if errors else 0
 
 
@@ -20035,12 +20135,12 @@ def cmd_init(session: Session, args: Arguments) -> int:
     active = active_task(session, workflow)
     if active:
         return answer_task(session, args, active)
-    refuse_missing_inputs(check, args['force'], session.tell)
+    refuse_missing_inputs(check, args['force'], session.report)
     question = f"Forget all results of {name_workflow(session, workflow['id'])}, and start it again?"
     if workflow.get('run_id') and not session.confirm(question):
         return 0
     if check.existing_outputs:
-        session.tell(f'{len(check.existing_outputs)} output files exist already and will be written over')
+        session.report(f'{len(check.existing_outputs)} output files exist already and will be written over')
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
     session.call('reset_job_status', workflow_id=workflow['id'])
     session.call('set_file_times', {'files': file_times(session.client, workflow)},
@@ -20059,11 +20159,11 @@ def cmd_reinit(session: Session, args: Arguments) -> int:
     active = active_task(session, workflow)
     if active:
         return answer_task(session, args, active)
-    refuse_missing_inputs(check, args['force'], session.tell)
+    refuse_missing_inputs(check, args['force'], session.report)
     session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
     found = find_changes(session.client, workflow, is_dry_run=False)
     for change in found['changed'] + found['downstream_jobs']:
-        session.tell(f"{change['job_name']} will run again: {change['reason']}")
+        session.report(f"{change['job_name']} will run again: {change['reason']}")
     record_contents(session.client, workflow)
     return answer_task(session, args, begin_initialize(session.client, workflow, True))
 
@@ -20089,7 +20189,7 @@ def cmd_tasks_wait(session: Session, args: Arguments) -> int:
     about = f"{task['operation']} of workflow {task['workflow_id']}"
     session.answer(task, f"Task {task['id']} ({about}): {task['status']}\n")
     if error:
-        session.tell(f'torc: {error}')
+        session.report(f'torc: {error}')
     return 1 if error else 0
 
 
@@ -20110,7 +20210,7 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
     value.update(error=error, task_status=task['status'],
                  message=f"{doing} task {'failed' if error else 'completed'}")
     if error:
-        session.tell(f'torc: {error}')
+        session.report(f'torc: {error}')
         value['status'] = 'error'
     run = command_line(session, 'run', workflow_id)
     session.answer(value, '' if error else f'Workflow {workflow_id} is initialized. Run it with: {run}\n')
@@ -20171,10 +20271,10 @@ def cmd_status(session: Session, args: Arguments) -> int:
     style = style_of(session.out, os.environ)
     session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
-        session.tell(f'warning: {count} ready jobs wait for a runner with --label {labels}')
+        session.report(f'warning: {count} ready jobs wait for a runner with --label {labels}')
     if status.get('runtime_blocked_ready_jobs'):
         count = status['runtime_blocked_ready_jobs']
-        session.tell(f'warning: {count} ready jobs need more time than any active node has left')
+        session.report(f'warning: {count} ready jobs need more time than any active node has left')
     return 0
 
 
@@ -20217,7 +20317,7 @@ def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any]) ->
         try:
             done.append(act(number))
         except (NotFound, Denied) as error:
-            session.tell(f'torc: {error.message}')
+            session.report(f'torc: {error.message}')
             code = error.exit
     return done, code
 
@@ -20290,7 +20390,7 @@ def update_runtime(session: Session, job: Dict[str, Any], runtime: str) -> None:
     count = session.call('list_jobs', limit=1, **query)['total_count']
     if count > 1:
         name = f"resource requirements {needs_id} ({needs['name']})"
-        session.tell(f'the runtime of {name} is {runtime} now; {count} jobs share them')
+        session.report(f'the runtime of {name} is {runtime} now; {count} jobs share them')
 
 
 def cmd_jobs_delete(session: Session, args: Arguments) -> int:
@@ -20439,7 +20539,7 @@ def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int],
             done.append(job['id'])
         except (Refused, NotFound, Conflict) as error:
             failures.append({'job_id': job['id'], 'error': error.message})
-            session.tell(f"job {job['id']}: {error.message}")
+            session.report(f"job {job['id']}: {error.message}")
     return done, failures
 
 
@@ -20504,7 +20604,7 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
         with hold_stdio(directory) as stdio:
             if stdio.found.st_uid != os.geteuid():      # a colleague, or who has put it in the place of ours
                 owner = f'belongs to another user (uid {stdio.found.st_uid})'
-                session.tell(f'torc: {stdio.path} {owner}')
+                session.report(f'torc: {stdio.path} {owner}')
     return directory
 
 
@@ -20548,9 +20648,9 @@ def cmd_logs(session: Session, args: Arguments) -> int:
         for path in paths:
             tail.show(path, path if len(paths) > 1 else '')
         if is_one:
-            tell_end(session, attempt, paths)
+            report_end(session, attempt, paths)
     if not reader.jobs:
-        tell_what_is_not_shown(reader, found)
+        report_what_is_not_shown(reader, found)
     return 0
 
 
@@ -20666,7 +20766,7 @@ class Tail:
             file = open(path, 'rb', opener=open_stdio_file)
         except OSError as error:
             if path not in self.refused:
-                self.session.tell(f'torc: cannot read {path}: {error.strerror}')
+                self.session.report(f'torc: cannot read {path}: {error.strerror}')
             self.refused.add(path)
             return
         with file:
@@ -20702,31 +20802,31 @@ def reason_of(result: Dict[str, Any]) -> str:
     return result.get('reason') or f"return code {result['return_code']}"
 
 
-def tell_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
+def report_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
     """After the output of one job: if there was none, and why it failed, unless that was the last line."""
     words = [] if paths else ['has written nothing']
     lines = [read_last_line(path, open_stdio_file) for path in paths]
     if attempt['status'] in BROKEN_WORDS and reason_of(attempt) not in lines:
         words.append(f"{attempt['status']}: {reason_of(attempt)}")
     if words:
-        session.tell(f"torc: job {attempt['job_name']} {'; '.join(words)}")
+        session.report(f"torc: job {attempt['job_name']} {'; '.join(words)}")
 
 
-def tell_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> None:
+def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> None:
     """After the output of all jobs: how many have left no files, and how many have not run."""
     session, args = reader.session, reader.args
     lost = sum(not any(reader.stdio_of(attempt)) for attempt in found)
     if lost:
         where = f'{lost} of {len(found)} jobs have left no output in {reader.output_dir}'
-        session.tell(f'torc: {where}; {WHERE_OUTPUT_IS}')
+        session.report(f'torc: {where}; {WHERE_OUTPUT_IS}')
     if args['failed'] or args['run_id'] is not None or args['attempt_id'] is not None:
         if not found:
-            session.tell(f'torc: nothing in workflow {reader.id} is what the options ask for')
+            session.report(f'torc: nothing in workflow {reader.id} is what the options ask for')
         return
     left = session.call('list_jobs', workflow_id=reader.id, limit=1)['total_count'] - len(found)
     if left > 0:
         status = command_line(session, 'status', reader.id)
-        session.tell(f'torc: {left} jobs have not run; `{status}` says why')
+        session.report(f'torc: {left} jobs have not run; `{status}` says why')
 
 
 def follow_logs(reader: LogReader) -> int:
@@ -20747,7 +20847,7 @@ def follow_logs(reader: LogReader) -> int:
         if is_over:
             return 0
         if is_first and not any(attempt['status'] == 'running' for attempt in attempts):
-            session.tell(f'torc: {describe_wait(reader)}; Ctrl-C ends this')
+            session.report(f'torc: {describe_wait(reader)}; Ctrl-C ends this')
         attempts, is_first = [], False
         session.client.need_server()    # a database that this process has for itself would keep runners out
         time.sleep(FOLLOW_PAUSE_S)
@@ -20811,7 +20911,7 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
         raise
     plan = plan._replace(warnings=[placed(warning, name) for warning in plan.pending + plan.warnings])
     for warning in plan.warnings[:PROBLEMS_SHOWN]:
-        session.tell(f'warning: {warning}')
+        session.report(f'warning: {warning}')
     return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(name) if name else None)
 
 
@@ -20985,11 +21085,11 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
                 unknown = unknown or item
             moved = moved or item
     if unknown is None:
-        session.tell(f'No workflow {name!r} was made from {path} before')
+        session.report(f'No workflow {name!r} was made from {path} before')
         if moved is not None and moved.get('spec_path'):
             update = command_line(session, 'workflows', 'update', moved['id'], '--spec-path', path)
-            session.tell(f"Workflow {moved['id']} was made from {moved['spec_path']}; "
-                         f'if that is now this one: {update}')
+            session.report(f"Workflow {moved['id']} was made from {moved['spec_path']}; "
+                           f'if that is now this one: {update}')
     elif not session.confirm(f"Workflow {unknown['id']} has this name and directory, but does not say from "
                              'which file it was made. Is it this one?'):
         raise Refused('nothing was changed; without --resume the file makes a new workflow')
@@ -21015,7 +21115,7 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
         session.show_json(dict(answer, message=f"Resuming workflow {earlier['id']}"), True)
         session.out.flush()
     elif not session.options['quiet']:
-        session.tell(*text.splitlines())
+        session.report(*text.splitlines())
     return 0
 
 
@@ -21073,7 +21173,7 @@ def cmd_run(session: Session, args: Arguments) -> int:
     plan = read_spec(session, args['target'], args)
     refuse_short_time(plan.body['workflow'], options)
     earlier = find_earlier(session, plan.body['workflow'], args['dry_run']) if args['resume'] else None
-    refuse_missing_inputs(check_plan_files(session, plan.body, earlier), args['force'], session.tell)
+    refuse_missing_inputs(check_plan_files(session, plan.body, earlier), args['force'], session.report)
     if args['dry_run']:
         return apply_plan(session, plan, earlier, True)
     prepare_output_dir(session, options)
@@ -21081,7 +21181,7 @@ def cmd_run(session: Session, args: Arguments) -> int:
         apply_plan(session, plan, earlier, False)
         return run_to_end(session, Target(earlier['id'], True), options, args['force'])
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    tell_created(session, workflow_id)
+    report_created(session, workflow_id)
     return run_to_end(session, Target(workflow_id, True), options, args['force'])
 
 
@@ -21093,26 +21193,26 @@ def await_server(session: Session, options: RunnerOptions) -> None:
         try:
             session.call('ping')
             if is_reported:
-                session.tell(f'the server answers after {format_elapsed(time.time() - began)}')
+                session.report(f'the server answers after {format_elapsed(time.time() - began)}')
             return
         except Unreachable as error:
             if not error.passes or time.time() >= min(began + minutes * 60, options.end_time or math.inf):
                 raise
             if not is_reported:
-                session.tell_message(error.message)
-                session.tell(f'waiting for the server for up to {minutes} minutes')
+                session.report_message(error.message)
+                session.report(f'waiting for the server for up to {minutes} minutes')
             is_reported = True
         time.sleep(RECONNECT_S)
 
 
-def tell_created(session: Session, workflow_id: int) -> None:
+def report_created(session: Session, workflow_id: int) -> None:
     """Say the new id: scripts read it from stdout."""
     message = f'Created workflow {workflow_id}'
     if session.format == 'json':
         session.show_json({'workflow_id': workflow_id, 'message': message}, True)
         session.out.flush()
     elif not session.options['quiet']:
-        session.tell(message)
+        session.report(message)
 
 
 def runner_options(args: Arguments) -> RunnerOptions:
@@ -21141,8 +21241,8 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                               'runners need: stop that server, and start it again with this one')
             gone = take_output_dir(output.top, database)
         if gone and not session.options['quiet']:
-            session.tell(f'The output directory {options.output_dir} belonged to the database '
-                         f"{gone}, which no longer exists; it now belongs to {database['path']}")
+            session.report(f'The output directory {options.output_dir} belonged to the database '
+                           f"{gone}, which no longer exists; it now belongs to {database['path']}")
     except (OSError, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
         raise BadInput(printable(f'cannot write to the output directory {options.output_dir}: {reason}; '
@@ -21171,25 +21271,25 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     refuse_short_time(workflow, options)
     if target.retries_failed:
         prepare_output_dir(session, options)
-        reset_failed(session.client, workflow, is_forced, session.tell)
+        reset_failed(session.client, workflow, is_forced, session.report)
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
     is_over = is_over and (status['is_canceled'] or not has_due_actions(session, workflow))
     if is_over and not options.is_persistent:
-        return tell_nothing_left(session, workflow, status, output_words(options))
+        return report_nothing_left(session, workflow, status, output_words(options))
     prepare_output_dir(session, options)
     if is_uninitialized:
         if not target.is_new:
-            refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.tell)
+            refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.report)
             session.call('set_file_times', {'files': file_times(session.client, workflow)},
                          workflow_id=workflow['id'])
         record_contents(session.client, workflow)
         initialize_for_run(session, workflow, status)
     if not target.is_new:       # of a new one the file's warnings say it
-        tell_pending(session, workflow)
+        report_pending(session, workflow)
     session.client.need_server()    # the runner, and others that join it, speak to one
-    tell_location(session, workflow)
+    report_location(session, workflow)
     style = style_of(session.err, os.environ)
     progress = Progress(session.err, style, session.options['quiet'])
     try:
@@ -21200,7 +21300,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         status = session.call('get_workflow_status', workflow_id=workflow['id'])
         known = {key: status[key] for key in ('jobs_by_status', 'is_complete', 'is_canceled')}
         outcome = outcome._replace(**known)
-    tell_outcome(session, workflow, outcome, options)
+    report_outcome(session, workflow, outcome, options)
     return outcome_exit(outcome)
 
 
@@ -21214,7 +21314,7 @@ def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
     return any(action['action_type'] == 'run_commands' and not action['persistent'] for action in due)
 
 
-def tell_pending(session: Session, workflow: Dict[str, Any]) -> None:
+def report_pending(session: Session, workflow: Dict[str, Any]) -> None:
     """Say once what a stored workflow asks for that this version does not carry out."""
     reading = SpecContext(Document({}, '', '', {}), '', 0)
     read_block(reading, 'execution_config', workflow.get('execution_config') or {})
@@ -21225,19 +21325,19 @@ def tell_pending(session: Session, workflow: Dict[str, Any]) -> None:
         if not action['executed']:
             read_block(reading, 'action', {'action_type': action['action_type']})
     for problem in describe_pending(reading.pending):
-        session.tell(f'warning: {problem}')
+        session.report(f'warning: {problem}')
 
 
-def tell_location(session: Session, workflow: Dict[str, Any]) -> None:
+def report_location(session: Session, workflow: Dict[str, Any]) -> None:
     """Say where a workflow is stored, unless that is the embedded database of this directory."""
     client = session.client
     if session.options['in_memory'] and not client.in_memory:
-        session.tell(f'warning: {client.location} is served already, and not from memory')
+        session.report(f'warning: {client.location} is served already, and not from memory')
     is_embedded = not client.named_url and not client.is_lasting
     is_usual = is_embedded and client.database == os.path.abspath(EMBEDDED_DATABASE)
     if not is_usual and not session.options['quiet']:
         named = f"Workflow {workflow['id']} ({workflow['name']})"
-        session.tell(f'{named} is stored in {client.location}')
+        session.report(f'{named} is stored in {client.location}')
 
 
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
@@ -21252,32 +21352,34 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
                  only_uninitialized=not (is_all and workflow.get('run_id')))
 
 
-def tell_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
-                      place: Sequence[str]) -> int:
+def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
+                        place: Sequence[str]) -> int:
     """A finished workflow is not run again unasked."""
     number, code = status['workflow_id'], 0 if verdict_of(status)[0] == 'complete' else 1
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
-    session.tell(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
+    session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     if code:
-        session.tell(f"To go on from here: {command_line(session, 'run', number, '--retry-failed', *place)}")
-        tell_edit(session, workflow, place)
+        retry = command_line(session, 'run', number, '--retry-failed', *place)
+        session.report(f'To go on from here: {retry}')
+        report_edit(session, workflow, place)
     rows = [('what failed:', 'reset-status', ('--failed-only', '-r'))] if code else []
     if not status['is_canceled']:   # init would forget what is done
         rows += [('what changed:', 'reinit', ()), ('everything:', 'init', ())]
     lines = format_rows((words, command_line(session, 'workflows', verb, number, *more))
                         for words, verb, more in rows)
     run = command_line(session, 'run', number, *place)
-    session.tell(f'To run again, before `{run}`:', *lines.splitlines())
+    session.report(f'To run again, before `{run}`:', *lines.splitlines())
     return code
 
 
-def tell_edit(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
+def report_edit(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
     """Say how a workflow whose file is here follows it, when what failed is to be mended there."""
     path = workflow.get('spec_path') or ''
     if os.path.isfile(path):
         near = os.path.relpath(path)
-        line = command_line(session, 'run', '--resume', path if near.startswith(('..', '-')) else near, *words)
-        session.tell(f'After an edit of its file: {line}')
+        named = path if near.startswith(('..', '-')) else near
+        line = command_line(session, 'run', '--resume', named, *words)
+        session.report(f'After an edit of its file: {line}')
 
 
 def output_words(options: RunnerOptions) -> List[str]:
@@ -21293,42 +21395,42 @@ def logs_words(workflow: Dict[str, Any], options: RunnerOptions) -> List[str]:
     return ['-o', options.output_dir if os.path.realpath(base) == os.path.realpath('.') else given]
 
 
-def tell_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
-                 options: RunnerOptions) -> None:
+def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
+                   options: RunnerOptions) -> None:
     """The summary: counts, failed jobs with their last words, what else is not done, the way to go on."""
     if session.options['quiet'] and outcome_exit(outcome) == 0:
         return
     number = workflow['id']
-    session.tell(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}")
+    session.report(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}")
     for _, name, return_code, last_line in outcome.failed_jobs[:CANDIDATES_SHOWN]:
-        session.tell(f'  {name} ended with return code {return_code}'
-                     + (f': {last_line}' if last_line else ''))
+        session.report(f'  {name} ended with return code {return_code}'
+                       + (f': {last_line}' if last_line else ''))
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
-        session.tell(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
+        session.report(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
-        tell_undone(session, number, outcome)
+        report_undone(session, number, outcome)
     place = logs_words(workflow, options)
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *place)
-        session.tell(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
+        session.report(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
     if not session.options['quiet']:
-        tell_unwritten_data(session, number)
+        report_unwritten_data(session, number)
     directory = os.path.join(options.output_dir, 'job_stdio')
-    session.tell(f"Output: {directory} ({command_line(session, 'logs', number, *place)})")
+    session.report(f"Output: {directory} ({command_line(session, 'logs', number, *place)})")
     words = words_to_go_on(outcome)
     if words is not None:
         words += output_words(options)
         is_elsewhere = outcome.reason in ('stuck', 'idle') and outcome_counts(outcome).get('ready')
         where = ', where the rest can run' if is_elsewhere else ' from here'
-        session.tell(f"To go on{where}: {command_line(session, 'run', number, *words)}")
+        session.report(f"To go on{where}: {command_line(session, 'run', number, *words)}")
         if words[:1] == ['--retry-failed']:
-            tell_edit(session, workflow, words[1:])
+            report_edit(session, workflow, words[1:])
     if session.client.database and not os.path.exists(session.client.database):
         database = session.client.database
-        session.tell(f'The database {database} was deleted during the run: its results are lost')
+        session.report(f'The database {database} was deleted during the run: its results are lost')
 
 
-def tell_unwritten_data(session: Session, workflow_id: int) -> None:
+def report_unwritten_data(session: Session, workflow_id: int) -> None:
     """Warn of user data that jobs of this run have declared and not written."""
     try:
         events = session.items('list_events', workflow_id=workflow_id, category='user_data')
@@ -21337,16 +21439,16 @@ def tell_unwritten_data(session: Session, workflow_id: int) -> None:
         return
     found = [event['data'].get('message') for event in events if event['data'].get('run_id') == run_id]
     for message in found[:CANDIDATES_SHOWN]:
-        session.tell(f'warning: {message}')
+        session.report(f'warning: {message}')
     if len(found) > CANDIDATES_SHOWN:
         more = command_line(session, 'events', 'list', workflow_id, '--category', 'user_data')
-        session.tell(f'and {len(found) - CANDIDATES_SHOWN} more: {more}')
+        session.report(f'and {len(found) - CANDIDATES_SHOWN} more: {more}')
 
 
 NAMES_SHOWN = 5     # of the jobs that are not done, for each status
 
 
-def tell_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
+def report_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
     """Name the jobs that are not done, except for failures already shown; count those lost with runners."""
     shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
     counts = outcome.jobs_by_status
@@ -21360,14 +21462,15 @@ def tell_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None
                 names = [job['name'] for job in jobs if job['id'] not in shown]
                 more = count - len(jobs) + len(names[NAMES_SHOWN:])
                 text = ', '.join(names[:NAMES_SHOWN]) + (f' and {more} more' if more else '')
-                session.tell(f'  {row.name}: {text}')
+                session.report(f'  {row.name}: {text}')
         query = {'workflow_id': workflow_id, 'return_code': ORPHAN_RETURN_CODE, 'limit': 1,
                  'status': 'failed'}
         lost = session.call('list_results', **query)['total_count']
     except TorcError:       # no server any more: nothing more can be said
         return
     if lost:
-        session.tell(f'Jobs of other runners were lost with them (return code {ORPHAN_RETURN_CODE}): {lost}')
+        session.report('Jobs of other runners were lost with them '
+                       f'(return code {ORPHAN_RETURN_CODE}): {lost}')
 
 
 def words_to_go_on(outcome: RunOutcome) -> Optional[List[str]]:
@@ -21427,7 +21530,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     prepare_output_dir(session, options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     if session.format != 'json':
-        tell_created(session, workflow_id)
+        report_created(session, workflow_id)
     code = run_to_end(session, Target(workflow_id, True), options, False)
     if session.format == 'json':
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
@@ -21473,7 +21576,7 @@ def warn_of_leftovers(session: Session, commands: Sequence[str], parameters: Ite
             if IDENTIFIER.match(match.group(1)) and match.group(1) not in parameters}
     for token, name in left.items():
         hint = did_you_mean(name, parameters) or f'; for a parameter give --param {name}=VALUES'
-        session.tell(f'warning: {token} is no parameter and stays as it is{hint}')
+        session.report(f'warning: {token} is no parameter and stays as it is{hint}')
 
 
 def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
@@ -21541,8 +21644,8 @@ def new_password(session: Session, args: Arguments, is_new: bool = True) -> byte
     """The password that a command is about: -p, or asked for (twice if it is new), or a line of stdin."""
     password = args['password']
     if password is not None:
-        session.tell('warning: others on this machine can see a password on the command line; '
-                     'without -p it is asked for')
+        session.report('warning: others on this machine can see a password on the command line; '
+                       'without -p it is asked for')
     else:
         password = session.ask_password('Password: ')
         if is_new and session.stdin.isatty() and session.ask_password('Once more: ') != password:
@@ -21584,7 +21687,7 @@ def reload_after(session: Session, args: Arguments) -> None:
     if args['reload_auth']:
         session.options.update(password=args['server_password'] or session.options['password'])
         answer = session.call('reload_auth')
-        session.tell(f"{answer['message']}: {answer['user_count']} users")
+        session.report(f"{answer['message']}: {answer['user_count']} users")
 
 
 def cmd_htpasswd_add(session: Session, args: Arguments) -> int:
@@ -21640,7 +21743,7 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     if args['require_auth'] and args['no_auth']:
         raise BadInput('--require-auth and --no-auth contradict each other')
     options = server_options(session, args)
-    tell_leftovers(session)
+    report_leftovers(session)
     if options.database == IN_MEMORY and options.snapshot_interval_s is not None:
         raise BadInput('--in-memory writes the database to a file: give one with -d FILE')
     log_dir = args['log_dir'] or os.environ.get('TORC_LOG_DIR', '')
@@ -21738,64 +21841,6 @@ def announce_server(session: Session, text: str) -> None:
 
 # -------- installing --------
 
-# The launcher is a program of two languages, as pip's for long paths are: sh ends at its exec,
-# and to Python all of that is a string. Thus neither blanks nor the length of the interpreter's
-# path matter (execve(2): "Interpreter scripts"), and a lost interpreter gets a message of ours.
-# ps shows `python3 .../bin/torc`. Python itself sees that the compiled module is of this source
-# and this version. Another module of the name, such as Torc's own client, must not take the place
-# of a lost file.
-LAUNCHER = """#!/bin/sh
-''':' # made by `torc.py install`, removed by `torc.py install --uninstall`
-python={python}
-[ -x "$python" ] && exec "$python" "$0" "$@"
-echo "torc: the Python that it was installed with, $python, is gone; to install it with another one:" >&2
-home=$(dirname "$0")/..
-echo "  python3 \\"$home/lib/torc/torc.py\\" install --prefix \\"$home\\"" >&2
-exit {not_found}
-'''
-import gc
-import os
-import sys
-
-home = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), 'lib', 'torc')
-if not os.path.isfile(os.path.join(home, 'torc.py')):
-    sys.exit('torc: ' + home + '/torc.py is gone: install it again, or remove ' + os.path.realpath(__file__))
-sys.path[0] = home
-gc.set_threshold(100000)
-import torc
-
-sys.exit(torc.main())
-"""
-LAUNCHER_MARK = LAUNCHER.splitlines()[1].encode()
-MODULE_MARK = __doc__.splitlines()[0].encode()
-
-
-class Installation(Row):
-    """What `install` makes below a prefix."""
-    launcher: str
-    module: str
-
-
-def installation_of(prefix: str) -> Installation:
-    """The paths below a prefix."""
-    prefix = os.path.abspath(os.path.expanduser(prefix))
-    return Installation(os.path.join(prefix, 'bin', 'torc'), os.path.join(prefix, 'lib', 'torc', 'torc.py'))
-
-
-def compiled_modules(made: Installation) -> List[str]:
-    """Compiled forms of the module, a Python version each."""
-    return glob.glob(os.path.join(glob.escape(os.path.dirname(made.module)), '__pycache__', 'torc.*.pyc'))
-
-
-def is_installed(path: str, mark: bytes) -> bool:
-    """Whether `install` has made a file: its second line, or the first of its docstring, says so."""
-    try:
-        with open(path, 'rb', opener=open_regular) as file:
-            return mark in file.read(200)
-    except OSError:
-        return False
-
-
 def cmd_install(session: Session, args: Arguments) -> int:
     """Install this file as the command `torc`, compiled; or remove it again."""
     made = installation_of(args['prefix'])
@@ -21819,60 +21864,26 @@ def cmd_install(session: Session, args: Arguments) -> int:
              'version': __version__}
     text = f'Installed torc {__version__} as {made.launcher}, for {sys.executable}'
     session.answer(value, format_lines([text]))
-    tell_path(session, made.launcher)
+    report_path(session, made.launcher)
     return 0
 
 
-def refuse_open_directory(path: str) -> None:
-    """Refuse a directory in which others may put what is then run as this user."""
-    with contextlib.suppress(FileNotFoundError):
-        found = os.stat(path)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found):
-            raise Refused(printable(f'others may write to {path}: give another --prefix'))
-
-
-def write_installation(made: Installation) -> None:
-    """Put module and launcher in place, each as a whole, and compile the module. OSError."""
-    python = shlex.quote(sys.executable or '')
-    source = os.path.abspath(globals().get('__file__') or '')   # a script that comes through stdin has none
-    if not os.path.isfile(source):
-        raise BadInput('the file of this program is gone: install from a file that is there')
-    if not python.isprintable() or '\\' in python or "'''" in python or python == "''":
-        raise BadInput(printable(f'the path of this Python, {python}, cannot be written into a launcher: '
-                                 'install with another one'))
-    for path in made:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        if os.path.islink(path):
-            os.unlink(path)
-    if os.path.realpath(source) != os.path.realpath(made.module):
-        with open(source, 'rb') as file:
-            write_atomically(made.module, file.read(), 0o644)
-    for path in compiled_modules(made):     # they look right if they are of the same second and size
-        os.unlink(path)
-    try:
-        py_compile.compile(made.module, doraise=True)
-    except (SyntaxError, ValueError) as error:      # it was changed while this program ran
-        raise BadInput(printable(f'cannot compile {made.module}: {error}')) from None
-    launcher = LAUNCHER.format(python=python, not_found=COMMAND_NOT_FOUND)
-    write_atomically(made.launcher, launcher.encode('utf-8'), 0o755)
-
-
-def tell_path(session: Session, launcher: str) -> None:
+def report_path(session: Session, launcher: str) -> None:
     """Say what a shell finds under the name, unless it is the launcher."""
     directory, name = os.path.split(launcher)
     found = shutil.which(name)
     if found is None:
         line = f'export PATH={shlex.quote(directory)}:"$PATH"'
-        session.tell(f"{directory} is not on your PATH; in your shell's profile: {line}")
+        session.report(f"{directory} is not on your PATH; in your shell's profile: {line}")
     elif not os.path.samefile(found, launcher):
-        session.tell(f'warning: your shell finds {found} first: put {directory} before it on your PATH')
+        session.report(f'warning: your shell finds {found} first: put {directory} before it on your PATH')
 
 
 def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> int:
     """Remove what `install` has made, and the directory of the module if nothing else is in it."""
     found = [path for path in made if path not in foreign and os.path.lexists(path)]
     for path in foreign:
-        session.tell(f'{path} was not made by `install`: it stays')
+        session.report(f'{path} was not made by `install`: it stays')
     if not found:
         prefix = os.path.dirname(os.path.dirname(made.launcher))
         raise NotFound(printable(f'torc is not installed in {prefix}'))
@@ -22815,7 +22826,7 @@ def run_command(parsed: Parsed, session: Session) -> int:
         if parsed.options['help']:
             session.show(format_overview())
             return 0
-        session.tell(*format_overview().splitlines())
+        session.report(*format_overview().splitlines())
         return BadInput.exit
     if parsed.options['help']:
         session.show(format_command_help(parsed.command.name))
@@ -22824,7 +22835,7 @@ def run_command(parsed: Parsed, session: Session) -> int:
         raise BadInput(f'`{parsed.command.name}` has no CSV form: give -f table or -f json')
     session.command = parsed.command
     for doubt in doubt_arguments(parsed.command, parsed.args):
-        session.tell(f'warning: {doubt}')
+        session.report(f'warning: {doubt}')
     return parsed.command.run(session, parsed.args)
 
 
@@ -22841,16 +22852,16 @@ def doubt_arguments(command: Command, args: Arguments) -> Iterator[str]:
             yield f'{name}: {doubt}'
 
 
-def tell_error(session: Session, error: TorcError) -> int:
+def report_error(session: Session, error: TorcError) -> int:
     """An error's message and problems on stderr; its exit code."""
     problems = getattr(error, 'problems', [])
     for problem in problems[:PROBLEMS_SHOWN]:
-        session.tell_message(f'error: {problem}')
+        session.report_message(f'error: {problem}')
     if len(problems) > PROBLEMS_SHOWN:
-        session.tell(f'and {len(problems) - PROBLEMS_SHOWN} more')
+        session.report(f'and {len(problems) - PROBLEMS_SHOWN} more')
     if error.message not in [text for problem in problems for text in (problem.message, str(problem),
                                                                        str(problem._replace(path='')))]:
-        session.tell_message(f'torc: {error.message}')
+        session.report_message(f'torc: {error.message}')
     if session.command is not None and session.command.name in JSON_ERRORS and session.format == 'json':
         session.show_json(dict(error.details, status='error', error=error.message, message=error.message))
     return error.exit
@@ -22892,9 +22903,9 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
         out.flush()
         return code
     except TorcError as error:
-        return tell_error(session, error)
+        return report_error(session, error)
     except KeyboardInterrupt:
-        session.tell('Interrupted')
+        session.report('Interrupted')
         return 130
     except BrokenPipeError:
         silence(out)
@@ -22902,12 +22913,12 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
     except (OSError, UnicodeEncodeError) as error:
         cause = explain_environment(error)
         if cause:
-            session.tell(f'torc: {cause}')
+            session.report(f'torc: {cause}')
             silence(out)
             return BadInput.exit
-        return tell_bug(session)
+        return report_bug(session)
     except Exception:  # border: what is left is a bug, and is reported as one
-        return tell_bug(session)
+        return report_bug(session)
     finally:
         session.close()
         for stream in (out, err):
@@ -22917,10 +22928,10 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
                 silence(stream)
 
 
-def tell_bug(session: Session) -> int:
+def report_bug(session: Session) -> int:
     """The traceback of the exception in hand; the exit code."""
-    session.tell(*printable_message(traceback.format_exc()).splitlines(),
-                 f'torc.py {__version__}: this is a bug, please report the lines above')
+    session.report(*printable_message(traceback.format_exc()).splitlines(),
+                   f'torc.py {__version__}: this is a bug, please report the lines above')
     return 70
 
 
