@@ -15841,7 +15841,7 @@ def current_directory() -> str:
 
 
 def base_directory(workflow: Dict[str, Any]) -> str:
-    """Where a workflow's relative paths start: its directory of creation if that is here, else the current."""
+    """Where relative paths of a workflow start: its directory of creation if it is here, else the current."""
     directory = workflow.get('submission_directory')
     return directory if directory and os.path.isdir(directory) else os.getcwd()
 
@@ -15963,7 +15963,7 @@ NODE_COUNTS = (('active_compute_nodes', 'compute nodes at work'),
 
 
 def refuse_at_work(client: Client, workflow_id: int, is_forced: bool) -> None:
-    """Refuse, unless forced, while runners or allocations are there: they would not see the jobs that are reset."""
+    """Refuse, unless forced, while runners or allocations are there: they would not see reset jobs."""
     status = client.call('get_workflow_status', workflow_id=workflow_id)
     busy = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
     if busy and not is_forced:
@@ -19282,7 +19282,7 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
 # that was asked for; everything else that is said goes to stderr through Session.report. Nothing is
 # asked without a terminal: the error names the flag.
 #
-# Objects that differ in columns only (files, user data, requirements...) are rows of THINGS,
+# Objects that differ in columns only (files, user data, requirements...) are rows of NOUNS,
 # served by cmd_list, cmd_get, cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc
 # 1.0, CSV its columns; changing them breaks scripts.
 
@@ -19685,12 +19685,9 @@ def headings_of(text: str) -> Tuple[Heading, ...]:
     return tuple(headings)
 
 
-class Thing(Row):
+class Noun(Row):
     """A kind of object that the API lists, gets, creates, updates and deletes."""
-    group: str          # first word of its commands, or the second where the group lists several kinds
     name: str           # one of them, as in create_NAME and get_NAME
-    plural: str         # as in list_PLURAL
-    key: str            # the parameter of get_NAME that names one
     columns: str        # of its list; the titles are Torc's
 
     @property
@@ -19699,44 +19696,40 @@ class Thing(Row):
         return self.name.replace('_', ' ')
 
 
-THINGS = {row[0]: Thing(*row) for row in (
-    ('workflows', 'workflow', 'workflows', 'workflow_id',
-     'ID=id, User=user:3, Name=name, +Status=status, Run=run_id:5, Canceled=is_canceled:8, '
-     'Archived=is_archived:7, Description=description:2, Project=project:4, Metadata=metadata:9, '
-     'Timestamp=timestamp:1'),
-    ('jobs', 'job', 'jobs', 'job_id',
-     'ID=id, Name=name, Status=status, +Code=return_code, Priority=priority:4, '
-     'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2'),
-    ('files', 'file', 'files', 'row_id', 'ID=id, Name=name, Path=path, Modified Time=st_mtime:1'),
-    ('user-data', 'user_data', 'user_data', 'row_id',
-     'ID=id, Name=name, Ephemeral=is_ephemeral:1, Data Preview=(preview)'),
-    ('resource-requirements', 'resource_requirements', 'resource_requirements', 'row_id',
-     'ID=id, Name=name, CPUs=num_cpus, GPUs=num_gpus:1, Nodes=num_nodes:2, Memory=memory, Runtime=runtime'),
-    ('failure-handlers', 'failure_handler', 'failure_handlers', 'row_id', 'ID=id, Name=name, Rules=rules'),
-    ('results', 'result', 'results', 'row_id',
-     'ID=id:2, Job ID=job_id:4, Job Name=job_name, WF ID=workflow_id:9, Run ID=run_id:6, '
-     'Attempt=attempt_id:5, Return Code=return_code, Exec Time=exec_time_minutes:3, '
-     'Peak Mem=peak_memory_bytes:7, Peak CPU %=peak_cpu_percent:8, Completion Time=completion_time:6, '
-     'Status=status:1, +Reason=reason'),
-    ('events', 'event', 'events', 'row_id',
-     'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), Data=data:1'),
-    ('compute-nodes', 'compute_node', 'compute_nodes', 'row_id',
-     'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, Scheduler Job ID=(slurm job):4, '
-     'Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, Memory (GB)=memory_gb:3, GPUs=num_gpus:3, '
-     'Active=is_active, Start Time=start_time:1, Duration=duration_seconds:1, CPU peak/avg=(cpu):8, '
-     'Mem peak/avg=(memory):9'),
-    ('job-job', '', 'job_dependencies', '',
-     'Job ID=job_id:1, Job Name=job_name, Blocked By Job ID=depends_on_job_id:2, '
-     'Blocked By Job Name=depends_on_job_name'),
-    ('job-file', '', 'job_file_relationships', '',
-     'File ID=file_id:1, File Name=file_name, '
-     'Producer Job ID=producer_job_id:2, Producer Job Name=producer_job_name, '
-     'Consumer Job ID=consumer_job_id:2, Consumer Job Name=consumer_job_name'),
-    ('job-user-data', '', 'job_user_data_relationships', '',
-     'User Data ID=user_data_id:1, User Data Name=user_data_name, '
-     'Producer Job ID=producer_job_id:2, Producer Job Name=producer_job_name, '
-     'Consumer Job ID=consumer_job_id:2, Consumer Job Name=consumer_job_name'),
-)}
+NOUNS = {       # by the first word of their commands, which is also the plural of their list operation
+    'workflows': Noun(
+        'workflow', 'ID=id, User=user:3, Name=name, +Status=status, Run=run_id:5, Canceled=is_canceled:8, '
+        'Archived=is_archived:7, Description=description:2, Project=project:4, Metadata=metadata:9, '
+        'Timestamp=timestamp:1'),
+    'jobs': Noun(
+        'job', 'ID=id, Name=name, Status=status, +Code=return_code, Priority=priority:4, '
+        'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2'),
+    'files': Noun('file', 'ID=id, Name=name, Path=path, Modified Time=st_mtime:1'),
+    'user-data': Noun('user_data', 'ID=id, Name=name, Ephemeral=is_ephemeral:1, Data Preview=(preview)'),
+    'resource-requirements': Noun(
+        'resource_requirements', 'ID=id, Name=name, CPUs=num_cpus, GPUs=num_gpus:1, Nodes=num_nodes:2, '
+        'Memory=memory, Runtime=runtime'),
+    'failure-handlers': Noun('failure_handler', 'ID=id, Name=name, Rules=rules'),
+    'results': Noun(
+        'result', 'ID=id:2, Job ID=job_id:4, Job Name=job_name, WF ID=workflow_id:9, Run ID=run_id:6, '
+        'Attempt=attempt_id:5, Return Code=return_code, Exec Time=exec_time_minutes:3, '
+        'Peak Mem=peak_memory_bytes:7, Peak CPU %=peak_cpu_percent:8, Completion Time=completion_time:6, '
+        'Status=status:1, +Reason=reason'),
+    'events': Noun(
+        'event', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), '
+        'Data=data:1'),
+    'compute-nodes': Noun(
+        'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
+        'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
+        'Memory (GB)=memory_gb:3, GPUs=num_gpus:3, Active=is_active, Start Time=start_time:1, '
+        'Duration=duration_seconds:1, CPU peak/avg=(cpu):8, Mem peak/avg=(memory):9'),
+}
+JOB_JOB_COLUMNS = ('Job ID=job_id:1, Job Name=job_name, Blocked By Job ID=depends_on_job_id:2, '
+                   'Blocked By Job Name=depends_on_job_name')
+PRODUCER_COLUMNS = ('Producer Job ID=producer_job_id:2, Producer Job Name=producer_job_name, '
+                    'Consumer Job ID=consumer_job_id:2, Consumer Job Name=consumer_job_name')
+JOB_FILE_COLUMNS = 'File ID=file_id:1, File Name=file_name, ' + PRODUCER_COLUMNS
+JOB_DATA_COLUMNS = 'User Data ID=user_data_id:1, User Data Name=user_data_name, ' + PRODUCER_COLUMNS
 ACTION_COLUMNS = ('ID=id, Trigger=trigger_type, Action=action_type, Allocations=(allocations):3, '
                   'Progress=(progress):1, Status=(state), Executed At=executed_at:2, Job IDs=job_ids:4, '
                   '+Failure=failure')
@@ -19751,10 +19744,14 @@ JOB_HANDLER_COLUMNS = ('Job ID=job_id:1, Job Name=job_name, Failure Handler ID=f
                        'Failure Handler Name=failure_handler_name, Rules=rules')
 
 
-def thing_of(session: Session) -> Thing:
-    """The resource of a command: that of its group, or, for job-dependencies, that of its second word."""
-    group, _, verb = session.command.name.partition(' ')
-    return THINGS[group] if group in THINGS else THINGS[verb]
+def group_of(session: Session) -> str:
+    """The first word of the command."""
+    return session.command.name.partition(' ')[0]
+
+
+def noun_of(session: Session) -> Noun:
+    """The kind of object that the command is about."""
+    return NOUNS[group_of(session)]
 
 
 def dated(event: Any) -> Any:
@@ -19768,14 +19765,15 @@ def dated(event: Any) -> Any:
 def cmd_list(session: Session, args: Arguments,
              complete: Callable[[Session, List[Dict[str, Any]]], None] = lambda *_: None) -> int:
     """Objects of a workflow; the other arguments are the list operation's own filters."""
-    thing = thing_of(session)
+    plural = group_of(session).replace('-', '_')
     query = given(args, 'workflow_id', 'exclude')
     query['workflow_id'] = choose_workflow(session, args)
-    items = [dated(item) for item in session.items(f'list_{thing.plural}', **query)]
+    items = [dated(item) for item in session.items(f'list_{plural}', **query)]
     complete(session, items)
     excluded = {word.strip().lower() for words in args.get('exclude') or [] for word in words.split(',')}
-    headings = [heading for heading in headings_of(thing.columns) if heading.title.lower() not in excluded]
-    session.show_list(headings, items, thing.plural.replace('_', ' '))
+    headings = [heading for heading in headings_of(noun_of(session).columns)
+                if heading.title.lower() not in excluded]
+    session.show_list(headings, items, plural.replace('_', ' '))
     return 0
 
 
@@ -19854,11 +19852,10 @@ def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
 
 def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[str, Any]:
     """Get, update or delete one object of the command's kind."""
-    thing = thing_of(session)
-    op = f'{verb}_{thing.name}'
+    op = f'{verb}_{noun_of(session).name}'
     if op == 'delete_resource_requirements':    # the plural deletes all of a workflow
         op = 'delete_resource_requirement'
-    return dated(session.call(op, body, **{thing.key: number}))
+    return dated(session.call(op, body, id=number))
 
 
 def cmd_get(session: Session, args: Arguments) -> int:
@@ -19870,12 +19867,12 @@ def cmd_get(session: Session, args: Arguments) -> int:
 
 def cmd_create(session: Session, args: Arguments) -> int:
     """A new object from the arguments that were given."""
-    thing = thing_of(session)
+    noun = noun_of(session)
     parameters = {key: args[key] for key in ('consumer_job_id', 'producer_job_id')
                   if args.get(key) is not None}
     body = dict(given(args, 'workflow_id', *parameters), workflow_id=choose_workflow(session, args))
-    record = dated(session.call(f'create_{thing.name}', body, **parameters))
-    session.answer(record, f"Created {thing.words} {record['id']}\n")
+    record = dated(session.call(f'create_{noun.name}', body, **parameters))
+    session.answer(record, f"Created {noun.words} {record['id']}\n")
     return 0
 
 
@@ -19884,10 +19881,10 @@ def cmd_update(session: Session, args: Arguments) -> int:
     changes = {key: value for key, value in args.items() if value is not None and key != 'id'}
     if not changes:
         raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
-    if thing_of(session).name == 'file':
+    if noun_of(session).name == 'file':
         changes['st_mtime'] = call_on(session, 'get', args['id']).get('st_mtime')   # else it would have none
     record = call_on(session, 'update', args['id'], changes)
-    session.answer(record, f"Updated {thing_of(session).words} {args['id']}\n")
+    session.answer(record, f"Updated {noun_of(session).words} {args['id']}\n")
     return 0
 
 
@@ -19899,7 +19896,7 @@ def option_names(command: Any) -> List[str]:
 def cmd_delete(session: Session, args: Arguments) -> int:
     """Delete one object."""
     record = call_on(session, 'delete', args['id'])
-    session.answer(record, f"Deleted {thing_of(session).words} {args['id']}\n")
+    session.answer(record, f"Deleted {noun_of(session).words} {args['id']}\n")
     return 0
 
 
@@ -20071,7 +20068,7 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
         statuses.update(answer.get('statuses', {}))
     items = [dict(item, status=statuses.get(str(item['id']))) for item in items]
     hidden = '' if args['all_users'] or args['access_group'] else 'User'
-    headings = [heading for heading in headings_of(THINGS['workflows'].columns) if heading.title != hidden]
+    headings = [heading for heading in headings_of(NOUNS['workflows'].columns) if heading.title != hidden]
     session.show_list(headings, items, 'workflows')
     return 0
 
@@ -20565,7 +20562,7 @@ def cmd_results_list(session: Session, args: Arguments) -> int:
     if args['include_logs']:
         session.show_json(results_with_logs(session, workflow_id, items, args))
     else:
-        session.show_list(headings_of(THINGS['results'].columns), items, 'results')
+        session.show_list(headings_of(NOUNS['results'].columns), items, 'results')
     return 0
 
 
@@ -22458,13 +22455,15 @@ COMMANDS = (
         Argument('--poll-fallback-interval', 'SECONDS', 'longest interval between requests',
                  at_least(0.01, parse_seconds), default=10)), 'tasks wait 1'),
 
-    Command('job-dependencies job-job', cmd_list, 'list which job waits for which', (ASKED_WF, LIMIT, OFFSET),
-        'job-dependencies job-job 1', True),
-    Command('job-dependencies job-file', cmd_list, 'list which job makes and reads which file',
-        (ASKED_WF, LIMIT, OFFSET),
+    Command('job-dependencies job-job', lists('list_job_dependencies', JOB_JOB_COLUMNS, 'job dependencies'),
+        'list which job waits for which', (ASKED_WF, LIMIT, OFFSET), 'job-dependencies job-job 1', True),
+    Command('job-dependencies job-file',
+        lists('list_job_file_relationships', JOB_FILE_COLUMNS, 'job file relationships'),
+        'list which job writes and reads which file', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-file 1', True),
-    Command('job-dependencies job-user-data', cmd_list, 'list which job makes and reads which user data',
-        (ASKED_WF, LIMIT, OFFSET),
+    Command('job-dependencies job-user-data',
+        lists('list_job_user_data_relationships', JOB_DATA_COLUMNS, 'job user data relationships'),
+        'list which job writes and reads which user data', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-user-data 1', True),
 
     Command('admin sql', cmd_admin_sql, "run an SQL statement on the server's database", (
