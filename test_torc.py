@@ -14467,7 +14467,7 @@ class ActionCommandTest(CommandTest):
         self.assertEqual((4, True, 3, 'slurm'), tuple(config[key] for key in ('num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs', 'scheduler_type')))
         self.assertEqual('Updated action 2\n', self.text('workflows update-action 1 2 --scheduler-type slurm'))
         self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2), 'nothing to change: give one of --scheduler-id')
-        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2, '--json', '[1]'), '--json wants an object')
+        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2, '--json', '[1]'), '--json requires an object')
         self.assertExit(4, self.world.main('workflows', 'update-action', 1, 2, '--json', '{"x": 1}'), "has no key 'x'")
         self.assertExit(4, self.world.main('workflows', 'update-action', 1, 9, '--num-allocations', 1), 'workflow 1 has no action 9')
 
@@ -14948,7 +14948,7 @@ class RunTest(CommandTest):
 
     def test_exec_tells_what_it_cannot_do(self):
         table = (('exec', 'nothing to run'), ('exec -c a --param i', 'write NAME=VALUE'), ('exec -c a --param i=1 --param i=2', 'stands twice'),
-                 ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''), ('exec w.yaml', "'w.yaml' is a workflow file: run it with `torc.py run w.yaml`"), ('exec echo a', "'echo' is no option: a command stands behind -c, in one word, or behind --"),
+                 ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''), ('exec w.yaml', "'w.yaml' is a workflow file: run it with `torc.py run w.yaml`"), ('exec echo a', "'echo' is no option: give a command with -c, as one word, or after --"),
                  ('exec -c a b.KDL -- c', 'torc.py run b.KDL'), ('exec -c a --generate-plots', 'time-series'),
                  ('exec -c a --param i=@nope', 'nope'), ('exec -C nope', 'cannot read nope'))
         for line, text in table:
@@ -15257,20 +15257,23 @@ class InstallTest(WorldTest):
 
     def run_program(self, argv: Sequence[str], **variables: str) -> Outcome:
         """Run a program to its end, in the world."""
-        done = subprocess.run(argv, cwd=self.world.directory, env=dict(self.world.environment, **variables), stdin=subprocess.DEVNULL,
+        done = subprocess.run(argv, cwd=self.world.directory, env=dict(self.world.environment, **variables),
+                              stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', timeout=60)
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     def files(self) -> List[str]:
         """What lies below the prefix, but for directories."""
-        return sorted(os.path.relpath(os.path.join(top, name), self.prefix) for top, _, names in os.walk(self.prefix) for name in names)
+        paths = (os.path.join(top, name) for top, _, names in os.walk(self.prefix) for name in names)
+        return sorted(os.path.relpath(path, self.prefix) for path in paths)
 
     def compiled(self) -> List[str]:
         """The compiled modules."""
         return [name for name in self.files() if name.endswith('.pyc')]
 
     def test_it_is_compiled_once_and_does_what_the_script_does(self):
-        self.assertExit(0, self.install(), f'Installed torc {torc.__version__} as {self.launcher}', 'is not on your PATH')
+        self.assertExit(0, self.install(), f'Installed torc {torc.__version__} as {self.launcher}',
+                        'is not on your PATH')
         self.assertEqual(1, len(self.compiled()))
         before = os.stat(os.path.join(self.prefix, self.compiled()[0]))
         link = os.path.join(self.world.path('links'), 'torc')
@@ -15283,18 +15286,22 @@ class InstallTest(WorldTest):
         said = self.run_program([self.launcher, 'logs', '1']).out.splitlines()
         self.assertEqual([sys.executable, self.launcher, *words], said[1:])     # what ps shows
         after = os.stat(os.path.join(self.prefix, self.compiled()[0]))
-        self.assertEqual((before.st_ino, before.st_mtime_ns), (after.st_ino, after.st_mtime_ns), 'it was compiled again')
+        self.assertEqual((before.st_ino, before.st_mtime_ns), (after.st_ino, after.st_mtime_ns),
+                         'it was compiled again')
         self.assertEqual(1, len(self.compiled()))
 
     def test_arguments_exits_and_streams_pass_through(self):
         self.assertExit(0, self.install())
-        self.assertExit(2, self.run_program([self.launcher, 'nonsense']), "there is no command 'nonsense'", 'see: torc help')
+        self.assertExit(2, self.run_program([self.launcher, 'nonsense']), "there is no command 'nonsense'",
+                        'see: torc help')
         outcome = self.run_program([self.launcher, 'exec', '-c', 'exit 3'])
         self.assertExit(1, outcome, 'return code 3')
-        with subprocess.Popen([self.launcher, 'run', '--dry-run', '--resume', '-'], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, cwd=self.world.directory, env=self.world.environment) as process:
-            self.assertIn(b'cannot be found again', process.communicate(b'name: x\njobs: [{name: a, command: "true"}]\n', 60)[1])
-        self.assertEqual(2, process.returncode)
+        spec = b'name: x\njobs: [{name: a, command: "true"}]\n'
+        done = subprocess.run([self.launcher, 'run', '--dry-run', '--resume', '-'], input=spec, timeout=60,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self.world.directory,
+                              env=self.world.environment)
+        self.assertEqual(2, done.returncode)
+        self.assertIn(b'cannot be found again', done.stderr)
 
     def test_an_edited_file_is_never_run_as_it_was(self):
         self.assertExit(0, self.install())
@@ -15322,7 +15329,8 @@ class InstallTest(WorldTest):
         self.assertExit(0, self.install())
         self.world.write('torc/__init__.py', 'raise SystemExit("the wrong one")')
         elsewhere = self.world.path()
-        self.assertEqual(f'torc {torc.__version__}\n', self.run_program([self.launcher, '--version'], PYTHONPATH=elsewhere).out)
+        self.assertEqual(f'torc {torc.__version__}\n',
+                         self.run_program([self.launcher, '--version'], PYTHONPATH=elsewhere).out)
         os.unlink(os.path.join(self.library, 'torc.py'))
         outcome = self.run_program([self.launcher, '--version'], PYTHONPATH=elsewhere)
         self.assertEqual((1, ''), (outcome.code, outcome.out))
@@ -15375,7 +15383,8 @@ class InstallTest(WorldTest):
         self.assertExit(0, self.install())
         own = self.world.write('a prefix/lib/torc/notes.txt', 'mine')
         self.world.write('a prefix/bin/torc', '#!/bin/sh\nexit 0\n')
-        self.assertExit(0, self.install('--uninstall'), f'{self.launcher} was not made by `install`: it stays')
+        self.assertExit(0, self.install('--uninstall'),
+                        f'{self.launcher} was not made by `install`: it stays')
         self.assertEqual(['bin/torc', 'lib/torc/notes.txt'], self.files())
         self.assertEqual('mine', read_text(own))
 
@@ -15385,12 +15394,14 @@ class InstallTest(WorldTest):
         self.assertEqual('', self.install(PATH=f'{path}:{directory}').err)
         other = self.world.write('other bin/torc', '#!/bin/sh\n')
         os.chmod(other, 0o755)
-        self.assertIn(f'your shell finds {other} first', self.install(PATH=f'{os.path.dirname(other)}:{directory}:{path}').err)
+        self.assertIn(f'your shell finds {other} first',
+                      self.install(PATH=f'{os.path.dirname(other)}:{directory}:{path}').err)
 
     def test_files_are_for_all_who_may_enter_whatever_the_umask(self):
         words = ' '.join(map(shlex.quote, [sys.executable, TORC, 'install', '--prefix', self.prefix]))
         self.assertExit(0, self.run_program(['sh', '-c', 'umask 077; ' + words]))
-        modes = {oct(os.stat(os.path.join(self.prefix, name)).st_mode & 0o777) for name in self.files() if name != 'bin/torc'}
+        modes = {oct(os.stat(os.path.join(self.prefix, name)).st_mode & 0o777) for name in self.files()
+                 if name != 'bin/torc'}
         self.assertEqual(({'0o644'}, 0o755), (modes, os.stat(self.launcher).st_mode & 0o777))
 
 

@@ -19274,17 +19274,17 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
-# ======== 20. Commands: one function per command ========
+# ======== 20. Commands: what they share, objects, administration ========
 #
-# A command is a function cmd_NAME(session, args) that returns an exit code; `args` holds exactly
-# the arguments of its row in the table of commands (next section) under their keys, None for what
-# was not given. Results go to stdout through Session.answer and Session.show_list, in the format
-# that was asked for; everything else that is said goes to stderr through Session.report. Nothing is
-# asked without a terminal: the error names the flag.
+# A command is a function (session, args) that returns an exit code: cmd_NAME, or one that shows(),
+# lists() or changes() has made for a row that only carries out an operation. `args` holds exactly
+# the arguments of its row in COMMANDS under their keys, None for what was not given. Results go to
+# stdout through Session.answer and Session.show_list, in the requested format; everything else to
+# stderr through Session.report. Without a terminal nothing is asked: the error names the option.
 #
-# Objects that differ in columns only (files, user data, requirements...) are rows of NOUNS,
-# served by cmd_list, cmd_get, cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc
-# 1.0, CSV its columns; changing them breaks scripts.
+# Objects that differ in columns only (files, user data, requirements...) are rows of NOUNS, served
+# by cmd_list, cmd_get, cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc 1.0, CSV its
+# columns; changing them breaks scripts.
 
 CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures
 PROBLEMS_SHOWN = 20
@@ -19376,7 +19376,7 @@ class Session:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether somebody is there to be asked."""
+        """Whether there is a terminal for questions."""
         return bool(self.stdin and self.stdin.isatty() and not self.options['no_prompts'])
 
     def call(self, op: str, body: Any = None, **params: Any) -> Any:
@@ -19755,7 +19755,7 @@ def noun_of(session: Session) -> Noun:
 
 
 def dated(event: Any) -> Any:
-    """An event with its time in words too; anything else as it is."""
+    """An event with its time as text too; anything else as it is."""
     is_event = isinstance(event, dict) and isinstance(event.get('timestamp'), int)
     if is_event and 'timestamp_formatted' not in event:
         return dict(event, timestamp_formatted=format_time(event['timestamp'] / 1000))
@@ -19912,7 +19912,7 @@ def cmd_delete_all_user_data(session: Session, args: Arguments) -> int:
 
 
 def cmd_create_event(session: Session, args: Arguments) -> int:
-    """A new event; the server's clock would do, but the operation wants a time."""
+    """A new event. The operation requires a time."""
     body = {'workflow_id': choose_workflow(session, args), 'timestamp': int(time.time() * 1000),
             'data': args['data']}
     record = dated(session.call('create_event', body))
@@ -20083,7 +20083,7 @@ def cmd_workflows_update(session: Session, args: Arguments) -> int:
 def cmd_update_action(session: Session, args: Arguments) -> int:
     """Change keys of an action's configuration; what is not given stays. Options win over --json."""
     if not isinstance(args['json'], (dict, type(None))):
-        raise BadInput('--json wants an object, such as \'{"num_allocations": 2}\'')
+        raise BadInput('--json requires an object, such as \'{"num_allocations": 2}\'')
     changes = dict(args['json'] or {}, **given(args, 'workflow_id', 'action_id', 'json'))
     if not changes:
         raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
@@ -20124,7 +20124,7 @@ def cmd_archive(session: Session, args: Arguments) -> int:
 
 
 def cmd_init(session: Session, args: Arguments) -> int:
-    """Make every job ready or blocked anew, in a new run, whatever had been done before."""
+    """Make every job ready or blocked again, in a new run, whatever its status is."""
     workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
     check = check_files(session.client, workflow)
     if args['dry_run']:
@@ -20300,7 +20300,7 @@ def cmd_delete_workflows(session: Session, args: Arguments) -> int:
         return code
     deleted, later = try_each(session, [workflow['id'] for workflow in found],
                               lambda number: session.call('delete_workflow', workflow_id=number))
-    for workflow in deleted:    # the command's answer is the workflow, without the words of the interface
+    for workflow in deleted:    # the command's answer is the workflow alone
         workflow.pop('message', None)
     named = [f"workflow {workflow['id']} ({workflow['name']})" for workflow in deleted]
     session.answer(deleted, format_lines(f'Deleted {name} of {session.client.location}' for name in named))
@@ -20391,7 +20391,7 @@ def update_runtime(session: Session, job: Dict[str, Any], runtime: str) -> None:
 
 
 def cmd_jobs_delete(session: Session, args: Arguments) -> int:
-    """Delete jobs: all, or none if one is not there or in a runner's hands."""
+    """Delete jobs: all, or none if one does not exist or is active."""
     jobs = [session.call('get_job', job_id=job_id) for job_id in dict.fromkeys(args['job_ids'])]
     refuse_active_jobs(jobs)
     deleted = [session.call('delete_job', job_id=job['id']) for job in jobs]
@@ -20410,25 +20410,23 @@ def cmd_jobs_delete_all(session: Session, args: Arguments) -> int:
 
 
 def jobs_with(session: Session, args: Arguments, op: str, key: str) -> Iterator[Tuple[Dict[str, Any], Any]]:
-    """Jobs of a workflow, or the given one, each with the object of a list that its `key` names, or None."""
+    """Jobs of a workflow, or the given one, each with the object of a list that its `key` names, if any."""
     if args['job_id'] is not None:
         jobs = [session.call('get_job', job_id=args['job_id'])]
     else:
         jobs = session.items('list_jobs', workflow_id=choose_workflow(session, args))
     items = session.items(op, workflow_id=jobs[0]['workflow_id']) if jobs else []
     known = {item['id']: item for item in items}
-    return ((job, known.get(job.get(key))) for job in jobs)
+    return ((job, known[job[key]]) for job in jobs if job.get(key) in known)
 
 
 def cmd_jobs_requirements(session: Session, args: Arguments) -> int:
     """Resource requirements of each job."""
     rows = []
     for job, needs in jobs_with(session, args, 'list_resource_requirements', 'resource_requirements_id'):
-        if needs is not None:
-            row = dict(needs, job_id=job['id'], job_name=job['name'], rr_id=needs['id'],
-                       rr_name=needs['name'])
-            del row['id'], row['name']
-            rows.append(row)
+        row = dict(needs, job_id=job['id'], job_name=job['name'], rr_id=needs['id'], rr_name=needs['name'])
+        del row['id'], row['name']
+        rows.append(row)
     return show_rows(session, JOB_REQUIREMENT_COLUMNS, rows, 'jobs')
 
 
@@ -20436,10 +20434,9 @@ def cmd_jobs_handlers(session: Session, args: Arguments) -> int:
     """Failure handler of each job that has one."""
     rows = []
     for job, handler in jobs_with(session, args, 'list_failure_handlers', 'failure_handler_id'):
-        if handler is not None:
-            rows.append({'job_id': job['id'], 'job_name': job['name'], 'failure_handler_id': handler['id'],
-                         'failure_handler_name': handler['name'], 'rules': handler['rules'],
-                         'workflow_id': job['workflow_id']})
+        rows.append({'job_id': job['id'], 'job_name': job['name'], 'failure_handler_id': handler['id'],
+                     'failure_handler_name': handler['name'], 'rules': handler['rules'],
+                     'workflow_id': job['workflow_id']})
     return show_rows(session, JOB_HANDLER_COLUMNS, rows, 'jobs with a failure handler')
 
 
@@ -20749,7 +20746,7 @@ class Tail:
     def __init__(self, session: Session, is_of_one: bool = False) -> None:
         self.session = session
         self.is_of_one = is_of_one  # the file that comes first needs no title
-        # A terminal must not obey what a job has written; a file or program gets its bytes, to be compared.
+        # A terminal must not interpret what a job has written; a file or program gets its bytes.
         self.pipe = None if session.out.isatty() else getattr(session.out, 'buffer', None)
         self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
         self.refused = set()        # type: Set[str]  # reported as unreadable
@@ -21351,7 +21348,7 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
 
 def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
                         place: Sequence[str]) -> int:
-    """A finished workflow is not run again unasked."""
+    """A finished workflow is not run again: say how to do so."""
     number, code = status['workflow_id'], 0 if verdict_of(status)[0] == 'complete' else 1
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
@@ -21370,7 +21367,7 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
 
 
 def report_edit(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
-    """Say how a workflow whose file is here follows it, when what failed is to be mended there."""
+    """Say how a workflow follows its file, where that has to be corrected."""
     path = workflow.get('spec_path') or ''
     if os.path.isfile(path):
         near = os.path.relpath(path)
@@ -21394,7 +21391,7 @@ def logs_words(workflow: Dict[str, Any], options: RunnerOptions) -> List[str]:
 
 def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
                    options: RunnerOptions) -> None:
-    """The summary: counts, failed jobs with their last words, what else is not done, the way to go on."""
+    """The summary: counts, failed jobs with their last lines, what else is not done, how to continue."""
     if session.options['quiet'] and outcome_exit(outcome) == 0:
         return
     number = workflow['id']
@@ -21688,7 +21685,7 @@ def reload_after(session: Session, args: Arguments) -> None:
 
 
 def cmd_htpasswd_add(session: Session, args: Arguments) -> int:
-    """Set a user's password, in a new line or his old one."""
+    """Set a user's password, in a new line or the existing one."""
     check_user_name(args['user'])
     stored = hash_password(new_password(session, args), args['cost'])
     was_there = change_password_line(args['file'], args['user'], stored)
@@ -21750,7 +21747,7 @@ def cmd_serve(session: Session, args: Arguments) -> int:
             handler.setFormatter(JsonLines())
     if args['daemon']:
         if not log_path and options.database == IN_MEMORY:
-            raise BadInput('--daemon with a database in memory wants --log-dir DIR for its log')
+            raise BadInput('--daemon with a database in memory requires --log-dir DIR for its log')
         options = options._replace(ends_with_input=False, auth_file=absolute(options.auth_file))
         session.show(start_detached_server(options, LogFile, log_path or options.database + '.log'))
         return 0
@@ -21974,7 +21971,7 @@ def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callab
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser of one of some words."""
+    """A parser of one of several words."""
     def read(text: str) -> str:
         if text not in choices:
             raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
@@ -22038,6 +22035,10 @@ ACTION_ID = Argument('ID', '', 'id of the action', parse_id, key='action_id')
 THE_NAME = Argument('-n --name', 'NAME', 'name', count='!')
 NAME = Argument('-n --name', 'NAME', 'new name')
 DATA = Argument('-d --data', 'JSON', 'its value, as JSON', parse_json)
+PRIORITY = Argument('--priority', 'N', 'higher is claimed first', parse_number)
+LABELS = Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*',
+                  key='labels')
+ALTHOUGH_RUNNING = Argument('--force', '', 'even if jobs are running')
 DRY_RUN = Argument('--dry-run', '', 'only show what would happen')
 FORCE = Argument('--force', '', 'go on although input files are missing, or jobs or runners are at work')
 OUTPUT_DIR = Argument('-o --output-dir', 'DIR', 'where output goes', default=DEFAULT_OUTPUT_DIR)
@@ -22123,7 +22124,7 @@ GLOBAL_ARGUMENTS = (
 )
 
 
-# ======== 21. Main: the table of commands, the manual, and the way from words to exit code ========
+# ======== 21. Main: the table of commands, the manual, parsing, and error handling ========
 #
 # COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
 # reference and the tests read it.
@@ -22131,7 +22132,7 @@ GLOBAL_ARGUMENTS = (
 # The parser is ours, for argparse can't do what is promised here: options of all commands before
 # and after the command, the command's own short option winning there; words and options in any
 # order; the same on every Python (without abbreviations, argparse of 3.6 no longer knows -p5);
-# each mistake reported with the nearest right word. It starts faster, too. main() is the border where
+# each mistake reported with the nearest right word. It starts faster, too. main() is where
 # errors become messages and exit codes: nothing below it ends the program.
 
 # -------- commands --------
@@ -22194,7 +22195,7 @@ COMMANDS = (
         Argument('--attempt-id', 'N', 'of this attempt', at_least(1)),
         Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only')), 'logs 1 greet'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
-        Argument('run', '', 'accepted, as all of torc-server', parse_server_verb, '?', key='word'),
+        Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
         Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
                  default='127.0.0.1'),
         Argument('-p --port', 'PORT', f'0: any free one (default {DEFAULT_PORT})', at_least(0),
@@ -22257,8 +22258,8 @@ COMMANDS = (
         *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'),
         Argument('--include-archived', '', 'archived ones too'),
         Argument('-a --all-users', '', "other users' too"),
-        Argument('-g --access-group', 'NAME', "of this group, whoever's", count='*')), 'workflows list',
-        True),
+        Argument('-g --access-group', 'NAME', 'of this group, of all its users', count='*')),
+        'workflows list', True),
     Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,), 'workflows get 1'),
     Command('workflows update', cmd_workflows_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
@@ -22275,7 +22276,7 @@ COMMANDS = (
     Command('workflows reset-status', cmd_reset_status, 'reset jobs to uninitialized', (
         ASKED_WF, Argument('--failed-only', '', 'only those that failed, and what depends on them'),
         Argument('-r --reinitialize', '', 'and make them ready'),
-        Argument('--force', '', 'although jobs are running')),
+        ALTHOUGH_RUNNING),
         'workflows reset-status 1 --failed-only -r --no-prompts'),
     Command('workflows is-complete',
         shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
@@ -22307,9 +22308,7 @@ COMMANDS = (
                  key='depends_on_job_ids'),
         Argument('-i --input-file-ids', 'ID', 'files that it reads', parse_ids, '+'),
         Argument('-o --output-file-ids', 'ID', 'files that it writes', parse_ids, '+'),
-        Argument('--priority', 'N', 'higher is claimed first', parse_number),
-        Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*',
-                 key='labels')),
+        PRIORITY, LABELS),
         "jobs create 1 -n extra -c 'echo more'"),
     Command('jobs create-from-file', cmd_jobs_create_from_file, 'add a job for each line of a file', (
         NEEDED_WF, Argument('FILE', '', 'commands, one a line; - for stdin'),
@@ -22332,9 +22331,7 @@ COMMANDS = (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
         Argument('--runtime', 'DURATION', 'of its requirements, which others may share', normalize_duration),
         Argument('--resource-requirements-id', 'ID', 'what it needs', parse_id),
-        Argument('--priority', 'N', 'higher is claimed first', parse_number),
-        Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*',
-                 key='labels'),
+        PRIORITY, LABELS,
         Argument('--clear-labels', '', 'without labels')), 'jobs update 1 --priority 5'),
     Command('jobs delete', cmd_jobs_delete, 'delete jobs',
         (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),),
@@ -22346,7 +22343,7 @@ COMMANDS = (
         Argument('--status', 'STATUS,...', 'jobs in these statuses', parse_statuses, '*'),
         Argument('--return-code', 'N', 'jobs that ended with this code', parse_number),
         Argument('--workflow-id', 'WF', 'workflow of --status and --return-code', parse_id),
-        Argument('--force', '', 'although jobs are running'),
+        ALTHOUGH_RUNNING,
         DRY_RUN, Argument('--reinitialize --reinit', '', 'and make them ready')),
         'jobs reset-status --return-code 1 --workflow-id 1 --reinit --no-prompts'),
     Command('jobs list-resource-requirements', cmd_jobs_requirements, 'list what jobs need', (ASKED_WF, JOB),
@@ -22541,8 +22538,8 @@ def format_usage(command: Command) -> str:
     words = [forms[argument.count].format(argument.names) for argument in command.arguments
              if not argument.names.startswith('-')]
     options = ['[options]'] if len(words) < len(command.arguments) else []
-    place = len(words) - any(word.startswith('[--') for word in words)
-    return ' '.join([command.name] + words[:place] + options + words[place:])
+    end = len(words) - any(word.startswith('[--') for word in words)
+    return ' '.join([command.name] + words[:end] + options + words[end:])
 
 
 def format_arguments(arguments: Sequence[Argument]) -> str:
@@ -22686,24 +22683,24 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
     """Words after the program's name -> what is to be done. BadInput for what is not understood."""
     words, rest = list(words), []
     if '--' in words:
-        place = words.index('--')
-        words, rest = words[:place], words[place + 1:]
+        position = words.index('--')
+        words, rest = words[:position], words[position + 1:]
     options = {key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}
     queue = collections.deque(words)
-    bare = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
-    if not bare:
+    positional = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
+    if not positional:
         return Parsed(None, {}, options)
-    if bare[0] in GROUPS and len(queue) == 1 and queue[0] in ('-h', '--help'):
-        return Parsed(HELP, {'topic': bare}, options)
-    command = find_command(bare[0], queue, options)
+    if positional[0] in GROUPS and len(queue) == 1 and queue[0] in ('-h', '--help'):
+        return Parsed(HELP, {'topic': positional}, options)
+    command = find_command(positional[0], queue, options)
     args = {key_of(argument): argument.default for argument in command.arguments}
     found = {}      # type: Arguments
     table = dict(option_table(GLOBAL_ARGUMENTS), **option_table(command.arguments))
     try:
-        bare = read_words(queue, table, found)
+        positional = read_words(queue, table, found)
         if found.get('help'):
             return Parsed(command, args, dict(options, help=True))
-        place_words(command, bare, rest, found)
+        assign_positional(command, positional, rest, found)
     except ValueError as error:
         raise BadInput(f'{error}; usage: {program_name()} {format_usage(command)}') from None
     args.update((key, value) for key, value in found.items() if key in args)
@@ -22733,14 +22730,14 @@ def find_command(first: str, queue: Any, options: Arguments) -> Command:
 def read_words(queue: Any, table: Dict[str, Argument], found: Arguments,
                limit: float = math.inf) -> List[str]:
     """Take words off the queue until there are `limit` arguments, which it returns; options into `found`."""
-    bare = []       # type: List[str]
-    while queue and len(bare) < limit:
+    positional = []       # type: List[str]
+    while queue and len(positional) < limit:
         word = queue.popleft()
         if is_option(word):
             read_option_word(word, queue, table, found)
         else:
-            bare.append(word)
-    return bare
+            positional.append(word)
+    return positional
 
 
 def read_option_word(word: str, queue: Any, table: Dict[str, Argument], found: Arguments) -> None:
@@ -22789,8 +22786,8 @@ def store_value(argument: Argument, name: str, text: str, found: Arguments) -> N
         found[key] = value
 
 
-def place_words(command: Command, bare: List[str], rest: List[str], found: Arguments) -> None:
-    """Give the words that are no options to the arguments they are meant for, in their order. ValueErrors."""
+def assign_positional(command: Command, positional: List[str], rest: List[str], found: Arguments) -> None:
+    """Assign positional words to arguments, in their order. ValueError."""
     for argument in command.arguments:
         key = key_of(argument)
         if argument.names.startswith('-'):
@@ -22800,21 +22797,22 @@ def place_words(command: Command, bare: List[str], rest: List[str], found: Argum
             found[key], rest = rest, []
         else:
             least, most = WORDS_OF_COUNT[argument.count]
-            taken, bare = bare[:int(min(most, len(bare)))], bare[int(min(most, len(bare))):]
+            count = int(min(most, len(positional)))
+            taken, positional = positional[:count], positional[count:]
             if len(taken) < least:
                 raise ValueError(f'{argument.names} is missing')
             values = [argument.parse(word) for word in taken]
             found[key] = values if most > 1 else values[0] if values else None
-    if bare and command.arguments and command.arguments[-1].count == '--':
-        word = printable(bare[0])
+    if positional and command.arguments and command.arguments[-1].count == '--':
+        word = printable(positional[0])
         is_spec = os.path.splitext(word)[1].lower() in FORMATS
         raise ValueError(f'{word!r} is a workflow file: run it with `torc.py run {word}`' if is_spec else
-                         f'{word!r} is no option: a command stands behind -c, in one word, or behind --')
-    if bare or rest:
-        raise ValueError(f'{printable((bare + rest)[0])!r} is an unexpected argument')
+                         f'{word!r} is no option: give a command with -c, as one word, or after --')
+    if positional or rest:
+        raise ValueError(f'{printable((positional + rest)[0])!r} is an unexpected argument')
 
 
-# -------- the border --------
+# -------- error handling --------
 
 def run_command(parsed: Parsed, session: Session) -> int:
     """Carry out what was understood."""
@@ -22833,12 +22831,12 @@ def run_command(parsed: Parsed, session: Session) -> int:
     if session.format == 'csv' and not parsed.command.has_csv:
         raise BadInput(f'`{parsed.command.name}` has no CSV form: give -f table or -f json')
     session.command = parsed.command
-    for doubt in doubt_arguments(parsed.command, parsed.args):
+    for doubt in ineffective_arguments(parsed.command, parsed.args):
         session.report(f'warning: {doubt}')
     return parsed.command.run(session, parsed.args)
 
 
-def doubt_arguments(command: Command, args: Arguments) -> Iterator[str]:
+def ineffective_arguments(command: Command, args: Arguments) -> Iterator[str]:
     """Options that do not do what they seem to."""
     found = [(argument, argument.names.split()[-1], args[key_of(argument)]) for argument in command.arguments]
     pending = [name for argument, name, value in found
@@ -22907,16 +22905,16 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
         session.report('Interrupted')
         return 130
     except BrokenPipeError:
-        silence(out)
+        discard_output(out)
         return 141
     except (OSError, UnicodeEncodeError) as error:
         cause = explain_environment(error)
         if cause:
             session.report(f'torc: {cause}')
-            silence(out)
+            discard_output(out)
             return BadInput.exit
         return report_bug(session)
-    except Exception:  # border: what is left is a bug, and is reported as one
+    except Exception:  # what is left is a bug, and is reported as one
         return report_bug(session)
     finally:
         session.close()
@@ -22924,11 +22922,11 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
             try:
                 stream.flush()
             except OSError:     # the interpreter would try once more at its end, and exit with 120
-                silence(stream)
+                discard_output(stream)
 
 
 def report_bug(session: Session) -> int:
-    """The traceback of the exception in hand; the exit code."""
+    """The traceback of the current exception; the exit code."""
     session.report(*printable_message(traceback.format_exc()).splitlines(),
                    f'torc.py {__version__}: this is a bug, please report the lines above')
     return 70
@@ -22947,7 +22945,7 @@ def explain_environment(error: Exception) -> str:
     return ''
 
 
-def silence(out: Any) -> None:
+def discard_output(out: Any) -> None:
     """Redirect a closed stdout to /dev/null, else the interpreter reports it at exit (Python: signal)."""
     try:
         number = out.fileno()
