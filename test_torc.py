@@ -635,6 +635,12 @@ class HarnessTest(unittest.TestCase):
 
     def test_a_worker_that_ends_hangs_or_stops_fails_its_test_and_the_rest_is_run(self):
         class First(unittest.TestCase):
+            @classmethod
+            def tearDownClass(cls):
+                if cls in over:
+                    raise ValueError('once more')
+                over.append(cls)
+
             def test_it_passes(self):
                 self.assertTrue(os.environ['HOME'] not in homes)
 
@@ -664,25 +670,29 @@ class HarnessTest(unittest.TestCase):
             def setUpClass(cls):
                 raise ValueError('that')
 
-        homes = [os.environ['HOME']]
-        cases = [Ends, Hangs, First, Stops, Fails, CannotBegin, First]
-        suites = [unittest.TestLoader().loadTestsFromTestCase(case) for case in cases]
-        score, out = Score(len(suites), is_verbose=False), io.StringIO()
+        class Last(First):
+            pass
+
+        homes, over = [os.environ['HOME']], []
+        cases = [Ends, Hangs, First, Stops, Fails, CannotBegin, Last]
         faulthandler.cancel_dump_traceback_later()      # its thread is not the forked workers', who would wait for it
-        with contextlib.redirect_stdout(out):
-            run_in_workers(suites, 2, ['none'], score, limit_s=0.5)
-        told = {title: texts[0] for title, texts in score.failed.items()}
-        self.assertEqual(['Ends.test_it_dies', 'Hangs.test_it_hangs', 'Stops.test_it_hangs', 'Fails.test_it_fails'],
-                         list(told)[:4])
-        self.assertRegex(told.pop('Ends.test_it_dies'), r'^its process ended \(wait status 9\)')
-        self.assertRegex(told.pop('Hangs.test_it_hangs'), r'^its process ended \(wait status 256\)')
-        self.assertRegex(told.pop('Stops.test_it_hangs'), r'^its process ended \(wait status 9\)')
-        self.assertRegex(told.pop('Fails.test_it_fails'), r'(?s)^\[part\].*AssertionError: this')
-        (_, text), = told.items()
-        self.assertIn('ValueError: that', text)
-        self.assertEqual({'some': {'more'}}, score.groups)
-        self.assertEqual('FFsFFss', out.getvalue())
-        self.assertEqual({'ok': 3, 'skipped': 3, 'FAILED': 4}, score.counts)
+        for jobs in (1, 2):
+            suites = [unittest.TestLoader().loadTestsFromTestCase(case) for case in cases]
+            score, out = Score(len(suites), is_verbose=False), io.StringIO()
+            with contextlib.redirect_stdout(out):
+                run_in_workers(suites, jobs, ['none'], score, limit_s=1.0)
+            found = {title: texts[0] for title, texts in score.failed.items()}
+            self.assertEqual(['Ends.test_it_dies', 'Hangs.test_it_hangs', 'Stops.test_it_hangs', 'Fails.test_it_fails'],
+                             list(found)[:4])
+            self.assertRegex(found.pop('Ends.test_it_dies'), r'^its process ended \(wait status 9\)')
+            self.assertRegex(found.pop('Hangs.test_it_hangs'), r'^its process ended \(wait status 256\)')
+            self.assertRegex(found.pop('Stops.test_it_hangs'), r'^its process ended \(wait status 9\)')
+            self.assertRegex(found.pop('Fails.test_it_fails'), r'(?s)^\[part\].*AssertionError: this')
+            (_, text), = found.items()
+            self.assertIn('ValueError: that', text)
+            self.assertEqual({'some': {'more'}}, score.groups)
+            self.assertEqual('FFsFFss', out.getvalue())
+            self.assertEqual({'ok': 3, 'skipped': 3, 'FAILED': 4}, score.counts)
 
     def test_a_required_group_may_not_be_skipped(self):
         class Skips(unittest.TestCase):
@@ -20651,11 +20661,11 @@ class Worker:
             os.close(self.reader)
             os.environ['HOME'] = self.home
             random.seed()
-            recorder = Recorder(pipe, required, self.limit_s)
             for number in iter(lambda: os.read(numbers, 2), b''):
                 if os.getppid() != parent:      # it was killed: nobody would show what follows
                     break
-                recorder.run(int.from_bytes(number, 'big'), suites[int.from_bytes(number, 'big')])
+                place = int.from_bytes(number, 'big')
+                Recorder(pipe, required, self.limit_s).run(place, suites[place])    # an old one remembers its last class
             code = 0
         except BaseException:   # border: nothing of the parent's may run in the child
             traceback.print_exc()
