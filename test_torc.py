@@ -694,6 +694,19 @@ class HarnessTest(unittest.TestCase):
             self.assertEqual('FFsFFss', out.getvalue())
             self.assertEqual({'ok': 3, 'skipped': 3, 'FAILED': 4}, score.counts)
 
+    def test_a_test_that_changes_the_process_for_the_next_one_fails(self):
+        class Leaves(unittest.TestCase):
+            def test_it_changes(self):
+                torc.__version__, os.environ['LEFT'], os.environ['HOME'] = 'another', 'here', '/'
+                os.chdir('/')
+
+        score = Score(1, is_verbose=False)
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_in_workers([unittest.TestLoader().loadTestsFromTestCase(Leaves)], 1, [], score)
+        said = 'it has left changes for the next test: torc.__version__, $HOME, directory, environment'
+        self.assertEqual({'Leaves.test_it_changes': [said]}, score.failed)
+
     def test_a_required_group_may_not_be_skipped(self):
         class Skips(unittest.TestCase):
             def test_it_skips(self):
@@ -20585,6 +20598,15 @@ TEST_LIMIT_S = 300      # a test that takes longer hangs: where is shown, and it
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
+def process_state() -> Dict[str, Any]:
+    """What a test of this process could leave behind for the next one: name -> value."""
+    state = {f'torc.{name}': value for name, value in vars(torc).items()}
+    state.update({f'${name}': value for name, value in os.environ.items()})
+    state.update({f'signal {number}': signal.getsignal(number) for number in SENT_SIGNALS})
+    state.update(directory=os.getcwd(), environment=set(os.environ), descriptors=resource.getrlimit(resource.RLIMIT_NOFILE))
+    return state
+
+
 class Recorder(unittest.TestResult):
     """A worker's results, reported to the process that counts: what happened, and of which test, as a JSON line."""
 
@@ -20607,12 +20629,16 @@ class Recorder(unittest.TestResult):
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
         faulthandler.dump_traceback_later(self.limit_s, exit=True)
-        self.begun, self.word = time.monotonic(), 'ok'
+        self.begun, self.word, self.before = time.monotonic(), 'ok', process_state()
         self.report('test', title_of(test))
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
         faulthandler.cancel_dump_traceback_later()
+        now = process_state()
+        changes = [name for name, value in self.before.items() if now.get(name) is not value and now.get(name) != value]
+        if changes:
+            self.failures.append((test, f'it has left changes for the next test: {", ".join(changes)}'))
         word = 'FAILED' if self.report_failures() else self.word
         self.report(word, title_of(test), time.monotonic() - self.begun)
 
