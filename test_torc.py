@@ -20594,6 +20594,7 @@ def figures_by_name(names: Dict[str, str], is_quick: bool) -> List[List[str]]:
 # of its own. A worker that ends or hangs fails the test that it was at, and another takes the rest. A skip is counted by
 # its group, and the last line is the sum.
 
+PR_SET_PDEATHSIG = 1    # linux/prctl.h: a signal for this process when its parent has died
 TEST_LIMIT_S = 300      # a test that takes longer hangs: where is shown, and its worker ends
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
@@ -20682,14 +20683,17 @@ class Worker:
 
     def work(self, suites: Sequence[unittest.TestSuite], numbers: int, pipe: Any, required: Sequence[str]) -> None:
         """Run classes until all are taken. Ends the process."""
-        code, parent = 1, os.getppid()
+        code = 1
         try:
+            if sys.platform == 'linux':
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(self.reader)
             os.environ['HOME'] = self.home
             random.seed()
+            if hasattr(gc, 'freeze'):       # since Python 3.7: each World collects garbage, and what is here is none
+                gc.freeze()
             for number in iter(lambda: os.read(numbers, 2), b''):
-                if os.getppid() != parent:      # it was killed: nobody would show what follows
-                    break
                 place = int.from_bytes(number, 'big')
                 Recorder(pipe, required, self.limit_s).run(place, suites[place])    # an old one remembers its last class
             code = 0
@@ -20785,7 +20789,7 @@ def run_in_workers(suites: Sequence[unittest.TestSuite], jobs: int, required: Se
                     score.add(worker.number, ['FAILED', title, time.monotonic() - worker.heard_at])
                     score.add(worker.number, ['done', worker.number])
                     workers.append(Worker(suites, numbers, required, limit_s))
-    finally:
+    finally:    # also after Ctrl-C or SIGTERM
         os.close(numbers)
         for worker in workers:
             os.kill(worker.pid, signal.SIGKILL)
@@ -20820,6 +20824,7 @@ def line_of(case: type, name: str) -> int:
 def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[str], is_verbose: bool) -> int:
     """Run, report, count. 1 if anything failed."""
     warnings.simplefilter('error', ResourceWarning)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begun, score = time.monotonic(), Score(len(suites), is_verbose)
     run_in_workers(suites, jobs, required, score)
     passed, skipped = score.counts['ok'], score.counts['skipped']
