@@ -20852,8 +20852,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument('--require', default='', metavar='GROUP,...', help='groups whose skip is a failure')
     parser.add_argument('--all', action='store_true', help='the tests that take long, too')
     parser.add_argument('--fast', action='store_true', help=argparse.SUPPRESS)      # what is done without it, too
-    parser.add_argument('--jobs', type=int, default=CORES, metavar='N', help='so many at a time (one a core)')
-    parser.add_argument('--shuffle', type=int, metavar='SEED', help='classes in another order: each is to need no other')
+    parser.add_argument('--jobs', type=int, default=min(CORES, 8), metavar='N',
+                        help='so many processes at a time (default: one a core, at most 8)')
+    parser.add_argument('--shuffle', type=int, metavar='SEED', help='classes in another order, since each is to need no other')
     parser.add_argument('--python', metavar='PATH', help='another interpreter (bench: beside this one)')
     parser.add_argument('--quick', action='store_true', help='bench, faults: small sizes')
     parser.add_argument('--seed', type=int, help='faults: the moments of the kills')
