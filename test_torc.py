@@ -19075,6 +19075,10 @@ LARGER = {
     'parameters of Client.connect': 9,
 }
 
+# Regular expressions that still stand in torc.py twice, and are to stand there once.
+TWICE = {r'"([^"\\]*(?:\\.[^"\\]*)*)"', r'[A-Za-z_][A-Za-z0-9_]*\Z', '[\x00\ud800-\udfff]', r'\{(\w+)\}', r'[0-9]{1,18}\Z'}
+CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Bytes)
+
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
@@ -19427,6 +19431,15 @@ class CodeLaws(unittest.TestCase):
             sizes[f'parameters of {name}'] = len(node.args.args) + len(node.args.kwonlyargs), FUNCTION_PARAMETERS
             sizes[f'nesting of {name}'] = deepest_block(node), FUNCTION_NESTING
         self.assertEqual({}, {name: size for name, (size, limit) in sizes.items() if size > max(limit, LARGER.get(name, 0))})
+
+    def test_no_pattern_is_written_twice(self):
+        texts = collections.Counter()
+        for node in self.torc.walk(ast.Call):
+            name, owner = getattr(node.func, 'attr', getattr(node.func, 'id', '')), getattr(getattr(node.func, 'value', None), 'id', '')
+            if owner == 're' or name == 'Expression':
+                texts.update([ast.literal_eval(node.args[0])] if isinstance(node.args[0], CONSTANTS) else [])
+        self.assertEqual([], [text for text, count in texts.items() if count > 1 and text not in TWICE])
+        self.assertGreater(len(texts), 100)
 
     def test_the_laws_of_sizes_see_a_breach(self):
         text = ('def first() -> None:\n    while True:\n        if 1:\n            pass\n        elif 2:\n            with 3:\n'
