@@ -61,6 +61,7 @@ import glob
 import hashlib
 import hmac
 import http.client
+import importlib
 import inspect
 import io
 import itertools
@@ -223,6 +224,10 @@ def prepare_process() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.umask(0o022)
+    # What is loaded at its first use may lie where another user, whom a test becomes, cannot read.
+    'a'.encode('idna')
+    for name in [value.__name__ for value in vars(torc).values() if isinstance(value, torc.LateModule)]:
+        importlib.import_module(name)
 
 
 @functools.lru_cache(None)
@@ -242,7 +247,6 @@ OTHER_UID = 47011       # an account without a name, for tests that are run by r
 def run_as(work: Callable[[], Any], uid: int = OTHER_UID, gid: int = OTHER_UID, mask: int = 0o022) -> int:
     """Do something as another user, in a forked child, whose pid is returned. `end_child` waits for it."""
     need('root', os.geteuid() == 0, 'root, to act as another user')
-    'a'.encode('idna')      # what is loaded at its first use may lie where only root can read
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', DeprecationWarning)     # there may be threads, none of which the child needs
         pid = os.fork()
@@ -540,7 +544,6 @@ def main_as(uid: int, directory: str, *argv: Any) -> Outcome:
     if not os.path.exists(home):
         os.mkdir(home, 0o700)
         os.chown(home, uid, uid)
-    'x'.encode('idna')      # loaded now: that user may not be able to read this Python's library
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')     # of threads that other tests have left to end
