@@ -20,7 +20,14 @@ Sections (grep '^# ==' torc.py):
     2. Errors
     3. Plain tools
     4. Formats
+    4a. YAML
+    4b. JSON
+    4c. KDL
     5. Spec
+    5a. Documents
+    5b. Expansion
+    5c. Planning
+    5d. Plan views
     6. Schema
     7. Store
     8. Service
@@ -1104,11 +1111,12 @@ def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
     }[mode]
 
 
-# ======== 4. Formats: text -> plain values ========
+# ======== 4. Formats: what the readers of all formats share ========
 #
 # Readers of YAML 1.2, JSON, JSON5 and KDL 2 (TOML through the standard library), written from the format
-# specifications. All follow one law: a text gives exactly the value that its specification says, or one BadInput
-# with line, column, the line itself and the cure. What a reader does not know it refuses; it never guesses.
+# specifications, one section each. All follow one rule: a text gives exactly the value that its specification says,
+# or one BadInput with line, column, the line itself and the cure. What a reader does not know it refuses; it never
+# guesses.
 #
 # A reader walks one text with one offset and compiled expressions: no tokens, no list of lines. The expressions that
 # take a whole simple line at once carry the speed; everything else may be slow but is never worse than linear.
@@ -1193,45 +1201,6 @@ def problem_at(text: str, offset: int, message: str) -> BadInput:
     return BadInput(str(problem), [problem])
 
 
-class Document:
-    """A file's value, and where each part of it stands in the text."""
-
-    def __init__(self, value: Any, format: str, text: str, positions: Positions) -> None:
-        self.value = value
-        self.format = format
-        self.text = text
-        self.positions = positions
-        self._counted = (0, 1)     # an offset and its line: the next question is mostly about a place nearby
-
-    def place(self, container: Any, key: Any = None) -> Tuple[int, int]:
-        """Line and column of an entry of a dict or list; of the whole if the entry is unknown, (0, 0) if that is."""
-        if not self.positions and self.format in ('json', 'json5'):
-            self.positions.update(find_json_positions(self.text, self.value))
-        offsets = self.positions.get(id(container))
-        if not offsets:
-            return 0, 0
-        return self.count_line(offsets[entry_number(container, key, len(offsets))])
-
-    def count_line(self, offset: int) -> Tuple[int, int]:
-        """Like line_and_column, but from the last place on."""
-        last, line = self._counted
-        if offset >= last:
-            line += self.text.count('\n', last, offset)
-        else:
-            line -= self.text.count('\n', offset, last)
-        self._counted = (offset, line)
-        return line, offset - self.text.rfind('\n', 0, offset)
-
-
-def entry_number(container: Any, key: Any, known: int) -> int:
-    """Which entry of a container, from 1, a key or index names; 0 if none that has a known place."""
-    if isinstance(container, dict):
-        number = list(container).index(key) + 1 if key in container else 0
-    else:
-        number = key + 1 if isinstance(key, int) and key >= 0 else 0
-    return number if number < known else 0
-
-
 def normal_text(text: str) -> str:
     """Text without byte-order mark, with \\n for every line end."""
     if text[:1] == '\ufeff':
@@ -1269,9 +1238,12 @@ class TextReader:
             return self.fail(at, str(error))
 
 
-# -------- yaml: expressions --------
+# ======== 4a. YAML: one document of YAML 1.2 ========
 #
-# ASCII, because YAML's white space is blank and tab only. In block context a plain text ends before ': ' and ' #';
+# The core schema: only true and false are booleans. YamlText reads what is no collection, YamlReader the rest by
+# recursive descent; a text of several documents is split before.
+#
+# The expressions are ASCII, because YAML's white space is blank and tab only. In block context a plain text ends before ': ' and ' #';
 # inside [ ] and { } also before , [ ] { }.
 
 YAML_FORBIDDEN = Expression('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]')
@@ -2102,7 +2074,10 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     return reader.read(parts[0].start, parts[0].is_inline), text, reader.positions
 
 
-# -------- json and json5 --------
+# ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
+#
+# The standard library reads JSON, with the numbers and limits of this file. Json5Reader reads the rest: JSON5, and a
+# second time what JSON it takes to find places and errors, which the library does not report.
 
 JSON5_SPACE = Expression(
     r'(?:[ \t\n\r\v\f\xa0\ufeff\u2028\u2029\u1680\u2000-\u200a\u202f\u205f\u3000]+|//[^\n\r\u2028\u2029]*|/\*.*?\*/)*', re.DOTALL)
@@ -2339,7 +2314,9 @@ def plain_dates(value: Any) -> Any:
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else value
 
 
-# -------- kdl: reader --------
+# ======== 4c. KDL: the nodes of a text ========
+#
+# What the nodes of a workflow mean is decided in Documents, by the types of fields.
 #
 # KDL 2.0. Lax reading also takes the forms of KDL 1 that do not clash with it (true, r"raw", line breaks inside "...",
 # '\/'): Torc's own files and its exporter mix the two.
@@ -2644,15 +2621,12 @@ def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
     return KdlReader(text, lax).read_nodes(0, False)[0]
 
 
-# ======== 5. Spec: from a document to a plan ========
+# ======== 5. Spec: what a workflow file may say ========
 #
-# Owns what a workflow file may say (FIELDS), in KDL too, how parameters make instances, how names become relations,
-# and what is refused. Pure: it reads the tables and lists that a spec names and asks for the times of input files,
-# nothing else. read_plan() collects every problem, with its place in the file, before it raises.
-#
-# Expansion works by columns, not by instances: a template such as 'job_{i}' becomes one list of texts, a template
-# without parameters stays one text that all instances share. Names are resolved once per distinct list or regex.
-# What is the same for many jobs (prerequisites, kinds) stands once in the plan and is pointed at by index.
+# Owns FIELDS and TYPES, and the shape of a plan, to which the sections 5a to 5d lead:
+#     file -- Documents --> blocks of checked fields -- Expansion --> instances -- Planning --> Plan
+# All of it is pure: it reads the tables and lists that a spec names and asks for the times of input files, nothing
+# else. read_plan() collects every problem, with its place in the file, before it raises.
 
 
 class PlannedJob(Row):
@@ -3199,6 +3173,12 @@ def is_pending_block(where: str) -> bool:
     return all(is_pending(field) or (where, field.name) in NO_EFFECT for field in FIELDS_OF[where].values())
 
 
+# ======== 5a. Documents: from a file to blocks of checked fields ========
+#
+# Owns how a file's format is found, what the nodes of KDL mean, and how a block is read by its FIELDS. What is wrong
+# is collected in the SpecContext, so that a user sees all of it at once.
+
+
 # -------- kdl: nodes -> spec --------
 #
 # KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the field's type:
@@ -3374,6 +3354,45 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
 
 READERS = {'json': load_json, 'json5': load_json5, 'yaml': load_yaml, 'kdl': load_kdl, 'toml': load_toml}
 TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not tell, as Torc tries them
+
+
+class Document:
+    """A file's value, and where each part of it stands in the text."""
+
+    def __init__(self, value: Any, format: str, text: str, positions: Positions) -> None:
+        self.value = value
+        self.format = format
+        self.text = text
+        self.positions = positions
+        self._counted = (0, 1)     # an offset and its line: the next question is mostly about a place nearby
+
+    def place(self, container: Any, key: Any = None) -> Tuple[int, int]:
+        """Line and column of an entry of a dict or list; of the whole if the entry is unknown, (0, 0) if that is."""
+        if not self.positions and self.format in ('json', 'json5'):
+            self.positions.update(find_json_positions(self.text, self.value))
+        offsets = self.positions.get(id(container))
+        if not offsets:
+            return 0, 0
+        return self.count_line(offsets[entry_number(container, key, len(offsets))])
+
+    def count_line(self, offset: int) -> Tuple[int, int]:
+        """Like line_and_column, but from the last place on."""
+        last, line = self._counted
+        if offset >= last:
+            line += self.text.count('\n', last, offset)
+        else:
+            line -= self.text.count('\n', offset, last)
+        self._counted = (offset, line)
+        return line, offset - self.text.rfind('\n', 0, offset)
+
+
+def entry_number(container: Any, key: Any, known: int) -> int:
+    """Which entry of a container, from 1, a key or index names; 0 if none that has a known place."""
+    if isinstance(container, dict):
+        number = list(container).index(key) + 1 if key in container else 0
+    else:
+        number = key + 1 if isinstance(key, int) and key >= 0 else 0
+    return number if number < known else 0
 
 
 def decode_document(data: bytes, path: str) -> str:
@@ -3642,6 +3661,12 @@ def read_variables(workflow: Block) -> None:
         for match in PARAMETER.finditer(value):
             if IDENTIFIER.match(match.group(1)):
                 workflow.error(f"variable '{name}' holds {match.group()}: it cannot refer to others", 'variables', name)
+
+
+# ======== 5b. Expansion: parameters make instances ========
+#
+# Expansion works by columns, not by instances: a template such as 'job_{i}' becomes one list of texts, a template
+# without parameters stays one text that all instances share.
 
 
 # -------- parameter values --------
@@ -3936,7 +3961,7 @@ def substitute(template: str, values: Dict[str, Value]) -> str:
         raise BadInput(f"'{shorten(template)}': {error}") from None
 
 
-# -------- expansion --------
+# -------- columns --------
 #
 # A column is either one value that all instances share, or a list with one value for each.
 
@@ -4116,8 +4141,10 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
     return combine_values(values, block.get('parameter_mode', 'product'), reading.max_instances)
 
 
-# -------- planning --------
-
+# ======== 5c. Planning: names become relations, blocks become a plan ========
+#
+# Names are resolved once per distinct list or regular expression. What is the same for many jobs (prerequisites, job
+# classes) stands once in the plan and is pointed at by index. What concerns more than one block is checked here.
 
 RELATED = (     # what, direction, fields of names and of regular expressions: jobs, then in the order of PlannedJob
     ('job',       'input',  'depends_on',       'depends_on_regexes'),
@@ -4869,6 +4896,13 @@ def summarize(planner: Planner) -> Dict[str, Any]:
         'job_names': [job.name for job in planner.jobs],
         'scheduler_names': [scheduler.get('name', '') for scheduler in schedulers],
     }
+
+
+# ======== 5d. Plan views: the order of execution, and help ========
+#
+# What people see of a plan, and of the fields of a workflow file. Nothing here changes a plan or asks for one.
+#
+# The execution plan serves a spec's plan and a stored workflow alike, so it takes names and numbers, no plan.
 
 
 # -------- execution plan --------
