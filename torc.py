@@ -64,6 +64,7 @@ Licence: BSD 3-Clause, see LICENSE.
 # ======== 0. Head: imports and version ========
 
 import base64
+import bisect
 import codecs
 import collections
 import contextlib
@@ -3489,10 +3490,10 @@ class SpecContext:
 class Block(dict):
     """The given fields of one block, read. `raw` is the block in the document, for places."""
 
-    def __init__(self, reading: SpecContext, where: str, raw: Any = None, entry: Any = '',
+    def __init__(self, context: SpecContext, where: str, raw: Any = None, entry: Any = '',
                  owner: Optional['Block'] = None) -> None:
         super().__init__()
-        self.reading, self.where, self.raw = reading, where, raw
+        self.context, self.where, self.raw = context, where, raw
         self.entry = entry      # its number in a list of blocks, from 1, or its key in a mapping of them
         self.owner = owner      # block that it stands in
 
@@ -3512,23 +3513,23 @@ class Block(dict):
 
     def error(self, message: str, key: Any = None, item: Any = None) -> None:
         """Note a problem with a field of the block, or with an item of a field."""
-        self.reading.problems.append(self.problem(message, key, item))
+        self.context.problems.append(self.problem(message, key, item))
 
     def warn(self, message: str, key: Any = None, item: Any = None) -> None:
         """Note what may be a mistake."""
-        self.reading.warnings.append(self.problem(message, key, item))
+        self.context.warnings.append(self.problem(message, key, item))
 
     def problem(self, message: str, key: Any, item: Any) -> Problem:
         """A message with the block's name before it, and its place."""
-        place = self.reading.document.place
+        place = self.context.document.place
         line, column = place(self.raw, key) if item is None else place(self.raw.get(key), item)
         return Problem(f'{self.label()}: {message}', line, column)
 
 
-def read_block(reading: SpecContext, where: str, raw: Any, entry: Any = '',
+def read_block(context: SpecContext, where: str, raw: Any, entry: Any = '',
                owner: Optional[Block] = None) -> Block:
     """Read one block: every field by its type, unknown and missing ones noted."""
-    block = Block(reading, where, raw, entry, owner)
+    block = Block(context, where, raw, entry, owner)
     if not isinstance(raw, dict):
         block.error(f'must be a mapping, not {show_value(raw)}')
         return block
@@ -3553,7 +3554,7 @@ def old_field(block: Block, key: Any) -> Optional[Field]:
     key = str(key)
     reason = REFUSED_NAMES.get((where, key)) or (f"write '{name}' only" if name else '')
     if not reason:
-        hint = block.reading.suggest(key, FIELDS_OF[where])
+        hint = block.context.suggest(key, FIELDS_OF[where])
         homes = [home for home in BLOCKS if key in FIELDS_OF[home] and home != where]
         reason = hint[2:] if hint else f"it is a field of {' and '.join(homes)}" if homes else ''
     block.error(f"unknown field '{shorten(key)}'" + (f', {reason}' if reason else ''), key)
@@ -3562,11 +3563,11 @@ def old_field(block: Block, key: Any) -> Optional[Field]:
 
 def read_field(block: Block, field: Field, key: str, value: Any) -> None:
     """Read one field into its block, or note what is wrong with it."""
-    kind, variables = TYPES[field.type], block.reading.variables
+    kind, variables = TYPES[field.type], block.context.variables
     if (field.where, key) in NO_EFFECT:
         block.warn(f'{key} has no effect: {NO_EFFECT[field.where, key]}', key)
     if variables and not kind.block and field.name not in ('variables', 'use_parameters'):
-        value = block.reading.fill(value)
+        value = block.context.fill(value)
         if not field.is_template and kind.shape == 'one' and isinstance(value, str):
             warn_of_braces(block, key, value)
     try:
@@ -3586,7 +3587,7 @@ def note_pending(block: Block, field: Field, key: str) -> None:
             name = f'{field.name}: {value}'
         elif is_pending_block(outer):
             name = outer
-        block.reading.pending.append(block.problem('', key, None)._replace(message=name))
+        block.context.pending.append(block.problem('', key, None)._replace(message=name))
 
 
 def describe_pending(pending: Sequence[Problem]) -> List[Problem]:
@@ -3600,7 +3601,7 @@ def warn_of_braces(block: Block, key: str, text: str) -> None:
     """Where variables are used, a {name} that is none of them is likely a slip."""
     for match in PARAMETER.finditer(text):
         if IDENTIFIER.match(match.group(1)):
-            hint = block.reading.suggest(match.group(1), block.reading.variables)
+            hint = block.context.suggest(match.group(1), block.context.variables)
             block.warn(f"{key} holds '{match.group()}', which is no variable{hint}", key)
 
 
@@ -3627,7 +3628,7 @@ def read_map(block: Block, kind: Type, key: str, value: Any) -> Dict[str, Any]:
         try:
             text = kind.key(name)
             items[text] = kind.read(item) if kind.read else \
-                read_block(block.reading, kind.block, item, f"'{shorten(text)}'", block)
+                read_block(block.context, kind.block, item, f"'{shorten(text)}'", block)
         except ValueError as error:
             block.error(f"'{shorten(str(name))}' of {key} {error}", key, name)
     return items
@@ -3637,12 +3638,12 @@ def read_blocks(block: Block, kind: Type, key: str, value: Any) -> List[Block]:
     """A list of blocks."""
     if not isinstance(value, list):
         raise ValueError(f'must be a list (each entry begins with "- "), not {show_value(value)}')
-    return [read_block(block.reading, kind.block, raw, number, block) for number, raw in enumerate(value, 1)]
+    return [read_block(block.context, kind.block, raw, number, block) for number, raw in enumerate(value, 1)]
 
 
 def read_inner(block: Block, kind: Type, key: str, value: Any) -> Block:
     """A block in a block."""
-    return read_block(block.reading, kind.block, value, '', block)
+    return read_block(block.context, kind.block, value, '', block)
 
 
 SHAPES = {'list': read_list, 'map': read_map, 'block': read_inner, 'blocks': read_blocks}
@@ -3657,7 +3658,7 @@ def read_variables(workflow: Block) -> None:
         if not isinstance(value, str):
             workflow.error(f"variable '{shorten(str(name))}' must be text: put it in quotes", 'variables', name)
             continue
-        workflow.reading.variables[name] = value
+        workflow.context.variables[name] = value
         for match in PARAMETER.finditer(value):
             if IDENTIFIER.match(match.group(1)):
                 workflow.error(f"variable '{name}' holds {match.group()}: it cannot refer to others", 'variables', name)
@@ -3665,8 +3666,10 @@ def read_variables(workflow: Block) -> None:
 
 # ======== 5b. Expansion: parameters make instances ========
 #
-# Expansion works by columns, not by instances: a template such as 'job_{i}' becomes one list of texts, a template
-# without parameters stays one text that all instances share.
+# A block with parameters is a template of many instances (jobs, files, user data). What it says of them is worked out
+# by columns, not instance by instance: one value where all instances have the same, a Varying with the value of each
+# where they differ. So a job without parameters costs no loop, and 100,000 of one template cost a loop for each field
+# that names a parameter, most of them in C.
 
 
 # -------- parameter values --------
@@ -3684,19 +3687,19 @@ Value = Union[int, float, str]
 
 
 class Axis(Row):
-    """One parameter of some instances: its values, each for so many instances in turn, the whole again and again."""
+    """The values of one parameter: each repeats `repeat` times, the sequence cycles."""
     values: Sequence[Any]
     repeat: int
 
 
 class Instances(Row):
-    """Combinations of parameter values."""
+    """The combinations of parameter values that a template is repeated for."""
     count: int
-    axes: Dict[str, Axis]
+    axes: Dict[str, Axis]       # by parameter
 
 
 NO_PARAMETERS = Instances(1, {})
-UNKNOWN = Axis(('?',), 1)       # of a parameter with a mistake: the rest is checked all the same
+UNKNOWN = Axis(('?',), 1)       # placeholder for a parameter with a mistake, so that later checks still run
 
 
 def expand_values(value: Any, directory: str = '', limit: int = MAX_INSTANCES) -> List[Value]:
@@ -3911,10 +3914,36 @@ def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Ins
     return Instances(count, axes)
 
 
-def axis_column(axis: Axis, items: Sequence[Any], count: int) -> List[Any]:
-    """Something made of each of an axis's values -> the same for each of `count` instances."""
+class Varying(list):
+    """A column whose values differ: one for each instance of a template."""
+
+
+Column = Union[Varying, Any]        # any other value is that of all instances
+
+
+def spread(column: Column, count: int) -> Sequence[Any]:
+    """The values of a column, one for each of `count` instances."""
+    return column if type(column) is Varying else [column] * count
+
+
+def side_by_side(columns: Sequence[Column]) -> Column:
+    """Several columns as one column of tuples."""
+    if Varying in map(type, columns):
+        return Varying(zip(*(column if type(column) is Varying else itertools.repeat(column) for column in columns)))
+    return tuple(columns)
+
+
+def each(function: Callable[..., Any], *columns: Column) -> Column:
+    """The column of function(a value of each column): called once where all instances have the same values."""
+    if Varying not in map(type, columns):
+        return function(*columns)
+    return Varying(map(function, *(column if type(column) is Varying else itertools.repeat(column) for column in columns)))
+
+
+def axis_column(axis: Axis, items: Sequence[Any], count: int) -> Varying:
+    """Something made of each value of an axis -> the column for `count` instances."""
     column = [item for item in items for _ in range(axis.repeat)] if axis.repeat > 1 else list(items)
-    return column * (count // len(column))
+    return Varying(column * (count // len(column)))
 
 
 def expand_parameters(parameters: Dict[str, Any], mode: str = 'product', directory: str = '',
@@ -3961,25 +3990,10 @@ def substitute(template: str, values: Dict[str, Value]) -> str:
         raise BadInput(f"'{shorten(template)}': {error}") from None
 
 
-# -------- columns --------
-#
-# A column is either one value that all instances share, or a list with one value for each.
+# -------- templates --------
 
 RELATION = Expression(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*)\}')
 REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')    # literal, after ^
-Column = Union[List[Any], Any]
-
-
-def spread(column: Column, count: int) -> List[Any]:
-    """A column as a list of `count` values."""
-    return column if isinstance(column, list) else [column] * count
-
-
-def zip_columns(columns: Sequence[Column], count: int) -> Column:
-    """Columns side by side: one tuple, or a list of tuples when any of them varies."""
-    if list in map(type, columns):
-        return list(zip(*(spread(column, count) for column in columns)))
-    return tuple(columns)
 
 
 class Expansion:
@@ -3990,10 +4004,10 @@ class Expansion:
         self.instances = instances
         self.count = instances.count
         self.shared = shared        # names of the workflow's parameters: an unused one in a template is an error
-        self.columns: Dict[Tuple[str, str, bool], List[str]] = {}
+        self.columns: Dict[Tuple[str, str, bool], Varying] = {}     # of parameters, by name, format and is_regex
 
     def text(self, template: str, key: str, is_regex: bool = False) -> Column:
-        """Column of a template. Values that go into a regular expression are escaped."""
+        """Column of a text. Values that go into a regular expression are escaped."""
         if '{' not in template:
             return template
         parts, columns, position = [], [], 0
@@ -4005,10 +4019,12 @@ class Expansion:
                 position = match.end()
             else:
                 self.note_leftover(match.group(), name, key)
-        parts.append(template[position:])
-        return join_column(parts, columns)
+        if not columns:
+            return template
+        form = '%s'.join(part.replace('%', '%%') for part in parts + [template[position:]])
+        return Varying(map(form.__mod__, zip(*columns)))
 
-    def values(self, name: str, spec: str, is_regex: bool, key: str) -> List[str]:
+    def values(self, name: str, spec: str, is_regex: bool, key: str) -> Varying:
         """Column of one parameter's texts."""
         if (name, spec, is_regex) not in self.columns:
             axis = self.instances.axes[name]
@@ -4028,54 +4044,21 @@ class Expansion:
             self.block.error(f"{key} holds {token}, but '{name}' is not used here: add it to use_parameters, "
                              'or declare it under parameters', key)
         elif IDENTIFIER.match(name):
-            hint = self.block.reading.suggest(name, list(self.instances.axes) + list(self.block.reading.variables))
+            hint = self.block.context.suggest(name, list(self.instances.axes) + list(self.block.context.variables))
             self.block.warn(f'{key} holds {token}, which is no parameter and stays as it is{hint}', key)
 
     def texts(self, templates: Iterable[str], key: str) -> Column:
         """Column of tuples, from a list of templates."""
-        return zip_columns([self.text(template, key) for template in templates], self.count)
-
-    def mapping(self, templates: Dict[str, str], key: str) -> Column:
-        """Column of dicts, from a mapping of templates."""
-        columns = {name: self.text(template, key) for name, template in templates.items()}
-        if not any(isinstance(column, list) for column in columns.values()):
-            return columns
-        rows = zip(*(spread(column, self.count) for column in columns.values()))
-        return [dict(zip(columns, row)) for row in rows]
+        return side_by_side([self.text(template, key) for template in templates])
 
     def json(self, value: Any, key: str) -> Column:
-        """Column of a JSON value in whose texts parameters are replaced. One that is shared comes in a 1-tuple."""
-        if self.instances is NO_PARAMETERS:
-            return (value,)
-        columns: List[Column] = []
-
-        def outline(part: Any) -> Any:
-            if isinstance(part, str):
-                columns.append(self.text(part, key))
-                return part
-            return [outline(item) for item in part] if isinstance(part, list) else \
-                {name: outline(item) for name, item in part.items()} if isinstance(part, dict) else part
-
-        def rebuild(part: Any, texts: Iterator[str]) -> Any:
-            if isinstance(part, str):
-                return next(texts)
-            return [rebuild(item, texts) for item in part] if isinstance(part, list) else \
-                {name: rebuild(item, texts) for name, item in part.items()} if isinstance(part, dict) else part
-
-        outline(value)
-        rows = zip_columns(columns, self.count)
-        return [(rebuild(value, iter(row)),) for row in rows] if isinstance(rows, list) else (value,)
-
-
-def join_column(parts: List[str], columns: List[List[str]]) -> Column:
-    """Texts made of fixed parts with a column between each two."""
-    if not columns:
-        return parts[0]
-    if len(columns) == 1:
-        before, after = parts
-        return [before + text + after for text in columns[0]]
-    form = '%s'.join(part.replace('%', '%%') for part in parts)
-    return [form % row for row in zip(*columns)]
+        """Column of a JSON value in whose texts parameters are replaced."""
+        if isinstance(value, str):
+            return self.text(value, key)
+        if isinstance(value, dict):
+            return each(lambda *items: dict(zip(value, items)), *(self.json(item, key) for item in value.values()))
+        return each(lambda *items: list(items), *(self.json(item, key) for item in value)) \
+            if isinstance(value, list) else value
 
 
 def format_values(values: Sequence[Any], spec: str) -> List[str]:
@@ -4102,43 +4085,43 @@ def find_instances(block: Block, workflow: Block) -> Instances:
         path = block.get('parameters_file') or workflow.get('parameters_file')
         if not path:
             raise ValueError('use_parameters_file needs parameters_file in the workflow')
-        return find_table(block.reading, path)
+        return find_table(block.context, path)
     except ValueError as error:
         block.error(str(error), next(name for name in tables + ['parameters', 'use_parameters'] if name in block))
-        block.reading.is_partial = True
+        block.context.is_partial = True
         homes = (block.get('parameters', ()), block.get('use_parameters', ()), workflow.get('parameters', ()))
         return Instances(1, dict.fromkeys(itertools.chain(*homes), UNKNOWN))
 
 
-def find_table(reading: SpecContext, path: str) -> Instances:
+def find_table(context: SpecContext, path: str) -> Instances:
     """A table, read once."""
-    if path not in reading.tables:
-        reading.tables[path] = read_table(path, reading.directory)
-    check_instances(reading.tables[path].count, reading.max_instances)
-    return reading.tables[path]
+    if path not in context.tables:
+        context.tables[path] = read_table(path, context.directory)
+    check_instances(context.tables[path].count, context.max_instances)
+    return context.tables[path]
 
 
 def find_combinations(block: Block, workflow: Block) -> Instances:
     """Instances of a block's own parameters and those of the workflow that it uses; its own win."""
-    reading = block.reading
+    context = block.context
     sources = {name: (value, block) for name, value in block.get('parameters', {}).items()}
     shared = workflow.get('parameters', {})
     for name in block.get('use_parameters', ()):
         if name not in shared:
-            hint = reading.suggest(name, shared)
+            hint = context.suggest(name, shared)
             raise ValueError(f"use_parameters names '{shorten(name)}', which is no parameter of the workflow{hint}")
         sources.setdefault(name, (shared[name], workflow))
     values = {}
     for name, (value, home) in sources.items():
         try:
             check_parameter_name(name)
-            values[name] = expand_values(value, reading.directory, reading.max_instances)
+            values[name] = expand_values(value, context.directory, context.max_instances)
         except ValueError as error:
-            reading.is_partial = True
+            context.is_partial = True
             home.error(f"parameter '{shorten(name)}' {error}", 'parameters', name)
     if len(values) < len(sources):
         return Instances(1, dict.fromkeys(sources, UNKNOWN))
-    return combine_values(values, block.get('parameter_mode', 'product'), reading.max_instances)
+    return combine_values(values, block.get('parameter_mode', 'product'), context.max_instances)
 
 
 # ======== 5c. Planning: names become relations, blocks become a plan ========
@@ -4158,8 +4141,8 @@ RELATED = (     # what, direction, fields of names and of regular expressions: j
 class Planner:
     """A plan in the making: name tables, shared sets, and the lists of the plan's body."""
 
-    def __init__(self, reading: SpecContext, workflow: Block) -> None:
-        self.reading = reading
+    def __init__(self, context: SpecContext, workflow: Block) -> None:
+        self.context = context
         self.workflow = workflow
         self.names: Dict[str, Dict[str, int]] = {}      # 'job', 'file', ... -> name -> index
         self.files: List[Dict[str, Any]] = []
@@ -4183,7 +4166,7 @@ class Planner:
             instances = find_instances(block, self.workflow)
             self.declared.update(instances.axes)
             counted += instances.count if instances.axes else 0
-            limit = self.reading.max_instances
+            limit = self.context.max_instances
             if counted > limit:
                 self.workflow.error(f'{LISTS[where]} would make {counted:,} instances or more: the limit is {limit:,}. '
                                     'Use fewer values, or raise the limit with --max-instances', LISTS[where])
@@ -4217,7 +4200,7 @@ class Planner:
             block.error(f"parameters make several with the name '{shorten(twice)}': put every parameter into the name, "
                         'or collect with depends_on_regexes or input_file_regexes instead of parameters', 'name')
         elif twice is not None:
-            line = self.reading.document.place(seen[twice].raw, 'name')[0]
+            line = self.context.document.place(seen[twice].raw, 'name')[0]
             told = f', in line {line}' if line else ''
             block.error(f"the name '{shorten(twice)}' is taken{told}: give each its own", 'name')
         seen.update(dict.fromkeys(names, block))
@@ -4245,9 +4228,9 @@ class Planner:
         """Expand the user data."""
         for expansion, names in self.expand('user_data'):
             columns = {'name': names, 'is_ephemeral': expansion.block.value('is_ephemeral')}
-            if 'data' in expansion.block:
-                data = expansion.json(expansion.block['data'], 'data')
-                columns['data'] = [value for value, in spread(data, expansion.count)]
+            data = expansion.block.get('data', MISSING)
+            if data is not MISSING:
+                columns['data'] = data if expansion.instances is NO_PARAMETERS else expansion.json(data, 'data')
             self.user_data += self.records(columns, expansion.count)
 
     @staticmethod
@@ -4258,24 +4241,22 @@ class Planner:
     # -- names to indexes --
 
     def find(self, expansion: Expansion, noun: str, names: Column, key: str) -> Column:
-        """Column of names -> column of indexes. The first unknown name is noted, with how many more there are."""
-        index = self.names[noun]
-        if not isinstance(names, list):
-            found = index.get(names)
-            unknown = [names] if found is None else []
+        """Column of names -> column of indexes; None if a name is unknown, which is noted with how many more there are."""
+        if type(names) is Varying:
+            found = Varying(map(self.names[noun].get, names))
+            unknown = [name for name, index in zip(names, found) if index is None] if None in found else []
         else:
-            found = list(map(index.get, names))
-            unknown = [name for name, place in zip(names, found) if place is None] if None in found else []
+            found = self.names[noun].get(names)
+            unknown = [names] if found is None else []
         if unknown:
             self.note_unknown(expansion, noun, unknown, key)
-            return ()
-        return [(place,) for place in found] if isinstance(found, list) else (found,)
+        return None if unknown else found
 
     def note_unknown(self, expansion: Expansion, noun: str, unknown: List[str], key: str) -> None:
         """A name that is declared nowhere."""
-        if self.reading.is_partial:
+        if self.context.is_partial:
             return
-        hint = self.reading.suggest(unknown[0], self.names[noun])
+        hint = self.context.suggest(unknown[0], self.names[noun])
         if not hint and PARAMETER.search(unknown[0]):
             hint = '; a template cannot be named: name its instances, or match them with a regular expression'
         more = f' (and {len(unknown) - 1:,} more)' if len(unknown) > 1 else ''
@@ -4283,11 +4264,8 @@ class Planner:
 
     def find_matches(self, expansion: Expansion, noun: str, template: str, key: str) -> Column:
         """Column of a regular expression -> column of tuples of indexes."""
-        patterns = expansion.text(template, key, is_regex=True)
         try:
-            if not isinstance(patterns, list):
-                return self.match(noun, patterns)
-            return [self.match(noun, pattern) for pattern in patterns]
+            return each(functools.partial(self.match, noun), expansion.text(template, key, is_regex=True))
         except ValueError as error:
             expansion.block.error(f'{key}: {error}', key)
             return ()
@@ -4298,7 +4276,7 @@ class Planner:
             search, index = parse_regex(pattern).search, self.names[noun]
             found = [index[name] for name in self.likely(noun, pattern) if search(name)]
             self.matches[noun, pattern] = tuple(sorted(found))
-        if not self.matches[noun, pattern] and not self.reading.is_partial:
+        if not self.matches[noun, pattern] and not self.context.is_partial:
             raise ValueError(f"'{shorten(pattern)}' did not match any {noun} name")
         return self.matches[noun, pattern]
 
@@ -4311,14 +4289,17 @@ class Planner:
         if noun not in self.sorted_names:
             self.sorted_names[noun] = sorted(self.names[noun])
         names = self.sorted_names[noun]
-        return names[first_from(names, start):first_from(names, start + chr(sys.maxunicode))]
+        return names[bisect.bisect_left(names, start):bisect.bisect_left(names, start + chr(sys.maxunicode))]
 
     def relate(self, expansion: Expansion, noun: str, given: str, regexes: str, tokens: Sequence[Column]) -> Column:
         """Column of the indexes that a job's list, its regular expressions and its command name together."""
-        block = expansion.block
-        parts = [self.find(expansion, noun, expansion.text(name, given), given) for name in block.get(given, ())]
-        parts += [self.find_matches(expansion, noun, regex, regexes) for regex in block.get(regexes, ())]
-        return unite(parts + list(tokens), expansion.count)
+        named = [self.find(expansion, noun, expansion.text(name, given), given) for name in expansion.block.get(given, ())]
+        matched = [self.find_matches(expansion, noun, regex, regexes) for regex in expansion.block.get(regexes, ())]
+        named = [column for column in named if column is not None]
+        if not matched and len(named) + len(tokens) < 2:
+            return side_by_side(named or tokens)
+        groups = [side_by_side(named), *matched, side_by_side(tokens)]
+        return each(lambda *row: tuple(dict.fromkeys(itertools.chain.from_iterable(row))), *groups)
 
     # -- jobs --
 
@@ -4335,14 +4316,13 @@ class Planner:
         tokens: Dict[Tuple[str, str], List[Column]] = {}
         command = self.command(expansion, 'command', tokens)
         script = self.command(expansion, 'invocation_script', tokens) if 'invocation_script' in block else None
-        env = expansion.mapping(block['env'], 'env') if block.get('env') else None
+        env = expansion.json(block['env'], 'env') if block.get('env') else None
         related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
                    if tokens or given in block or regexes in block else () for noun, way, given, regexes in RELATED]
         columns = (names, command, script, env, self.kind(expansion), self.intern(related[0], self.sets, sort=True),
                    self.named(expansion, 'failure_handler', 'failure_handler'),
                    block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'), *related[1:])
-        rows = zip_columns(columns, count)
-        self.jobs += itertools.starmap(PlannedJob, spread(rows, count))
+        self.jobs += itertools.starmap(PlannedJob, spread(side_by_side(columns), count))
         if 'stdio' in block:
             self.stdio.update((name, dict(block['stdio'])) for name in spread(names, count))
 
@@ -4357,25 +4337,25 @@ class Planner:
             pieces.append(expansion.text(template[position:match.start()], key))
             noun = 'file' if match.group(1) == 'files' else 'user_data'
             found = self.find(expansion, noun, expansion.text(match.group(3), key), key)
-            tokens.setdefault((noun, match.group(2)), []).append(found)
+            if found is not None:
+                tokens.setdefault((noun, match.group(2)), []).append(found)
             pieces.append(self.token_text(expansion, noun, found, key))
             position = match.end()
         pieces.append(expansion.text(template[position:], key))
-        joined = zip_columns(pieces, expansion.count)
-        return [''.join(row) for row in joined] if isinstance(joined, list) else ''.join(joined)
+        return each(''.join, side_by_side(pieces))
 
     def token_text(self, expansion: Expansion, noun: str, found: Column, key: str) -> Column:
         """What stands in a command for a file (its path) or user data (its value as JSON)."""
-        def text(place: int) -> str:
+        def text(index: int) -> str:
             if noun == 'file':
-                return self.files[place]['path']
-            record = self.user_data[place]
+                return self.files[index]['path']
+            record = self.user_data[index]
             if 'data' not in record:
                 raise ValueError(f"{key}: user_data '{shorten(record['name'])}' has no data to put here: list it under "
                                  'input_user_data or output_user_data, and read or write it while the job runs')
             return format_json(record['data'])
         try:
-            return [text(place) for place, in found] if isinstance(found, list) else text(found[0]) if found else ''
+            return '' if found is None else each(text, found)
         except ValueError as error:
             expansion.block.error(str(error), key)
             return ''
@@ -4396,8 +4376,7 @@ class Planner:
         labels = self.labels(expansion)
         if labels and 'scheduler' in block:
             expansion.block.error('a job with labels cannot name a scheduler: remove one', 'scheduler')
-        columns = (resources, block.value('priority'), scheduler, labels)
-        return self.intern(zip_columns(columns, expansion.count), self.kinds)
+        return self.intern(side_by_side((resources, block.value('priority'), scheduler, labels)), self.kinds)
 
     def named(self, expansion: Expansion, noun: str, key: str) -> Column:
         """Column of indexes (or None) for a field that holds one name."""
@@ -4407,8 +4386,7 @@ class Planner:
         names = expansion.text(name, key) if FIELDS_OF['job'][key].is_template else name
         if noun == 'resource_requirements' and names == DEFAULT_REQUIREMENTS['name'] and names not in self.names[noun]:
             return None
-        found = self.find(expansion, noun, names, key)
-        return [place for place, in found] if isinstance(found, list) else found[0] if found else None
+        return self.find(expansion, noun, names, key)
 
     def labels(self, expansion: Expansion) -> Column:
         """Column of sorted labels, or None."""
@@ -4418,8 +4396,7 @@ class Planner:
                     raise ValueError(f"label '{shorten(label)}' must be a word without commas and outer blanks")
             return tuple(sorted(set(labels))) or None
         try:
-            labels = expansion.texts(expansion.block.get('labels', ()), 'labels')
-            return [tidy(row) for row in labels] if isinstance(labels, list) else tidy(labels)
+            return each(tidy, expansion.texts(expansion.block.get('labels', ()), 'labels'))
         except ValueError as error:
             expansion.block.error(str(error), 'labels')
             return None
@@ -4430,34 +4407,15 @@ class Planner:
             if sort:
                 row = tuple(sorted(row))
             return store.setdefault(row, len(store)) if row else None
-        return [number(row) for row in column] if isinstance(column, list) else number(column)
+        return each(number, column)
 
-    def job_block(self, place: int) -> Block:
+    def job_block(self, index: int) -> Block:
         """The template of a job."""
-        return self.templates[first_from(self.starts, place + 1) - 1]
-
-
-def first_from(items: Sequence[Any], item: Any) -> int:
-    """Index of the first of some sorted items that is not less than this one."""
-    low, high = 0, len(items)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if items[middle] < item else (low, middle)
-    return low
+        return self.templates[bisect.bisect_right(self.starts, index) - 1]
 
 
 LISTS = {TYPES[field.type].block: name
          for name, field in FIELDS_OF['workflow'].items() if TYPES[field.type].shape == 'blocks'}
-
-
-def unite(parts: Sequence[Column], count: int) -> Column:
-    """Columns of tuples -> one column of tuples without repeats, in order."""
-    if len(parts) < 2:
-        return parts[0] if parts else ()
-    if not any(isinstance(part, list) for part in parts):
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
-    rows = zip(*(spread(part, count) for part in parts))
-    return [tuple(dict.fromkeys(itertools.chain.from_iterable(row))) for row in rows]
 
 
 # -------- checks --------
@@ -4622,7 +4580,7 @@ EXECUTION_RULES = (
 
 def check_execution(workflow: Block) -> None:
     """Fields of execution_config that do not go with the mode, or with the actions."""
-    config = workflow.get('execution_config') or Block(workflow.reading, 'execution_config', {})
+    config = workflow.get('execution_config') or Block(workflow.context, 'execution_config', {})
     mode = config.get('mode', 'auto')
     effective = mode if mode != 'auto' else 'slurm' if workflow.get('slurm_schedulers') else 'direct'
     why = f'mode {mode}' if mode == effective else f'mode auto, which is {effective} here'
@@ -4720,8 +4678,7 @@ def plan_allocation(planner: Planner, expansion: Expansion) -> Dict[str, Any]:
             action.warn('commands has no effect in schedule_nodes', 'commands')
     scheduler = None
     if action.get('scheduler_type') == 'slurm' and 'scheduler' in action:
-        found = planner.find(expansion, 'slurm_scheduler', action['scheduler'], 'scheduler')
-        scheduler = found[0] if found else None
+        scheduler = planner.find(expansion, 'slurm_scheduler', action['scheduler'], 'scheduler')
     config = {'scheduler': scheduler, **{name: action.value(name) for name in SCHEDULE_FIELDS[1:]}}
     return {name: value for name, value in config.items() if value is not None or name == 'scheduler'}
 
@@ -4781,11 +4738,11 @@ def plan_workflow(planner: Planner, workflow: Block) -> Dict[str, Any]:
 
 def plan_workflow_env(planner: Planner) -> Dict[str, str]:
     """The workflow's environment; a {parameter} with one value gives it, one with more gives its text as written."""
-    reading, workflow = planner.reading, planner.workflow
+    context, workflow = planner.context, planner.workflow
     axes = {}
     for name, value in workflow.get('parameters', {}).items():
         try:
-            values = expand_values(value, reading.directory, reading.max_instances)
+            values = expand_values(value, context.directory, context.max_instances)
         except ValueError:
             values = []     # noted where the parameter is used; unused ones do no harm
         axes[name] = Axis(values if len(values) == 1 else [value if isinstance(value, str) else format_json(value)], 1)
@@ -4806,7 +4763,7 @@ def find_times(planner: Planner) -> None:
 
 def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
     """What concerns the workflow as a whole."""
-    for name in sorted(set(workflow.reading.variables).intersection(declared)):
+    for name in sorted(set(workflow.context.variables).intersection(declared)):
         workflow.error(f"'{name}' is both a variable and a parameter: rename one", 'variables', name)
     if 'parameters' in workflow and 'parameters_file' in workflow:
         workflow.error('parameters and parameters_file cannot be combined', 'parameters_file')
@@ -4829,14 +4786,14 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
 def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
               skip_checks: bool = False) -> Plan:
     """Check and expand a spec. Raises BadInput with everything that is wrong, each problem with its place."""
-    reading = SpecContext(document, directory, max_instances)
+    context = SpecContext(document, directory, max_instances)
     raw = document.value
     if not isinstance(raw, dict):
         message = f'a workflow must be a mapping with name and jobs, not {show_value(raw)}'
         raise BadInput(message, [Problem(message, 1, 1)])
-    read_variables(Block(reading, 'workflow', raw))
-    workflow = read_block(reading, 'workflow', raw)
-    planner = Planner(reading, workflow)
+    read_variables(Block(context, 'workflow', raw))
+    workflow = read_block(context, 'workflow', raw)
+    planner = Planner(context, workflow)
     requirements = planner.index_declared('resource_requirements')
     schedulers = planner.index_declared('slurm_scheduler')
     handlers = planner.index_declared('failure_handler')
@@ -4860,21 +4817,21 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     check_identifiers(planner)
     check_producers(planner)
     check_cycles(planner)
-    if not reading.problems:
+    if not context.problems:
         check_fit(planner, skip_checks)
         check_node_counts(planner, skip_checks)
     summary = summarize(planner)
-    if reading.problems:
-        raise_problems(reading, summary)
+    if context.problems:
+        raise_problems(context, summary)
     find_times(planner)
-    return Plan(body, reading.warnings, summary, describe_pending(reading.pending))
+    return Plan(body, context.warnings, summary, describe_pending(context.pending))
 
 
-def raise_problems(reading: SpecContext, summary: Dict[str, Any]) -> None:
+def raise_problems(context: SpecContext, summary: Dict[str, Any]) -> None:
     """Raise what is wrong with a spec, in the order of the file, each once."""
-    problems = sorted(dict.fromkeys(reading.problems), key=lambda problem: (problem.line, problem.column))
+    problems = sorted(dict.fromkeys(context.problems), key=lambda problem: (problem.line, problem.column))
     message = str(problems[0]) if len(problems) == 1 else f'{len(problems):,} problems in the workflow file'
-    raise BadInput(message, problems, warnings=reading.warnings, summary=summary)
+    raise BadInput(message, problems, warnings=context.warnings, summary=summary)
 
 
 def summarize(planner: Planner) -> Dict[str, Any]:
@@ -21344,15 +21301,15 @@ def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
 
 def report_pending(session: Session, workflow: Dict[str, Any]) -> None:
     """Say once what a stored workflow asks for that this version does not carry out."""
-    reading = SpecContext(Document({}, '', '', {}), '', 0)
-    read_block(reading, 'execution_config', workflow.get('execution_config') or {})
+    context = SpecContext(Document({}, '', '', {}), '', 0)
+    read_block(context, 'execution_config', workflow.get('execution_config') or {})
     defaults, monitor = plan_monitor(None), workflow.get('resource_monitor_config') or {}
     asked = {key: value for key, value in monitor.items() if value != defaults.get(key)}
-    read_block(reading, 'resource_monitor', asked)
+    read_block(context, 'resource_monitor', asked)
     for action in session.call('get_workflow_actions', workflow_id=workflow['id']):
         if not action['executed']:
-            read_block(reading, 'action', {'action_type': action['action_type']})
-    for problem in describe_pending(reading.pending):
+            read_block(context, 'action', {'action_type': action['action_type']})
+    for problem in describe_pending(context.pending):
         session.report(f'warning: {problem}')
 
 
