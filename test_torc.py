@@ -1050,6 +1050,68 @@ class PlainToolsTest(unittest.TestCase):
         self.assertEqual(0, torc.read_process_start_ticks(child.pid))
 
 
+class NamesTest(unittest.TestCase):
+    """One rule for names and one for labels, wherever they are given."""
+
+    BAD = ('', ' ', 'x' * 1001, 'a\nb', 'a\x7f', 'a\x85b', 'a\u2028b', 'a\0b', 'a\ud800')
+
+    def test_names_that_cannot_be(self):
+        for name in self.BAD:
+            self.assertTrue(torc.name_error(name), ascii(name))
+            self.assertFalse(torc.are_names(['good', name]), ascii(name))
+        for name in ('a', 'a b', '-', 'x' * 1000, 'é/ü.txt', 'a\u200bb'):
+            self.assertEqual('', torc.name_error(name))
+            self.assertTrue(torc.are_names(['good', name]))
+        self.assertTrue(torc.are_names([]))
+
+    def test_labels_that_cannot_be(self):
+        for label in self.BAD + ('a,b', ' a', 'a ', ','):
+            self.assertTrue(torc.label_error(label), ascii(label))
+        self.assertEqual(['', ''], [torc.label_error(label) for label in ('gpu', 'big memory')])
+
+    def test_a_workflow_file_an_option_and_the_service_refuse_the_same_labels(self):
+        for label in self.BAD + ('a,b', ' a'):
+            if torc.text_error(label) == '':
+                job = {'name': 'j', 'command': 'c', 'labels': [label]}
+                wanted = f"label '{torc.shorten(label)}' {torc.label_error(label)}"
+                self.assertEqual([f"job 'j': {wanted}"], [text.partition(': ')[2] for text in problems_of({'name': 'w', 'jobs': [job]})])
+                with self.assertRaises(torc.Refused) as caught:
+                    torc.check_labels([label])
+                self.assertEqual(wanted, caught.exception.message)
+                if ',' not in label:
+                    self.assertRaisesRegex(ValueError, re.escape(wanted), torc.parse_labels, label)
+
+    def test_a_workflow_file_and_a_request_refuse_the_same_names(self):
+        for name in self.BAD:
+            if torc.text_error(name) == '':
+                problems = problems_of({'name': 'w', 'jobs': [{'name': name, 'command': 'c'}]})
+                self.assertIn(f'name {torc.name_error(name)}', problems[0])
+                self.assertRaisesRegex(torc.BadInput, re.escape(f'name {torc.name_error(name)}'), torc.check_name, 'name', name)
+
+
+class CyclesTest(unittest.TestCase):
+    """Nodes that wait for each other."""
+
+    def find(self, edges: str, most: int = 10) -> List[str]:
+        """Cycles of a graph written as 'ab bc': a waits for b, b for c."""
+        waits = collections.defaultdict(list)
+        for first, second in edges.split():
+            waits[first].append(second)
+        return [''.join(cycle) for cycle in torc.find_cycles(list(waits), lambda node: waits.get(node, ()), most)]
+
+    def test_each_cycle_is_found_once_and_of_entangled_ones_one(self):
+        table = (('ab bc', []), ('aa', ['a']), ('ab ba', ['ab']), ('xa ab bc ca', ['abc']), ('ab ba cd dc', ['ab', 'cd']),
+                 ('ab ba ac ca', ['ab']), ('ab ac bd cd', []))
+        for edges, wanted in table:
+            self.assertEqual(wanted, self.find(edges), edges)
+        self.assertEqual(['ab'], self.find('ab ba cd dc', 1))
+
+    def test_a_chain_as_long_as_a_workflow_has_jobs_is_no_recursion(self):
+        many = 20000
+        self.assertEqual([], torc.find_cycles(range(many), lambda node: [node + 1] if node + 1 < many else []))
+        self.assertEqual([list(range(many))], torc.find_cycles(range(many), lambda node: [(node + 1) % many]))
+
+
 class ExpressionTest(unittest.TestCase):
     """Regular expressions that wait for their first use."""
 
@@ -2282,6 +2344,29 @@ class ExecutionPlanTest(unittest.TestCase):
             self.assertEqual(count, len({event['id'] for event in plan['events']}))
             made = [row for event in plan['events'] for row in event['scheduler_allocations']]
             self.assertEqual([many if count == 2 else 1], [len(row['job_names']) for row in made])
+
+
+class DefaultsTest(WorldTest):
+    """What holds where nothing is said is the same wherever it is not said."""
+
+    def test_the_default_runtime_is_one_minute_but_for_requirements_that_a_file_declares(self):
+        world = self.world
+        world.write('flow.yaml', 'name: w\njobs: [{name: j, command: "true"}]\nresource_requirements: [{name: r}]\n')
+        self.assertEqual(0, world.main('create', world.path('flow.yaml')).code)
+        self.assertEqual(0, world.main('resource-requirements', 'create', '1', '-n', 'made').code)
+        answer = world.main('-f', 'json', 'resource-requirements', 'list', '1').json()
+        rows = {row['name']: row['runtime'] for row in answer['items']}
+        self.assertEqual({'default': torc.DEFAULT_REQUIREMENTS['runtime'], 'made': torc.DEFAULT_RUNTIME, 'r': torc.DECLARED_RUNTIME}, rows)
+        self.assertEqual([60, 60, 3600], [torc.parse_duration(rows[name]) for name in ('default', 'made', 'r')])
+        self.assertIn(f"runtime      TEXT NOT NULL DEFAULT '{torc.DEFAULT_RUNTIME}'", torc.SCHEMA)
+
+    def test_defaults_are_those_of_the_fields(self):
+        self.assertEqual({'compute_node_wait_for_new_jobs_seconds': 90, 'compute_node_ignore_workflow_completion': False,
+                          'compute_node_wait_for_healthy_database_minutes': 20, 'use_pending_failed': False,
+                          'compute_node_min_time_for_new_jobs_seconds': 300}, torc.WORKFLOW_DEFAULTS)
+        self.assertEqual({'name': 'default', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m', 'runtime': 'P0DT1M'},
+                         torc.DEFAULT_REQUIREMENTS)
+        self.assertEqual({'mode': 'separate', 'delete_on_success': False}, torc.EXECUTION_DEFAULTS['stdio'])
 
 
 class FieldsTest(unittest.TestCase):
@@ -5344,7 +5429,7 @@ class SpawnTest(ServiceTest):
             ([{'name': 'a', 'command': 'x', 'depends_on': ['twin']}], 'but 2 jobs are called so'),
             ([{'name': 'a', 'command': 'x', 'resource_requirements': 'huge'}], "has no resource requirements 'huge'"),
             ([{'name': 'a', 'command': 'x', 'priority': -1}], 'priority is -1'),
-            ([{'name': 'a', 'command': 'x', 'labels': ['a,b']}], 'must not be empty, hold a comma'),
+            ([{'name': 'a', 'command': 'x', 'labels': ['a,b']}], 'without commas and outer blanks'),
             ([{'name': 'a', 'command': 'x', 'env': {}}], 'there is no field jobs[0].env'),
             ([{'name': 'a', 'command': 'x', 'priorty': 1}], "there is no field jobs[0].priorty, did you mean 'priority'?"),
             ([{'name': 'a'}], 'jobs[0].command is missing'),
@@ -6444,7 +6529,7 @@ class ApiTest(ServiceTest):
             ('POST', '/jobs',                    [1],                               422, 'must be an object'),
             ('POST', '/jobs',                    dict(job, name=5),                 422, 'name must be text'),
             ('POST', '/jobs',                    dict(job, name='a\nb'),            422, 'control character'),
-            ('POST', '/jobs',                    dict(job, name='x' * 2000),        422, '2000 characters'),
+            ('POST', '/jobs',                    dict(job, name='x' * 2000),        422, '2,000 characters'),
             ('POST', '/jobs',                    dict(job, command='a\0b'),         422, 'cannot be stored'),
             ('POST', '/jobs',                    b'{"workflow_id": 1, "name": "\\ud800", "command": "c"}', 422, 'cannot be stored'),
             ('POST', '/jobs',                    dict(job, priority=2 ** 63),       422, 'beyond 64 bits'),
@@ -6452,7 +6537,7 @@ class ApiTest(ServiceTest):
             ('POST', '/jobs',                    dict(job, priority=-1),            422, 'at least 0'),
             ('POST', '/jobs',                    dict(job, env={'A': 1}),           422, 'env.A must be text'),
             ('POST', '/jobs',                    dict(job, status='happy'),         422, 'one of uninitialized'),
-            ('POST', '/jobs',                    dict(job, labels=['a,b']),         422, 'hold a comma'),
+            ('POST', '/jobs',                    dict(job, labels=['a,b']),         422, 'without commas'),
             ('POST', '/jobs',                    dict(job, input_file_ids=[77]),    422, 'has no file 77'),
             ('POST', '/jobs',                    {'workflow_id': 1, 'name': 'n'},   422, 'command is missing'),
             ('POST', '/resource_requirements',   {'workflow_id': 1, 'name': 'r', 'memory': '1.5g'}, 422, 'not an amount of memory'),
@@ -6481,13 +6566,13 @@ class ApiTest(ServiceTest):
     def test_a_plan_of_another_program_is_checked_to_the_last_field(self):
         other = self.create('x:')
         table = (
-            (self.plan(job={0: 5}), 'jobs.name must be str'), (self.plan(job={0: 'a\x1b'}), 'control character'), (self.plan(job={0: 'x' * 2000}), '2000 characters'),
+            (self.plan(job={0: 5}), 'jobs.name must be str'), (self.plan(job={0: 'a\x1b'}), 'control character'), (self.plan(job={0: 'x' * 2000}), '2,000 characters'),
             (self.plan(job={1: 'a\0'}), 'cannot be stored'), (self.plan(job={3: {'A': None}}), 'must be text'), (self.plan(job={3: []}), 'jobs.env must be dict'),
             (self.plan(job={4: -1}), 'between 0 and'), (self.plan(job={4: 7}), 'not a plan'), (self.plan(job={4: True}), 'jobs.kind must be int'),
             (self.plan(job={5: 3}), 'not a plan'), (self.plan(job={9: [[1]]}), 'an integer'), (self.plan(job={9: [3]}), 'not a plan'),
             (self.plan(jobs=[[1]]), 'lists of 13'), (self.plan(jobs=7), 'jobs must be a list'), (self.plan(dependency_sets=[[-1]]), 'no number -1'),
             (self.plan(dependency_sets=[['x']]), 'must be an integer'), (self.plan(dependency_sets=[[5]]), 'no number 5'), (self.plan(kinds=[[None, 'x', None, None]]), 'a number'),
-            (self.plan(kinds=[[None, 1e400, None, None]]), 'Infinity'), (self.plan(kinds=[[None, 0, None, ['a,b']]]), 'hold a comma'),
+            (self.plan(kinds=[[None, 1e400, None, None]]), 'Infinity'), (self.plan(kinds=[[None, 0, None, ['a,b']]]), 'without commas'),
             (self.plan(kinds=[[None, 0, None, 'abc']]), 'a list'), (self.plan(files=[{'name': [], 'path': 'p'}]), 'files[0].name must be text'),
             (self.plan(files=[{'name': 'f'}]), 'not a plan'), (self.plan(workflow={'name': 'w', 'execution_config': 'x'}), 'must be an object'),
             (self.plan(workflow={'name': 'w', 'compute_node_wait_for_new_jobs_seconds': 'soon'}), 'must be an integer'),
@@ -7148,7 +7233,7 @@ WRONG = {   # type of MODELS -> values that it must refuse
     'int': ['x', '1', 1.5, True, [], {}, 2 ** 63, -2 ** 63 - 1, 10 ** 4000, float('nan'), float('inf')],
     'float': ['x', '1.5', True, [], {}, 2 ** 64, float('nan'), float('inf'), float('-inf')],
     'bool': [0, 1, 'true', [], {}],
-    'str': UNTEXT, 'name': UNTEXT + ['a\nb', '\x1b[31m', 'x' * 1001], 'time': UNTEXT + ['', 'soon', '2026-13-01T00:00:00Z', '2026-01-01', '5'],
+    'str': UNTEXT, 'name': UNTEXT + ['a\nb', '\x1b[31m', 'x' * 1001, 'a\x85b', 'a\u2028b', '', ' '], 'time': UNTEXT + ['', 'soon', '2026-13-01T00:00:00Z', '2026-01-01', '5'],
     'rules': UNTEXT + ['', 'x', '{}', '[1]', '[', 'NaN', '[{"a": "\\u0000"}]', '[{"a": 1e999}]'],
     'minutes': ['x', True, [], -1, -0.5, 1e300, float('nan')], 'gigabytes': ['x', True, [], -1, 1e300, float('nan')],
     'nodes': ['x', 1.5, True, -1, 10 ** 9, 2 ** 70],
@@ -7161,7 +7246,7 @@ WRONG = {   # type of MODELS -> values that it must refuse
 }
 WRONG_FOR_FIELD = { # field -> further values that it must refuse
     'memory': ['1.5g', '-1g', '', 'x', '9' * 30 + 't', '1gb'], 'runtime': ['1h', '', '5', 'PT-1H', 'P' + '9' * 30 + 'Y'], 'time_limit': ['1h', '', '5'],
-    'num_cpus': [0, -1], 'labels': [[''], [' a'], ['a,b']], 'env': [{'1A': 'x'}, {'': 'x'}, {'A=B': 'x'}, {'A B': 'x'}], 'priority': [-1],
+    'num_cpus': [0, -1], 'labels': [[''], [' a'], ['a,b'], ['a\nb'], ['a\x85b']], 'env': [{'1A': 'x'}, {'': 'x'}, {'A=B': 'x'}, {'A B': 'x'}], 'priority': [-1],
     'trigger_type': ['on_monday', ''], 'action_type': ['dance', ''], 'action_config': [5, {}, {'commands': []}, {'commands': [5]}], 'max_iterations': [0, -1],
     'status': ['happy', '', 'COMPLETED'], 'files': [{'x': 1.0}, {'-1': 1.0}, {'': 1.0}],
 }
@@ -15545,7 +15630,7 @@ class ParserTest(unittest.TestCase):
             ('run 1 --memory-gb 1e308', "--memory-gb: '1e308' is more than can be counted"),
             ('run 1 -p 1e300', "-p: '1e300' is more than can be counted"),
             ('run 1 --time-limit 45', "--time-limit: '45' may be seconds, minutes or hours: write 45s, 45m or 45h"),
-            ('run 1 --label "a, b"', "--label: 'a, b': a label is not empty and has no blanks around it"),
+            ('run 1 --label "a, b"', "--label: label ' b' must be a word without commas and outer blanks"),
             ('run 1 --force=yes', '--force takes no value'),
             ('jobs list 1 -s faild', "-s: 'faild' is none of uninitialized, blocked, ready, pending, running, completed, failed, canceled, terminated, "
                                      "disabled, pending_failed, did you mean 'failed'?"),

@@ -311,20 +311,8 @@ API_PREFIX = '/torc-service/v1'
 DEFAULT_POLL_INTERVAL_S = 5.0
 DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
-DEFAULT_REQUIREMENTS = {'name': 'default', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m', 'runtime': 'P0DT1M'}
-WORKFLOW_DEFAULTS = {
-    'compute_node_wait_for_new_jobs_seconds': 90,
-    'compute_node_ignore_workflow_completion': False,
-    'compute_node_wait_for_healthy_database_minutes': 20,
-    'compute_node_min_time_for_new_jobs_seconds': 300,
-    'use_pending_failed': False,
-}
-EXECUTION_DEFAULTS = {
-    'mode': 'auto', 'limit_resources': True, 'termination_signal': 'SIGTERM', 'sigterm_lead_seconds': 30,
-    'sigkill_headroom_seconds': 60, 'timeout_exit_code': 152, 'oom_exit_code': 137, 'srun_termination_signal': None,
-    'enable_cpu_bind': False, 'srun_mpi': None, 'staggered_start': True, 'stdio': {'mode': 'separate', 'delete_on_success': False},
-    'job_stdio_overrides': {},
-}
+DEFAULT_RUNTIME = 'PT1M'            # of requirements that a request makes without one, and of jobs that name none
+DECLARED_RUNTIME = 'PT1H'           # of requirements that a workflow file declares without one; both as in Torc
 DEFAULT_MAX_RETRIES = 3             # attempts in all, as Torc counts
 DEFAULT_MAX_ITERATIONS = 1000       # generations of a lineage of spawned jobs
 ORPHAN_RETURN_CODE = -128           # of a job whose runner went away
@@ -447,6 +435,8 @@ TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{
 # C0 but for tab and newline, C1, line separators, bidi controls (UAX 9, "Trojan Source"), halves of surrogate pairs.
 UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e'
                          '\u2066-\u2069\ud800-\udfff]')
+UNSTORABLE = Expression('[\x00\ud800-\udfff]')      # neither a process, nor UTF-8, nor SQLite can take these
+UNSAFE_IN_NAME = Expression('[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')      # controls, line separators
 UNPRINTABLE_LEADS = (b'\x7f', b'\xc2', b'\xd8', b'\xe2', b'\xed')   # in UTF-8, without C0: JSON has none
 
 # File systems that keep their locks on this host; anything else is treated as a network file system.
@@ -657,6 +647,43 @@ def printable_message(text: str) -> str:
     return re.sub(r'\n(?! {4}|\n|\Z)', '\n    ', printable(text))
 
 
+def shorten(text: str) -> str:
+    """A name or value for a message: printable and not too long."""
+    return printable(text if len(text) <= 80 else text[:77] + '...')
+
+
+# The rules of text, names and labels hold wherever one is given: in a workflow file, a request or an option. X_error()
+# says what is wrong with one, as the end of a sentence that begins with its name; '' if nothing is.
+
+def text_error(text: str) -> str:
+    """Why a text cannot be stored, or ''."""
+    match = UNSTORABLE.search(text)
+    return f'holds the character {match.group()!a}, which cannot be stored: remove it' if match else ''
+
+
+def name_error(text: str) -> str:
+    """Why a text cannot be a name, or ''. Blanks, dots and slashes are fine: files on disk are named by ids."""
+    if not text.strip():
+        return 'must not be empty'
+    if len(text) > MAX_NAME_CHARACTERS:
+        return f'is {len(text):,} characters long: {MAX_NAME_CHARACTERS:,} are allowed'
+    match = UNSAFE_IN_NAME.search(text)
+    return f'holds the control character {match.group()!a}: remove it' if match else ''
+
+
+def are_names(texts: Sequence[str]) -> bool:
+    """Whether name_error() finds nothing in any of the texts: sooner known of 100,000 than by asking for each."""
+    longest = max(map(len, texts), default=0)
+    return longest <= MAX_NAME_CHARACTERS and all(map(str.strip, texts)) and not UNSAFE_IN_NAME.search(''.join(texts))
+
+
+def label_error(text: str) -> str:
+    """Why a text cannot be a label of a job or runner, or ''. Labels are written as a list with commas."""
+    if not text or text != text.strip() or ',' in text:
+        return 'must be a word without commas and outer blanks'
+    return name_error(text)
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """', did you mean ...?' for the choice nearest to a mistyped word, or ''."""
     near = difflib.get_close_matches(word, list(choices), 1, 0.6)
@@ -667,6 +694,37 @@ def first_of(words: Sequence[Any], most: int = 10) -> str:
     """The first of many things, for a message: 'a, b and 3 more'."""
     more = f' and {len(words) - most} more' if len(words) > most else ''
     return ', '.join(map(str, words[:most])) + more
+
+
+def find_cycles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]], most: int = 1) -> List[List[Any]]:
+    """Up to `most` cycles of a graph: each as its nodes, the first waiting for the second. Of entangled ones, one.
+
+    Depth first, and without recursion: a chain may be as long as a workflow has jobs.
+    """
+    cycles: List[List[Any]] = []
+    done: Set[Any] = set()
+    reported: Set[Any] = set()
+    for start in nodes:
+        trail, ahead = ([], []) if start in done else ([start], [iter(waits_for(start))])
+        on_trail = set(trail)
+        while trail:
+            following = next(ahead[-1], None)
+            if following is None:
+                ahead.pop()
+                done.add(trail[-1])
+                on_trail.discard(trail.pop())
+            elif following in on_trail:
+                cycle = trail[trail.index(following):]
+                if reported.isdisjoint(cycle):
+                    cycles.append(cycle)
+                    reported.update(cycle)
+                if len(cycles) >= most:
+                    return cycles
+            elif following not in done:
+                trail.append(following)
+                on_trail.add(following)
+                ahead.append(iter(waits_for(following)))
+    return cycles
 
 
 def unique_pairs(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
@@ -2769,7 +2827,7 @@ FIELDS = tuple(Field(*row) for row in (
     ('resource_requirements', 'num_gpus',  'count',    0,        False, 'GPUs (per node)'),
     ('resource_requirements', 'num_nodes', 'positive', 1,        False, 'whole nodes when more than 1'),
     ('resource_requirements', 'memory',    'memory',   '1m',     False, 'such as 512m, 8g or 1.5GB (per node); 1k is 1024 bytes'),
-    ('resource_requirements', 'runtime',   'duration', 'PT1H',   False, 'longest expected run time, such as 30m, 1d12h or PT30M'),
+    ('resource_requirements', 'runtime',   'duration', DECLARED_RUNTIME, False, 'longest expected run time, such as 30m, 1d12h or PT30M'),
 
     ('failure_handler', 'name',  'name',  REQUIRED, False, 'unique'),
     ('failure_handler', 'rules', 'rules', REQUIRED, False, 'what to do for which exit code'),
@@ -2777,7 +2835,7 @@ FIELDS = tuple(Field(*row) for row in (
     ('rule', 'exit_codes',           'codes', None,  False, 'exit codes that it is for'),
     ('rule', 'match_all_exit_codes', 'bool',  False, False, 'it is for every other code'),
     ('rule', 'recovery_script',      'text',  None,  False, 'run before the retry; a failure of it vetoes the retry'),
-    ('rule', 'max_retries',          'count', 3,     False, 'attempts in all'),
+    ('rule', 'max_retries',          'count', DEFAULT_MAX_RETRIES, False, 'attempts in all'),
 
     ('slurm_scheduler', 'name',                  'name',         REQUIRED,   False, 'unique'),
     ('slurm_scheduler', 'account',               'text',         REQUIRED,   False, 'account to charge'),
@@ -2871,8 +2929,6 @@ SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-n
 # that goes on after 'job 'x': command '. Numbers come with their source text (.raw) where text would change it.
 
 IDENTIFIER = Expression(r'[A-Za-z_][A-Za-z0-9_]*\Z')
-UNSAFE_TEXT = Expression('[\x00\ud800-\udfff]')     # neither a process, nor UTF-8, nor SQLite can take these
-UNSAFE_NAME = Expression('[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
 SLURM_MEMORY = Expression(r'([0-9]+)([kmgt]?)b?\Z', re.IGNORECASE)
 SRUN_SIGNAL = Expression(r'(?:[RB]:)?(?:[0-9]{1,2}|(?:SIG)?[A-Z][A-Z0-9+-]*)(?:@[0-9]+)?\Z')
 MPI_KIND = Expression(r'[A-Za-z0-9+_.-]+\Z')
@@ -2887,17 +2943,11 @@ def show_value(value: Any) -> str:
     return {dict: 'a mapping', list: 'a list'}.get(type(value), f'a value of the kind {type(value).__name__}')
 
 
-def shorten(text: str) -> str:
-    """A name or value for a message: printable and not too long."""
-    return printable(text if len(text) <= 80 else text[:77] + '...')
-
-
 def read_text(value: Any) -> str:
     """Text; a number gives its source text."""
     if isinstance(value, str):
-        unsafe = UNSAFE_TEXT.search(value)
-        if unsafe:
-            raise ValueError(f'holds the character {unsafe.group()!a}, which cannot be stored: remove it')
+        if UNSTORABLE.search(value):
+            raise ValueError(text_error(value))
         return value
     if isinstance(value, bool) or value is None:
         word = json.dumps(value)
@@ -2912,9 +2962,9 @@ def read_text(value: Any) -> str:
 def read_name(value: Any) -> str:
     """A name: text without control characters, not empty, not absurdly long."""
     text = read_text(value)
-    fault = name_fault(text)
-    if fault:
-        raise ValueError(fault)
+    error = name_error(text)
+    if error:
+        raise ValueError(error)
     return text
 
 
@@ -2924,16 +2974,6 @@ def read_command(value: Any) -> str:
     if not text.strip():
         raise ValueError('must not be empty: write true for a job that does nothing')
     return text
-
-
-def name_fault(text: str) -> str:
-    """Why a text cannot be a name, or ''. Blanks, dots and slashes are fine: files on disk are named by ids."""
-    if not text.strip():
-        return 'must not be empty'
-    if len(text) > MAX_NAME_CHARACTERS:
-        return f'is {len(text):,} characters long: {MAX_NAME_CHARACTERS:,} are allowed'
-    match = UNSAFE_NAME.search(text)
-    return f'holds the control character {match.group()!a}: remove it' if match else ''
 
 
 def read_path(value: Any) -> str:
@@ -3161,6 +3201,18 @@ TYPES = {
 FIELDS_OF = {where: {field.name: field for field in FIELDS if field.where == where} for where in BLOCKS}
 REQUIRED_OF = {where: [name for name, field in fields.items() if field.default is REQUIRED]
                for where, fields in FIELDS_OF.items()}
+
+
+def defaults_of(where: str) -> Dict[str, Any]:
+    """The defaults of a block's fields."""
+    return {name: field.default for name, field in FIELDS_OF[where].items() if field.default is not REQUIRED}
+
+
+WORKFLOW_DEFAULTS = {name: value for name, value in defaults_of('workflow').items()
+                     if value is not None and name != 'enable_ro_crate'}        # that one is stored only where it is set
+DEFAULT_REQUIREMENTS = {    # of jobs that name none
+    'name': 'default', **defaults_of('resource_requirements'), 'runtime': 'P0DT1M'}     # DEFAULT_RUNTIME, as Torc spells it here
+EXECUTION_DEFAULTS = dict(defaults_of('execution_config'), stdio=defaults_of('stdio'), job_stdio_overrides={})
 
 
 def is_pending(field: Field) -> bool:
@@ -4071,8 +4123,13 @@ def format_values(values: Sequence[Any], spec: str) -> List[str]:
     return [format_value(value, spec) for value in values]
 
 
+INSTANCE_FIELDS = frozenset(('parameters', 'use_parameters', 'parameters_file', 'use_parameters_file'))
+
+
 def find_instances(block: Block, workflow: Block) -> Instances:
     """Which instances a block makes: by its own and the used parameters, by a table, or just one."""
+    if INSTANCE_FIELDS.isdisjoint(block):       # nearly always, and sooner known
+        return NO_PARAMETERS
     tables = [name for name in ('parameters_file', 'use_parameters_file') if block.get(name)]
     if not tables and not block.get('parameters') and not block.get('use_parameters'):
         return NO_PARAMETERS
@@ -4181,8 +4238,7 @@ class Planner:
     def index(self, names: List[str], templates: List[Tuple[int, Block]]) -> Dict[str, int]:
         """Names -> indexes. Notes those that cannot be, and those that stand twice."""
         index = dict(zip(names, range(len(names))))
-        longest = max(map(len, names), default=0)
-        if len(index) < len(names) or longest > MAX_NAME_CHARACTERS or UNSAFE_NAME.search(''.join(names)):
+        if len(index) < len(names) or not are_names(names):
             first, seen = 0, {}
             for count, block in templates:
                 self.check_names(names[first:first + count], block, seen)
@@ -4191,9 +4247,9 @@ class Planner:
 
     def check_names(self, names: List[str], block: Block, seen: Dict[str, Block]) -> None:
         """Note the first name of a template that is a duplicate, and the first that is none."""
-        bad = next((name for name in names if name and name_fault(name)), None)
+        bad = next((name for name in names if name and name_error(name)), None)
         if bad and len(names) > 1:      # a single one has been noted by read_name
-            block.error(f"the name '{shorten(bad)}' {name_fault(bad)}", 'name')
+            block.error(f"the name '{shorten(bad)}' {name_error(bad)}", 'name')
         twice = next((name for name in names if name and name in seen), None)
         if len(set(names)) < len(names):
             twice = collections.Counter(names).most_common(1)[0][0]
@@ -4392,8 +4448,9 @@ class Planner:
         """Column of sorted labels, or None."""
         def tidy(labels: Tuple[str, ...]) -> Optional[Tuple[str, ...]]:
             for label in labels:
-                if not label or label != label.strip() or ',' in label or name_fault(label):
-                    raise ValueError(f"label '{shorten(label)}' must be a word without commas and outer blanks")
+                error = label_error(label)
+                if error:
+                    raise ValueError(f"label '{shorten(label)}' {error}")
             return tuple(sorted(set(labels))) or None
         try:
             return each(tidy, expansion.texts(expansion.block.get('labels', ()), 'labels'))
@@ -4440,7 +4497,7 @@ def check_producers(planner: Planner) -> None:
 
 
 def check_cycles(planner: Planner) -> None:
-    """Note circles of jobs that wait for each other, through names, regexes, files and user data alike."""
+    """Report cycles of jobs that wait for each other, through names, regexes, files and user data alike."""
     jobs, sets = planner.jobs, list(planner.sets)
     producers = find_producers(jobs)
     if not sets and not producers:
@@ -4448,7 +4505,7 @@ def check_cycles(planner: Planner) -> None:
     last = [members[-1] for members in sets]
     last_producer = {key: max(places) for key, places in producers.items()}
 
-    # Most specs name a job after those that it waits for: then there can be no circle.
+    # Most specs name a job after those that it waits for: then there can be no cycle.
     if all((job.dependencies is None or last[job.dependencies] < place) and
            all(last_producer.get(key, -1) < place for key in input_keys(job)) for place, job in enumerate(jobs)):
         return
@@ -4459,11 +4516,11 @@ def check_cycles(planner: Planner) -> None:
             return ([] if named is None else [('set', named)]) + input_keys(jobs[node])
         return sets[node[1]] if node[0] == 'set' else producers.get(node, ())
 
-    for circle in find_circles(range(len(jobs)), waits_for, 10):
-        names = [shorten(jobs[node].name) for node in circle if isinstance(node, int)]
-        told = names if len(names) <= 20 else names[:19] + ['...']
-        first = next(node for node in circle if isinstance(node, int))
-        planner.job_block(first).error(f"waits for itself: {' -> '.join(told + names[:1])}")
+    for cycle in find_cycles(range(len(jobs)), waits_for, 10):
+        members = [node for node in cycle if isinstance(node, int)]
+        names = [shorten(jobs[index].name) for index in members]
+        shown = names if len(names) <= 20 else names[:19] + ['...']
+        planner.job_block(members[0]).error(f"waits for itself: {' -> '.join(shown + names[:1])}")
 
 
 def input_keys(job: PlannedJob) -> List[Tuple[str, int]]:
@@ -4480,34 +4537,6 @@ def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int
         for record in job.output_user_data:
             producers.setdefault(('user_data', record), []).append(place)
     return producers
-
-
-def find_circles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]], most: int) -> List[List[Any]]:
-    """Circles of a graph, at most so many: each as its nodes, the first waiting for the second."""
-    circles: List[List[Any]] = []
-    done: Set[Any] = set()
-    told: Set[Any] = set()      # of entangled circles, one is told
-    for start in nodes:
-        trail, ahead = ([], []) if start in done else ([start], [iter(waits_for(start))])
-        on_trail = set(trail)
-        while trail:
-            following = next(ahead[-1], None)
-            if following is None:
-                ahead.pop()
-                done.add(trail[-1])
-                on_trail.discard(trail.pop())
-            elif following in on_trail:
-                circle = trail[trail.index(following):]
-                if told.isdisjoint(circle):
-                    circles.append(circle)
-                    told.update(circle)
-                if len(circles) >= most:
-                    return circles
-            elif following not in done:
-                trail.append(following)
-                on_trail.add(following)
-                ahead.append(iter(waits_for(following)))
-    return circles
 
 
 def check_fit(planner: Planner, skip_checks: bool) -> None:
@@ -4876,7 +4905,7 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
                    allocations: Sequence[Allocation]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
 
-    Jobs of a circle never become ready and are in no event. An action fires when the last of its jobs is ready.
+    Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is ready.
     """
     shared: Dict[FrozenSet[int], List[int]] = {}    # a frozenset that many jobs share is hashed once
     for place, members in enumerate(prerequisites):
@@ -6688,7 +6717,7 @@ def refuse_cycles(context: Context, workflow_id: int) -> None:
     waits_for = collections.defaultdict(list)  # type: Dict[int, List[int]]
     for set_id, needed in context.rows(f'SELECT DISTINCT dep_set.id, job.dep_set_id {query}', (workflow_id,)):
         waits_for[set_id].append(needed)
-    for cycle in find_circles(list(waits_for), lambda set_id: waits_for.get(set_id, ()), 1):
+    for cycle in find_cycles(list(waits_for), lambda set_id: waits_for.get(set_id, ()), 1):
         pairs = zip(cycle, cycle[1:] + cycle[:1])
         names = [context.value(f'SELECT min(job.name) {query} AND dep_set.id = ? AND job.dep_set_id = ?',
                                (workflow_id, *pair)) for pair in pairs]
@@ -7014,7 +7043,7 @@ def check_settings(body: Dict[str, Any]) -> None:
 def check_env(env: Optional[Dict[str, str]]) -> None:
     """Refuse names that no shell could use."""
     for name in env or ():
-        if not re.match(r'[A-Za-z_][A-Za-z0-9_]*\Z', name):
+        if not IDENTIFIER.match(name):
             raise Refused(f'env: {printable(name)!r} is not a name for an environment variable')
 
 
@@ -7025,7 +7054,7 @@ def insert_requirements(context: Context, workflow_id: int, body: Dict[str, Any]
 
 def complete_requirements(body: Dict[str, Any]) -> Dict[str, Any]:
     """Checked resource requirements with their defaults."""
-    values = dict(DEFAULT_REQUIREMENTS, runtime='PT1M', is_implicit=False)
+    values = dict(DEFAULT_REQUIREMENTS, runtime=DEFAULT_RUNTIME, is_implicit=False)
     values.update({key: value for key, value in body.items() if value is not None})
     return dict(values, **checked_requirements(values))
 
@@ -7471,9 +7500,9 @@ CLASS_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels'
 def check_labels(labels: Optional[Sequence[str]]) -> None:
     """Refuse labels that would be ambiguous in a list."""
     for label in labels or ():
-        if not label or label != label.strip() or ',' in label:
-            raise Refused(f'the label {label!r} must not be empty, hold a comma, or begin or end with a '
-                          'blank', field='labels')
+        error = label_error(label)
+        if error:
+            raise Refused(f"label '{shorten(label)}' {error}", field='labels')
 
 
 # -------- jobs --------
@@ -9295,7 +9324,7 @@ def find_prerequisite(by_name: Dict[str, List[int]], job: Dict[str, Any], name: 
 def refuse_sibling_cycles(jobs: List[Dict[str, Any]]) -> None:
     """Refuse jobs of one request that wait for each other, by name."""
     needs = {job['name']: job.get('depends_on') or () for job in jobs}
-    for cycle in find_circles(needs, lambda name: needs.get(name, ()), 1):
+    for cycle in find_cycles(needs, lambda name: needs.get(name, ()), 1):
         raise Refused(f"these jobs wait for each other: {' -> '.join(cycle + cycle[:1])}")
 
 
@@ -10995,9 +11024,6 @@ MODELS = {
 
 STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel')     # a field that they do not know is an error, as in Torc
 
-UNSTORABLE = Expression('[\x00\ud800-\udfff]')
-FORBIDDEN_IN_NAME = Expression('[\x00-\x1f\x7f]')
-
 
 class ModelField(Row):
     """One field of a model."""
@@ -11047,16 +11073,15 @@ def check_str(place: str, value: Any) -> None:
     if not isinstance(value, str):
         raise wrong_type(place, 'text', value)
     if UNSTORABLE.search(value):
-        raise BadInput(f'{place} holds a character that cannot be stored (NUL or half of a surrogate pair)', field=place)
+        raise BadInput(f'{place} {text_error(value)}', field=place)
 
 
 def check_name(place: str, value: Any) -> None:
     """Refuse anything but printable text of sensible length."""
     check_str(place, value)
-    if len(value) > MAX_NAME_CHARACTERS:
-        raise BadInput(f'{place} has {len(value)} characters; at most {MAX_NAME_CHARACTERS} are possible', field=place)
-    if FORBIDDEN_IN_NAME.search(value):
-        raise BadInput(f'{place} {printable(value)!r} holds a control character', field=place)
+    error = name_error(value)
+    if error:
+        raise BadInput(f'{place} {error}', field=place)
 
 
 def check_time(place: str, value: Any) -> None:
@@ -11107,8 +11132,7 @@ def check_any(place: str, value: Any, depth: int = 0) -> None:
         for item in value:
             check_any(place, item, depth + 1)
     elif isinstance(value, str):
-        if UNSTORABLE.search(value):
-            raise BadInput(f'{place} holds a character that cannot be stored (NUL or half of a surrogate pair)', field=place)
+        check_str(place, value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         check_float(place, value)
 
@@ -11148,8 +11172,8 @@ def check_planned_jobs(place: str, value: Any) -> None:
                 check_value(where, '{str}', env)
         elif str in types:
             check_str(where, '\n'.join(filter(None, column)))
-    for row in value:
-        if len(row[0]) > MAX_NAME_CHARACTERS or FORBIDDEN_IN_NAME.search(row[0]):
+    if not are_names([row[0] for row in value]):
+        for row in value:
             check_name(f'{place}.name', row[0])
 
 
@@ -12887,7 +12911,7 @@ def explain_hash(stored: str) -> str:
 
 def check_user_name(name: str) -> None:
     """Refuse names that no password file can hold, or that are not a person's."""
-    if not name or ':' in name or name[0] == '#' or name != name.strip() or len(name) > MAX_NAME_CHARACTERS or FORBIDDEN_IN_NAME.search(name) or UNSTORABLE.search(name):
+    if name_error(name) or ':' in name or name[0] == '#' or name != name.strip():
         raise BadInput(f'{printable(name)!r} is no user name: it must not be empty, hold a colon, a control character or what is not UTF-8, '
                        'begin with # or have blanks around it')
     if name == ANONYMOUS:
@@ -22001,8 +22025,10 @@ def parse_statuses(text: str) -> List[str]:
 def parse_labels(text: str) -> List[str]:
     """Labels separated by commas."""
     labels = text.split(',')
-    if any(not label or label != label.strip() for label in labels):
-        raise ValueError(f'{text!r}: a label is not empty and has no blanks around it')
+    for label in labels:
+        error = label_error(label)
+        if error:
+            raise ValueError(f"label '{shorten(label)}' {error}")
     return labels
 
 
@@ -22306,7 +22332,7 @@ COMMANDS = (
         Argument('--cpus-per-job', 'N', 'CPUs of each', at_least(1), default=1),
         Argument('--memory-per-job', 'MEMORY', 'memory of each', normalize_memory, default='1m'),
         Argument('--runtime-per-job', 'DURATION', 'longest run time of each', normalize_duration,
-                 default='PT1M')),
+                 default=DEFAULT_RUNTIME)),
         'jobs create-from-file 1 commands.txt'),
     Command('jobs list', cmd_jobs_list, 'list jobs', (
         ASKED_WF, Argument('-s --status', 'STATUS', 'in this status only', one_of(*STATUS_CODES)),
