@@ -1037,12 +1037,6 @@ class PlainToolsTest(unittest.TestCase):
         self.assertEqual(", did you mean 'command'?", torc.did_you_mean('comand', ['command', 'name']))
         self.assertEqual('', torc.did_you_mean('zzz', ['command', 'name']))
 
-    def test_another_program_answers_or_its_absence_does(self):
-        self.assertEqual((3, 'out', 'err'), tuple(torc.ask(['sh', '-c', 'printf out; printf err >&2; exit 3'])))
-        self.assertEqual(143, torc.ask(['sh', '-c', 'kill -TERM $$']).code)
-        self.assertEqual(127, torc.ask(['no_such_program_here']).code)
-        self.assertEqual(124, torc.ask(['sh', '-c', 'exec sleep 60'], 0.05).code)
-
     def test_a_process_is_known_by_its_start(self):
         self.assertGreater(torc.read_process_start_ticks(os.getpid()), 0)
         child = subprocess.Popen(['true'])

@@ -793,6 +793,11 @@ def account_name() -> str:
         return str(os.getuid())
 
 
+def current_directory() -> str:
+    """The current directory, as text that JSON can carry."""
+    return printable(os.getcwd())
+
+
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FULL_BYTES = 65536      # a file system with less free is full
 
@@ -1043,25 +1048,6 @@ def load_ssl() -> Any:
     return importlib.import_module('ssl')
 
 
-class Reply(Row):
-    """What another program answered."""
-    code: int       # exit code; 128+n for a signal
-    out: str
-    err: str
-
-
-def ask(argv: Sequence[str], timeout_s: float = 10.0) -> Reply:
-    """Run another program and wait for it. A program that cannot be started, or is too slow, answers 127 or 124."""
-    try:
-        done = subprocess.run(list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              timeout=timeout_s, encoding='utf-8', errors='replace')
-    except subprocess.TimeoutExpired:
-        return Reply(124, '', f'{argv[0]}: no answer within {timeout_s:g} s')
-    except OSError as error:
-        return Reply(COMMAND_NOT_FOUND, '', f'{argv[0]}: {error.strerror}')
-    return Reply(done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stdout, done.stderr)
-
-
 def uptime_s() -> float:
     """A clock that goes on while the machine is suspended (Linux: CLOCK_BOOTTIME, named since Python 3.7)."""
     try:
@@ -1155,19 +1141,6 @@ def is_network_path(path: str) -> bool:
 def is_deleted(path: str) -> bool:
     """Whether a file was removed. Its directory must be there: the file system may not be mounted now."""
     return os.path.isdir(os.path.dirname(path)) and not os.path.exists(path)
-
-
-def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
-                mode: str) -> Tuple[Optional[str], Optional[str]]:
-    """Files of an attempt's stdout and stderr, by stdio mode; None is /dev/null. Combined: both are one."""
-    stem = f'job_wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'
-    return {
-        'separate': (stem + '.o', stem + '.e'),
-        'combined': (stem + '.log', stem + '.log'),
-        'no_stdout': (None, stem + '.e'),
-        'no_stderr': (stem + '.o', None),
-        'none': (None, None),
-    }[mode]
 
 
 # ======== 4. Formats: what the readers of all formats share ========
@@ -3215,6 +3188,19 @@ DEFAULT_REQUIREMENTS = {    # of jobs that name none
 EXECUTION_DEFAULTS = dict(defaults_of('execution_config'), stdio=defaults_of('stdio'), job_stdio_overrides={})
 
 
+def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
+                mode: str) -> Tuple[Optional[str], Optional[str]]:
+    """Files of an attempt's stdout and stderr, by stdio mode; None is /dev/null. Combined: both are one."""
+    stem = f'job_wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'
+    return {
+        'separate': (stem + '.o', stem + '.e'),
+        'combined': (stem + '.log', stem + '.log'),
+        'no_stdout': (None, stem + '.e'),
+        'no_stderr': (stem + '.o', None),
+        'none': (None, None),
+    }[mode]
+
+
 def is_pending(field: Field) -> bool:
     """Whether nothing that a field says is carried out yet; a block of such fields is one itself."""
     block = TYPES[field.type].block
@@ -4854,6 +4840,17 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
         raise_problems(context, summary)
     find_times(planner)
     return Plan(body, context.warnings, summary, describe_pending(context.pending))
+
+
+def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) -> Plan:
+    """The plan with what only the place of its creation knows: user, directory and file."""
+    workflow = plan.body['workflow']
+    workflow['spec_path'] = path
+    workflow['user'] = workflow.get('user') or user_name()
+    workflow['submission_directory'] = workflow.get('submission_directory') or current_directory()
+    if is_unmonitored:
+        workflow['resource_monitor_config'] = {'enabled': False}
+    return plan
 
 
 def raise_problems(context: SpecContext, summary: Dict[str, Any]) -> None:
@@ -7558,6 +7555,7 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Dict[str, Any
                      resource_requirements_id=job.get('resource_requirements_id') or default)
         key, needs = repr(parts), tuple(sorted(set(job.get('depends_on_job_ids') or ())))
         if key not in classes:
+            check_labels(parts['labels'])
             classes[key] = job_class(context, workflow_id, parts)
         if needs not in sets:
             sets[needs] = find_set(context, workflow_id, needs)
@@ -7577,7 +7575,6 @@ def job_class(context: Context, workflow_id: int, parts: Dict[str, Any]) -> int:
     """Id of the job class with these CLASS_FIELDS."""
     priority, requirements = parts['priority'] or 0, parts['resource_requirements_id'] or 0
     scheduler = parts['scheduler_id'] or None
-    check_labels(parts['labels'])
     if priority < 0:
         raise BadInput(f'priority is {priority}; it must be at least 0')
     check_owned(context, 'resource_requirements', workflow_id, [requirements])
@@ -7630,6 +7627,7 @@ def update_job(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str,
         raise Refused(f"status of job {job_id} is immutable, but for 'disabled': not {changed['status']!r}")
     if 'name' in changed:
         refuse_taken_names(context, job['workflow_id'], [changed['name']])
+    check_labels(changed.get('labels'))     # those that the job has may be older than the rule
     if any(key in CLASS_FIELDS for key in changed):
         parts = {key: changed.get(key, job.get(key)) for key in CLASS_FIELDS}
         changed['kind_id'] = job_class(context, job['workflow_id'], parts)
@@ -15850,11 +15848,6 @@ def call_addition(client: Client, op: str, **params: Any) -> Dict[str, Any]:
         return {}
 
 
-def current_directory() -> str:
-    """The current directory, as text that JSON can carry."""
-    return printable(os.getcwd())
-
-
 def base_directory(workflow: Dict[str, Any]) -> str:
     """Where relative paths of a workflow start: its directory of creation if it is here, else the current."""
     directory = workflow.get('submission_directory')
@@ -20933,17 +20926,6 @@ def spec_path(path: str) -> str:
 def placed(problem: Problem, path: str) -> Problem:
     """A problem with the file that it is in."""
     return problem if problem.path else problem._replace(path=path)
-
-
-def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) -> Plan:
-    """The plan with what only the place of its creation knows: user, directory and file."""
-    workflow = plan.body['workflow']
-    workflow['spec_path'] = path
-    workflow['user'] = workflow.get('user') or user_name()
-    workflow['submission_directory'] = workflow.get('submission_directory') or current_directory()
-    if is_unmonitored:
-        workflow['resource_monitor_config'] = {'enabled': False}
-    return plan
 
 
 COUNTED = (     # key of the summary, words for it
