@@ -129,7 +129,8 @@ csv, ctypes, decimal, difflib, getpass, py_compile = map(
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None    # without it TOML files are refused, with the reason
 
 __version__ = '0.1.0'
-__all__ = ['Client', 'Credentials', 'TorcError', 'BadInput', 'Refused', 'NotFound', 'Conflict', 'Denied', 'Unreachable', 'main']
+__all__ = ['Client', 'Credentials', 'TorcError', 'BadInput', 'Refused', 'NotFound', 'Conflict', 'Denied',
+           'Unreachable', 'main']
 
 API_VERSION = '0.23.0'  # of Torc 1.0.0's HTTP contract, which this file speaks
 RELEASE_TAG = 'v' + __version__     # names the release's commit: a copied file knows no hash
@@ -166,7 +167,8 @@ class RowType(type):
     def __new__(cls, name: str, bases: Tuple[type, ...], namespace: Dict[str, Any]) -> Any:
         made = super().__new__(cls, name, bases, dict(namespace, __slots__=()))
         made._fields = tuple(getattr(made, '__annotations__', ()))
-        made._defaults = tuple(namespace[field] for field in made._fields if field in namespace)    # of the last fields
+        # Of the last fields.
+        made._defaults = tuple(namespace[field] for field in made._fields if field in namespace)
         return made
 
 
@@ -202,21 +204,32 @@ class Status(Row):
 
 
 STATUSES = (
-    #      code  name             final  finished bad    done   active sym  colour meaning
-    Status(0,  'uninitialized',  False, False, False, False, False, '.', '90', 'not yet looked at: initialize the workflow'),
-    Status(1,  'blocked',        False, False, False, False, False, '|', '33', 'waits for other jobs'),
-    Status(2,  'ready',          False, False, False, False, False, 'o', '36', 'may be claimed by a runner'),
-    Status(3,  'pending',        False, False, False, False, True,  '>', '36', 'claimed by a runner, not yet started'),
-    Status(4,  'running',        False, False, False, False, True,  '*', '34', 'started'),
-    Status(5,  'completed',      True,  True,  False, True,  False, '+', '32', 'ended with return code 0'),
-    Status(6,  'failed',         True,  True,  True,  True,  False, 'x', '31', 'ended with another return code'),
-    Status(7,  'canceled',       True,  True,  True,  True,  False, '-', '35', 'will not run: canceled, or a prerequisite ended badly'),
-    Status(8,  'terminated',     True,  True,  True,  True,  False, '!', '31', 'stopped by the runner, for lack of time'),
-    Status(9,  'disabled',       False, True,  False, True,  False, '~', '90', 'switched off by the user; dependants go on'),
-    Status(10, 'pending_failed', True,  False, False, False, False, '?', '33', 'failed; a person or program is to decide'),
+    #      code name              final  finished bad   done   active sym  colour
+    Status(0,  'uninitialized',  False, False, False, False, False, '.', '90',
+           'not yet looked at: initialize the workflow'),
+    Status(1,  'blocked',        False, False, False, False, False, '|', '33',
+           'waits for other jobs'),
+    Status(2,  'ready',          False, False, False, False, False, 'o', '36',
+           'may be claimed by a runner'),
+    Status(3,  'pending',        False, False, False, False, True,  '>', '36',
+           'claimed by a runner, not yet started'),
+    Status(4,  'running',        False, False, False, False, True,  '*', '34',
+           'started'),
+    Status(5,  'completed',      True,  True,  False, True,  False, '+', '32',
+           'ended with return code 0'),
+    Status(6,  'failed',         True,  True,  True,  True,  False, 'x', '31',
+           'ended with another return code'),
+    Status(7,  'canceled',       True,  True,  True,  True,  False, '-', '35',
+           'will not run: canceled, or a prerequisite ended badly'),
+    Status(8,  'terminated',     True,  True,  True,  True,  False, '!', '31',
+           'stopped by the runner, for lack of time'),
+    Status(9,  'disabled',       False, True,  False, True,  False, '~', '90',
+           'switched off by the user; dependants go on'),
+    Status(10, 'pending_failed', True,  False, False, False, False, '?', '33',
+           'failed; a person or program is to decide'),
 )
-UNINITIALIZED, BLOCKED, READY, PENDING, RUNNING, COMPLETED, FAILED, CANCELED, TERMINATED, DISABLED, PENDING_FAILED = (
-    row.code for row in STATUSES)
+(UNINITIALIZED, BLOCKED, READY, PENDING, RUNNING, COMPLETED, FAILED, CANCELED, TERMINATED, DISABLED,
+ PENDING_FAILED) = (row.code for row in STATUSES)
 STATUS_CODES = {row.name: row.code for row in STATUSES}
 STATUS_NAMES = {row.code: row.name for row in STATUSES}
 
@@ -228,7 +241,8 @@ EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
 TASK_STATUSES = ('queued', 'running', 'succeeded', 'failed')
-SEVERITIES = ('debug', 'info', 'warning', 'error')     # of what is told to readers of events; each one takes in those behind it
+# Of what is told to readers of events; each one takes in those behind it.
+SEVERITIES = ('debug', 'info', 'warning', 'error')
 GROUP_ROLES = ('member', 'admin')   # a group's admin adds and removes its members
 ADMIN_GROUP = 'admin'               # the group of the server's administrators
 ANONYMOUS = 'anonymous'             # who asks without a name; owns nothing
@@ -261,34 +275,46 @@ class Variable(Row):
 
 
 ENVIRONMENT = (
-    Variable('TORC_API_URL',                'you',  'server to use, as http://HOST:PORT/torc-service/v1 (also set for jobs)'),
-    Variable('TORC_TOKEN_FILE',             'you',  "path of a file that holds the server's token (also set for jobs)"),
-    Variable('TORC_TLS_CA_CERT',            'you',  'certificates to believe, for an https URL (also set for jobs)'),
-    Variable('TORC_TLS_INSECURE',           'you',  '1 or true: believe any certificate (also set for jobs)'),
-    Variable('TORC_TLS_CERT',               'you',  '`serve`: its certificate, for https'),
-    Variable('TORC_TLS_KEY',                'you',  '`serve`: the key of its certificate'),
-    Variable('TORC_LOG_DIR',                'you',  '`serve`: directory for torc-server.log'),
-    Variable('DATABASE_URL',                'you',  '`serve`: its database, as sqlite:PATH'),
-    Variable('TORC_SERVER_SNAPSHOT_PATH',   'you',  '`serve`: where SIGUSR1 puts a copy of the database (default torc-server-snapshot.db beside it; with --in-memory: its file)'),
-    Variable('TORC_SERVER_SNAPSHOT_KEEP',   'you',  '`serve`: how many such copies are kept (default 5)'),
-    Variable('TORC_USERNAME',               'you',  'owner of new workflows, and user of TORC_PASSWORD; else USER'),
-    Variable('TORC_PASSWORD',               'you',  'password for the server that --url or TORC_API_URL names (kept from jobs)'),
-    Variable('TORC_COOKIE_HEADER',          'you',  'Cookie field for that server, where a gateway before it wants one (kept from jobs)'),
-    Variable('TORC_AUTH_FILE',              'you',  'password file of `serve`; as --auth-file'),
-    Variable('TORC_CREDENTIAL_CACHE_TTL_SECS', 'you', 'as --credential-cache-ttl-secs of `serve`'),
-    Variable('TORC_ADMIN_USERS',            'you',  'administrators of `serve`, separated by commas; beside --admin-user'),
-    Variable('XDG_STATE_HOME',              'you',  "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
-    Variable('NO_COLOR',                    'you',  'no colours on the terminal'),
-    Variable('TORC_WORKFLOW_ID',            'torc', 'the workflow'),
-    Variable('TORC_RUN_ID',                 'torc', 'its run generation'),
-    Variable('TORC_JOB_ID',                 'torc', 'the job (not in run_commands actions)'),
-    Variable('TORC_JOB_NAME',               'torc', 'its name (not in run_commands actions)'),
-    Variable('TORC_ATTEMPT_ID',             'torc', 'its attempt, from 1 (not in run_commands actions)'),
-    Variable('TORC_OUTPUT_DIR',             'torc', "the runner's output directory, absolute"),
+    Variable('TORC_API_URL', 'you',
+             'server to use, as http://HOST:PORT/torc-service/v1 (also set for jobs)'),
+    Variable('TORC_TOKEN_FILE', 'you',
+             "path of a file that holds the server's token (also set for jobs)"),
+    Variable('TORC_TLS_CA_CERT', 'you',
+             'certificates to believe, for an https URL (also set for jobs)'),
+    Variable('TORC_TLS_INSECURE',         'you',  '1 or true: believe any certificate (also set for jobs)'),
+    Variable('TORC_TLS_CERT',             'you',  '`serve`: its certificate, for https'),
+    Variable('TORC_TLS_KEY',              'you',  '`serve`: the key of its certificate'),
+    Variable('TORC_LOG_DIR',              'you',  '`serve`: directory for torc-server.log'),
+    Variable('DATABASE_URL',              'you',  '`serve`: its database, as sqlite:PATH'),
+    Variable('TORC_SERVER_SNAPSHOT_PATH', 'you',
+             '`serve`: where SIGUSR1 puts a copy of the database (default torc-server-snapshot.db beside it; '
+             'with --in-memory: its file)'),
+    Variable('TORC_SERVER_SNAPSHOT_KEEP', 'you',  '`serve`: how many such copies are kept (default 5)'),
+    Variable('TORC_USERNAME', 'you',
+             'owner of new workflows, and user of TORC_PASSWORD; else USER'),
+    Variable('TORC_PASSWORD', 'you',
+             'password for the server that --url or TORC_API_URL names (kept from jobs)'),
+    Variable('TORC_COOKIE_HEADER', 'you',
+             'Cookie field for that server, where a gateway before it wants one (kept from jobs)'),
+    Variable('TORC_AUTH_FILE',            'you',  'password file of `serve`; as --auth-file'),
+    Variable('TORC_CREDENTIAL_CACHE_TTL_SECS', 'you',  'as --credential-cache-ttl-secs of `serve`'),
+    Variable('TORC_ADMIN_USERS', 'you',
+             'administrators of `serve`, separated by commas; beside --admin-user'),
+    Variable('XDG_STATE_HOME', 'you',
+             "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
+    Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
+    Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
+    Variable('TORC_RUN_ID',               'torc', 'its run generation'),
+    Variable('TORC_JOB_ID',               'torc', 'the job (not in run_commands actions)'),
+    Variable('TORC_JOB_NAME',             'torc', 'its name (not in run_commands actions)'),
+    Variable('TORC_ATTEMPT_ID',           'torc', 'its attempt, from 1 (not in run_commands actions)'),
+    Variable('TORC_OUTPUT_DIR',           'torc', "the runner's output directory, absolute"),
     Variable('TORC_WORKFLOW_SUBMISSION_DIR', 'torc', 'directory in which the workflow was created'),
-    Variable('TORC_ORCHESTRATOR_LINEAGE_ID', 'torc', 'lineage of a job that another job spawned (those only)'),
-    Variable('TORC_RETURN_CODE',            'torc', "the failed attempt's return code (recovery scripts only)"),
-    Variable('TORC_GPU_VISIBLE_DEVICES',    'torc', 'GPU indexes given to the job; CUDA_, HIP_ and ROCR_VISIBLE_DEVICES are the same'),
+    Variable('TORC_ORCHESTRATOR_LINEAGE_ID', 'torc',
+             'lineage of a job that another job spawned (those only)'),
+    Variable('TORC_RETURN_CODE',          'torc', "the failed attempt's return code (recovery scripts only)"),
+    Variable('TORC_GPU_VISIBLE_DEVICES', 'torc',
+             'GPU indexes given to the job; CUDA_, HIP_ and ROCR_VISIBLE_DEVICES are the same'),
 )
 
 # ---- limits ----
@@ -311,8 +337,10 @@ API_PREFIX = '/torc-service/v1'
 DEFAULT_POLL_INTERVAL_S = 5.0
 DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
-DEFAULT_RUNTIME = 'PT1M'            # of requirements that a request makes without one, and of jobs that name none
-DECLARED_RUNTIME = 'PT1H'           # of requirements that a workflow file declares without one; both as in Torc
+# Of requirements that a request makes without one, and of jobs that name none.
+DEFAULT_RUNTIME = 'PT1M'
+# Of requirements that a workflow file declares without one; both as in Torc.
+DECLARED_RUNTIME = 'PT1H'
 DEFAULT_MAX_RETRIES = 3             # attempts in all, as Torc counts
 DEFAULT_MAX_ITERATIONS = 1000       # generations of a lineage of spawned jobs
 ORPHAN_RETURN_CODE = -128           # of a job whose runner went away
@@ -322,12 +350,14 @@ COMMAND_NOT_FOUND = 127             # POSIX shell
 
 # ======== 2. Errors: what a user or caller can cause or cure ========
 #
-# One root and six kinds, told apart by what the caller does next. A TorcError is printed as its message, never as
-# a traceback; everything else that is raised is a bug. A message says what is wrong, with value and place, then the cure.
+# One root and six kinds, told apart by what the caller does next. A TorcError is printed as its message,
+# never as a traceback; everything else that is raised is a bug. A message says what is wrong, with value and
+# place, then the cure.
 
 
 class TorcError(Exception):
-    """Root of the errors that a user can cause or cure. `exit` is the program's exit code, `http` the answer's status."""
+    """Root of the errors that a user can cause or cure. `exit` is the program's exit code, `http` the
+    answer's status."""
     exit = 4
     http = 422
 
@@ -356,7 +386,8 @@ class BadInput(TorcError):
     exit = 2
     http = 422
 
-    def __init__(self, message: str, problems: Sequence[Problem] = (), http: Optional[int] = None, **details: Any) -> None:
+    def __init__(self, message: str, problems: Sequence[Problem] = (), http: Optional[int] = None,
+                 **details: Any) -> None:
         super().__init__(message, http, **details)
         self.problems = list(problems)
 
@@ -396,8 +427,9 @@ def absent(message: str) -> Unreachable:
 
 # ======== 3. Plain tools: text <-> value pairs, files, other programs ========
 #
-# Small functions that know nothing of workflows. parse_X and format_X are inverse to each other where both exist.
-# Their errors are ValueErrors with a message that names the value and the form that is wanted; callers add the place.
+# Small functions that know nothing of workflows. parse_X and format_X are inverse to each other where both
+# exist. Their errors are ValueErrors with a message that names the value and the form that is wanted; callers
+# add the place.
 #
 # Memory, durations and walltimes are stored and sent in Torc's forms, which parse_memory, parse_duration and
 # parse_walltime read. What else people write (8GB, 30m, 1:00:00) is rewritten at the edge, by normalize_X.
@@ -405,8 +437,9 @@ def absent(message: str) -> Unreachable:
 class Expression:
     """A regular expression, compiled at its first use: all of them would be a tenth of the program's start.
 
-    It has the methods of re's own, each an attribute once it was asked for. Those that a reader of files calls at every
-    word stay with re.compile: since Python 3.11 a method of a class is called some nanoseconds faster than an attribute.
+    It has the methods of re's own, each an attribute once it was asked for. Those that a reader of files
+    calls at every word stay with re.compile: since Python 3.11 a method of a class is called some nanoseconds
+    faster than an attribute.
     """
 
     def __init__(self, text: Union[str, bytes], flags: int = 0) -> None:
@@ -421,8 +454,10 @@ class Expression:
 MEMORY_UNITS = {'': 1, 'k': 1024, 'm': 1024 ** 2, 'g': 1024 ** 3, 't': 1024 ** 4}
 MEMORY_TEXT = Expression(r'\s*\+?([0-9]+)([kmgt]?)\s*\Z', re.IGNORECASE)
 DURATION_TEXT = Expression(
-    r'P(?=.)(?:([0-9]+)W|(?:([0-9]+)Y)?(?:([0-9]+)M)?(?:([0-9]+)D)?(?:T(?:([0-9]+)H)?(?:([0-9]+)M)?(?:([0-9]+)(?:[.,][0-9]*)?S)?)?)\Z')
-DURATION_UNITS_S = (604800, 31557600, 2629800, 86400, 3600, 60, 1)   # week, year, month, day, hour, minute, second, as Torc counts
+    r'P(?=.)(?:([0-9]+)W|(?:([0-9]+)Y)?(?:([0-9]+)M)?(?:([0-9]+)D)?'
+    r'(?:T(?:([0-9]+)H)?(?:([0-9]+)M)?(?:([0-9]+)(?:[.,][0-9]*)?S)?)?)\Z')
+# Week, year, month, day, hour, minute, second, as Torc counts.
+DURATION_UNITS_S = (604800, 31557600, 2629800, 86400, 3600, 60, 1)
 WRITTEN_MEMORY = Expression(r'([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(?:ib?|b)?|b|bytes?)\Z', re.IGNORECASE)
 SPAN_UNITS_S = {    # pattern of a unit's names -> seconds
     'w(?:eeks?)?': 604800, 'd(?:ays?)?': 86400, 'h(?:ours?|rs?)?': 3600, 'm(?:in(?:ute)?s?)?': 60,
@@ -431,8 +466,10 @@ SPAN_TEXT = Expression(
     r'\s*'.join(r'(?:([0-9]+(?:\.[0-9]+)?)\s*%s)?' % unit for unit in SPAN_UNITS_S) + r'\Z', re.IGNORECASE)
 LEAST_PLAUSIBLE_MEMORY = 1024 ** 2  # bytes; of less without a unit, megabytes or gigabytes were meant
 WALLTIME_TEXT = Expression(r'(?:([0-9]{1,18})-)?([0-9]{1,18})(?::([0-9]{1,18}))?(?::([0-9]{1,18}))?\Z')
-TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
-# C0 but for tab and newline, C1, line separators, bidi controls (UAX 9, "Trojan Source"), halves of surrogate pairs.
+TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?'
+                       r'(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
+# C0 but for tab and newline, C1, line separators, bidi controls (UAX 9, "Trojan Source"), halves of surrogate
+# pairs.
 UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e'
                          '\u2066-\u2069\ud800-\udfff]')
 UNSTORABLE = Expression('[\x00\ud800-\udfff]')      # neither a process, nor UTF-8, nor SQLite can take these
@@ -447,7 +484,8 @@ def parse_memory(text: str) -> int:
     """'512m' -> bytes. A whole number and at most one letter k, m, g, t of any case, 1024-based."""
     match = MEMORY_TEXT.match(text)
     if not match:
-        raise ValueError(f'{text!r} is not an amount of memory: write a whole number and k, m, g or t, such as 512m or 2g')
+        raise ValueError(f'{text!r} is not an amount of memory: write a whole number and k, m, g or t, such '
+                         'as 512m or 2g')
     value = int(match.group(1)) * MEMORY_UNITS[match.group(2).lower()]
     if value > MAX_INTEGER:
         raise ValueError(f'{text!r} is more memory than can be counted')
@@ -502,8 +540,11 @@ def format_duration(value_s: float) -> str:
     days, rest = divmod(int(value_s), 86400)
     hours, rest = divmod(rest, 3600)
     minutes, seconds = divmod(rest, 60)
-    time_part = ''.join(f'{number}{unit}' for number, unit in ((hours, 'H'), (minutes, 'M'), (seconds, 'S')) if number)
-    return 'P' + (f'{days}D' if days else '') + ('T' + time_part if time_part or not days else '') + ('' if time_part or days else '0S')
+    parts = ((hours, 'H'), (minutes, 'M'), (seconds, 'S'))
+    time_part = ''.join(f'{number}{unit}' for number, unit in parts if number)
+    if not days:
+        return 'PT' + (time_part or '0S')
+    return f'P{days}D' + ('T' + time_part if time_part else '')
 
 
 def parse_span(text: str) -> float:
@@ -597,10 +638,12 @@ def parse_time(text: str) -> float:
     """RFC 3339 time -> seconds since the epoch. Without a zone it is local time."""
     match = TIME_TEXT.match(text.strip())
     if not match:
-        raise ValueError(f'{text!r} is not a time: write it as 2026-11-21T18:30:00Z or with an offset such as +01:00')
+        raise ValueError(f'{text!r} is not a time: write it as 2026-11-21T18:30:00Z or with an offset such '
+                         'as +01:00')
     fraction, zone = match.group(7), match.group(8)
     try:
-        value = datetime.datetime(*map(int, match.groups()[:6]), tzinfo=datetime.timezone.utc)    # strptime takes ten times as long
+        # Strptime takes ten times as long.
+        value = datetime.datetime(*map(int, match.groups()[:6]), tzinfo=datetime.timezone.utc)
         if zone is None:
             seconds = time.mktime(value.timetuple()[:8] + (-1,))
         else:
@@ -613,7 +656,8 @@ def parse_time(text: str) -> float:
 
 
 def format_time(value_s: float) -> str:
-    """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'. Beyond the years of four digits: the nearest that has them."""
+    """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'. Beyond the years of four digits: the nearest
+    that has them."""
     whole, milliseconds = divmod(int(round(min(max(value_s, -30610224000), 253402300799) * 1000)), 1000)
     return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole)) + f'.{milliseconds:03d}Z'
 
@@ -630,11 +674,16 @@ def format_elapsed(value_s: float) -> str:
     return f'{whole // 86400}d {whole // 3600 % 24:02d}h'
 
 
+def escape_character(match: 're.Match') -> str:
+    """A character as Python writes it in texts: \\x1b, \\u202e."""
+    return ('\\x%02x' if match.group() < '\u0100' else '\\u%04x') % ord(match.group())
+
+
 def printable(text: str) -> str:
     """Text from a job, file or client, made safe for a terminal, a log line or a table."""
     if text.isprintable():      # nearly always, and sooner known
         return text
-    return UNPRINTABLE.sub(lambda match: '\\x%02x' % ord(match.group()) if ord(match.group()) < 256 else '\\u%04x' % ord(match.group()), text)
+    return UNPRINTABLE.sub(escape_character, text)
 
 
 def printable_line(text: str) -> str:
@@ -643,7 +692,8 @@ def printable_line(text: str) -> str:
 
 
 def printable_message(text: str) -> str:
-    """As printable(), for what may have several lines, such as a traceback: all but the first are indented."""
+    """As printable(), for what may have several lines, such as a traceback: all but the first are
+    indented."""
     return re.sub(r'\n(?! {4}|\n|\Z)', '\n    ', printable(text))
 
 
@@ -652,8 +702,8 @@ def shorten(text: str) -> str:
     return printable(text if len(text) <= 80 else text[:77] + '...')
 
 
-# The rules of text, names and labels hold wherever one is given: in a workflow file, a request or an option. X_error()
-# says what is wrong with one, as the end of a sentence that begins with its name; '' if nothing is.
+# The rules of text, names and labels hold wherever one is given: in a workflow file, a request or an option.
+# X_error() says what is wrong with one, as the end of a sentence that begins with its name; '' if nothing is.
 
 def text_error(text: str) -> str:
     """Why a text cannot be stored, or ''."""
@@ -662,7 +712,8 @@ def text_error(text: str) -> str:
 
 
 def name_error(text: str) -> str:
-    """Why a text cannot be a name, or ''. Blanks, dots and slashes are fine: files on disk are named by ids."""
+    """Why a text cannot be a name, or ''. Blanks, dots and slashes are fine: files on disk are named by
+    ids."""
     if not text.strip():
         return 'must not be empty'
     if len(text) > MAX_NAME_CHARACTERS:
@@ -672,9 +723,10 @@ def name_error(text: str) -> str:
 
 
 def are_names(texts: Sequence[str]) -> bool:
-    """Whether name_error() finds nothing in any of the texts: sooner known of 100,000 than by asking for each."""
-    longest = max(map(len, texts), default=0)
-    return longest <= MAX_NAME_CHARACTERS and all(map(str.strip, texts)) and not UNSAFE_IN_NAME.search(''.join(texts))
+    """Whether name_error() finds nothing in any of the texts: sooner known of 100,000 than by asking for
+    each."""
+    is_short = max(map(len, texts), default=0) <= MAX_NAME_CHARACTERS
+    return is_short and all(map(str.strip, texts)) and not UNSAFE_IN_NAME.search(''.join(texts))
 
 
 def label_error(text: str) -> str:
@@ -696,8 +748,10 @@ def first_of(words: Sequence[Any], most: int = 10) -> str:
     return ', '.join(map(str, words[:most])) + more
 
 
-def find_cycles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]], most: int = 1) -> List[List[Any]]:
-    """Up to `most` cycles of a graph: each as its nodes, the first waiting for the second. Of entangled ones, one.
+def find_cycles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]],
+                most: int = 1) -> List[List[Any]]:
+    """Up to `most` cycles of a graph: each as its nodes, the first waiting for the second. Of entangled ones,
+    one.
 
     Depth first, and without recursion: a chain may be as long as a workflow has jobs.
     """
@@ -742,7 +796,8 @@ def refuse_constant(word: str) -> None:
 
 
 def parse_integer(text: str) -> int:
-    """parse_int for json where int() has no limit of its own, and takes minutes for a million digits (Python before 3.10.7)."""
+    """parse_int for json where int() has no limit of its own, and takes minutes for a million digits (Python
+    before 3.10.7)."""
     if len(text) > 4300:
         raise ValueError(f'a number of {len(text)} digits')
     return int(text)
@@ -752,9 +807,11 @@ JSON_INTEGER = None if hasattr(sys, 'get_int_max_str_digits') else parse_integer
 
 
 def parse_json(text: str) -> Any:
-    """Strict JSON -> value. ValueError for what RFC 8259 forbids, duplicate keys, or nesting beyond the stack."""
+    """Strict JSON -> value. ValueError for what RFC 8259 forbids, duplicate keys, or nesting beyond the
+    stack."""
     try:
-        return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant, parse_int=JSON_INTEGER)
+        return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant,
+                          parse_int=JSON_INTEGER)
     except RecursionError:
         raise ValueError('nested too deeply') from None
 
@@ -957,8 +1014,10 @@ class HeldDirectory:
     """A directory held open: a name in it means this very directory, whatever is put under its path later."""
 
     def __init__(self, path: str, dir_fd: Optional[int] = None, follows: bool = True) -> None:
-        """Open a directory by its path, or by its last name in an open one. OSError for a link if none is followed."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
+        """Open a directory by its path, or by its last name in an open one. OSError for a link if none is
+        followed."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
+        flags |= 0 if follows else os.O_NOFOLLOW
         self.path = path
         self.descriptor = os.open(path if dir_fd is None else os.path.basename(path), flags, dir_fd=dir_fd)
         self.found = os.fstat(self.descriptor)
@@ -1023,7 +1082,8 @@ class HeldDirectory:
                 raise self.refuse(name) from None
             raise
         found = os.fstat(descriptor)
-        with contextlib.suppress(FileNotFoundError):    # a second name that was taken away since: it was a link
+        # A second name that was taken away since: it was a link.
+        with contextlib.suppress(FileNotFoundError):
             if self.is_own_file(found) and found.st_nlink < 2 and os.path.samestat(self.stat(name), found):
                 return descriptor
         os.close(descriptor)
@@ -1044,7 +1104,8 @@ class HeldDirectory:
 
 
 def load_ssl() -> Any:
-    """The module ssl. Only who speaks https waits for it: it costs 12 ms on Python 3.6, a quarter of all other imports."""
+    """The module ssl. Only who speaks https waits for it: it costs 12 ms on Python 3.6, a quarter of all
+    other imports."""
     return importlib.import_module('ssl')
 
 
@@ -1068,7 +1129,8 @@ def read_clocks() -> Clocks:
 
 
 def read_boot_id() -> str:
-    """Identity of this boot of this machine, or '' where the kernel does not tell (/proc/sys/kernel/random/boot_id)."""
+    """Identity of this boot of this machine, or '' where the kernel does not tell
+    (/proc/sys/kernel/random/boot_id)."""
     try:
         with open('/proc/sys/kernel/random/boot_id') as file:
             return file.read().strip()
@@ -1085,7 +1147,8 @@ def read_pid_namespace() -> int:
 
 
 def read_process_start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot (proc(5), stat, field 22), or 0 if there is no such process.
+    """Start time of a process in clock ticks since boot (proc(5), stat, field 22), or 0 if there is no such
+    process.
 
     Together with the boot id and the pid it names a process for good: pids are used again.
     """
@@ -1116,7 +1179,8 @@ def give_memory_back() -> None:
 
 
 def filesystem_type(path: str) -> str:
-    """Type of the file system that holds a path, such as 'ext4' or 'nfs4', or '' if unknown (proc(5), mountinfo)."""
+    """Type of the file system that holds a path, such as 'ext4' or 'nfs4', or '' if unknown (proc(5),
+    mountinfo)."""
     best, kind = '', ''
     path = os.path.realpath(path)
     try:
@@ -1146,19 +1210,21 @@ def is_deleted(path: str) -> bool:
 # ======== 4. Formats: what the readers of all formats share ========
 #
 # Readers of YAML 1.2, JSON, JSON5 and KDL 2 (TOML through the standard library), written from the format
-# specifications, one section each. All follow one rule: a text gives exactly the value that its specification says,
-# or one BadInput with line, column, the line itself and the cure. What a reader does not know it refuses; it never
-# guesses.
+# specifications, one section each. All follow one rule: a text gives exactly the value that its specification
+# says, or one BadInput with line, column, the line itself and the cure. What a reader does not know it
+# refuses; it never guesses.
 #
-# A reader walks one text with one offset and compiled expressions: no tokens, no list of lines. The expressions that
-# take a whole simple line at once carry the speed; everything else may be slow but is never worse than linear.
-# Values are dict, list, str, int, float, bool, None. A number whose source text says more than str() would (007,
-# 1.10, 0x1F) is an Int or Float that keeps it as `raw`, so that a text field may take it as it was written.
+# A reader walks one text with one offset and compiled expressions: no tokens, no list of lines. The
+# expressions that take a whole simple line at once carry the speed; everything else may be slow but is never
+# worse than linear. Values are dict, list, str, int, float, bool, None. A number whose source text says more
+# than str() would (007, 1.10, 0x1F) is an Int or Float that keeps it as `raw`, so that a text field may take
+# it as it was written.
 #
-# Where a value came from: `positions` maps id(container) -> [offset of the container, offset of its first entry, ...]
-# in order of insertion. Lines and columns are counted only when somebody asks.
+# Where a value came from: `positions` maps id(container) -> [offset of the container, offset of its first
+# entry, ...] in order of insertion. Lines and columns are counted only when somebody asks.
 
-FORMATS = {'.yaml': 'yaml', '.yml': 'yaml', '.json': 'json', '.json5': 'json5', '.kdl': 'kdl', '.toml': 'toml'}
+FORMATS = {'.yaml': 'yaml', '.yml': 'yaml', '.json': 'json', '.json5': 'json5', '.kdl': 'kdl',
+           '.toml': 'toml'}
 MAX_NUMBER_CHARACTERS = 1000    # int() takes quadratic time
 MAX_ALIASED_VALUES = 5000000    # that the aliases of one text may stand for ("billion laughs")
 SHOWN_CHARACTERS = 100          # of a source line, under a message
@@ -1179,7 +1245,8 @@ class Float(float):
 def parse_whole(text: str, digits: str = '', base: int = 10) -> int:
     """A whole number; `digits` is its text without sign, prefix and separators, where it has such."""
     if len(text) > MAX_NUMBER_CHARACTERS:
-        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant as text')
+        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant '
+                         'as text')
     value = int(digits or text, base)
     if digits and text[0] == '-':
         value = -value
@@ -1189,7 +1256,8 @@ def parse_whole(text: str, digits: str = '', base: int = 10) -> int:
 def parse_fraction(text: str) -> float:
     """A decimal number with a fraction or an exponent."""
     if len(text) > MAX_NUMBER_CHARACTERS:
-        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant as text')
+        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant '
+                         'as text')
     value = float(text)
     return value if repr(value) == text else keep_source(Float(value), text)
 
@@ -1241,7 +1309,8 @@ def normal_text(text: str) -> str:
 
 
 class TextReader:
-    """What the readers share: the text, where its containers stand, how deep they are nested, and how to complain."""
+    """What the readers share: the text, where its containers stand, how deep they are nested, and how to
+    complain."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -1255,7 +1324,8 @@ class TextReader:
         raise problem_at(self.text, at, message)
 
     def enter(self, at: int, container: Any) -> List[int]:
-        """Begin a container, one level deeper; answers its list of offsets, to which each entry adds its own."""
+        """Begin a container, one level deeper; answers its list of offsets, to which each entry adds its
+        own."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self.fail(at, f'nested more than {MAX_DEPTH} levels deep')
@@ -1272,11 +1342,11 @@ class TextReader:
 
 # ======== 4a. YAML: one document of YAML 1.2 ========
 #
-# The core schema: only true and false are booleans. YamlText reads what is no collection, YamlReader the rest by
-# recursive descent; a text of several documents is split before.
+# The core schema: only true and false are booleans. YamlText reads what is no collection, YamlReader the rest
+# by recursive descent; a text of several documents is split before.
 #
-# The expressions are ASCII, because YAML's white space is blank and tab only. In block context a plain text ends before ': ' and ' #';
-# inside [ ] and { } also before , [ ] { }.
+# The expressions are ASCII, because YAML's white space is blank and tab only. In block context a plain text
+# ends before ': ' and ' #'; inside [ ] and { } also before , [ ] { }.
 
 YAML_FORBIDDEN = Expression('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]')
 DOCUMENT_MARK = Expression(r'^(---|\.\.\.)(?=[ \t\n])', re.MULTILINE)
@@ -1286,20 +1356,25 @@ SPACES = re.compile(r' *')
 BLANKS = re.compile(r'[ \t]*')
 LINE_END = re.compile(r'(?:[ \t]+#[^\n]*|[ \t]*)\n')
 
-SIMPLE_TEXT = r'(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\S)#)[^\n#:]*)*))\n( *)(?=[^\s#])'
-SIMPLE_ENTRY = re.compile(r'([A-Za-z_][\w.-]*): +' + SIMPLE_TEXT, re.ASCII)     # and the next line's indentation
+SIMPLE_TEXT = (r'(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\S)#)[^\n#:]*)*))'
+               r'\n( *)(?=[^\s#])')
+# And the next line's indentation.
+SIMPLE_ENTRY = re.compile(r'([A-Za-z_][\w.-]*): +' + SIMPLE_TEXT, re.ASCII)
 SIMPLE_ITEM = Expression(r'- +' + SIMPLE_TEXT, re.ASCII)
 ENTRY_START = Expression(r'- +(?=[A-Za-z_][\w.-]*:[ \n])', re.ASCII)
-SURELY_TEXT = frozenset('ABCDEGHIJKLMOPQRSUVWXYZabcdeghijklmopqrsuvwxyz_/$(')    # not n, t, f: null, true, false
+# Not n, t, f: null, true, false.
+SURELY_TEXT = frozenset('ABCDEGHIJKLMOPQRSUVWXYZabcdeghijklmopqrsuvwxyz_/$(')
 
 INDICATORS = r'''\-?:,\[\]{}#&*!|>'"%@`'''
 PLAIN_REST = r'(?:[^\s:#]|:(?=\S)|(?<=\S)#|[ \t]+(?=[^\s#:])|[ \t]+:(?=\S))'
 PLAIN_START = Expression(r'[^\s' + INDICATORS + r']|[-?:](?=\S)', re.ASCII)
 PLAIN_LINE = Expression(PLAIN_REST + '+', re.ASCII)
-PLAIN_KEY = re.compile(r'((?:[^\s' + INDICATORS + r']|[-?:](?=\S))' + PLAIN_REST + r'*)[ \t]*:(?=[ \t\n])', re.ASCII)
+PLAIN_KEY = re.compile(r'((?:[^\s' + INDICATORS + r']|[-?:](?=\S))' + PLAIN_REST + r'*)[ \t]*:(?=[ \t\n])',
+                       re.ASCII)
 FLOW_START = Expression(r'[^\s' + INDICATORS + r']|[-?:](?=[^\s,\[\]{}])', re.ASCII)
 FLOW_LINE = Expression(
-    r'(?:[^\s:#,\[\]{}]|:(?=[^\s,\[\]{}])|(?<=\S)#|[ \t]+(?=[^\s#:,\[\]{}])|[ \t]+:(?=[^\s,\[\]{}]))+', re.ASCII)
+    r'(?:[^\s:#,\[\]{}]|:(?=[^\s,\[\]{}])|(?<=\S)#|[ \t]+(?=[^\s#:,\[\]{}])|[ \t]+:(?=[^\s,\[\]{}]))+',
+    re.ASCII)
 DOUBLE_QUOTED = Expression(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 SINGLE_QUOTED = Expression(r"'([^']*(?:''[^']*)*)'")
 KEY_COLON = Expression(r'[ \t]*:(?=[ \t\n])')
@@ -1311,8 +1386,9 @@ LINE_FOLD = Expression(r'[ \t]*\n[ \t\n]*')
 YAML_ESCAPE = Expression(
     r'[ \t]*\n[ \t\n]*|\\(?:\n[ \t\n]*|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))', re.DOTALL)
 YAML_ESCAPES = {
-    '0': '\0', 'a': '\a', 'b': '\b', 't': '\t', '\t': '\t', 'n': '\n', 'v': '\v', 'f': '\f', 'r': '\r', 'e': '\x1b',
-    ' ': ' ', '"': '"', '/': '/', '\\': '\\', 'N': '\x85', '_': '\xa0', 'L': '\u2028', 'P': '\u2029',
+    '0': '\0', 'a': '\a', 'b': '\b', 't': '\t', '\t': '\t', 'n': '\n', 'v': '\v', 'f': '\f', 'r': '\r',
+    'e': '\x1b', ' ': ' ', '"': '"', '/': '/', '\\': '\\', 'N': '\x85', '_': '\xa0', 'L': '\u2028',
+    'P': '\u2029',
 }
 SURROGATE = Expression('[\ud800-\udfff]')
 
@@ -1324,7 +1400,8 @@ YAML_WORDS = {
     '': None, '~': None, 'null': None, 'Null': None, 'NULL': None,
     'true': True, 'True': True, 'TRUE': True, 'false': False, 'False': False, 'FALSE': False,
     '.nan': math.nan, '.NaN': math.nan, '.NAN': math.nan,
-    '.inf': math.inf, '.Inf': math.inf, '.INF': math.inf, '+.inf': math.inf, '+.Inf': math.inf, '+.INF': math.inf,
+    '.inf': math.inf, '.Inf': math.inf, '.INF': math.inf,
+    '+.inf': math.inf, '+.Inf': math.inf, '+.INF': math.inf,
     '-.inf': -math.inf, '-.Inf': -math.inf, '-.INF': -math.inf,
 }
 YAML_TAGS = {       # type that the value must have; None: text
@@ -1332,12 +1409,14 @@ YAML_TAGS = {       # type that the value must have; None: text
     '!!map': dict, '!!set': dict, '!!seq': list, '!!omap': list,
 }
 TAB_INDENT = 'a tab character cannot be used for indentation; use spaces'
-NOT_HERE = "a mapping value is not allowed here: put a text that contains ': ' in quotes, or check the indentation"
+NOT_HERE = ("a mapping value is not allowed here: put a text that contains ': ' in quotes, or check the "
+            'indentation')
 COMPOUND_KEY = 'a list or mapping cannot be used as a key'
 
 
 def parse_plain(text: str) -> Any:
-    """An unquoted YAML text by the core schema of YAML 1.2: only true and false are booleans, 1:30 is text."""
+    """An unquoted YAML text by the core schema of YAML 1.2: only true and false are booleans, 1:30 is
+    text."""
     if text in YAML_WORDS:
         return YAML_WORDS[text]
     if text[0] not in NUMBER_STARTS:
@@ -1393,9 +1472,9 @@ NO_PROPERTIES = Properties()
 class YamlText(TextReader):
     """The parts of a YAML text that are no collections: layout, properties, scalars and keys.
 
-    `at` and `column` are the next content after what has been read, and its column (-1 at the end of the text). The
-    parameter `parent` is the indentation of the collection that a value belongs to. The text ends with a line break,
-    so that text[at + 1] exists wherever text[at] is not the last one.
+    `at` and `column` are the next content after what has been read, and its column (-1 at the end of the
+    text). The parameter `parent` is the indentation of the collection that a value belongs to. The text ends
+    with a line break, so that text[at + 1] exists wherever text[at] is not the last one.
     """
 
     def __init__(self, text: str) -> None:
@@ -1453,14 +1532,16 @@ class YamlText(TextReader):
         while text[at] in '&!':
             match = (ANCHOR if text[at] == '&' else TAG).match(text, at)
             if not match or (anchor if text[at] == '&' else tag):
-                self.fail(at, 'only one anchor and one tag may stand here; put text that starts with & or ! in quotes')
+                self.fail(at, 'only one anchor and one tag may stand here; put text that starts with & or ! '
+                              'in quotes')
             if text[at] == '&':
                 anchor = match.group()[1:]
             else:
                 tag = match.group()
             at = BLANKS.match(text, match.end()).end()
             if at == match.end() and text[at] not in '\n,]}':
-                self.fail(at, 'expected a blank after the anchor or tag; put text that starts with & or ! in quotes')
+                self.fail(at, 'expected a blank after the anchor or tag; put text that starts with & or ! in '
+                              'quotes')
         return (Properties(start, anchor, tag) if at > start else NO_PROPERTIES), at
 
     def apply_properties(self, properties: Properties, value: Any) -> Any:
@@ -1493,9 +1574,11 @@ class YamlText(TextReader):
         return typed
 
     def find_alias(self, at: int, word: str) -> Any:
-        """What '*name' stands for. Aliases share their value, so what they would expand to is counted here."""
+        """What '*name' stands for. Aliases share their value, so what they would expand to is counted
+        here."""
         if word[1:] not in self.anchors:
-            self.fail(at, f'no anchor &{printable(word[1:])} stands above; put text that starts with * in quotes')
+            self.fail(at, f'no anchor &{printable(word[1:])} stands above; put text that starts with * in '
+                          'quotes')
         value = self.anchors[word[1:]]
         if isinstance(value, (dict, list)):
             size, depth = self.measure(value)[:2]
@@ -1506,9 +1589,11 @@ class YamlText(TextReader):
                 self.fail(at, f'with this alias, values are nested more than {MAX_DEPTH} levels deep')
         return value
 
-    # Sizes are counted once for each container, so that laughing a billion times takes no longer than writing it down.
+    # Sizes are counted once for each container, so that laughing a billion times takes no longer than writing
+    # it down.
     def measure(self, value: Any) -> Tuple[int, int, Any]:
-        """Number of values in a value, and its depth; with the value, so that it lives as long as its id is known."""
+        """Number of values in a value, and its depth; with the value, so that it lives as long as its id is
+        known."""
         if not isinstance(value, (dict, list)):
             return 1, 0, value
         if id(value) not in self.sizes:
@@ -1558,7 +1643,8 @@ class YamlText(TextReader):
         """A literal | or folded > text."""
         match = TEXT_HEADER.match(self.text, at)
         if not match:
-            self.fail(at, 'only an indentation digit, - or + may follow | or >; the text begins on the next line; '
+            self.fail(at, 'only an indentation digit, - or + may follow | or >; the text begins on the next '
+                          'line; '
                           'put text that starts with | or > in quotes')
         digit, chomp = match.group(2) or match.group(5), match.group(3) or match.group(4)
         if digit:
@@ -1617,7 +1703,8 @@ class YamlText(TextReader):
             self.fail(at, 'text in quotes is not closed')
         for line in UNDENTED.finditer(match.group()):
             if len(line.group(1)) <= parent:
-                self.fail(at + line.end(), 'each line of a text in quotes must be indented more than its key; '
+                self.fail(at + line.end(), 'each line of a text in quotes must be indented more than its '
+                                           'key; '
                                            'is a quote missing?')
         return self.unquote(at, match.group(1)), match.end()
 
@@ -1629,7 +1716,8 @@ class YamlText(TextReader):
             return LINE_FOLD.sub(fold_break, text) if '\n' in text else text
         if '\\' not in text and '\n' not in text:
             return text
-        # Escapes and folded lines in one pass: what an escape makes (a line break, say) must not be folded again.
+        # Escapes and folded lines in one pass: what an escape makes (a line break, say) must not be folded
+        # again.
         text = YAML_ESCAPE.sub(lambda match: self.unescape(at + 1, match), text)
         if SURROGATE.search(text):
             try:
@@ -1661,7 +1749,8 @@ class YamlText(TextReader):
         properties, start = self.read_properties(at)
         if text[start] == '\n':
             return None
-        read = {'"': self.read_quoted_key, "'": self.read_quoted_key, '*': self.read_alias_key}.get(text[start])
+        readers = {'"': self.read_quoted_key, "'": self.read_quoted_key, '*': self.read_alias_key}
+        read = readers.get(text[start])
         self.plain_text = None
         if read:
             found = read(start, properties)
@@ -1746,7 +1835,8 @@ class YamlReader(YamlText):
     def read_item(self, at: int, column: int) -> Any:
         """One item of a block sequence."""
         simple = SIMPLE_ITEM.match(self.text, at)
-        if simple:      # a next line that is indented more would belong to the text: then the slow way decides
+        # A next line that is indented more would belong to the text: then the slow way decides.
+        if simple:
             quoted, plain, indent = simple.groups()
             if len(indent) <= column:
                 self.at, self.column = simple.end(), len(indent)
@@ -1759,7 +1849,8 @@ class YamlReader(YamlText):
 
     def read_mapping(self, at: int, column: int, key: Optional[Tuple[Any, int]] = None) -> Dict[Any, Any]:
         """Entries 'key: value' at one column. `key` is the first one where it has been read already."""
-        text, match_simple = self.text, SIMPLE_ENTRY.match      # locals: this loop reads most lines of most files
+        # Locals: this loop reads most lines of most files.
+        text, match_simple = self.text, SIMPLE_ENTRY.match
         mapping = {}        # type: Dict[Any, Any]
         offsets = self.enter(at, mapping)
         merge_at = -1
@@ -1776,7 +1867,8 @@ class YamlReader(YamlText):
             if self.column != column:
                 break
         if self.column > column:
-            self.fail(at, 'wrong indentation: this line is indented more than the key that it should line up with')
+            self.fail(at, 'wrong indentation: this line is indented more than the key that it should line up '
+                          'with')
         self.depth -= 1
         if merge_at >= 0 and '<<' in mapping:
             self.merge(mapping, merge_at, offsets)
@@ -1796,7 +1888,8 @@ class YamlReader(YamlText):
             mapping[key] = self.number(simple.start(3), parse_plain, plain.rstrip(' \t'))
         self.at, self.column = simple.end(), len(indent)
 
-    def read_entry(self, mapping: Dict[Any, Any], at: int, column: int, known: Optional[Tuple[Any, int]]) -> None:
+    def read_entry(self, mapping: Dict[Any, Any], at: int, column: int,
+                   known: Optional[Tuple[Any, int]]) -> None:
         """Any other entry: '? key' lines, values on several lines, collections."""
         if known is None and self.is_indicator(at, '?'):
             key = self.check_key(at, self.read_value(at + 1, column, compact=at - column))
@@ -1809,7 +1902,8 @@ class YamlReader(YamlText):
         key, colon = known or self.read_key(at) or self.fail_no_key(at)
         if key in mapping:
             self.fail_duplicate(at, key)
-        mapping[key] = None     # so that '<<' keeps its number among the entries, by which its offset is found
+        # So that '<<' keeps its number among the entries, by which its offset is found.
+        mapping[key] = None
         mapping[key] = self.read_value(colon, column, after_key=True)
 
     def merge(self, mapping: Dict[Any, Any], at: int, offsets: List[int]) -> None:
@@ -1838,8 +1932,9 @@ class YamlReader(YamlText):
                    outer: Properties = NO_PROPERTIES) -> Any:
         """The value after an indicator that ends at `at`.
 
-        compact: offset of the line's start where a collection may begin on this line ('- - x', '- a: b'), else -1.
-        after_key: a sequence may stand at the parent's own column. outer: properties that stand alone on a line above.
+        compact: offset of the line's start where a collection may begin on this line ('- - x', '- a: b'),
+        else -1. after_key: a sequence may stand at the parent's own column. outer: properties that stand
+        alone on a line above.
         """
         text = self.text
         first = BLANKS.match(text, at).end()
@@ -1850,9 +1945,11 @@ class YamlReader(YamlText):
             self.fail(first, 'two anchors or two tags on one value')
         if text[start] == '*':
             self.fail(start, 'an alias cannot have an anchor or tag')
-        return self.apply_properties(properties, self.read_bare(start, start, parent, -1, after_key, properties))
+        value = self.read_bare(start, start, parent, -1, after_key, properties)
+        return self.apply_properties(properties, value)
 
-    def read_bare(self, at: int, first: int, parent: int, compact: int, after_key: bool, properties: Properties) -> Any:
+    def read_bare(self, at: int, first: int, parent: int, compact: int, after_key: bool,
+                  properties: Properties) -> Any:
         """A value whose properties, if any, have been read. Blanks stand between `at` and `first`."""
         text = self.text
         character = text[first]
@@ -1882,7 +1979,8 @@ class YamlReader(YamlText):
         if '\t' in self.text[at:first]:
             self.fail(at, TAB_INDENT)
         column = first - line
-        return True, self.read_sequence(first, column) if is_sequence else self.read_mapping(first, column, key)
+        read = self.read_sequence(first, column) if is_sequence else self.read_mapping(first, column, key)
+        return True, read
 
     def read_below(self, parent: int, after_key: bool, properties: Properties) -> Any:
         """A value that starts on a following line, or none."""
@@ -1897,7 +1995,8 @@ class YamlReader(YamlText):
     # -------- flow collections --------
 
     def skip_flow_space(self, at: int, parent: int) -> int:
-        """White space, comments and line breaks inside [ ] and { }. Lines must be indented more than the parent."""
+        """White space, comments and line breaks inside [ ] and { }. Lines must be indented more than the
+        parent."""
         text = self.text
         while True:
             at = BLANKS.match(text, at).end()
@@ -1912,10 +2011,12 @@ class YamlReader(YamlText):
             indent = SPACES.match(text, start).end() - start
             # A closing bracket at the key's own column breaks the rule too, but everybody writes it so.
             if indent <= parent and text[at] not in '\n#]}':
-                self.fail(at, 'a line inside [ ] or { } must be indented more than its key; is a bracket missing?')
+                self.fail(at, 'a line inside [ ] or { } must be indented more than its key; is a bracket '
+                              'missing?')
 
     def read_flow(self, at: int, parent: int) -> Tuple[Any, int]:
-        """A value inside brackets, or one that begins with a quote, bracket or '*'; and the offset after it."""
+        """A value inside brackets, or one that begins with a quote, bracket or '*'; and the offset after
+        it."""
         text = self.text
         properties, start = self.read_properties(at) if text[at] in '&!' else (NO_PROPERTIES, at)
         start = self.skip_flow_space(start, parent)
@@ -1927,7 +2028,8 @@ class YamlReader(YamlText):
         elif character == '*':
             match = ANCHOR.match(text, start)
             if not match or properties.at:
-                self.fail(start, 'an alias has a name, but no anchor or tag; put text that starts with * in quotes')
+                self.fail(start, 'an alias has a name, but no anchor or tag; put text that starts with * in '
+                                 'quotes')
             value, end = self.find_alias(start, match.group()), match.end()
         elif properties.at and (character in ',]}' or character == ':' and text[start + 1] in ' \t\n,]}'):
             self.plain_text = ''
@@ -1940,7 +2042,8 @@ class YamlReader(YamlText):
         """An unquoted text inside brackets."""
         text = self.text
         if not FLOW_START.match(text, at):
-            self.fail(at, f'unexpected {text[at]!r} inside [ ] or {{ }}; put text that starts with it in quotes')
+            self.fail(at, f'unexpected {text[at]!r} inside [ ] or {{ }}; put text that starts with it in '
+                          'quotes')
         match = FLOW_LINE.match(text, at)
         parts = [match.group()]
         while True:
@@ -2011,7 +2114,8 @@ class YamlReader(YamlText):
         return mapping, at + 1
 
     def read_flow_entry(self, at: int, parent: int, in_list: bool) -> Tuple[Any, Any, int, bool]:
-        """One entry inside brackets: key (or lone value), value, the offset after it, and whether it is a pair."""
+        """One entry inside brackets: key (or lone value), value, the offset after it, and whether it is a
+        pair."""
         text, start = self.text, at
         is_explicit = self.is_indicator(at, '?')
         if is_explicit:
@@ -2052,8 +2156,10 @@ def prepare_yaml(text: str) -> str:
 
 
 def split_yaml(text: str) -> List[YamlPart]:
-    """The documents of a prepared YAML text. '---' and '...' end any value that they meet, so they are found first."""
-    marks = []      # type: List[Tuple[int, str]]  # found by str first: the expression would cost 10 % of the reading
+    """The documents of a prepared YAML text. '---' and '...' end any value that they meet, so they are found
+    first."""
+    # Found by str first: the expression would cost 10 % of the reading.
+    marks = []      # type: List[Tuple[int, str]]
     if text.startswith(('---', '...')) or '\n---' in text or '\n...' in text:
         marks = [(match.start(), match.group()) for match in DOCUMENT_MARK.finditer(text)]
     parts = []      # type: List[YamlPart]
@@ -2075,7 +2181,8 @@ def split_yaml(text: str) -> List[YamlPart]:
 
 
 def skip_directives(text: str, start: int, end: int, mark: str) -> int:
-    """Go over '%' lines before a document. %YAML is checked and means nothing more; %TAG would change tags: refused."""
+    """Go over '%' lines before a document. %YAML is checked and means nothing more; %TAG would change tags:
+    refused."""
     versions = 0
     while True:
         at = BLANK_LINES.match(text, start, end).end()
@@ -2086,7 +2193,8 @@ def skip_directives(text: str, start: int, end: int, mark: str) -> int:
         if YAML_DIRECTIVE.match(line):
             versions += 1
         elif line.startswith(('%YAML', '%TAG')):
-            raise problem_at(text, at, 'this directive is not supported; put text that starts with % in quotes')
+            raise problem_at(text, at, 'this directive is not supported; put text that starts with % in '
+                                       'quotes')
         if versions > 1:
             raise problem_at(text, at, 'a second %YAML directive')
     if versions and (at < end or mark != '---'):
@@ -2099,7 +2207,8 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     text = prepare_yaml(text)
     parts = split_yaml(text)
     if len(parts) > 1:
-        raise problem_at(text, parts[1].start, f'the file holds {len(parts)} YAML documents, one is expected: split it')
+        raise problem_at(text, parts[1].start, f'the file holds {len(parts)} YAML documents, one is '
+                                               'expected: split it')
     if not parts:
         return None, text, {}
     reader = YamlReader(text[:parts[0].end])
@@ -2108,25 +2217,29 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
 
 # ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
 #
-# The standard library reads JSON, with the numbers and limits of this file. Json5Reader reads the rest: JSON5, and a
-# second time what JSON it takes to find places and errors, which the library does not report.
+# The standard library reads JSON, with the numbers and limits of this file. Json5Reader reads the rest:
+# JSON5, and a second time what JSON it takes to find places and errors, which the library does not report.
 
 JSON5_SPACE = Expression(
-    r'(?:[ \t\n\r\v\f\xa0\ufeff\u2028\u2029\u1680\u2000-\u200a\u202f\u205f\u3000]+|//[^\n\r\u2028\u2029]*|/\*.*?\*/)*', re.DOTALL)
+    r'(?:[ \t\n\r\v\f\xa0\ufeff\u2028\u2029\u1680\u2000-\u200a\u202f\u205f\u3000]+'
+    r'|//[^\n\r\u2028\u2029]*|/\*.*?\*/)*', re.DOTALL)
 JSON5_NAME = Expression(r'(?:[^\W\d]|[$_]|\\u[0-9A-Fa-f]{4})(?:\w|[$\u200c\u200d]|\\u[0-9A-Fa-f]{4})*')
 JSON5_DOUBLE = Expression(r'"([^"\\\n\r]*(?:\\(?:\r\n|.)[^"\\\n\r]*)*)"', re.DOTALL)
 JSON5_SINGLE = Expression(r"'([^'\\\n\r]*(?:\\(?:\r\n|.)[^'\\\n\r]*)*)'", re.DOTALL)
 JSON5_NUMBER = Expression(
-    r'[-+]?(?:0[xX]([0-9A-Fa-f]+)|((?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)'
-    r'|(Infinity|NaN))(?![\w$.])')
-JSON5_ESCAPE = Expression(r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(\r\n|[^xu0-9]|0(?![0-9]))|(.))', re.DOTALL)
+    r'[-+]?(?:0[xX]([0-9A-Fa-f]+)|((?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?'
+    r'|\.[0-9]+(?:[eE][-+]?[0-9]+)?)|(Infinity|NaN))(?![\w$.])')
+JSON5_ESCAPE = Expression(
+    r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(\r\n|[^xu0-9]|0(?![0-9]))|(.))', re.DOTALL)
 JSON5_ESCAPES = {'b': '\b', 'f': '\f', 'n': '\n', 'r': '\r', 't': '\t', 'v': '\v', '0': '\0',
-                 '\r\n': '', '\n': '', '\r': '', '\u2028': '', '\u2029': ''}   # a backslash at a line's end joins lines
+                 # A backslash at a line's end joins lines.
+                 '\r\n': '', '\n': '', '\r': '', '\u2028': '', '\u2029': ''}
 JSON_WORDS = {'null': None, 'true': True, 'false': False}
 
 
 class Json5Reader(TextReader):
-    """Reads JSON5 with places. JSON is a part of it, so this reader also finds the places and errors of JSON."""
+    """Reads JSON5 with places. JSON is a part of it, so this reader also finds the places and errors of
+    JSON."""
 
     def read(self) -> Any:
         """The value of the whole text."""
@@ -2284,7 +2397,8 @@ def load_json(text: str) -> Tuple[Any, str, Positions]:
     except ValueError as error:
         reason, at = getattr(error, 'msg', str(error)), getattr(error, 'pos', 0)
     Json5Reader(text).read()        # raises for almost all, with the place and the cure
-    raise problem_at(text, min(at, len(text) - 1), f'this is JSON5, not JSON ({reason}): name the file .json5')
+    raise problem_at(text, min(at, len(text) - 1), f'this is JSON5, not JSON ({reason}): name the file '
+                                                   '.json5')
 
 
 def load_json5(text: str) -> Tuple[Any, str, Positions]:
@@ -2298,7 +2412,8 @@ def load_json5(text: str) -> Tuple[Any, str, Positions]:
 
 
 def find_json_positions(text: str, value: Any) -> Positions:
-    """The positions of a value that the standard library has read: the text is read again, both walked side by side."""
+    """The positions of a value that the standard library has read: the text is read again, both walked side
+    by side."""
     reader = Json5Reader(text)
     pairs = [(value, reader.read())]
     positions = {}      # type: Positions
@@ -2320,7 +2435,8 @@ def load_toml(text: str) -> Tuple[Any, str, Positions]:
     """The value of a TOML text, by the standard library; it tells no places. Dates become text."""
     if tomllib is None:
         version = '.'.join(str(number) for number in sys.version_info[:2])
-        raise problem_at(text, 0, f'TOML needs Python 3.11 or newer, this is {version}: write YAML, JSON5 or KDL')
+        raise problem_at(text, 0, f'TOML needs Python 3.11 or newer, this is {version}: write YAML, JSON5 or '
+                                  'KDL')
     text = normal_text(text)
     try:
         value = tomllib.loads(text, parse_float=parse_fraction)
@@ -2329,7 +2445,7 @@ def load_toml(text: str) -> Tuple[Any, str, Positions]:
     except ValueError as error:
         place = re.search(r'\(at line ([0-9]+), column ([0-9]+)\)', str(error))
         lines = text.split('\n')
-        number, column = (int(place.group(1)), int(place.group(2))) if place else (len(lines), len(lines[-1]) + 1)
+        number, column = map(int, place.groups()) if place else (len(lines), len(lines[-1]) + 1)
         offset = sum(len(line) + 1 for line in lines[:number - 1]) + column - 1
         raise problem_at(text, offset, f'TOML: {error}') from None
     if nested_too_deeply(value):
@@ -2350,8 +2466,8 @@ def plain_dates(value: Any) -> Any:
 #
 # What the nodes of a workflow mean is decided in Documents, by the types of fields.
 #
-# KDL 2.0. Lax reading also takes the forms of KDL 1 that do not clash with it (true, r"raw", line breaks inside "...",
-# '\/'): Torc's own files and its exporter mix the two.
+# KDL 2.0. Lax reading also takes the forms of KDL 1 that do not clash with it (true, r"raw", line breaks
+# inside "...", '\/'): Torc's own files and its exporter mix the two.
 
 KDL_BLANK = '[ \t\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]'
 KDL_BREAK = '(?:\r\n|[\r\n\x0b\x0c\x85\u2028\u2029])'
@@ -2359,13 +2475,18 @@ KDL_BLANKS = re.compile(KDL_BLANK + '+')
 KDL_LINE_END = re.compile(KDL_BREAK)
 KDL_COMMENT = Expression('//[^\r\n\x0b\x0c\x85\u2028\u2029]*')
 KDL_COMMENT_MARK = Expression(r'/\*|\*/')
-KDL_FORBIDDEN = Expression('[\x00-\x08\x0e-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
-KDL_WORD = Expression(r'[^\s\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\\/(){};\[\]"#=\ufeff]+')
+KDL_FORBIDDEN = Expression(
+    '[\x00-\x08\x0e-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
+KDL_WORD = Expression(
+    r'[^\s\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\\/(){};\[\]"#=\ufeff]+')
 KDL_NUMBER = Expression(
-    r'[-+]?(?:0x([0-9A-Fa-f][0-9A-Fa-f_]*)|0o([0-7][0-7_]*)|0b([01][01_]*)|([0-9][0-9_]*)(\.[0-9][0-9_]*)?([eE][-+]?[0-9][0-9_]*)?)\Z')
+    r'[-+]?(?:0x([0-9A-Fa-f][0-9A-Fa-f_]*)|0o([0-7][0-7_]*)|0b([01][01_]*)|'
+    r'([0-9][0-9_]*)(\.[0-9][0-9_]*)?([eE][-+]?[0-9][0-9_]*)?)\Z')
 KDL_NUMBER_START = Expression(r'[-+]?\.?[0-9]')
-KDL_KEYWORD = Expression(r'#(true|false|null|inf|-inf|nan)(?=[\s\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000\\/(){};]|\Z)')
-KDL_KEYWORDS = {'true': True, 'false': False, 'null': None, 'inf': math.inf, '-inf': -math.inf, 'nan': math.nan}
+KDL_KEYWORD = Expression(
+    r'#(true|false|null|inf|-inf|nan)(?=[\s\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000\\/(){};]|\Z)')
+KDL_KEYWORDS = {
+    'true': True, 'false': False, 'null': None, 'inf': math.inf, '-inf': -math.inf, 'nan': math.nan}
 KDL_QUOTED = Expression(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 KDL_LONG_QUOTED = Expression(r'"""([^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""', re.DOTALL)
 KDL_RAW_START = Expression(r'r?(#*)"')
@@ -2375,7 +2496,8 @@ KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b',
 
 
 class KdlNode(Row):
-    """One node of a KDL text. `offsets` and `types` are by argument number or property name; types has 'node' by ''."""
+    """One node of a KDL text. `offsets` and `types` are by argument number or property name; types has 'node'
+    by ''."""
     name: str
     args: List[Any]
     props: Dict[str, Any]
@@ -2458,9 +2580,11 @@ class KdlReader(TextReader):
     def read_node(self, at: int) -> Tuple[KdlNode, int]:
         """A node with its values and block, and the ';' that may end it."""
         text = self.text
-        # Three states: values may follow (with a blank before each), a block has been seen, the node has ended.
+        # Three states: values may follow (with a blank before each), a block has been seen, the node has
+        # ended.
         kind, at = self.read_type(at)
-        name, end = self.read_text(at) or self.fail(at, f'expected the name of a node, found {text[at:at + 1]!r}')
+        name, end = self.read_text(at) or self.fail(at, 'expected the name of a node, found '
+                                                        f'{text[at:at + 1]!r}')
         node = KdlNode(name, [], {}, [], at, {}, {} if kind is None else {'': kind}, False)
         has_block = is_after_block = False
         while True:
@@ -2486,7 +2610,8 @@ class KdlReader(TextReader):
     def is_node_end(self, at: int) -> bool:
         """Does a node end here?"""
         text = self.text
-        return at >= len(text) or text[at] in ';}' or text.startswith('//', at) or bool(KDL_LINE_END.match(text, at))
+        is_end = at >= len(text) or text[at] in ';}' or text.startswith('//', at)
+        return is_end or bool(KDL_LINE_END.match(text, at))
 
     def read_block(self, node: KdlNode, at: int, is_dropped: bool) -> int:
         """{ children }"""
@@ -2536,7 +2661,8 @@ class KdlReader(TextReader):
         match = KDL_KEYWORD.match(self.text, at)
         if match:
             return KDL_KEYWORDS[match.group(1)], match.end(), kind
-        value, end = self.read_text(at, True) or self.fail(at, f'expected a value, found {self.text[at:at + 1]!r}')
+        value, end = self.read_text(at, True) or self.fail(at, 'expected a value, found '
+                                                               f'{self.text[at:at + 1]!r}')
         return value, end, kind
 
     def read_text(self, at: int, is_value: bool = False) -> Optional[Tuple[Any, int]]:
@@ -2579,7 +2705,8 @@ class KdlReader(TextReader):
         if not match:
             self.fail(at, 'after # comes true, false, null, inf, -inf, nan or a raw text in quotes')
         hashes, start = match.group(1), match.end()
-        is_long = self.text.startswith('""', start) and bool(hashes) and not self.text.startswith('"' + hashes, start)
+        is_long = bool(hashes) and self.text.startswith('""', start)
+        is_long = is_long and not self.text.startswith('"' + hashes, start)
         closing = ('"""' if is_long else '"') + hashes
         start += 2 if is_long else 0
         end = self.text.find(closing, start)
@@ -2657,12 +2784,13 @@ def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
 #
 # Owns FIELDS and TYPES, and the shape of a plan, to which the sections 5a to 5d lead:
 #     file -- Documents --> blocks of checked fields -- Expansion --> instances -- Planning --> Plan
-# All of it is pure: it reads the tables and lists that a spec names and asks for the times of input files, nothing
-# else. read_plan() collects every problem, with its place in the file, before it raises.
+# All of it is pure: it reads the tables and lists that a spec names and asks for the times of input files,
+# nothing else. read_plan() collects every problem, with its place in the file, before it raises.
 
 
 class PlannedJob(Row):
-    """One job of a plan, in the order in which it travels as a JSON list. Indexes point into the plan's lists."""
+    """One job of a plan, in the order in which it travels as a JSON list. Indexes point into the plan's
+    lists."""
     name: str
     command: str
     invocation_script: Optional[str]
@@ -2710,7 +2838,8 @@ BLOCKS = {
     'user_data':             'user_data: JSON values that jobs read and write, by name',
     'resource_requirements': 'resource_requirements: what a job needs of a node',
     'failure_handler':       'failure_handlers: when to run a failed job again',
-    'rule':                  'rules of a failure handler: the first with the exit code, else one that matches all',
+    'rule':                  'rules of a failure handler: the first with the exit code, else one that '
+                             'matches all',
     'slurm_scheduler':       'slurm_schedulers: options of an allocation',
     'action':                'actions: commands or allocations that a trigger sets off',
     'execution_config':      'execution_config: how jobs are started and stopped',
@@ -2912,7 +3041,8 @@ FIELDS = tuple(Field(where, *row) for where, rows in (
 # Read, and without effect: (where, name) -> why.
 NO_EFFECT = {
     ('job', 'supports_termination'): 'every job is sent the termination signal',
-    ('workflow', 'compute_node_expiration_buffer_seconds'): 'see sigkill_headroom_seconds of execution_config',
+    ('workflow', 'compute_node_expiration_buffer_seconds'):
+        'see sigkill_headroom_seconds of execution_config',
     ('workflow', 'jobs_sort_method'): 'jobs are claimed by priority, then GPUs, runtime, memory and CPUs',
     ('resource_monitor', 'metrics'): 'CPU and memory are measured, see jobs and compute_node',
 }
@@ -2934,8 +3064,9 @@ SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-n
 
 # -------- types --------
 #
-# A reader takes a value as the formats give it and answers the value to keep, or raises ValueError with a message
-# that goes on after 'job 'x': command '. Numbers come with their source text (.raw) where text would change it.
+# A reader takes a value as the formats give it and answers the value to keep, or raises ValueError with a
+# message that goes on after 'job 'x': command '. Numbers come with their source text (.raw) where text would
+# change it.
 
 IDENTIFIER = Expression(r'[A-Za-z_][A-Za-z0-9_]*\Z')
 SLURM_MEMORY = Expression(r'([0-9]+)([kmgt]?)b?\Z', re.IGNORECASE)
@@ -2996,7 +3127,8 @@ def read_path(value: Any) -> str:
 def read_integer(value: Any, least: int = -2 ** 31, most: int = MAX_INTEGER) -> int:
     """A whole number within bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
-        hint = ': write it without quotes' if isinstance(value, str) and re.match(r'-?[0-9]+\Z', value) else ''
+        is_quoted = isinstance(value, str) and re.match(r'-?[0-9]+\Z', value)
+        hint = ': write it without quotes' if is_quoted else ''
         raise ValueError(f'must be a whole number, not {show_value(value)}{hint}')
     if re.match(r'[-+]?0[0-9]', getattr(value, 'raw', '')):
         raise ValueError(f'must be a whole number without leading zeros, not {value.raw}')
@@ -3085,7 +3217,8 @@ def read_choice(choices: Sequence[str]) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         text = read_text(value)
         if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}, not '{shorten(text)}'{did_you_mean(text, choices)}")
+            raise ValueError(f"must be one of {', '.join(choices)}, not "
+                             f"'{shorten(text)}'{did_you_mean(text, choices)}")
         return text
     return read
 
@@ -3117,7 +3250,8 @@ def parse_slurm_memory(text: str) -> int:
     """Slurm's memory text, such as 240G or 4096 (megabytes) -> bytes; 0 means all of a node."""
     match = SLURM_MEMORY.match(text.strip())
     if not match:
-        raise ValueError(f'{text!r} is not an amount of memory for Slurm: write such as 240G or 4096 (megabytes)')
+        raise ValueError(f'{text!r} is not an amount of memory for Slurm: write such as 240G or 4096 '
+                         '(megabytes)')
     return int(match.group(1)) * MEMORY_UNITS[match.group(2).lower() or 'm']
 
 
@@ -3218,9 +3352,11 @@ def defaults_of(where: str) -> Dict[str, Any]:
 
 
 WORKFLOW_DEFAULTS = {name: value for name, value in defaults_of('workflow').items()
-                     if value is not None and name != 'enable_ro_crate'}        # that one is stored only where it is set
+                     # That one is stored only where it is set.
+                     if value is not None and name != 'enable_ro_crate'}
 DEFAULT_REQUIREMENTS = {    # of jobs that name none
-    'name': 'default', **defaults_of('resource_requirements'), 'runtime': 'P0DT1M'}     # DEFAULT_RUNTIME, as Torc spells it here
+    # DEFAULT_RUNTIME, as Torc spells it here.
+    'name': 'default', **defaults_of('resource_requirements'), 'runtime': 'P0DT1M'}
 EXECUTION_DEFAULTS = dict(defaults_of('execution_config'), stdio=defaults_of('stdio'), job_stdio_overrides={})
 
 
@@ -3250,23 +3386,26 @@ def is_pending_block(where: str) -> bool:
 
 # ======== 5a. Documents: from a file to blocks of checked fields ========
 #
-# Owns how a file's format is found, what the nodes of KDL mean, and how a block is read by its FIELDS. What is wrong
-# is collected in the SpecContext, so that a user sees all of it at once.
+# Owns how a file's format is found, what the nodes of KDL mean, and how a block is read by its FIELDS. What
+# is wrong is collected in the SpecContext, so that a user sees all of it at once.
 
 
 # -------- kdl: nodes -> spec --------
 #
-# KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the field's type:
+# KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the field's
+# type:
 #     value        one argument; stands once
 #     list         all arguments of all such nodes
 #     map          a block with any names inside, or one value
 #     json         one argument whose text is JSON
 #     block KIND   one block of that kind
 #     items KIND   a list of blocks of that kind, whose first argument is the name
-# A list's node may have the singular as its name. A value or list may also be written as a property (path="x"). What
-# no field knows is an error. Types are left to the spec's own checks, which are the same for all formats.
+# A list's node may have the singular as its name. A value or list may also be written as a property
+# (path="x"). What no field knows is an error. Types are left to the spec's own checks, which are the same for
+# all formats.
 
-KDL_FORMS = {'one': 'value', 'list': 'list', 'map': 'map', 'block': 'block', 'blocks': 'items'}     # shape of a type -> form
+# Shape of a type -> form.
+KDL_FORMS = {'one': 'value', 'list': 'list', 'map': 'map', 'block': 'block', 'blocks': 'items'}
 KDL_FORMS_OF_TYPES = {'json': 'json', 'metadata': 'map'}
 KDL_OTHER_NAMES = {     # of fields whose singular is not their name without its ending
     'depends_on': ('depends_on_job', 'depends_on_jobs', 'blocked_by', 'blocked_by_job', 'blocked_by_jobs'),
@@ -3289,7 +3428,8 @@ def kdl_vocabulary(kind: str) -> Dict[str, Tuple[str, str, str]]:
     vocabulary = {}     # type: Dict[str, Tuple[str, str, str]]
     for field in FIELDS_OF[kind].values():
         form = KDL_FORMS_OF_TYPES.get(field.type) or KDL_FORMS[TYPES[field.type].shape]
-        vocabulary.update((name, (field.name, form, TYPES[field.type].block)) for name in kdl_names(field.name, form))
+        meaning = (field.name, form, TYPES[field.type].block)
+        vocabulary.update(dict.fromkeys(kdl_names(field.name, form), meaning))
     return vocabulary
 
 
@@ -3322,7 +3462,8 @@ class KdlSpec(TextReader):
     def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
         """Put what a node says into the block that it stands in."""
         if node.types:
-            self.fail(node.offset, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: remove it')
+            self.fail(node.offset, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: '
+                                   'remove it')
         field, form, inner_kind = self.find_form(kind, node.name, node.offset)
         if form in ('value', 'list') and (node.props or node.has_block):
             self.fail(node.offset, f'{node.name!r} takes values only, no properties and no {{ }} block')
@@ -3354,7 +3495,8 @@ class KdlSpec(TextReader):
     def one_value(self, node: KdlNode) -> Any:
         """The only argument of a node."""
         if len(node.args) != 1:
-            self.fail(node.offsets.get(1, node.offset), f'{node.name!r} takes one value, here are {len(node.args)}')
+            self.fail(node.offsets.get(1, node.offset), f'{node.name!r} takes one value, here are '
+                                                        f'{len(node.args)}')
         return node.args[0]
 
     def add_values(self, block: Dict[str, Any], field: str, node: KdlNode) -> None:
@@ -3386,7 +3528,8 @@ class KdlSpec(TextReader):
         return block
 
     def read_map(self, node: KdlNode) -> Any:
-        """Free names: each child is a key; its value is one argument, a list of several, or a block in turn."""
+        """Free names: each child is a key; its value is one argument, a list of several, or a block in
+        turn."""
         if node.types:
             self.fail(node.offset, 'a type has no meaning here: remove it')
         if not (node.has_block or node.props):
@@ -3415,7 +3558,8 @@ class KdlSpec(TextReader):
             return read_strict_json(value)
         except ValueError as error:
             reason = getattr(error, 'msg', str(error))
-            return self.fail(node.offsets[0], f'{node.name!r} must hold JSON ({reason}): write text as "\\"text\\""')
+            return self.fail(node.offsets[0], f'{node.name!r} must hold JSON ({reason}): write text as '
+                                              '"\\"text\\""')
 
 
 def load_kdl(text: str) -> Tuple[Any, str, Positions]:
@@ -3442,7 +3586,8 @@ class Document:
         self._counted = (0, 1)     # an offset and its line: the next question is mostly about a place nearby
 
     def place(self, container: Any, key: Any = None) -> Tuple[int, int]:
-        """Line and column of an entry of a dict or list; of the whole if the entry is unknown, (0, 0) if that is."""
+        """Line and column of an entry of a dict or list; of the whole if the entry is unknown, (0, 0) if that
+        is."""
         if not self.positions and self.format in ('json', 'json5'):
             self.positions.update(find_json_positions(self.text, self.value))
         offsets = self.positions.get(id(container))
@@ -3482,7 +3627,8 @@ def decode_document(data: bytes, path: str) -> str:
         try:
             return data.decode('utf-8')
         except UnicodeDecodeError as error:
-            at, reason = error.start, f'the byte 0x{data[error.start]:02x} is not UTF-8: save the file as UTF-8'
+            at = error.start
+            reason = f'the byte 0x{data[at]:02x} is not UTF-8: save the file as UTF-8'
     line_start = data.rfind(b'\n', 0, at) + 1
     column = len(data[line_start:at].decode('utf-8', 'replace')) + 1
     problem = Problem(reason, data.count(b'\n', 0, at) + 1, column, path)
@@ -3503,7 +3649,8 @@ def read_as(text: str, format: str, path: str) -> Document:
 
 
 def read_document(data: bytes, path: str = '', format: str = '') -> Document:
-    """Read a file's bytes. The format is told, or follows from the path, or is the first that gives a mapping."""
+    """Read a file's bytes. The format is told, or follows from the path, or is the first that gives a
+    mapping."""
     text = decode_document(data, path)
     format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
     if format:
@@ -3551,7 +3698,8 @@ class SpecContext:
         return did_you_mean(word, choices) if self.suggestions_left >= 0 and len(choices) <= 5000 else ''
 
     def fill(self, value: Any) -> Any:
-        """A value with {variables} replaced in every text. One pass: what is put in is not looked at again."""
+        """A value with {variables} replaced in every text. One pass: what is put in is not looked at
+        again."""
         if isinstance(value, str):
             return PARAMETER.sub(lambda match: self.variables.get(match.group(1), match.group()), value)
         if isinstance(value, list):
@@ -3645,7 +3793,8 @@ def read_field(block: Block, field: Field, key: str, value: Any) -> None:
         if not field.is_template and kind.shape == 'one' and isinstance(value, str):
             warn_of_braces(block, key, value)
     try:
-        block[field.name] = kind.read(value) if kind.shape == 'one' else SHAPES[kind.shape](block, kind, key, value)
+        read = SHAPES.get(kind.shape)
+        block[field.name] = read(block, kind, key, value) if read else kind.read(value)
     except ValueError as error:
         block.error(f'{field.name} {error}', key)
     if field.pending:
@@ -3730,26 +3879,29 @@ def read_variables(workflow: Block) -> None:
         return
     for name, value in variables.items():
         if not isinstance(value, str):
-            workflow.error(f"variable '{shorten(str(name))}' must be text: put it in quotes", 'variables', name)
+            workflow.error(f"variable '{shorten(str(name))}' must be text: put it in quotes",
+                           'variables', name)
             continue
         workflow.context.variables[name] = value
         for match in PARAMETER.finditer(value):
             if IDENTIFIER.match(match.group(1)):
-                workflow.error(f"variable '{name}' holds {match.group()}: it cannot refer to others", 'variables', name)
+                workflow.error(f"variable '{name}' holds {match.group()}: it cannot refer to others",
+                               'variables', name)
 
 
 # ======== 5b. Expansion: parameters make instances ========
 #
-# A block with parameters is a template of many instances (jobs, files, user data). What it says of them is worked out
-# by columns, not instance by instance: one value where all instances have the same, a Varying with the value of each
-# where they differ. So a job without parameters costs no loop, and 100,000 of one template cost a loop for each field
-# that names a parameter, most of them in C.
+# A block with parameters is a template of many instances (jobs, files, user data). What it says of them is
+# worked out by columns, not instance by instance: one value where all instances have the same, a Varying with
+# the value of each where they differ. So a job without parameters costs no loop, and 100,000 of one template
+# cost a loop for each field that names a parameter, most of them in C.
 
 
 # -------- parameter values --------
 #
-# The value of a parameter is a native list, or text in Torc's grammar: a range, a list in brackets, @file, or one
-# value. Values are int, float or text. What would make no instance at all, or a surprising one, is refused.
+# The value of a parameter is a native list, or text in Torc's grammar: a range, a list in brackets, @file, or
+# one value. Values are int, float or text. What would make no instance at all, or a surprising one, is
+# refused.
 
 INTEGER_TEXT = Expression(r'[-+]?[0-9]{1,40}\Z')
 NUMBER_TEXT = Expression(r'[-+]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,4})?\Z')
@@ -3777,7 +3929,8 @@ UNKNOWN = Axis(('?',), 1)       # placeholder for a parameter with a mistake, so
 
 
 def expand_values(value: Any, directory: str = '', limit: int = MAX_INSTANCES) -> List[Value]:
-    """Values of one parameter as it stands in a spec. ValueError for what has none, or more than the limit."""
+    """Values of one parameter as it stands in a spec. ValueError for what has none, or more than the
+    limit."""
     if isinstance(value, str):
         return expand_value_text(value.strip(), directory, limit)
     if isinstance(value, list):
@@ -3826,7 +3979,8 @@ def check_count(values: List[Any], limit: int) -> List[Any]:
 def check_instances(count: int, limit: int) -> None:
     """Refuse what would make more instances than the limit, before it makes them."""
     if count > limit:
-        raise ValueError(f'would make {count:,} instances, more than the limit of {limit:,}: use fewer values, '
+        raise ValueError(f'would make {count:,} instances, more than the limit of {limit:,}: use fewer '
+                         'values, '
                          'or raise the limit with --max-instances')
 
 
@@ -3868,12 +4022,14 @@ def expand_range(text: str, limit: int) -> List[Value]:
     """'start:end' or 'start:end:step', both ends included."""
     parts = [part.strip() for part in text.split(':')]
     if not 2 <= len(parts) <= 3:
-        raise ValueError(f"Invalid range format: '{shorten(text)}'. Expected 'start:end' or 'start:end:step', "
+        raise ValueError(f"Invalid range format: '{shorten(text)}'. Expected 'start:end' or "
+                         "'start:end:step', "
                          'or a list in [ ] for text')
     if len(parts) == 2 or not parts[2]:
         parts[2:] = ['1']
     if not all(NUMBER_TEXT.match(part) and math.isfinite(float(part)) for part in parts):
-        raise ValueError(f"Invalid range values: '{shorten(text)}'. Could not parse as integer or float range: "
+        raise ValueError(f"Invalid range values: '{shorten(text)}'. Could not parse as integer or float "
+                         "range: "
                          "put text with a colon in a list, ['a:b']")
     # Decimal arithmetic, so that 0:1:0.1 gives 0.3 and not 0.30000000000000004.
     start, end, step = (decimal.Decimal(part) for part in parts)
@@ -3883,7 +4039,8 @@ def expand_range(text: str, limit: int) -> List[Value]:
     if steps < 0:
         raise ValueError(f"'{shorten(text)}' has no values: the step leads away from the end")
     if 0 < steps < 1:
-        raise ValueError(f"'{shorten(text)}' has one value only: the step {parts[2]} is larger than the range")
+        raise ValueError(f"'{shorten(text)}' has one value only: the step {parts[2]} is larger than the "
+                         "range")
     check_instances(int(steps) + 1, limit)
     make = int if all(INTEGER_TEXT.match(part) for part in parts) else float
     return [make(start + step * number) for number in range(int(steps) + 1)]
@@ -3892,7 +4049,7 @@ def expand_range(text: str, limit: int) -> List[Value]:
 def read_value_list(path: str, directory: str) -> List[Value]:
     """Values in a file, one a line; blank lines and lines that begin with # do not count."""
     lines = read_table_text(path, directory).splitlines()
-    values = [parse_value(line.strip()) for line in lines if line.strip() and not line.lstrip().startswith('#')]
+    values = [parse_value(line.strip()) for line in lines if not re.match(r'\s*(#|\Z)', line)]
     if not values:
         raise ValueError(f"'{shorten(path)}' has no values")
     return values
@@ -3905,7 +4062,8 @@ def read_table_text(path: str, directory: str) -> str:
         with open(found if os.path.exists(found) else path, encoding='utf-8-sig', newline='') as file:
             return file.read()
     except (OSError, ValueError) as error:
-        raise ValueError(f"'{shorten(path)}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"'{shorten(path)}' cannot be read: "
+                         f"{getattr(error, 'strerror', None) or error}") from None
 
 
 def read_table(path: str, directory: str) -> Instances:
@@ -3951,7 +4109,8 @@ def read_json_rows(text: str) -> List[Dict[str, Value]]:
 
 def read_json_lines(text: str) -> List[Dict[str, Value]]:
     """Rows of a file with one JSON object a line."""
-    return [json_row(parse_json(line), number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    return [json_row(parse_json(line), number)
+            for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
 def json_row(row: Any, number: int) -> Dict[str, Value]:
@@ -3962,7 +4121,8 @@ def json_row(row: Any, number: int) -> Dict[str, Value]:
             for name, cell in row.items()}
 
 
-TABLE_READERS = {'.csv': read_csv_rows, '.json': read_json_rows, '.jsonl': read_json_lines, '.ndjson': read_json_lines}
+TABLE_READERS = {'.csv': read_csv_rows, '.json': read_json_rows, '.jsonl': read_json_lines,
+                 '.ndjson': read_json_lines}
 
 
 def check_parameter_name(name: str) -> None:
@@ -3972,7 +4132,8 @@ def check_parameter_name(name: str) -> None:
 
 
 def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Instances:
-    """Combinations of parameters: all of them (the last parameter changes fastest), or zip: value by value."""
+    """Combinations of parameters: all of them (the last parameter changes fastest), or zip: value by
+    value."""
     lengths = {name: len(items) for name, items in values.items()}
     if mode == 'zip':
         if len(set(lengths.values())) > 1:
@@ -4000,18 +4161,20 @@ def spread(column: Column, count: int) -> Sequence[Any]:
     return column if type(column) is Varying else [column] * count
 
 
+def in_step(columns: Iterable[Column]) -> Iterator[Iterable[Any]]:
+    """Columns as iterables that go on together, for as long as those that vary."""
+    return (column if type(column) is Varying else itertools.repeat(column) for column in columns)
+
+
 def side_by_side(columns: Sequence[Column]) -> Column:
     """Several columns as one column of tuples."""
-    if Varying in map(type, columns):
-        return Varying(zip(*(column if type(column) is Varying else itertools.repeat(column) for column in columns)))
-    return tuple(columns)
+    return Varying(zip(*in_step(columns))) if Varying in map(type, columns) else tuple(columns)
 
 
 def each(function: Callable[..., Any], *columns: Column) -> Column:
-    """The column of function(a value of each column): called once where all instances have the same values."""
-    if Varying not in map(type, columns):
-        return function(*columns)
-    return Varying(map(function, *(column if type(column) is Varying else itertools.repeat(column) for column in columns)))
+    """The column of function(a value of each column): called once where all instances have the same
+    values."""
+    return Varying(map(function, *in_step(columns))) if Varying in map(type, columns) else function(*columns)
 
 
 def axis_column(axis: Axis, items: Sequence[Any], count: int) -> Varying:
@@ -4038,7 +4201,8 @@ def expand_parameters(parameters: Dict[str, Any], mode: str = 'product', directo
 
 
 def format_value(value: Value, spec: str = '') -> str:
-    """A parameter's value as text. Floats have their shortest digits, no exponent, no '.0'; or Python's formats."""
+    """A parameter's value as text. Floats have their shortest digits, no exponent, no '.0'; or Python's
+    formats."""
     if spec:
         if not NUMBER_FORMAT.match(spec):
             raise ValueError(f"'{shorten(spec)}' is not a format: write such as 03d or .2f")
@@ -4067,18 +4231,22 @@ def substitute(template: str, values: Dict[str, Value]) -> str:
 # -------- templates --------
 
 RELATION = Expression(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*)\}')
-REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')    # literal, after ^
+# Literal, after ^.
+REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')
 
 
 class Expansion:
     """One template block and its instances. Problems are noted once per template, not once per instance."""
 
-    def __init__(self, block: Block, instances: Instances = NO_PARAMETERS, shared: Iterable[str] = ()) -> None:
+    def __init__(self, block: Block, instances: Instances = NO_PARAMETERS,
+                 shared: Iterable[str] = ()) -> None:
         self.block = block
         self.instances = instances
         self.count = instances.count
-        self.shared = shared        # names of the workflow's parameters: an unused one in a template is an error
-        self.columns: Dict[Tuple[str, str, bool], Varying] = {}     # of parameters, by name, format and is_regex
+        # Names of the workflow's parameters: an unused one in a template is an error.
+        self.shared = shared
+        # Of parameters, by name, format and is_regex.
+        self.columns: Dict[Tuple[str, str, bool], Varying] = {}
 
     def text(self, template: str, key: str, is_regex: bool = False) -> Column:
         """Column of a text. Values that go into a regular expression are escaped."""
@@ -4113,12 +4281,13 @@ class Expansion:
         return self.columns[name, spec, is_regex]
 
     def note_leftover(self, token: str, name: str, key: str) -> None:
-        """A {name} that is no parameter here. A declared parameter's is an error; awk, bash and JSON use braces too."""
+        """A {name} that is no parameter here. A declared parameter's is an error; awk, bash and JSON use
+        braces too."""
         if name in self.shared:
             self.block.error(f"{key} holds {token}, but '{name}' is not used here: add it to use_parameters, "
                              'or declare it under parameters', key)
         elif IDENTIFIER.match(name):
-            hint = self.block.context.suggest(name, list(self.instances.axes) + list(self.block.context.variables))
+            hint = self.block.context.suggest(name, [*self.instances.axes, *self.block.context.variables])
             self.block.warn(f'{key} holds {token}, which is no parameter and stays as it is{hint}', key)
 
     def texts(self, templates: Iterable[str], key: str) -> Column:
@@ -4130,9 +4299,11 @@ class Expansion:
         if isinstance(value, str):
             return self.text(value, key)
         if isinstance(value, dict):
-            return each(lambda *items: dict(zip(value, items)), *(self.json(item, key) for item in value.values()))
-        return each(lambda *items: list(items), *(self.json(item, key) for item in value)) \
-            if isinstance(value, list) else value
+            items = [self.json(item, key) for item in value.values()]
+            return each(lambda *texts: dict(zip(value, texts)), *items)
+        if isinstance(value, list):
+            return each(lambda *items: list(items), *(self.json(item, key) for item in value))
+        return value
 
 
 def format_values(values: Sequence[Any], spec: str) -> List[str]:
@@ -4158,7 +4329,8 @@ def find_instances(block: Block, workflow: Block) -> Instances:
     try:
         if not tables:
             return find_combinations(block, workflow)
-        others = [name for name in ('parameters', 'parameter_mode', 'use_parameters') if name in block] + tables[1:]
+        others = [name for name in ('parameters', 'parameter_mode', 'use_parameters') if name in block]
+        others += tables[1:]
         if others:
             raise ValueError(f'a table cannot be combined with {others[0]}')
         path = block.get('parameters_file') or workflow.get('parameters_file')
@@ -4166,7 +4338,8 @@ def find_instances(block: Block, workflow: Block) -> Instances:
             raise ValueError('use_parameters_file needs parameters_file in the workflow')
         return find_table(block.context, path)
     except ValueError as error:
-        block.error(str(error), next(name for name in tables + ['parameters', 'use_parameters'] if name in block))
+        sources = tables + ['parameters', 'use_parameters']
+        block.error(str(error), next(name for name in sources if name in block))
         block.context.is_partial = True
         homes = (block.get('parameters', ()), block.get('use_parameters', ()), workflow.get('parameters', ()))
         return Instances(1, dict.fromkeys(itertools.chain(*homes), UNKNOWN))
@@ -4188,7 +4361,8 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
     for name in block.get('use_parameters', ()):
         if name not in shared:
             hint = context.suggest(name, shared)
-            raise ValueError(f"use_parameters names '{shorten(name)}', which is no parameter of the workflow{hint}")
+            raise ValueError(f"use_parameters names '{shorten(name)}', which is no parameter of the "
+                             f"workflow{hint}")
         sources.setdefault(name, (shared[name], workflow))
     values = {}
     for name, (value, home) in sources.items():
@@ -4205,10 +4379,12 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
 
 # ======== 5c. Planning: names become relations, blocks become a plan ========
 #
-# Names are resolved once per distinct list or regular expression. What is the same for many jobs (prerequisites, job
-# classes) stands once in the plan and is pointed at by index. What concerns more than one block is checked here.
+# Names are resolved once per distinct list or regular expression. What is the same for many jobs
+# (prerequisites, job classes) stands once in the plan and is pointed at by index. What concerns more than one
+# block is checked here.
 
-RELATED = (     # what, direction, fields of names and of regular expressions: jobs, then in the order of PlannedJob
+# What, direction, fields of names and of regular expressions: jobs, then in the order of PlannedJob.
+RELATED = (
     ('job',       'input',  'depends_on',       'depends_on_regexes'),
     ('file',      'input',  'input_files',      'input_file_regexes'),
     ('file',      'output', 'output_files',     'output_file_regexes'),
@@ -4247,14 +4423,16 @@ class Planner:
             counted += instances.count if instances.axes else 0
             limit = self.context.max_instances
             if counted > limit:
-                self.workflow.error(f'{LISTS[where]} would make {counted:,} instances or more: the limit is {limit:,}. '
+                self.workflow.error(f'{LISTS[where]} would make {counted:,} instances or more: the limit is '
+                                    f'{limit:,}. '
                                     'Use fewer values, or raise the limit with --max-instances', LISTS[where])
                 break
             expansion = Expansion(block, instances, self.shared)
             column = expansion.text(block.get('name', ''), 'name')
             names += spread(column, expansion.count)
             expansions.append((expansion, column))
-        self.names[where] = self.index(names, [(expansion.count, expansion.block) for expansion, _ in expansions])
+        templates = [(expansion.count, expansion.block) for expansion, _ in expansions]
+        self.names[where] = self.index(names, templates)
         return expansions
 
     def index(self, names: List[str], templates: List[Tuple[int, Block]]) -> Dict[str, int]:
@@ -4275,8 +4453,10 @@ class Planner:
         twice = next((name for name in names if name and name in seen), None)
         if len(set(names)) < len(names):
             twice = collections.Counter(names).most_common(1)[0][0]
-            block.error(f"parameters make several with the name '{shorten(twice)}': put every parameter into the name, "
-                        'or collect with depends_on_regexes or input_file_regexes instead of parameters', 'name')
+            block.error(f"parameters make several with the name '{shorten(twice)}': put every parameter into "
+                        "the name, "
+                        'or collect with depends_on_regexes or input_file_regexes instead of parameters',
+                        'name')
         elif twice is not None:
             line = self.context.document.place(seen[twice].raw, 'name')[0]
             told = f', in line {line}' if line else ''
@@ -4286,7 +4466,8 @@ class Planner:
     def index_declared(self, where: str) -> List[Block]:
         """Index the blocks of a kind that has no parameters."""
         blocks = self.workflow.get(LISTS[where], [])
-        self.names[where] = self.index([block.get('name', '') for block in blocks], [(1, block) for block in blocks])
+        names = [block.get('name', '') for block in blocks]
+        self.names[where] = self.index(names, [(1, block) for block in blocks])
         return blocks
 
     # -- files and user data --
@@ -4308,18 +4489,21 @@ class Planner:
             columns = {'name': names, 'is_ephemeral': expansion.block.value('is_ephemeral')}
             data = expansion.block.get('data', MISSING)
             if data is not MISSING:
-                columns['data'] = data if expansion.instances is NO_PARAMETERS else expansion.json(data, 'data')
+                is_plain = expansion.instances is NO_PARAMETERS
+                columns['data'] = data if is_plain else expansion.json(data, 'data')
             self.user_data += self.records(columns, expansion.count)
 
     @staticmethod
     def records(columns: Dict[str, Column], count: int) -> Iterator[Dict[str, Any]]:
         """One dict per instance."""
-        return (dict(zip(columns, row)) for row in zip(*(spread(column, count) for column in columns.values())))
+        rows = zip(*(spread(column, count) for column in columns.values()))
+        return (dict(zip(columns, row)) for row in rows)
 
     # -- names to indexes --
 
     def find(self, expansion: Expansion, noun: str, names: Column, key: str) -> Column:
-        """Column of names -> column of indexes; None if a name is unknown, which is noted with how many more there are."""
+        """Column of names -> column of indexes; None if a name is unknown, which is noted with how many more
+        there are."""
         if type(names) is Varying:
             found = Varying(map(self.names[noun].get, names))
             unknown = [name for name, index in zip(names, found) if index is None] if None in found else []
@@ -4349,7 +4533,8 @@ class Planner:
             return ()
 
     def match(self, noun: str, pattern: str) -> Tuple[int, ...]:
-        """Indexes of the names in which a regular expression is found. Searched once, however many jobs have it."""
+        """Indexes of the names in which a regular expression is found. Searched once, however many jobs have
+        it."""
         if (noun, pattern) not in self.matches:
             search, index = parse_regex(pattern).search, self.names[noun]
             found = [index[name] for name in self.likely(noun, pattern) if search(name)]
@@ -4369,11 +4554,14 @@ class Planner:
         names = self.sorted_names[noun]
         return names[bisect.bisect_left(names, start):bisect.bisect_left(names, start + chr(sys.maxunicode))]
 
-    def relate(self, expansion: Expansion, noun: str, given: str, regexes: str, tokens: Sequence[Column]) -> Column:
+    def relate(self, expansion: Expansion, noun: str, given: str, regexes: str,
+               tokens: Sequence[Column]) -> Column:
         """Column of the indexes that a job's list, its regular expressions and its command name together."""
-        named = [self.find(expansion, noun, expansion.text(name, given), given) for name in expansion.block.get(given, ())]
-        matched = [self.find_matches(expansion, noun, regex, regexes) for regex in expansion.block.get(regexes, ())]
+        block = expansion.block
+        named = [self.find(expansion, noun, expansion.text(name, given), given)
+                 for name in block.get(given, ())]
         named = [column for column in named if column is not None]
+        matched = [self.find_matches(expansion, noun, regex, regexes) for regex in block.get(regexes, ())]
         if not matched and len(named) + len(tokens) < 2:
             return side_by_side(named or tokens)
         groups = [side_by_side(named), *matched, side_by_side(tokens)]
@@ -4393,19 +4581,25 @@ class Planner:
         block, count = expansion.block, expansion.count
         tokens: Dict[Tuple[str, str], List[Column]] = {}
         command = self.command(expansion, 'command', tokens)
-        script = self.command(expansion, 'invocation_script', tokens) if 'invocation_script' in block else None
+        script = None
+        if 'invocation_script' in block:
+            script = self.command(expansion, 'invocation_script', tokens)
         env = expansion.json(block['env'], 'env') if block.get('env') else None
         related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
-                   if tokens or given in block or regexes in block else () for noun, way, given, regexes in RELATED]
-        columns = (names, command, script, env, self.kind(expansion), self.intern(related[0], self.sets, sort=True),
+                   if tokens or given in block or regexes in block else ()
+                   for noun, way, given, regexes in RELATED]
+        columns = (names, command, script, env, self.kind(expansion),
+                   self.intern(related[0], self.sets, sort=True),
                    self.named(expansion, 'failure_handler', 'failure_handler'),
-                   block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'), *related[1:])
+                   block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'),
+                   *related[1:])
         self.jobs += itertools.starmap(PlannedJob, spread(side_by_side(columns), count))
         if 'stdio' in block:
             self.stdio.update((name, dict(block['stdio'])) for name in spread(names, count))
 
     def command(self, expansion: Expansion, key: str, tokens: Dict[Tuple[str, str], List[Column]]) -> Column:
-        """Column of a command in which ${files.input.NAME} and the like are replaced; each adds a relation."""
+        """Column of a command in which ${files.input.NAME} and the like are replaced; each adds a
+        relation."""
         template = expansion.block.get(key, '')
         if '${' not in template:
             return expansion.text(template, key)
@@ -4429,8 +4623,10 @@ class Planner:
                 return self.files[index]['path']
             record = self.user_data[index]
             if 'data' not in record:
-                raise ValueError(f"{key}: user_data '{shorten(record['name'])}' has no data to put here: list it under "
-                                 'input_user_data or output_user_data, and read or write it while the job runs')
+                raise ValueError(f"{key}: user_data '{shorten(record['name'])}' has no data to put here: "
+                                 "list it under "
+                                 'input_user_data or output_user_data, and read or write it while the job '
+                                 'runs')
             return format_json(record['data'])
         try:
             return '' if found is None else each(text, found)
@@ -4441,7 +4637,8 @@ class Planner:
     def kind(self, expansion: Expansion) -> Column:
         """Column of indexes into the kinds of jobs."""
         block = expansion.block
-        key = (block.get('resource_requirements'), block.get('priority'), block.get('scheduler'), block.get('labels'))
+        key = (block.get('resource_requirements'), block.get('priority'), block.get('scheduler'),
+               block.get('labels'))
         if key not in self.kind_columns or expansion.instances is not NO_PARAMETERS:
             self.kind_columns[key] = self.find_kind(expansion)
         return self.kind_columns[key]
@@ -4462,7 +4659,8 @@ class Planner:
             return None
         name = expansion.block[key]
         names = expansion.text(name, key) if FIELDS_OF['job'][key].is_template else name
-        if noun == 'resource_requirements' and names == DEFAULT_REQUIREMENTS['name'] and names not in self.names[noun]:
+        if noun == 'resource_requirements' and names == DEFAULT_REQUIREMENTS['name'] \
+                and names not in self.names[noun]:
             return None
         return self.find(expansion, noun, names, key)
 
@@ -4508,13 +4706,15 @@ def check_producers(planner: Planner) -> None:
             first = producers.setdefault(planner.files[file]['path'], place)
             if first != place:
                 name, other = shorten(planner.files[file]['name']), shorten(planner.jobs[first].name)
-                planner.job_block(place).error(f"file '{name}' is written by both '{other}' and '{shorten(job.name)}': "
+                planner.job_block(place).error(f"file '{name}' is written by both '{other}' and "
+                                               f"'{shorten(job.name)}': "
                                                'give each its own file')
     paths: Dict[str, str] = {}
     for file in planner.files:
         other = paths.setdefault(file['path'], file['name'])
         if other != file['name']:
-            planner.workflow.warn(f"files '{shorten(other)}' and '{shorten(file['name'])}' have the same path: "
+            planner.workflow.warn(f"files '{shorten(other)}' and '{shorten(file['name'])}' have the same "
+                                  "path: "
                                   'jobs are linked by the name of a file only', 'files')
 
 
@@ -4528,8 +4728,9 @@ def check_cycles(planner: Planner) -> None:
     last_producer = {key: max(places) for key, places in producers.items()}
 
     # Most specs name a job after those that it waits for: then there can be no cycle.
-    if all((job.dependencies is None or last[job.dependencies] < place) and
-           all(last_producer.get(key, -1) < place for key in input_keys(job)) for place, job in enumerate(jobs)):
+    if all((job.dependencies is None or last[job.dependencies] < index) and
+           all(last_producer.get(key, -1) < index for key in input_keys(job))
+           for index, job in enumerate(jobs)):
         return
 
     def waits_for(node: Any) -> Iterable[Any]:
@@ -4547,7 +4748,8 @@ def check_cycles(planner: Planner) -> None:
 
 def input_keys(job: PlannedJob) -> List[Tuple[str, int]]:
     """What a job reads."""
-    return [('file', file) for file in job.input_files] + [('user_data', record) for record in job.input_user_data]
+    keys = [('file', file) for file in job.input_files]
+    return keys + [('user_data', record) for record in job.input_user_data]
 
 
 def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int]]:
@@ -4565,15 +4767,15 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
     """Jobs whose resources fit no scheduler would wait for ever. Without the checks it is a warning."""
     schedulers = planner.workflow.get('slurm_schedulers', [])
     first_jobs: Dict[int, int] = {}
-    for place, job in enumerate(planner.jobs if schedulers else ()):
-        first_jobs.setdefault(job.kind, place)
-    for (resources, _, scheduler, _), place in zip(planner.kinds, map(first_jobs.get, range(len(first_jobs)))):
+    for index, job in enumerate(planner.jobs if schedulers else ()):
+        first_jobs.setdefault(job.kind, index)
+    for kind, (resources, _, scheduler, _) in enumerate(planner.kinds if schedulers else ()):
         if resources is not None:
             requirements = planner.workflow['resource_requirements'][resources]
             candidates = schedulers if scheduler is None else [schedulers[scheduler]]
             faults = [incompatibility(requirements, candidate) for candidate in candidates]
             if all(faults):
-                block = planner.job_block(place)
+                block = planner.job_block(first_jobs[kind])
                 told = '; '.join(faults[:3]) + ('; ...' if len(faults) > 3 else '')
                 note = block.warn if skip_checks else block.error
                 note(f'fits no scheduler: {told}: change the one or the other, or use --skip-checks',
@@ -4610,11 +4812,13 @@ def check_node_counts(planner: Planner, skip_checks: bool) -> None:
     for resources, _, scheduler, _ in planner.kinds:
         if resources is None or scheduler is None:
             continue
-        requirements, allocation = workflow['resource_requirements'][resources], workflow['slurm_schedulers'][scheduler]
+        requirements = workflow['resource_requirements'][resources]
+        allocation = workflow['slurm_schedulers'][scheduler]
         nodes, given = requirements.value('num_nodes'), allocation.value('nodes')
         if 1 < nodes < given and allocation.get('name') in started:
             note = requirements.warn if skip_checks else requirements.error
-            note(f"num_nodes {nodes} is neither 1 nor nodes {given} of scheduler '{shorten(allocation['name'])}': "
+            note(f"num_nodes {nodes} is neither 1 nor nodes {given} of scheduler "
+                 f"'{shorten(allocation['name'])}': "
                  'make them equal, or use --skip-checks', 'num_nodes')
 
 
@@ -4645,8 +4849,10 @@ def check_execution(workflow: Block) -> None:
         if config.get('mode', 'direct') != 'direct':
             action.error(f'start_one_worker_per_node needs mode direct in execution_config, not {mode}',
                          'start_one_worker_per_node')
-    if 'srun_mpi' in config and not any(action.get('action_type') == 'schedule_nodes' for action in each_node):
-        config.error('srun_mpi needs a schedule_nodes action with start_one_worker_per_node: true', 'srun_mpi')
+    is_used = any(action.get('action_type') == 'schedule_nodes' for action in each_node)
+    if 'srun_mpi' in config and not is_used:
+        config.error('srun_mpi needs a schedule_nodes action with start_one_worker_per_node: true',
+                     'srun_mpi')
 
 
 RESERVED_IDENTIFIERS = ('#torc-', '#software-', '#job-')
@@ -4705,7 +4911,8 @@ def plan_action(planner: Planner, action: Block) -> Dict[str, Any]:
             'persistent': action.value('persistent')}
 
 
-SCHEDULE_FIELDS = ('scheduler', 'scheduler_type', 'num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs')
+SCHEDULE_FIELDS = ('scheduler', 'scheduler_type', 'num_allocations', 'start_one_worker_per_node',
+                   'max_parallel_jobs')
 
 
 def plan_commands(action: Block) -> Dict[str, Any]:
@@ -4749,7 +4956,8 @@ def plan_monitor(monitor: Optional[Block]) -> Dict[str, Any]:
                 if ('resource_monitor', name) not in NO_EFFECT}
     for name in ('jobs', 'compute_node'):
         part = monitor.get(name)
-        settings[name] = None if part is None else {field: part.value(field) for field in FIELDS_OF[part.where]}
+        settings[name] = None if part is None else {
+            field: part.value(field) for field in FIELDS_OF[part.where]}
     if settings['enabled'] is None and settings['jobs'] is None and 'granularity' not in monitor:
         settings['jobs'] = complete(Block(None, 'resource_monitor.jobs'))
         settings['enabled'] = True
@@ -4788,7 +4996,8 @@ def plan_workflow(planner: Planner, workflow: Block) -> Dict[str, Any]:
 
 
 def plan_workflow_env(planner: Planner) -> Dict[str, str]:
-    """The workflow's environment; a {parameter} with one value gives it, one with more gives its text as written."""
+    """The workflow's environment; a {parameter} with one value gives it, one with more gives its text as
+    written."""
     context, workflow = planner.context, planner.workflow
     axes = {}
     for name, value in workflow.get('parameters', {}).items():
@@ -4796,13 +5005,15 @@ def plan_workflow_env(planner: Planner) -> Dict[str, str]:
             values = expand_values(value, context.directory, context.max_instances)
         except ValueError:
             values = []     # noted where the parameter is used; unused ones do no harm
-        axes[name] = Axis(values if len(values) == 1 else [value if isinstance(value, str) else format_json(value)], 1)
+        written = value if isinstance(value, str) else format_json(value)
+        axes[name] = Axis(values if len(values) == 1 else [written], 1)
     expansion = Expansion(workflow, Instances(1, axes))
     return {name: spread(expansion.text(text, 'env'), 1)[0] for name, text in workflow['env'].items()}
 
 
 def find_times(planner: Planner) -> None:
-    """Times of the files that jobs read, as seen from the working directory, where the spec does not tell them."""
+    """Times of the files that jobs read, as seen from the working directory, where the spec does not tell
+    them."""
     for place in {file for job in planner.jobs for file in job.input_files}:
         record = planner.files[place]
         if 'st_mtime' not in record:
@@ -4820,7 +5031,8 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
         workflow.error('parameters and parameters_file cannot be combined', 'parameters_file')
     for name in workflow.get('slurm_defaults', ()):
         if name.lower() in SCHEDULER_OPTIONS:
-            workflow.error(f"slurm_defaults cannot set '{name}': set it in slurm_schedulers", 'slurm_defaults', name)
+            workflow.error(f"slurm_defaults cannot set '{name}': set it in slurm_schedulers",
+                           'slurm_defaults', name)
     groups = workflow.get('access_groups', ())
     if len(set(groups)) < len(groups):
         workflow.error('access_groups names a group twice', 'access_groups')
@@ -4919,7 +5131,8 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 
 # ======== 5d. Plan views: the order of execution, and help ========
 #
-# What people see of a plan, and of the fields of a workflow file. Nothing here changes a plan or asks for one.
+# What people see of a plan, and of the fields of a workflow file. Nothing here changes a plan or asks for
+# one.
 #
 # The execution plan serves a spec's plan and a stored workflow alike, so it takes names and numbers, no plan.
 
@@ -4938,7 +5151,8 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
                    allocations: Sequence[Allocation]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
 
-    Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is ready.
+    Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is
+    ready.
     """
     shared: Dict[FrozenSet[int], List[int]] = {}    # a frozenset that many jobs share is hashed once
     for place, members in enumerate(prerequisites):
@@ -5039,17 +5253,18 @@ makes ten jobs: all combinations, in the order in which the parameters stand, th
 
 Values
     [1, 2.5, adam]      a list; 'quoted' items stay text and may hold commas
-    1:10   0:1:0.25     a range, with or without a step; both ends are included; text with a colon goes into a list
+    1:10   0:1:0.25     a range, with or without a step; both ends are included (text with a colon: in a list)
     @names.txt          one value a line; blank lines and lines that begin with # do not count
     5   abc             one value
 In text
     {name}              the value; {name:03d} {name:.2f} {name:>8} format it as Python does
-    ${name}             is the shell's and stays; so do other braces; values in regular expressions are escaped
+    ${name}             is the shell's and stays, as other braces do; values in regexes are escaped
     {...} works in      {templates}
 Combinations
     parameter_mode: zip             value by value instead of all combinations; the lists must be equally long
     use_parameters: [seed]          takes parameters of the workflow; a parameter of the job itself wins
-    parameters_file: runs.csv       one instance per row of a table: .csv with a header, .json (list of objects), .jsonl
+    parameters_file: runs.csv       one instance per row of a table: .csv with a header, .jsonl, or .json
+                                    (a list of objects)
     use_parameters_file: true       takes the table of the workflow
 Collecting
     Do not parameterise a job that waits for all others: give it depends_on_regexes or input_file_regexes.
@@ -5082,7 +5297,8 @@ def describe_field(field: Field) -> str:
 
 def format_field_help() -> str:
     """Text of `help spec`: every field of a workflow file."""
-    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. Its fields (* required, {} takes parameters):']
+    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. '
+             'Its fields (* required, {} takes parameters):']
     for where, title in BLOCKS.items():
         lines += ['', title]
         for field in FIELDS_OF[where].values():
