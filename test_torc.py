@@ -1423,9 +1423,9 @@ class FormatsTest(unittest.TestCase):
 
     def check_places(self, document: Any, value: Any) -> None:
         """Every key of a value stands where the document says."""
-        self.assertNotEqual(document.place(value), (0, 0))
+        self.assertNotEqual(document.find_position(value), (0, 0))
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            line, column = document.place(value, key)
+            line, column = document.find_position(value, key)
             if isinstance(key, str):
                 self.assertIn(key, document.text.split('\n')[line - 1][column - 1:column + len(key) + 1])
             if isinstance(child, (dict, list)):
@@ -1464,10 +1464,10 @@ class FormatsTest(unittest.TestCase):
 
     def test_places_survive_merges_tables_and_plain_json(self):
         document = torc.read_document(b'a: &a {x: 1}\nb:\n  <<: *a\n  y: 2\n', 'w.yaml')
-        self.assertEqual([document.place(document.value['b'], key) for key in ('y', 'x', 'none')], [(4, 3), (3, 3), (3, 3)])
+        self.assertEqual([document.find_position(document.value['b'], key) for key in ('y', 'x', 'none')], [(4, 3), (3, 3), (3, 3)])
         document = torc.read_document(b'{"a": [1,\n  {"b": 2}]}', 'w.json')
-        self.assertEqual(document.place(document.value['a'][1], 'b'), (2, 4))
-        self.assertEqual(document.place({}, 'b'), (0, 0))
+        self.assertEqual(document.find_position(document.value['a'][1], 'b'), (2, 4))
+        self.assertEqual(document.find_position({}, 'b'), (0, 0))
 
     def test_the_format_of_an_unnamed_file_is_found(self):
         for text in ('{"name": "a"}', '{name: "a",}', 'name: a\n', 'name "a"; job "b"'):

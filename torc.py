@@ -109,11 +109,13 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, Opt
 from typing import Set, Tuple, Union
 
 if __name__ == '__main__':
-    gc.set_threshold(100000)    # what follows makes many objects and hardly any cycles, and so does a large workflow
+    # What follows makes many objects and hardly any cycles, and so does a large workflow.
+    gc.set_threshold(100000)
 
 
 class LateModule:
-    """A module of the standard library that few commands need: imported at its first use, for all cost 8 ms at each start."""
+    """A module of the standard library that few commands need: imported at its first use, for all cost 8 ms
+    at each start."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -126,7 +128,8 @@ class LateModule:
 
 csv, ctypes, decimal, difflib, getpass, py_compile = map(
     LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile'))
-tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None    # without it TOML files are refused, with the reason
+# Without it TOML files are refused, with the reason.
+tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
 __version__ = '0.1.0'
 __all__ = ['Client', 'Credentials', 'TorcError', 'BadInput', 'Refused', 'NotFound', 'Conflict', 'Denied',
@@ -142,22 +145,36 @@ log.addHandler(logging.NullHandler())
 
 # ======== 1. Vocabulary: the words, limits and defaults that everything else uses ========
 #
+# The terms, one for each concept; a status, trigger or mode is explained in its table.
+#
 # workflow     a set of jobs with their files, user data and resources; has an owner
+# spec         the file that a user writes: a workflow file; a plan is what is left after expansion and checks
+# template     an entry of a spec with parameters; it is expanded to instances (jobs, files, user data)
 # job          one shell command; belongs to a workflow, has one status at a time
-# spec         the file that a user writes; a plan is what is left after expansion and checks
+# prerequisite a job that must finish before another, its dependant; jobs with the same share a dependency set
+# producer     the job that writes a file or user data; those that read it are its consumers
 # run          a generation of a workflow (run_id): 1 at the first initialize, +1 at each later one
 # attempt      one try of a job in a run (attempt_id): 1, +1 with each retry
 # result       what one attempt left: return code, times, memory, status
-# prerequisite a job that must finish before another; jobs with the same ones share a dependency set
-# kind         what claims look at: resource requirements, priority, scheduler, labels
-# claim        taking a ready job for a node (ready -> pending); a claim not started comes back
-# node         a compute node: one runner at work, with CPUs, memory and GPUs, and a lease
-# slot         a running job's place in the runner's ledger of resources
-# allocation   nodes that Slurm has given; a step is one srun in it
-# action       commands or allocations that a trigger sets off
+# completion   the report that an attempt has ended; it is idempotent
+# trigger      an event of the workflow that sets off an action: commands to run, or an allocation
+# failure handler  rules that say, by return code, whether a failed job is retried
+# job class    what claims look at: resource requirements, priority, scheduler, labels (stored as job_kind)
+# requirements CPUs, memory, GPUs, nodes and run time that a job asks for
+# compute node one runner at work on a host: CPUs, memory, GPUs, and a lease, for which it counts as alive
+# label        a word that a job and a runner must share
+# claim        taking a ready job for a compute node (ready -> pending); a claim not started comes back
+# slot         the share of a compute node's resources that one running job holds, in the runner's ledger
+# runner       the process that claims and starts jobs; a guardian kills what a dead runner has left
+# allocation   nodes that Slurm has granted; a step is one srun in it, a scheduler its options
+# walltime     how long an allocation lasts; headroom is the time before its end at which jobs are stopped
+# server       the process that has the database open; an embedded one starts and ends with its runners
+# event        a change of state, stored and sent to readers of the event stream
 # lineage      jobs that a running job spawned, and those that they spawned in turn; each call is a generation
-# task         an operation that goes on after its request was answered (202)
-# orphan       a job that is running by the records, though nobody runs it
+# task         an operation of the server that goes on after its request was answered (202)
+# orphan       a job that is running by the records, while no runner has it
+# access group users who may see the workflows that are shared with it; its admins add and remove members
+# journal      completions that a runner keeps on disk while its server is unreachable
 
 # -------- rows --------
 
@@ -241,7 +258,7 @@ EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
 TASK_STATUSES = ('queued', 'running', 'succeeded', 'failed')
-# Of what is told to readers of events; each one takes in those behind it.
+# Of events, for their readers; each one includes those behind it.
 SEVERITIES = ('debug', 'info', 'warning', 'error')
 GROUP_ROLES = ('member', 'admin')   # a group's admin adds and removes its members
 ADMIN_GROUP = 'admin'               # the group of the server's administrators
@@ -344,7 +361,7 @@ DECLARED_RUNTIME = 'PT1H'
 DEFAULT_MAX_RETRIES = 3             # attempts in all, as Torc counts
 DEFAULT_MAX_ITERATIONS = 1000       # generations of a lineage of spawned jobs
 ORPHAN_RETURN_CODE = -128           # of a job whose runner went away
-MAX_RETRY_PAUSE_S = 120.0           # of a runner whose server is silent: Torc's drain_ping_interval_secs
+MAX_RETRY_PAUSE_S = 120.0           # of a runner whose server is unreachable: Torc's drain_ping_interval_secs
 COMMAND_NOT_FOUND = 127             # POSIX shell
 
 
@@ -382,7 +399,7 @@ class Problem(Row):
 
 
 class BadInput(TorcError):
-    """Wrong usage, file or request: mend it and ask again. Holds every problem that was found."""
+    """Wrong usage, file or request: correct it and ask again. Holds every problem that was found."""
     exit = 2
     http = 422
 
@@ -782,7 +799,7 @@ def find_cycles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]],
 
 
 def unique_pairs(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
-    """object_pairs_hook for json: a key that stands twice is an error."""
+    """object_pairs_hook for json: a duplicate key is an error."""
     value = dict(pairs)
     if len(value) < len(pairs):
         counts = collections.Counter(key for key, _ in pairs)
@@ -874,7 +891,8 @@ def make_private_directory(path: str) -> None:
 def is_private_group(found: os.stat_result, where: Union[str, int]) -> bool:
     """Whether the group that may write is the owner's alone, as RHEL and Debian make one for each user.
 
-    `where`, a path or descriptor: with an access control list the group's bits are for all that it names (acl(5)).
+    `where`, a path or descriptor: with an access control list the group's bits are for all that it names
+    (acl(5)).
     """
     is_private = not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
     return is_private and not has_acl(where)
@@ -1096,7 +1114,8 @@ class HeldDirectory:
                 os.unlink(name, dir_fd=self.descriptor)
 
     def is_full(self) -> bool:
-        """Whether hardly anything more can be written here. A file system that tells no sizes is not full."""
+        """Whether hardly anything more can be written here. A file system that reports no sizes is not
+        full."""
         found = os.fstatvfs(self.descriptor)
         free = found.f_bavail if os.geteuid() else found.f_bfree
         needed_bytes = min(FULL_BYTES, found.f_blocks * found.f_frsize // 8)
@@ -1129,7 +1148,7 @@ def read_clocks() -> Clocks:
 
 
 def read_boot_id() -> str:
-    """Identity of this boot of this machine, or '' where the kernel does not tell
+    """Identity of this boot of this machine, or '' where the kernel does not show it
     (/proc/sys/kernel/random/boot_id)."""
     try:
         with open('/proc/sys/kernel/random/boot_id') as file:
@@ -1212,7 +1231,7 @@ def is_deleted(path: str) -> bool:
 # Readers of YAML 1.2, JSON, JSON5 and KDL 2 (TOML through the standard library), written from the format
 # specifications, one section each. All follow one rule: a text gives exactly the value that its specification
 # says, or one BadInput with line, column, the line itself and the cure. What a reader does not know it
-# refuses; it never guesses.
+# refuses.
 #
 # A reader walks one text with one offset and compiled expressions: no tokens, no list of lines. The
 # expressions that take a whole simple line at once carry the speed; everything else may be slow but is never
@@ -1221,7 +1240,7 @@ def is_deleted(path: str) -> bool:
 # it as it was written.
 #
 # Where a value came from: `positions` maps id(container) -> [offset of the container, offset of its first
-# entry, ...] in order of insertion. Lines and columns are counted only when somebody asks.
+# entry, ...] in order of insertion. Lines and columns are counted only on demand.
 
 FORMATS = {'.yaml': 'yaml', '.yml': 'yaml', '.json': 'json', '.json5': 'json5', '.kdl': 'kdl',
            '.toml': 'toml'}
@@ -1276,7 +1295,7 @@ def keep_source(number: Any, text: str) -> Any:
     return number
 
 
-# -------- places and errors --------
+# -------- positions and errors --------
 
 def line_and_column(text: str, offset: int) -> Tuple[int, int]:
     """Offset -> line and column, both from 1."""
@@ -1295,7 +1314,7 @@ def show_line(text: str, offset: int) -> str:
 
 def problem_at(text: str, offset: int, message: str) -> BadInput:
     """The error for a place in a text: one problem, with the line shown under the message."""
-    if len(message) > 300:      # it quotes something absurdly long; the cure stands at its end
+    if len(message) > 300:      # it quotes something very long; the cure stands at its end
         message = f'{message[:140]} ... {message[-140:]}'
     problem = Problem(f'{message}\n{show_line(text, offset)}', *line_and_column(text, offset))
     return BadInput(str(problem), [problem])
@@ -1310,7 +1329,7 @@ def normal_text(text: str) -> str:
 
 class TextReader:
     """What the readers share: the text, where its containers stand, how deep they are nested, and how to
-    complain."""
+    report errors."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -1589,8 +1608,7 @@ class YamlText(TextReader):
                 self.fail(at, f'with this alias, values are nested more than {MAX_DEPTH} levels deep')
         return value
 
-    # Sizes are counted once for each container, so that laughing a billion times takes no longer than writing
-    # it down.
+    # Memoized by container, so that alias bombs ("billion laughs") are measured in linear time.
     def measure(self, value: Any) -> Tuple[int, int, Any]:
         """Number of values in a value, and its depth; with the value, so that it lives as long as its id is
         known."""
@@ -1786,7 +1804,7 @@ class YamlText(TextReader):
         return key
 
     def fail_duplicate(self, at: int, key: Any) -> None:
-        """A key stands twice."""
+        """Raise the error for a duplicate key."""
         self.fail(at, f'duplicate key {key!r}: remove one, or rename it')
 
 
@@ -2009,7 +2027,7 @@ class YamlReader(YamlText):
             if at >= len(text):
                 self.fail(at, 'a [list] or {mapping} is not closed')
             indent = SPACES.match(text, start).end() - start
-            # A closing bracket at the key's own column breaks the rule too, but everybody writes it so.
+            # A closing bracket at the key's own column breaks the rule too, but it is common.
             if indent <= parent and text[at] not in '\n#]}':
                 self.fail(at, 'a line inside [ ] or { } must be indented more than its key; is a bracket '
                               'missing?')
@@ -2810,7 +2828,7 @@ class Plan(Row):
     """What is left of a spec after expansion and checks."""
     body: Dict[str, Any]        # of POST /workflows/from_spec
     warnings: List[Problem]
-    summary: Dict[str, Any]     # what `create --dry-run` tells
+    summary: Dict[str, Any]     # what `create --dry-run` shows
     pending: List[Problem]      # one warning of what is not carried out yet, if anything
 
 
@@ -3100,7 +3118,7 @@ def read_text(value: Any) -> str:
 
 
 def read_name(value: Any) -> str:
-    """A name: text without control characters, not empty, not absurdly long."""
+    """A name: text without control characters, not empty, of limited length."""
     text = read_text(value)
     error = name_error(text)
     if error:
@@ -3109,7 +3127,7 @@ def read_name(value: Any) -> str:
 
 
 def read_command(value: Any) -> str:
-    """A shell command; an empty one is a slip: `true` does nothing on purpose."""
+    """A shell command; an empty one is a mistake: `true` does nothing on purpose."""
     text = read_text(value)
     if not text.strip():
         raise ValueError('must not be empty: write true for a job that does nothing')
@@ -3143,7 +3161,7 @@ def read_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f'must be a number, not {show_value(value)}')
     if not -1e18 < value < 1e18:
-        raise ValueError('must be a number of sane size')
+        raise ValueError('must be a number between -1e18 and 1e18')
     return float(value)
 
 
@@ -3272,8 +3290,8 @@ def parse_regex(text: str) -> Any:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         place = f' at character {error.pos + 1}' if getattr(error, 'pos', None) is not None else ''
-        fault = getattr(error, 'msg', error)
-        raise ValueError(f"'{shorten(text)}' is not a regular expression: {fault}{place}") from None
+        reason = getattr(error, 'msg', error)
+        raise ValueError(f"'{shorten(text)}' is not a regular expression: {reason}{place}") from None
 
 
 class Type(Row):
@@ -3572,7 +3590,7 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
 # -------- any file --------
 
 READERS = {'json': load_json, 'json5': load_json5, 'yaml': load_yaml, 'kdl': load_kdl, 'toml': load_toml}
-TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not tell, as Torc tries them
+TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not say, as Torc tries them
 
 
 class Document:
@@ -3583,9 +3601,9 @@ class Document:
         self.format = format
         self.text = text
         self.positions = positions
-        self._counted = (0, 1)     # an offset and its line: the next question is mostly about a place nearby
+        self._counted = (0, 1)     # an offset and its line: the next position asked for is mostly nearby
 
-    def place(self, container: Any, key: Any = None) -> Tuple[int, int]:
+    def find_position(self, container: Any, key: Any = None) -> Tuple[int, int]:
         """Line and column of an entry of a dict or list; of the whole if the entry is unknown, (0, 0) if that
         is."""
         if not self.positions and self.format in ('json', 'json5'):
@@ -3596,7 +3614,7 @@ class Document:
         return self.count_line(offsets[entry_number(container, key, len(offsets))])
 
     def count_line(self, offset: int) -> Tuple[int, int]:
-        """Like line_and_column, but from the last place on."""
+        """Like line_and_column, but counted from the last position on."""
         last, line = self._counted
         if offset >= last:
             line += self.text.count('\n', last, offset)
@@ -3649,7 +3667,7 @@ def read_as(text: str, format: str, path: str) -> Document:
 
 
 def read_document(data: bytes, path: str = '', format: str = '') -> Document:
-    """Read a file's bytes. The format is told, or follows from the path, or is the first that gives a
+    """Read a file's bytes. The format is given, or follows from the path, or is the first that gives a
     mapping."""
     text = decode_document(data, path)
     format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
@@ -3734,23 +3752,23 @@ class Block(dict):
         return self[name] if name in self else FIELDS_OF[self.where][name].default
 
     def error(self, message: str, key: Any = None, item: Any = None) -> None:
-        """Note a problem with a field of the block, or with an item of a field."""
+        """Report a problem with a field of the block, or with an item of a field."""
         self.context.problems.append(self.problem(message, key, item))
 
     def warn(self, message: str, key: Any = None, item: Any = None) -> None:
-        """Note what may be a mistake."""
+        """Warn of what may be a mistake."""
         self.context.warnings.append(self.problem(message, key, item))
 
     def problem(self, message: str, key: Any, item: Any) -> Problem:
         """A message with the block's name before it, and its place."""
-        place = self.context.document.place
-        line, column = place(self.raw, key) if item is None else place(self.raw.get(key), item)
+        find = self.context.document.find_position
+        line, column = find(self.raw, key) if item is None else find(self.raw.get(key), item)
         return Problem(f'{self.label()}: {message}', line, column)
 
 
 def read_block(context: SpecContext, where: str, raw: Any, entry: Any = '',
                owner: Optional[Block] = None) -> Block:
-    """Read one block: every field by its type, unknown and missing ones noted."""
+    """Read one block: every field by its type, unknown and missing ones reported."""
     block = Block(context, where, raw, entry, owner)
     if not isinstance(raw, dict):
         block.error(f'must be a mapping, not {show_value(raw)}')
@@ -3784,7 +3802,7 @@ def old_field(block: Block, key: Any) -> Optional[Field]:
 
 
 def read_field(block: Block, field: Field, key: str, value: Any) -> None:
-    """Read one field into its block, or note what is wrong with it."""
+    """Read one field into its block, or report what is wrong with it."""
     kind, variables = TYPES[field.type], block.context.variables
     if (field.where, key) in NO_EFFECT:
         block.warn(f'{key} has no effect: {NO_EFFECT[field.where, key]}', key)
@@ -3798,11 +3816,11 @@ def read_field(block: Block, field: Field, key: str, value: Any) -> None:
     except ValueError as error:
         block.error(f'{field.name} {error}', key)
     if field.pending:
-        note_pending(block, field, key)
+        report_pending(block, field, key)
 
 
-def note_pending(block: Block, field: Field, key: str) -> None:
-    """Note a field whose value asks for what this version does not carry out."""
+def report_pending(block: Block, field: Field, key: str) -> None:
+    """Record a field whose value asks for what this version does not carry out."""
     is_all, value = field.pending == ANY, block.get(field.name, False)
     if block.raw.get('enabled') is not False and (value is not False if is_all else value == field.pending):
         name, outer = f'{field.where}.{field.name}', field.where.partition('.')[0]
@@ -3821,7 +3839,7 @@ def describe_pending(pending: Sequence[Problem]) -> List[Problem]:
 
 
 def warn_of_braces(block: Block, key: str, text: str) -> None:
-    """Where variables are used, a {name} that is none of them is likely a slip."""
+    """Where variables are used, a {name} that is none of them is likely a mistake."""
     for match in PARAMETER.finditer(text):
         if IDENTIFIER.match(match.group(1)):
             hint = block.context.suggest(match.group(1), block.context.variables)
@@ -3971,7 +3989,7 @@ def expand_value_text(text: str, directory: str, limit: int) -> List[Value]:
 
 
 def check_count(values: List[Any], limit: int) -> List[Any]:
-    """The same values, unless they are too many."""
+    """The values; ValueError above the limit."""
     check_instances(len(values), limit)
     return values
 
@@ -4137,8 +4155,9 @@ def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Ins
     lengths = {name: len(items) for name, items in values.items()}
     if mode == 'zip':
         if len(set(lengths.values())) > 1:
-            told = ', '.join(f'{name} has {count}' for name, count in lengths.items())
-            raise ValueError(f'parameter_mode zip needs the same number of values for all parameters: {told}')
+            shown = ', '.join(f'{name} has {count}' for name, count in lengths.items())
+            raise ValueError('parameter_mode zip needs the same number of values for all parameters: '
+                             f'{shown}')
         return Instances(max(lengths.values()), {name: Axis(items, 1) for name, items in values.items()})
     count = functools.reduce(operator.mul, lengths.values(), 1)
     check_instances(count, limit)
@@ -4236,7 +4255,8 @@ REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*
 
 
 class Expansion:
-    """One template block and its instances. Problems are noted once per template, not once per instance."""
+    """One template block and its instances. Problems are reported once per template, not once per
+    instance."""
 
     def __init__(self, block: Block, instances: Instances = NO_PARAMETERS,
                  shared: Iterable[str] = ()) -> None:
@@ -4260,7 +4280,7 @@ class Expansion:
                 columns.append(self.values(name, spec or '', is_regex, key))
                 position = match.end()
             else:
-                self.note_leftover(match.group(), name, key)
+                self.report_leftover(match.group(), name, key)
         if not columns:
             return template
         form = '%s'.join(part.replace('%', '%%') for part in parts + [template[position:]])
@@ -4280,7 +4300,7 @@ class Expansion:
             self.columns[name, spec, is_regex] = axis_column(axis, texts, self.count)
         return self.columns[name, spec, is_regex]
 
-    def note_leftover(self, token: str, name: str, key: str) -> None:
+    def report_leftover(self, token: str, name: str, key: str) -> None:
         """A {name} that is no parameter here. A declared parameter's is an error; awk, bash and JSON use
         braces too."""
         if name in self.shared:
@@ -4436,7 +4456,7 @@ class Planner:
         return expansions
 
     def index(self, names: List[str], templates: List[Tuple[int, Block]]) -> Dict[str, int]:
-        """Names -> indexes. Notes those that cannot be, and those that stand twice."""
+        """Names -> indexes. Reports those that cannot be names, and duplicates."""
         index = dict(zip(names, range(len(names))))
         if len(index) < len(names) or not are_names(names):
             first, seen = 0, {}
@@ -4446,9 +4466,9 @@ class Planner:
         return index
 
     def check_names(self, names: List[str], block: Block, seen: Dict[str, Block]) -> None:
-        """Note the first name of a template that is a duplicate, and the first that is none."""
+        """Report the first duplicate and the first invalid name of a template."""
         bad = next((name for name in names if name and name_error(name)), None)
-        if bad and len(names) > 1:      # a single one has been noted by read_name
+        if bad and len(names) > 1:      # a single one has been reported by read_name
             block.error(f"the name '{shorten(bad)}' {name_error(bad)}", 'name')
         twice = next((name for name in names if name and name in seen), None)
         if len(set(names)) < len(names):
@@ -4458,9 +4478,9 @@ class Planner:
                         'or collect with depends_on_regexes or input_file_regexes instead of parameters',
                         'name')
         elif twice is not None:
-            line = self.context.document.place(seen[twice].raw, 'name')[0]
-            told = f', in line {line}' if line else ''
-            block.error(f"the name '{shorten(twice)}' is taken{told}: give each its own", 'name')
+            line = self.context.document.find_position(seen[twice].raw, 'name')[0]
+            shown = f', in line {line}' if line else ''
+            block.error(f"the name '{shorten(twice)}' is taken{shown}: give each its own", 'name')
         seen.update(dict.fromkeys(names, block))
 
     def index_declared(self, where: str) -> List[Block]:
@@ -4502,8 +4522,8 @@ class Planner:
     # -- names to indexes --
 
     def find(self, expansion: Expansion, noun: str, names: Column, key: str) -> Column:
-        """Column of names -> column of indexes; None if a name is unknown, which is noted with how many more
-        there are."""
+        """Column of names -> column of indexes; None if a name is unknown, which is reported with how many
+        more there are."""
         if type(names) is Varying:
             found = Varying(map(self.names[noun].get, names))
             unknown = [name for name, index in zip(names, found) if index is None] if None in found else []
@@ -4511,10 +4531,10 @@ class Planner:
             found = self.names[noun].get(names)
             unknown = [names] if found is None else []
         if unknown:
-            self.note_unknown(expansion, noun, unknown, key)
+            self.report_unknown(expansion, noun, unknown, key)
         return None if unknown else found
 
-    def note_unknown(self, expansion: Expansion, noun: str, unknown: List[str], key: str) -> None:
+    def report_unknown(self, expansion: Expansion, noun: str, unknown: List[str], key: str) -> None:
         """A name that is declared nowhere."""
         if self.context.is_partial:
             return
@@ -4701,12 +4721,12 @@ LISTS = {TYPES[field.type].block: name
 def check_producers(planner: Planner) -> None:
     """A file has one producer; and one path has one record, since jobs are linked by record."""
     producers: Dict[str, int] = {}
-    for place, job in enumerate(planner.jobs):
+    for index, job in enumerate(planner.jobs):
         for file in job.output_files:
-            first = producers.setdefault(planner.files[file]['path'], place)
-            if first != place:
+            first = producers.setdefault(planner.files[file]['path'], index)
+            if first != index:
                 name, other = shorten(planner.files[file]['name']), shorten(planner.jobs[first].name)
-                planner.job_block(place).error(f"file '{name}' is written by both '{other}' and "
+                planner.job_block(index).error(f"file '{name}' is written by both '{other}' and "
                                                f"'{shorten(job.name)}': "
                                                'give each its own file')
     paths: Dict[str, str] = {}
@@ -4725,7 +4745,7 @@ def check_cycles(planner: Planner) -> None:
     if not sets and not producers:
         return
     last = [members[-1] for members in sets]
-    last_producer = {key: max(places) for key, places in producers.items()}
+    last_producer = {key: max(indexes) for key, indexes in producers.items()}
 
     # Most specs name a job after those that it waits for: then there can be no cycle.
     if all((job.dependencies is None or last[job.dependencies] < index) and
@@ -4755,11 +4775,11 @@ def input_keys(job: PlannedJob) -> List[Tuple[str, int]]:
 def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int]]:
     """('file' or 'user_data', index) -> jobs that write it."""
     producers: Dict[Tuple[str, int], List[int]] = {}
-    for place, job in enumerate(jobs):
+    for index, job in enumerate(jobs):
         for file in job.output_files:
-            producers.setdefault(('file', file), []).append(place)
+            producers.setdefault(('file', file), []).append(index)
         for record in job.output_user_data:
-            producers.setdefault(('user_data', record), []).append(place)
+            producers.setdefault(('user_data', record), []).append(index)
     return producers
 
 
@@ -4773,12 +4793,12 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
         if resources is not None:
             requirements = planner.workflow['resource_requirements'][resources]
             candidates = schedulers if scheduler is None else [schedulers[scheduler]]
-            faults = [incompatibility(requirements, candidate) for candidate in candidates]
-            if all(faults):
+            reasons = [incompatibility(requirements, candidate) for candidate in candidates]
+            if all(reasons):
                 block = planner.job_block(first_jobs[kind])
-                told = '; '.join(faults[:3]) + ('; ...' if len(faults) > 3 else '')
+                shown = '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
                 note = block.warn if skip_checks else block.error
-                note(f'fits no scheduler: {told}: change the one or the other, or use --skip-checks',
+                note(f'fits no scheduler: {shown}: change the one or the other, or use --skip-checks',
                      'resource_requirements')
 
 
@@ -4865,23 +4885,23 @@ def check_identifiers(planner: Planner) -> None:
         return
     outputs = {file for job in planner.jobs for file in job.output_files}
     inputs = {file for job in planner.jobs for file in job.input_files}
-    paths = {file['path']: place for place, file in enumerate(files)}
+    paths = {file['path']: index for index, file in enumerate(files)}
     seen: Dict[str, str] = {}
-    for place, file in enumerate(files):
+    for index, file in enumerate(files):
         if 'identifier' in file:
-            fault = identifier_fault(file['identifier'], seen, paths.get(file['identifier'], place) != place)
+            error = identifier_error(file['identifier'], seen, paths.get(file['identifier'], index) != index)
             if not planner.workflow.value('enable_ro_crate'):
-                fault = 'needs enable_ro_crate: true in the workflow'
-            elif place in outputs:
-                fault = 'is for input files only, and a job writes this one'
-            elif place not in inputs and 'st_mtime' not in file:
-                fault = 'is for input files only, and no job reads this one'
-            if fault:
-                planner.workflow.error(f"file '{shorten(file['name'])}': identifier {fault}", 'files')
+                error = 'needs enable_ro_crate: true in the workflow'
+            elif index in outputs:
+                error = 'is for input files only, and a job writes this one'
+            elif index not in inputs and 'st_mtime' not in file:
+                error = 'is for input files only, and no job reads this one'
+            if error:
+                planner.workflow.error(f"file '{shorten(file['name'])}': identifier {error}", 'files')
             seen[file['identifier']] = file['name']
 
 
-def identifier_fault(identifier: str, seen: Dict[str, str], is_path: bool) -> str:
+def identifier_error(identifier: str, seen: Dict[str, str], is_path: bool) -> str:
     """Why a text cannot identify a file in an RO-Crate, or ''."""
     if not identifier.strip():
         return 'must not be empty'
@@ -4899,15 +4919,15 @@ def plan_action(planner: Planner, action: Block) -> Dict[str, Any]:
     """One action."""
     trigger = action.get('trigger_type')
     expansion = Expansion(action)
-    places = planner.relate(expansion, 'job', 'jobs', 'job_name_regexes', ())
+    indexes = planner.relate(expansion, 'job', 'jobs', 'job_name_regexes', ())
     if trigger in JOB_TRIGGERS and not action.get('jobs') and not action.get('job_name_regexes'):
         expansion.block.error(f'{trigger} needs jobs or job_name_regexes', 'trigger_type')
-    if trigger in TRIGGERS and trigger not in JOB_TRIGGERS and places:
+    if trigger in TRIGGERS and trigger not in JOB_TRIGGERS and indexes:
         action.warn(f'{trigger} does not look at jobs: they have no effect', 'trigger_type')
     is_commands = action.get('action_type') == 'run_commands'
     return {'trigger_type': trigger, 'action_type': action.get('action_type'),
             'action_config': plan_commands(action) if is_commands else plan_allocation(planner, expansion),
-            'job_indexes': sorted(places) if trigger in JOB_TRIGGERS else None,
+            'job_indexes': sorted(indexes) if trigger in JOB_TRIGGERS else None,
             'persistent': action.value('persistent')}
 
 
@@ -5004,7 +5024,7 @@ def plan_workflow_env(planner: Planner) -> Dict[str, str]:
         try:
             values = expand_values(value, context.directory, context.max_instances)
         except ValueError:
-            values = []     # noted where the parameter is used; unused ones do no harm
+            values = []     # reported where the parameter is used
         written = value if isinstance(value, str) else format_json(value)
         axes[name] = Axis(values if len(values) == 1 else [written], 1)
     expansion = Expansion(workflow, Instances(1, axes))
@@ -5014,8 +5034,8 @@ def plan_workflow_env(planner: Planner) -> Dict[str, str]:
 def find_times(planner: Planner) -> None:
     """Times of the files that jobs read, as seen from the working directory, where the spec does not tell
     them."""
-    for place in {file for job in planner.jobs for file in job.input_files}:
-        record = planner.files[place]
+    for index in {file for job in planner.jobs for file in job.input_files}:
+        record = planner.files[index]
         if 'st_mtime' not in record:
             try:
                 record['st_mtime'] = os.stat(record['path']).st_mtime
@@ -5048,7 +5068,8 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
 
 def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
               skip_checks: bool = False) -> Plan:
-    """Check and expand a spec. Raises BadInput with everything that is wrong, each problem with its place."""
+    """Check and expand a spec. Raises BadInput with everything that is wrong, each problem with its place in
+    the file."""
     context = SpecContext(document, directory, max_instances)
     raw = document.value
     if not isinstance(raw, dict):
@@ -5144,7 +5165,7 @@ class Allocation(Row):
     """A schedule_nodes action, as the execution plan sees it."""
     trigger_type: str
     jobs: Optional[Sequence[int]]   # that on_jobs_ready waits for, all of them
-    told: Dict[str, Any]            # scheduler, scheduler_type, num_allocations
+    shown: Dict[str, Any]           # scheduler, scheduler_type, num_allocations
 
 
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
@@ -5155,15 +5176,15 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
     ready.
     """
     shared: Dict[FrozenSet[int], List[int]] = {}    # a frozenset that many jobs share is hashed once
-    for place, members in enumerate(prerequisites):
-        shared.setdefault(frozenset(members), []).append(place)
-    groups = order_groups([(sorted(members), places) for members, places in shared.items()])
+    for index, members in enumerate(prerequisites):
+        shared.setdefault(frozenset(members), []).append(index)
+    groups = order_groups([(sorted(members), indexes) for members, indexes in shared.items()])
     ids = name_events([members for members, _ in groups], job_names)
-    event_of = {place: event for event, (_, places) in enumerate(groups) for place in places}
+    event_of = {index: event for event, (_, indexes) in enumerate(groups) for index in indexes}
     events = []
     for event, group in enumerate(groups):
-        before = sorted({event_of[place] for place in group[0]})
-        finished, ready = ([job_names[place] for place in places] for places in group)
+        before = sorted({event_of[index] for index in group[0]})
+        finished, ready = ([job_names[index] for index in indexes] for indexes in group)
         events.append(make_event(ids[event], finished, ready, [ids[number] for number in before]))
         for number in before:
             events[number]['unlocks_events'].append(ids[event])
@@ -5171,8 +5192,8 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
         fires = find_firing(allocation, event_of)
         if fires is not None and fires < len(events):
             gates = sorted(allocation.jobs or groups[fires][1])
-            ready = [job_names[place] for place in gates if event_of[place] == fires]
-            events[fires]['scheduler_allocations'].append(dict(allocation.told, job_names=ready))
+            ready = [job_names[index] for index in gates if event_of[index] == fires]
+            events[fires]['scheduler_allocations'].append(dict(allocation.shown, job_names=ready))
     return {'total_events': len(events), 'total_jobs': len(job_names),
             'root_events': [event['id'] for event in events if not event['depends_on_events']],
             'leaf_events': [event['id'] for event in events if not event['unlocks_events']], 'events': events}
@@ -5186,12 +5207,12 @@ def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[i
     missing = [len(members) for members, _ in groups]
     waiting: Dict[int, List[int]] = {}
     for number, (members, _) in enumerate(groups):
-        for place in members:
-            waiting.setdefault(place, []).append(number)
+        for index in members:
+            waiting.setdefault(index, []).append(number)
     order = [number for number, count in enumerate(missing) if not count]
     for number in order:    # grows while it is walked
-        for place in groups[number][1]:
-            for later in waiting.get(place, ()):
+        for index in groups[number][1]:
+            for later in waiting.get(index, ()):
                 missing[later] -= 1
                 if not missing[later]:
                     order.append(later)
@@ -5203,7 +5224,7 @@ def name_events(order: Sequence[Sequence[int]], job_names: Sequence[str]) -> Lis
     ids: Dict[str, int] = {}
     numbers: Dict[str, int] = {}    # stem -> the last one that it was given
     for members in order:
-        names = [job_names[place] for place in members]
+        names = [job_names[index] for index in members]
         prefix = os.path.commonprefix(names).rstrip('_0123456789')
         stem = 'start' if not names else f'after_{names[0]}' if len(names) == 1 else \
             f'after_{prefix}_jobs' if len(prefix) >= 3 else f'after_{names[0]}_and_{len(names) - 1}_more'
@@ -5217,12 +5238,12 @@ def name_events(order: Sequence[Sequence[int]], job_names: Sequence[str]) -> Lis
 
 def make_event(name: str, finished: List[str], ready: List[str], before: List[str]) -> Dict[str, Any]:
     """One event."""
-    trigger, told = {'type': 'WorkflowStart'}, 'Workflow Start'
+    trigger, shown = {'type': 'WorkflowStart'}, 'Workflow Start'
     if finished:
         trigger = {'type': 'JobsComplete', 'data': {'jobs': finished}}
-        told = f"'{finished[0]}' completes" if len(finished) == 1 else \
+        shown = f"'{finished[0]}' completes" if len(finished) == 1 else \
             f"{len(finished)} jobs complete: {', '.join(finished[:3])}{', ...' if len(finished) > 3 else ''}"
-    return {'id': name, 'trigger': trigger, 'trigger_description': told, 'scheduler_allocations': [],
+    return {'id': name, 'trigger': trigger, 'trigger_description': shown, 'scheduler_allocations': [],
             'jobs_becoming_ready': ready, 'depends_on_events': before, 'unlocks_events': []}
 
 
@@ -5232,7 +5253,7 @@ def find_firing(allocation: Allocation, event_of: Dict[int, int]) -> Optional[in
         return 0
     if allocation.trigger_type != 'on_jobs_ready' or not allocation.jobs:
         return None
-    events = [event_of.get(place) for place in allocation.jobs]
+    events = [event_of.get(index) for index in allocation.jobs]
     return None if None in events else max(events)
 
 
