@@ -184,7 +184,7 @@ class RowType(type):
     def __new__(cls, name: str, bases: Tuple[type, ...], namespace: Dict[str, Any]) -> Any:
         made = super().__new__(cls, name, bases, dict(namespace, __slots__=()))
         made._fields = tuple(getattr(made, '__annotations__', ()))
-        # Of the last fields.
+        # Defaults of the last fields.
         made._defaults = tuple(namespace[field] for field in made._fields if field in namespace)
         return made
 
@@ -373,8 +373,7 @@ COMMAND_NOT_FOUND = 127             # POSIX shell
 
 
 class TorcError(Exception):
-    """Root of the errors that a user can cause or cure. `exit` is the program's exit code, `http` the
-    answer's status."""
+    """An error that a user can cause or cure. `exit` is the program's exit code, `http` the status."""
     exit = 4
     http = 422
 
@@ -659,7 +658,7 @@ def parse_time(text: str) -> float:
                          'as +01:00')
     fraction, zone = match.group(7), match.group(8)
     try:
-        # Strptime takes ten times as long.
+        # time.strptime takes ten times as long.
         value = datetime.datetime(*map(int, match.groups()[:6]), tzinfo=datetime.timezone.utc)
         if zone is None:
             seconds = time.mktime(value.timetuple()[:8] + (-1,))
@@ -673,8 +672,7 @@ def parse_time(text: str) -> float:
 
 
 def format_time(value_s: float) -> str:
-    """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'. Beyond the years of four digits: the nearest
-    that has them."""
+    """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'; the nearest with a year of four digits."""
     whole, milliseconds = divmod(int(round(min(max(value_s, -30610224000), 253402300799) * 1000)), 1000)
     return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole)) + f'.{milliseconds:03d}Z'
 
@@ -709,8 +707,7 @@ def printable_line(text: str) -> str:
 
 
 def printable_message(text: str) -> str:
-    """As printable(), for what may have several lines, such as a traceback: all but the first are
-    indented."""
+    """As printable(), for several lines, such as a traceback: all but the first are indented."""
     return re.sub(r'\n(?! {4}|\n|\Z)', '\n    ', printable(text))
 
 
@@ -729,8 +726,7 @@ def text_error(text: str) -> str:
 
 
 def name_error(text: str) -> str:
-    """Why a text cannot be a name, or ''. Blanks, dots and slashes are fine: files on disk are named by
-    ids."""
+    """Why a text cannot be a name, or ''. Blanks and slashes are fine: files on disk are named by ids."""
     if not text.strip():
         return 'must not be empty'
     if len(text) > MAX_NAME_CHARACTERS:
@@ -740,8 +736,7 @@ def name_error(text: str) -> str:
 
 
 def are_names(texts: Sequence[str]) -> bool:
-    """Whether name_error() finds nothing in any of the texts: sooner known of 100,000 than by asking for
-    each."""
+    """Whether name_error() finds nothing in any text: faster than to ask for each of 100,000."""
     is_short = max(map(len, texts), default=0) <= MAX_NAME_CHARACTERS
     return is_short and all(map(str.strip, texts)) and not UNSAFE_IN_NAME.search(''.join(texts))
 
@@ -813,8 +808,7 @@ def refuse_constant(word: str) -> None:
 
 
 def parse_integer(text: str) -> int:
-    """parse_int for json where int() has no limit of its own, and takes minutes for a million digits (Python
-    before 3.10.7)."""
+    """parse_int for json before Python 3.10.7, where int() takes minutes for a million digits."""
     if len(text) > 4300:
         raise ValueError(f'a number of {len(text)} digits')
     return int(text)
@@ -824,8 +818,7 @@ JSON_INTEGER = None if hasattr(sys, 'get_int_max_str_digits') else parse_integer
 
 
 def parse_json(text: str) -> Any:
-    """Strict JSON -> value. ValueError for what RFC 8259 forbids, duplicate keys, or nesting beyond the
-    stack."""
+    """Strict JSON -> value. ValueError for what RFC 8259 forbids, duplicate keys, or too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant,
                           parse_int=JSON_INTEGER)
@@ -1032,8 +1025,7 @@ class HeldDirectory:
     """A directory held open: a name in it means this very directory, whatever is put under its path later."""
 
     def __init__(self, path: str, dir_fd: Optional[int] = None, follows: bool = True) -> None:
-        """Open a directory by its path, or by its last name in an open one. OSError for a link if none is
-        followed."""
+        """Open a directory by its path, or its name in an open one. OSError for a link if not `follows`."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
         flags |= 0 if follows else os.O_NOFOLLOW
         self.path = path
@@ -1114,8 +1106,7 @@ class HeldDirectory:
                 os.unlink(name, dir_fd=self.descriptor)
 
     def is_full(self) -> bool:
-        """Whether hardly anything more can be written here. A file system that reports no sizes is not
-        full."""
+        """Whether hardly anything more can be written. A file system that reports no sizes is not full."""
         found = os.fstatvfs(self.descriptor)
         free = found.f_bavail if os.geteuid() else found.f_bfree
         needed_bytes = min(FULL_BYTES, found.f_blocks * found.f_frsize // 8)
@@ -1123,8 +1114,7 @@ class HeldDirectory:
 
 
 def load_ssl() -> Any:
-    """The module ssl. Only who speaks https waits for it: it costs 12 ms on Python 3.6, a quarter of all
-    other imports."""
+    """The module ssl, imported only for https: it takes 12 ms on Python 3.6, a quarter of all imports."""
     return importlib.import_module('ssl')
 
 
@@ -1148,8 +1138,7 @@ def read_clocks() -> Clocks:
 
 
 def read_boot_id() -> str:
-    """Identity of this boot of this machine, or '' where the kernel does not show it
-    (/proc/sys/kernel/random/boot_id)."""
+    """Identity of this boot of this machine (/proc/sys/kernel/random/boot_id), or '' where unknown."""
     try:
         with open('/proc/sys/kernel/random/boot_id') as file:
             return file.read().strip()
@@ -1198,8 +1187,7 @@ def give_memory_back() -> None:
 
 
 def filesystem_type(path: str) -> str:
-    """Type of the file system that holds a path, such as 'ext4' or 'nfs4', or '' if unknown (proc(5),
-    mountinfo)."""
+    """Type of the file system that holds a path, such as 'nfs4', or '' if unknown (proc(5), mountinfo)."""
     best, kind = '', ''
     path = os.path.realpath(path)
     try:
@@ -1328,8 +1316,7 @@ def normal_text(text: str) -> str:
 
 
 class TextReader:
-    """What the readers share: the text, where its containers stand, how deep they are nested, and how to
-    report errors."""
+    """What the readers share: the text, positions of containers, depth of nesting, and errors."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -1343,8 +1330,7 @@ class TextReader:
         raise problem_at(self.text, at, message)
 
     def enter(self, at: int, container: Any) -> List[int]:
-        """Begin a container, one level deeper; answers its list of offsets, to which each entry adds its
-        own."""
+        """Begin a container, one level deeper; its list of offsets, to which each entry adds its own."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self.fail(at, f'nested more than {MAX_DEPTH} levels deep')
@@ -1434,8 +1420,7 @@ COMPOUND_KEY = 'a list or mapping cannot be used as a key'
 
 
 def parse_plain(text: str) -> Any:
-    """An unquoted YAML text by the core schema of YAML 1.2: only true and false are booleans, 1:30 is
-    text."""
+    """An unquoted text by the core schema of YAML 1.2: only true and false are booleans, 1:30 is text."""
     if text in YAML_WORDS:
         return YAML_WORDS[text]
     if text[0] not in NUMBER_STARTS:
@@ -1593,8 +1578,7 @@ class YamlText(TextReader):
         return typed
 
     def find_alias(self, at: int, word: str) -> Any:
-        """What '*name' stands for. Aliases share their value, so what they would expand to is counted
-        here."""
+        """What '*name' stands for. Aliases share their value, so its expanded size is counted here."""
         if word[1:] not in self.anchors:
             self.fail(at, f'no anchor &{printable(word[1:])} stands above; put text that starts with * in '
                           'quotes')
@@ -1610,8 +1594,7 @@ class YamlText(TextReader):
 
     # Memoized by container, so that alias bombs ("billion laughs") are measured in linear time.
     def measure(self, value: Any) -> Tuple[int, int, Any]:
-        """Number of values in a value, and its depth; with the value, so that it lives as long as its id is
-        known."""
+        """Number of values in a value, its depth, and itself, so that it lives as long as its id is known."""
         if not isinstance(value, (dict, list)):
             return 1, 0, value
         if id(value) not in self.sizes:
@@ -2013,8 +1996,7 @@ class YamlReader(YamlText):
     # -------- flow collections --------
 
     def skip_flow_space(self, at: int, parent: int) -> int:
-        """White space, comments and line breaks inside [ ] and { }. Lines must be indented more than the
-        parent."""
+        """Skip space, comments and line ends inside [ ] and { }. Lines are indented more than the parent."""
         text = self.text
         while True:
             at = BLANKS.match(text, at).end()
@@ -2033,8 +2015,7 @@ class YamlReader(YamlText):
                               'missing?')
 
     def read_flow(self, at: int, parent: int) -> Tuple[Any, int]:
-        """A value inside brackets, or one that begins with a quote, bracket or '*'; and the offset after
-        it."""
+        """A value inside brackets, or one that begins with a quote, bracket or '*'; and the offset after."""
         text = self.text
         properties, start = self.read_properties(at) if text[at] in '&!' else (NO_PROPERTIES, at)
         start = self.skip_flow_space(start, parent)
@@ -2132,8 +2113,7 @@ class YamlReader(YamlText):
         return mapping, at + 1
 
     def read_flow_entry(self, at: int, parent: int, in_list: bool) -> Tuple[Any, Any, int, bool]:
-        """One entry inside brackets: key (or lone value), value, the offset after it, and whether it is a
-        pair."""
+        """One entry inside brackets: key (or lone value), value, the offset after it, and if it is a pair."""
         text, start = self.text, at
         is_explicit = self.is_indicator(at, '?')
         if is_explicit:
@@ -2174,8 +2154,7 @@ def prepare_yaml(text: str) -> str:
 
 
 def split_yaml(text: str) -> List[YamlPart]:
-    """The documents of a prepared YAML text. '---' and '...' end any value that they meet, so they are found
-    first."""
+    """The documents of a prepared YAML text. '---' and '...' end any value, so they are found first."""
     # Found by str first: the expression would cost 10 % of the reading.
     marks = []      # type: List[Tuple[int, str]]
     if text.startswith(('---', '...')) or '\n---' in text or '\n...' in text:
@@ -2199,8 +2178,7 @@ def split_yaml(text: str) -> List[YamlPart]:
 
 
 def skip_directives(text: str, start: int, end: int, mark: str) -> int:
-    """Go over '%' lines before a document. %YAML is checked and means nothing more; %TAG would change tags:
-    refused."""
+    """Skip '%' lines before a document. %YAML is checked, without effect; %TAG would change tags: refused."""
     versions = 0
     while True:
         at = BLANK_LINES.match(text, start, end).end()
@@ -2256,8 +2234,7 @@ JSON_WORDS = {'null': None, 'true': True, 'false': False}
 
 
 class Json5Reader(TextReader):
-    """Reads JSON5 with places. JSON is a part of it, so this reader also finds the places and errors of
-    JSON."""
+    """Reads JSON5, of which JSON is a part, with positions."""
 
     def read(self) -> Any:
         """The value of the whole text."""
@@ -2430,8 +2407,7 @@ def load_json5(text: str) -> Tuple[Any, str, Positions]:
 
 
 def find_json_positions(text: str, value: Any) -> Positions:
-    """The positions of a value that the standard library has read: the text is read again, both walked side
-    by side."""
+    """The positions of a value that the standard library has read: both are walked side by side."""
     reader = Json5Reader(text)
     pairs = [(value, reader.read())]
     positions = {}      # type: Positions
@@ -2514,8 +2490,7 @@ KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b',
 
 
 class KdlNode(Row):
-    """One node of a KDL text. `offsets` and `types` are by argument number or property name; types has 'node'
-    by ''."""
+    """One node. `offsets` and `types` are by argument number or property name; types has 'node' by ''."""
     name: str
     args: List[Any]
     props: Dict[str, Any]
@@ -2807,8 +2782,7 @@ def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
 
 
 class PlannedJob(Row):
-    """One job of a plan, in the order in which it travels as a JSON list. Indexes point into the plan's
-    lists."""
+    """One job of a plan, in the order of the JSON list that is sent. Indexes point into the plan's lists."""
     name: str
     command: str
     invocation_script: Optional[str]
@@ -3546,8 +3520,7 @@ class KdlSpec(TextReader):
         return block
 
     def read_map(self, node: KdlNode) -> Any:
-        """Free names: each child is a key; its value is one argument, a list of several, or a block in
-        turn."""
+        """Free names: each child is a key; its value is one argument, a list of several, or a block."""
         if node.types:
             self.fail(node.offset, 'a type has no meaning here: remove it')
         if not (node.has_block or node.props):
@@ -3604,8 +3577,7 @@ class Document:
         self._counted = (0, 1)     # an offset and its line: the next position asked for is mostly nearby
 
     def find_position(self, container: Any, key: Any = None) -> Tuple[int, int]:
-        """Line and column of an entry of a dict or list; of the whole if the entry is unknown, (0, 0) if that
-        is."""
+        """Line and column of an entry of a dict or list, else of the whole; (0, 0) if unknown."""
         if not self.positions and self.format in ('json', 'json5'):
             self.positions.update(find_json_positions(self.text, self.value))
         offsets = self.positions.get(id(container))
@@ -3667,8 +3639,7 @@ def read_as(text: str, format: str, path: str) -> Document:
 
 
 def read_document(data: bytes, path: str = '', format: str = '') -> Document:
-    """Read a file's bytes. The format is given, or follows from the path, or is the first that gives a
-    mapping."""
+    """Read a file's bytes. The format is given, or from the path, or the first that gives a mapping."""
     text = decode_document(data, path)
     format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
     if format:
@@ -3716,8 +3687,7 @@ class SpecContext:
         return did_you_mean(word, choices) if self.suggestions_left >= 0 and len(choices) <= 5000 else ''
 
     def fill(self, value: Any) -> Any:
-        """A value with {variables} replaced in every text. One pass: what is put in is not looked at
-        again."""
+        """A value with {variables} replaced in every text, in one pass: what is put in stays."""
         if isinstance(value, str):
             return PARAMETER.sub(lambda match: self.variables.get(match.group(1), match.group()), value)
         if isinstance(value, list):
@@ -3947,8 +3917,7 @@ UNKNOWN = Axis(('?',), 1)       # placeholder for a parameter with a mistake, so
 
 
 def expand_values(value: Any, directory: str = '', limit: int = MAX_INSTANCES) -> List[Value]:
-    """Values of one parameter as it stands in a spec. ValueError for what has none, or more than the
-    limit."""
+    """Values of one parameter as a spec has it. ValueError for none, or for more than the limit."""
     if isinstance(value, str):
         return expand_value_text(value.strip(), directory, limit)
     if isinstance(value, list):
@@ -4150,8 +4119,7 @@ def check_parameter_name(name: str) -> None:
 
 
 def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Instances:
-    """Combinations of parameters: all of them (the last parameter changes fastest), or zip: value by
-    value."""
+    """Combinations of parameters: all (the last parameter changes fastest), or zip: value by value."""
     lengths = {name: len(items) for name, items in values.items()}
     if mode == 'zip':
         if len(set(lengths.values())) > 1:
@@ -4191,8 +4159,7 @@ def side_by_side(columns: Sequence[Column]) -> Column:
 
 
 def each(function: Callable[..., Any], *columns: Column) -> Column:
-    """The column of function(a value of each column): called once where all instances have the same
-    values."""
+    """The column of function(a value of each column): called once where none of them varies."""
     return Varying(map(function, *in_step(columns))) if Varying in map(type, columns) else function(*columns)
 
 
@@ -4220,8 +4187,7 @@ def expand_parameters(parameters: Dict[str, Any], mode: str = 'product', directo
 
 
 def format_value(value: Value, spec: str = '') -> str:
-    """A parameter's value as text. Floats have their shortest digits, no exponent, no '.0'; or Python's
-    formats."""
+    """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats."""
     if spec:
         if not NUMBER_FORMAT.match(spec):
             raise ValueError(f"'{shorten(spec)}' is not a format: write such as 03d or .2f")
@@ -4255,8 +4221,7 @@ REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*
 
 
 class Expansion:
-    """One template block and its instances. Problems are reported once per template, not once per
-    instance."""
+    """One template block and its instances. Problems are reported once per template."""
 
     def __init__(self, block: Block, instances: Instances = NO_PARAMETERS,
                  shared: Iterable[str] = ()) -> None:
@@ -4301,8 +4266,7 @@ class Expansion:
         return self.columns[name, spec, is_regex]
 
     def report_leftover(self, token: str, name: str, key: str) -> None:
-        """A {name} that is no parameter here. A declared parameter's is an error; awk, bash and JSON use
-        braces too."""
+        """A {name} that is no parameter here: an error if declared; awk, bash and JSON use braces too."""
         if name in self.shared:
             self.block.error(f"{key} holds {token}, but '{name}' is not used here: add it to use_parameters, "
                              'or declare it under parameters', key)
@@ -4522,8 +4486,7 @@ class Planner:
     # -- names to indexes --
 
     def find(self, expansion: Expansion, noun: str, names: Column, key: str) -> Column:
-        """Column of names -> column of indexes; None if a name is unknown, which is reported with how many
-        more there are."""
+        """Column of names -> column of indexes; None if a name is unknown, which is reported."""
         if type(names) is Varying:
             found = Varying(map(self.names[noun].get, names))
             unknown = [name for name, index in zip(names, found) if index is None] if None in found else []
@@ -4553,8 +4516,7 @@ class Planner:
             return ()
 
     def match(self, noun: str, pattern: str) -> Tuple[int, ...]:
-        """Indexes of the names in which a regular expression is found. Searched once, however many jobs have
-        it."""
+        """Indexes of the names in which a regular expression is found. Each is searched once."""
         if (noun, pattern) not in self.matches:
             search, index = parse_regex(pattern).search, self.names[noun]
             found = [index[name] for name in self.likely(noun, pattern) if search(name)]
@@ -4618,8 +4580,7 @@ class Planner:
             self.stdio.update((name, dict(block['stdio'])) for name in spread(names, count))
 
     def command(self, expansion: Expansion, key: str, tokens: Dict[Tuple[str, str], List[Column]]) -> Column:
-        """Column of a command in which ${files.input.NAME} and the like are replaced; each adds a
-        relation."""
+        """Column of a command with ${files.input.NAME} and the like replaced; each adds a relation."""
         template = expansion.block.get(key, '')
         if '${' not in template:
             return expansion.text(template, key)
@@ -5016,8 +4977,7 @@ def plan_workflow(planner: Planner, workflow: Block) -> Dict[str, Any]:
 
 
 def plan_workflow_env(planner: Planner) -> Dict[str, str]:
-    """The workflow's environment; a {parameter} with one value gives it, one with more gives its text as
-    written."""
+    """The workflow's environment; a {parameter} with several values gives its text as written."""
     context, workflow = planner.context, planner.workflow
     axes = {}
     for name, value in workflow.get('parameters', {}).items():
@@ -5032,8 +4992,7 @@ def plan_workflow_env(planner: Planner) -> Dict[str, str]:
 
 
 def find_times(planner: Planner) -> None:
-    """Times of the files that jobs read, as seen from the working directory, where the spec does not tell
-    them."""
+    """Times of the files that jobs read, seen from the working directory, where the spec has none."""
     for index in {file for job in planner.jobs for file in job.input_files}:
         record = planner.files[index]
         if 'st_mtime' not in record:
@@ -5068,8 +5027,7 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
 
 def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
               skip_checks: bool = False) -> Plan:
-    """Check and expand a spec. Raises BadInput with everything that is wrong, each problem with its place in
-    the file."""
+    """Check and expand a spec. Raises BadInput with all that is wrong, each problem with its position."""
     context = SpecContext(document, directory, max_instances)
     raw = document.value
     if not isinstance(raw, dict):
