@@ -44,6 +44,7 @@ Sections (grep '^# ==' torc.py):
     11. Client
     11a. Steps
     11b. Installation
+    12. Processes
     13. Launcher
     16. Runner
     19. Rendering
@@ -16337,111 +16338,29 @@ def write_installation(made: Installation) -> None:
     write_atomically(made.launcher, launcher.encode('utf-8'), 0o755)
 
 
-# ======== 13. Launcher: one job's process, from its command to its last descendant ========
+# ======== 12. Processes: what /proc tells of them, their marks and control groups ========
 #
-# Owns starting, reaping and stopping. Every process is a session of its own with stdin /dev/null. Invariants:
+# Owns finding processes and ending them by force. The Launcher marks what it starts; here marks are read. Invariants:
 #
-# * No process outlives its job. What a job leaves behind is found by its session, by its mark, or as a
-#   descendant of such a process; it gets SIGTERM, soon after SIGKILL. The runner is a subreaper (prctl(2)),
-#   so that a daemon becomes its child instead of init's.
 # * A mark is what no process loses by accident: a soft limit on uninterrupted real-time CPU
 #   (RLIMIT_RTTIME), so high that it limits nothing (146,000 years), that names runner and job. Whatever a
 #   job starts inherits it; setsid(2), double forks and `env -i` change nothing. Where limits cannot be
 #   used, TORC_RUN_TAG in the environment says the same.
-# * No job outlives its runner. Guardians, forked children in sessions of their own and under another name,
-#   read a pipe whose only writing end is the runner's. End of file means that the runner is gone: they kill
-#   whatever carries its mark. There are two, since one may be killed with the runner; one that dies is
-#   replaced at once.
-# * Where this process may make control groups (version 2, in one that was delegated), the runner and its
-#   jobs are in one of their own, which nothing leaves; it is killed at the end.
+# * Where a runner may make control groups (version 2, in one that was delegated), it and its jobs are in one
+#   of their own, which nothing leaves; it is killed at the end.
 # * What outlives even that is ended by the same user's next runner on this host, by `serve` or `jobs list`.
 # * Nobody else's process is ever signalled. A process group is signalled before its leader is reaped, while
 #   its number cannot be used again; any other process only when pid and start time still fit.
-#
-# PR_SET_PDEATHSIG is not used: only the process itself can set it, so that each start would need a fork in
-# Python (3 times as long as posix_spawn) or setpriv(1) (1.7 times), and it ends the shell, not what the
-# shell waits for.
-#
-# The usual job, which leaves nothing behind, pays one killpg and one read of the list of children for this.
-# Callers do their own waiting: `poll` after SIGCHLD, or at `next_deadline`.
-#
-# -------- what to run --------
 
-MAX_ARGUMENT_BYTES = 128 * 1024 - 1     # one argv string: MAX_ARG_STRLEN of Linux, less its NUL
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36    # linux/prctl.h
-POSIX_SPAWN_FLAGS = 0x04 | 0x08 | 0x80  # SETSIGDEF | SETSIGMASK | SETSID (glibc 2.26, musl): spawn.h
-SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, file actions or signal set
-EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault, not the job's
 SWEEP_INTERVAL_S = 0.05
-NUM_GUARDIANS = 2
-MENDS_AT_ONCE, MEND_PAUSE_S = 20, 1.0   # so many dead guardians are replaced, then one a pause
-LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is given up then
 RUN_TAG = 'TORC_RUN_TAG'
 GROUP_PREFIX = 'torc-runner-'           # of the name of a control group; the rest is its runner's mark
-# The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
-# that is lost. What it runs finds stdin, $0, $- and the open descriptors as with `-c COMMAND`.
-COMMAND_DESCRIPTOR = 9                  # sh knows no larger ones
-READ_COMMAND = (b'TORC_COMMAND=$(command -p cat <&9) || exit 126; exec 9<&-; '
-                b'eval "unset TORC_COMMAND; $TORC_COMMAND"')
-SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
-RESET_SIGNALS = tuple(getattr(signal, name) for name in ('SIGPIPE', 'SIGXFSZ', 'SIGINT', 'SIGQUIT', 'SIGTERM', 'SIGHUP',
-                                                         'SIGUSR1', 'SIGUSR2', 'SIGCHLD'))
 # A mark, from its highest bit: one that is always set, the runner's realm (bits of a digest of its PID
 # namespace, where alone its pid means something, and its user's state directory), pid (at most 22 bits:
 # PID_MAX_LIMIT of Linux), start time (low bits), and a number that no other of its jobs has now.
 MARK_BIT = 1 << 62                      # Python takes limits up to 2**63 - 1
 REALM_BITS, PID_BITS, TICKS_BITS, SERIAL_BITS = 12, 22, 12, 16
-
-
-def encode_text(text: str) -> bytes:
-    """Text as a process gets it: UTF-8, as it stands in a workflow file, whatever the locale (in C, Python 3.6 knows only ASCII).
-
-    Paths and variables of our own may hold bytes that are no text; they come out as they came in.
-    """
-    return text.encode('utf-8', 'surrogateescape')
-
-
-def compose_command(script: Optional[str], command: str) -> str:
-    """What the shell gets: an invocation script of one line wraps the command, a longer one is its prelude."""
-    if not script or not script.strip():
-        return command
-    if '\n' in script:
-        return f'{script.rstrip()}\n{command}'
-    return f'{script.strip()} {command}'
-
-
-def find_shell() -> str:
-    """bash where there is one, else sh."""
-    return shutil.which('bash') or shutil.which('sh') or '/bin/sh'
-
-
-def gpu_environment(devices: Sequence[str]) -> Dict[str, str]:
-    """Variables that show a job its GPUs; none for a job that asked for none."""
-    names = ('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'TORC_GPU_VISIBLE_DEVICES')
-    return dict.fromkeys(names, ','.join(devices)) if devices else {}
-
-
-def read_last_line(path: Optional[str], opener: Callable[[str, int], int] = open_regular) -> str:
-    """Last line of a job's output that is not blank, made printable, at most 300 characters."""
-    if path is None:
-        return ''
-    try:
-        with open(path, 'rb', opener=opener) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-            lines = file.read(4096).decode('utf-8', 'replace').split('\n')
-    except OSError:
-        return ''
-    texts = [line.rpartition('\r')[2].strip() for line in lines]     # of a progress bar, what was last seen
-    return printable(next((text for text in reversed(texts) if text), '')).replace('\n', ' ')[-300:]
-
-
-def format_signal(number: int) -> str:
-    """9 -> 'SIGKILL'. Real-time signals have no names of their own."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f'signal {number}'
 
 
 # -------- processes, as /proc shows them --------
@@ -16579,6 +16498,215 @@ def signal_group(pid: int, number: int) -> bool:
     return True
 
 
+# -------- control groups: what nothing can leave, where there are any to be had --------
+
+def own_control_group() -> str:
+    """Directory of this process's control group (cgroups(7), version 2), or '' if it may make none in it."""
+    try:
+        with open('/proc/self/cgroup') as file:
+            path = next((line[3:] for line in file.read().splitlines() if line.startswith('0::')), '/')
+        with open('/proc/self/mountinfo', encoding='utf-8', errors='surrogateescape') as file:
+            mount = next((line.split()[4] for line in file if ' - cgroup2 ' in line), '')
+    except OSError:     # not Linux
+        return ''
+    directory = mount + path
+    is_ours = path != '/' and '..' not in path and os.access(os.path.join(directory, 'cgroup.procs'), os.W_OK)
+    return directory if mount and is_ours and os.access(directory, os.W_OK) else ''
+
+
+def join_control_group(directory: str, pid: int = 0) -> None:
+    """Move a process, or this one, to a control group; what it starts from then on is born there."""
+    with contextlib.suppress(OSError), open(os.path.join(directory, 'cgroup.procs'), 'w') as file:
+        file.write(str(pid))
+
+
+def make_control_group(name: str) -> str:
+    """Make a control group below our own and move there; its directory, or '' if that cannot be done."""
+    parent = own_control_group()
+    with contextlib.suppress(OSError):      # as a limit of their number
+        if parent:
+            directory = os.path.join(parent, name)
+            os.mkdir(directory)
+            join_control_group(directory)
+            return directory
+    return ''
+
+
+def kill_control_group(directory: str) -> None:
+    """SIGKILL all processes of a control group, and remove it with all below it."""
+    give_up_at = time.monotonic() + UNKILLABLE_S
+    while directory and os.path.isdir(directory) and time.monotonic() < give_up_at:
+        for path, _, _ in os.walk(directory, topdown=False):
+            with contextlib.suppress(OSError):      # EBUSY: not all have gone yet
+                os.rmdir(path)
+                continue
+            with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.kill'), 'w') as file:
+                file.write('1')     # since Linux 5.14: all at once, so that none escapes by forking
+                continue
+            with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.procs')) as file:
+                for pid in file.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.005)
+
+
+# -------- when a runner has died --------
+
+def kill_family(sessions: Set[int], marks: Sequence[Mark]) -> None:
+    """SIGKILL processes of these sessions or marks, and descendants, until two looks in a row find none."""
+    quiet, give_up_at = 0, time.monotonic() + UNKILLABLE_S
+    while quiet < 2 and time.monotonic() < give_up_at:
+        family = find_family(sessions, marks)
+        for pid, ticks in family.items():
+            signal_process(pid, ticks, signal.SIGKILL)
+        quiet = 0 if family else quiet + 1
+        time.sleep(SWEEP_INTERVAL_S)
+
+
+def is_runner_dead(number: int) -> bool:
+    """Whether a mark is that of a runner which would be seen here, and is not; -1 is no mark."""
+    if number >> TICKS_BITS + PID_BITS != runner_mark(0, 0).number >> TICKS_BITS + PID_BITS:
+        return False    # another realm
+    pid, ticks = number >> TICKS_BITS & (1 << PID_BITS) - 1, number & (1 << TICKS_BITS) - 1
+    try:
+        os.kill(pid, 0)
+        is_visible = True
+    except ProcessLookupError:
+        return True
+    except PermissionError:     # another user's; /proc may hide it (proc(5), hidepid)
+        is_visible = False
+    found = read_process_start_ticks(pid)   # 0 for a zombie, too
+    return found % (1 << TICKS_BITS) != ticks if found else is_visible
+
+
+def find_leftovers() -> Dict[int, int]:
+    """What runners of this user that are dead have left behind on this host: pid -> start ticks.
+
+    By its limit alone: unlike the environment, it cannot have come from elsewhere (a batch script that a job
+    submitted, a saved environment).
+    """
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir('/proc') if os.path.isdir('/proc/self') else ())):
+        number = read_mark_number(pid)
+        ticks = read_process_start_ticks(pid) if number >= MARK_BIT else 0
+        if ticks and is_runner_dead(number >> SERIAL_BITS):
+            with contextlib.suppress(OSError):      # it has ended
+                if os.stat(f'/proc/{pid}').st_uid == os.geteuid():
+                    found[pid] = ticks
+    return found
+
+
+def end_leftovers() -> int:
+    """Kill what dead runners of this user have left behind on this host; how many processes that were."""
+    ended, give_up_at = set(), time.monotonic() + UNKILLABLE_S
+    parent = own_control_group()
+    for name in os.listdir(parent) if parent else ():
+        if name.startswith(GROUP_PREFIX) and is_runner_dead(int('0' + name[len(GROUP_PREFIX):], 16)):
+            kill_control_group(os.path.join(parent, name))
+    found = find_leftovers()
+    while found and time.monotonic() < give_up_at:
+        ended.update(found)
+        for pid, ticks in found.items():
+            signal_process(pid, ticks, signal.SIGKILL)
+        time.sleep(SWEEP_INTERVAL_S)
+        found = find_leftovers()
+    return len(ended)
+
+
+def format_leftovers(number: int) -> str:
+    """What end_leftovers has done, for the user; '' for nothing."""
+    what = '1 process' if number == 1 else f'{number} processes'
+    return f'Ended {what} of jobs whose runner was killed on this host' if number else ''
+
+
+# ======== 13. Launcher: one job's process, from its command to its last descendant ========
+#
+# Owns starting, reaping and stopping. Every process is a session of its own with stdin /dev/null. Invariants:
+#
+# * No process outlives its job. What a job leaves behind is found by its session, by its mark, or as a
+#   descendant of such a process; it gets SIGTERM, soon after SIGKILL. The runner is a subreaper (prctl(2)),
+#   so that a daemon becomes its child instead of init's.
+# * No job outlives its runner. Guardians, forked children in sessions of their own and under another name,
+#   read a pipe whose only writing end is the runner's. End of file means that the runner is gone: they kill
+#   whatever carries its mark. There are two, since one may be killed with the runner; one that dies is
+#   replaced at once.
+#
+# PR_SET_PDEATHSIG is not used: only the process itself can set it, so that each start would need a fork in
+# Python (3 times as long as posix_spawn) or setpriv(1) (1.7 times), and it ends the shell, not what the
+# shell waits for.
+#
+# The usual job, which leaves nothing behind, pays one killpg and one read of the list of children for this.
+# Callers do their own waiting: `poll` after SIGCHLD, or at `next_deadline`.
+#
+# -------- what to run --------
+
+MAX_ARGUMENT_BYTES = 128 * 1024 - 1     # one argv string: MAX_ARG_STRLEN of Linux, less its NUL
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36    # linux/prctl.h
+POSIX_SPAWN_FLAGS = 0x04 | 0x08 | 0x80  # SETSIGDEF | SETSIGMASK | SETSID (glibc 2.26, musl): spawn.h
+SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, file actions or signal set
+EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault, not the job's
+NUM_GUARDIANS = 2
+MENDS_AT_ONCE, MEND_PAUSE_S = 20, 1.0   # so many dead guardians are replaced, then one a pause
+LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
+# The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
+# that is lost. What it runs finds stdin, $0, $- and the open descriptors as with `-c COMMAND`.
+COMMAND_DESCRIPTOR = 9                  # sh knows no larger ones
+READ_COMMAND = (b'TORC_COMMAND=$(command -p cat <&9) || exit 126; exec 9<&-; '
+                b'eval "unset TORC_COMMAND; $TORC_COMMAND"')
+SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
+RESET_SIGNALS = tuple(getattr(signal, name) for name in ('SIGPIPE', 'SIGXFSZ', 'SIGINT', 'SIGQUIT', 'SIGTERM', 'SIGHUP',
+                                                         'SIGUSR1', 'SIGUSR2', 'SIGCHLD'))
+
+
+def encode_text(text: str) -> bytes:
+    """Text as a process gets it: UTF-8, as it stands in a workflow file, whatever the locale (in C, Python 3.6 knows only ASCII).
+
+    Paths and variables of our own may hold bytes that are no text; they come out as they came in.
+    """
+    return text.encode('utf-8', 'surrogateescape')
+
+
+def compose_command(script: Optional[str], command: str) -> str:
+    """What the shell gets: an invocation script of one line wraps the command, a longer one is its prelude."""
+    if not script or not script.strip():
+        return command
+    if '\n' in script:
+        return f'{script.rstrip()}\n{command}'
+    return f'{script.strip()} {command}'
+
+
+def find_shell() -> str:
+    """bash where there is one, else sh."""
+    return shutil.which('bash') or shutil.which('sh') or '/bin/sh'
+
+
+def gpu_environment(devices: Sequence[str]) -> Dict[str, str]:
+    """Variables that show a job its GPUs; none for a job that asked for none."""
+    names = ('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'TORC_GPU_VISIBLE_DEVICES')
+    return dict.fromkeys(names, ','.join(devices)) if devices else {}
+
+
+def read_last_line(path: Optional[str], opener: Callable[[str, int], int] = open_regular) -> str:
+    """Last line of a job's output that is not blank, made printable, at most 300 characters."""
+    if path is None:
+        return ''
+    try:
+        with open(path, 'rb', opener=opener) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            lines = file.read(4096).decode('utf-8', 'replace').split('\n')
+    except OSError:
+        return ''
+    texts = [line.rpartition('\r')[2].strip() for line in lines]     # of a progress bar, what was last seen
+    return printable(next((text for text in reversed(texts) if text), '')).replace('\n', ' ')[-300:]
+
+
+def format_signal(number: int) -> str:
+    """9 -> 'SIGKILL'. Real-time signals have no names of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f'signal {number}'
+
+
 # -------- starting --------
 
 
@@ -16705,126 +16833,6 @@ def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str],
     if not line and 128 < end.return_code <= 128 + 64:      # as a shell reports a child killed by a signal
         return f'killed by {format_signal(end.return_code - 128)}, judging by its return code'
     return line
-
-
-# -------- control groups: what nothing can leave, where there are any to be had --------
-
-def own_control_group() -> str:
-    """Directory of this process's control group (cgroups(7), version 2), or '' if it may make none in it."""
-    try:
-        with open('/proc/self/cgroup') as file:
-            path = next((line[3:] for line in file.read().splitlines() if line.startswith('0::')), '/')
-        with open('/proc/self/mountinfo', encoding='utf-8', errors='surrogateescape') as file:
-            mount = next((line.split()[4] for line in file if ' - cgroup2 ' in line), '')
-    except OSError:     # not Linux
-        return ''
-    directory = mount + path
-    is_ours = path != '/' and '..' not in path and os.access(os.path.join(directory, 'cgroup.procs'), os.W_OK)
-    return directory if mount and is_ours and os.access(directory, os.W_OK) else ''
-
-
-def join_control_group(directory: str, pid: int = 0) -> None:
-    """Move a process, or this one, to a control group; what it starts from then on is born there."""
-    with contextlib.suppress(OSError), open(os.path.join(directory, 'cgroup.procs'), 'w') as file:
-        file.write(str(pid))
-
-
-def make_control_group(name: str) -> str:
-    """Make a control group below our own and move there; its directory, or '' if that cannot be done."""
-    parent = own_control_group()
-    with contextlib.suppress(OSError):      # as a limit of their number
-        if parent:
-            directory = os.path.join(parent, name)
-            os.mkdir(directory)
-            join_control_group(directory)
-            return directory
-    return ''
-
-
-def kill_control_group(directory: str) -> None:
-    """SIGKILL all processes of a control group, and remove it with all below it."""
-    give_up_at = time.monotonic() + UNKILLABLE_S
-    while directory and os.path.isdir(directory) and time.monotonic() < give_up_at:
-        for path, _, _ in os.walk(directory, topdown=False):
-            with contextlib.suppress(OSError):      # EBUSY: not all have gone yet
-                os.rmdir(path)
-                continue
-            with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.kill'), 'w') as file:
-                file.write('1')     # since Linux 5.14: all at once, so that none escapes by forking
-                continue
-            with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.procs')) as file:
-                for pid in file.read().split():
-                    os.kill(int(pid), signal.SIGKILL)
-        time.sleep(0.005)
-
-
-# -------- when a runner has died --------
-
-def kill_family(sessions: Set[int], marks: Sequence[Mark]) -> None:
-    """SIGKILL processes of these sessions or marks, and descendants, until two looks in a row find none."""
-    quiet, give_up_at = 0, time.monotonic() + UNKILLABLE_S
-    while quiet < 2 and time.monotonic() < give_up_at:
-        family = find_family(sessions, marks)
-        for pid, ticks in family.items():
-            signal_process(pid, ticks, signal.SIGKILL)
-        quiet = 0 if family else quiet + 1
-        time.sleep(SWEEP_INTERVAL_S)
-
-
-def is_runner_dead(number: int) -> bool:
-    """Whether a mark is that of a runner which would be seen here, and is not; -1 is no mark."""
-    if number >> TICKS_BITS + PID_BITS != runner_mark(0, 0).number >> TICKS_BITS + PID_BITS:
-        return False    # another realm
-    pid, ticks = number >> TICKS_BITS & (1 << PID_BITS) - 1, number & (1 << TICKS_BITS) - 1
-    try:
-        os.kill(pid, 0)
-        is_visible = True
-    except ProcessLookupError:
-        return True
-    except PermissionError:     # another user's; /proc may hide it (proc(5), hidepid)
-        is_visible = False
-    found = read_process_start_ticks(pid)   # 0 for a zombie, too
-    return found % (1 << TICKS_BITS) != ticks if found else is_visible
-
-
-def find_leftovers() -> Dict[int, int]:
-    """What runners of this user that are dead have left behind on this host: pid -> start ticks.
-
-    By its limit alone: unlike the environment, it cannot have come from elsewhere (a batch script that a job
-    submitted, a saved environment).
-    """
-    found = {}
-    for pid in map(int, filter(str.isdigit, os.listdir('/proc') if os.path.isdir('/proc/self') else ())):
-        number = read_mark_number(pid)
-        ticks = read_process_start_ticks(pid) if number >= MARK_BIT else 0
-        if ticks and is_runner_dead(number >> SERIAL_BITS):
-            with contextlib.suppress(OSError):      # it has ended
-                if os.stat(f'/proc/{pid}').st_uid == os.geteuid():
-                    found[pid] = ticks
-    return found
-
-
-def end_leftovers() -> int:
-    """Kill what dead runners of this user have left behind on this host; how many processes that were."""
-    ended, give_up_at = set(), time.monotonic() + UNKILLABLE_S
-    parent = own_control_group()
-    for name in os.listdir(parent) if parent else ():
-        if name.startswith(GROUP_PREFIX) and is_runner_dead(int('0' + name[len(GROUP_PREFIX):], 16)):
-            kill_control_group(os.path.join(parent, name))
-    found = find_leftovers()
-    while found and time.monotonic() < give_up_at:
-        ended.update(found)
-        for pid, ticks in found.items():
-            signal_process(pid, ticks, signal.SIGKILL)
-        time.sleep(SWEEP_INTERVAL_S)
-        found = find_leftovers()
-    return len(ended)
-
-
-def format_leftovers(number: int) -> str:
-    """What end_leftovers has done, for the user; '' for nothing."""
-    what = '1 process' if number == 1 else f'{number} processes'
-    return f'Ended {what} of jobs whose runner was killed on this host' if number else ''
 
 
 # -------- the guardians --------
