@@ -12030,6 +12030,7 @@ class LauncherTest(WorldTest):
         super().setUp()
         with self.world.inside():
             self.launcher = torc.Launcher()
+            self.shell = torc.Shell(self.launcher)
         self.addCleanup(self.launcher.close)    # before the world's own: last in, first out
 
     def start(self, command: str, name: str = '1-1', **variables: str) -> Any:
@@ -12038,7 +12039,7 @@ class LauncherTest(WorldTest):
             outputs = [directory.create(stem) for stem in ('out', 'err')]
         try:
             with self.world.inside():
-                return self.launcher.start(command, dict(variables, HERE=self.world.directory), outputs, name)
+                return self.shell.start(command, dict(variables, HERE=self.world.directory), outputs, name)
         finally:
             for descriptor in outputs:
                 os.close(descriptor)
@@ -12130,9 +12131,9 @@ class LauncherTest(WorldTest):
             return self.look() and not self.launcher.guardians
         began = time.monotonic()
         self.world.wait(kill, 20, 'the end of patience')
-        most = torc.MENDS_AT_ONCE + 1 + (time.monotonic() - began) / torc.MEND_PAUSE_S
+        most = torc.REPLACED_AT_ONCE + 1 + (time.monotonic() - began) / torc.REPLACE_PAUSE_S
         self.assertLessEqual(len(killed), most)
-        self.assertEqual(self.launcher.next_deadline(), self.launcher.mend_at)
+        self.assertEqual(self.launcher.due(), self.launcher.replace_at)
         self.world.wait(lambda: self.look() and self.launcher.guardians, 5, 'another one')
 
     def test_a_guardian_has_another_name_session_and_no_descriptor_of_ours(self):
@@ -12207,7 +12208,8 @@ class LauncherTest(WorldTest):
         for shell in filter(None, map(shutil.which, self.SHELLS)):
             for spawner in (self.launcher.spawn, torc.PopenSpawner()):
                 for number, command in enumerate(commands):
-                    patched = unittest.mock.patch.multiple(self.launcher, shell=shell, spawn=spawner)
+                    patched = unittest.mock.patch.object(self.launcher, 'spawn', spawner)
+                    self.shell.path = shell
                     with self.subTest(shell=shell, command=command), patched:
                         short, long = (self.said(text + command, f'{number}-{len(text)}')
                                        for text in ('# x\n', self.LONG))
@@ -12277,6 +12279,42 @@ class LauncherTest(WorldTest):
         pid, session = self.world.read('out').split()[1:]
         self.assertEqual(pid, session)
 
+    def ask(self, *argv: str, limit_s: float = 20) -> Any:
+        """What another program answers."""
+        replies = []    # type: List[Any]
+        with self.world.inside():
+            self.launcher.query(argv, limit_s, replies.append)
+        self.assertEqual([], replies, 'no reply before the loop acts')
+        self.world.wait(lambda: self.launcher.act(time.monotonic()) or replies, 20, 'a reply')
+        self.assertEqual((1, {}, set()), (len(replies), self.launcher.children, self.launcher.queries))
+        return replies[0]
+
+    def test_another_program_answers_or_its_absence_does(self):
+        self.assertEqual((3, 'out', 'err\ufffd'), tuple(self.ask('sh', '-c', r"printf out; printf 'err\377' >&2; exit 3")))
+        self.assertEqual(143, self.ask('sh', '-c', 'kill -TERM $$').code)
+        self.assertEqual((127, '', 'no_such_program_here: No such file or directory'), tuple(self.ask('no_such_program_here')))
+        self.assertEqual(127, self.ask('sh', '-c', 'true\0').code)
+        self.assertEqual(math.inf, self.launcher.due())
+
+    def test_a_program_that_is_too_slow_is_killed_with_all_that_it_has_started(self):
+        reply = self.ask('sh', '-c', 'trap "" TERM; echo $$ > a; sleep 1000 & echo $! > b; echo half; wait', limit_s=0.5)
+        self.assertEqual((124, '', 'sh: no answer within 0.5 s'), tuple(reply))
+        self.assertGone('a', 'b')
+
+    def test_a_long_answer_is_read_whole_however_much_of_it_there_is(self):
+        reply = self.ask('sh', '-c', 'i=0; while [ $i -lt 64 ]; do printf "%65536s" x; i=$((i + 1)); done; echo end')
+        self.assertEqual((64 * 65536 + 4, 'end\n'), (len(reply.out), reply.out[-4:]))
+        with unittest.mock.patch.object(torc, 'MAX_REPLY_BYTES', 10):
+            self.assertEqual((0, 'x' * 10), self.ask('sh', '-c', 'printf "%99s" | tr " " x')[:2])
+
+    def test_a_query_is_no_job_and_answers_while_jobs_run(self):
+        job = self.start('exec sleep 1000')
+        replies = []    # type: List[Any]
+        self.launcher.query(['sh', '-c', 'exec sleep 1000'], 0.2, replies.append)
+        self.assertEqual([job], list(self.launcher.children))
+        self.world.wait(lambda: self.launcher.kill_due() or self.launcher.act(time.monotonic()) or replies, 10, 'a reply')
+        self.assertEqual(([124], None), ([reply.code for reply in replies], job.end))
+
     def test_background_children_of_a_job_do_not_outlive_it(self):
         self.end_of(self.start('sleep 1000 & echo $! > a'))
         self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
@@ -12320,7 +12358,7 @@ class LauncherTest(WorldTest):
         process = self.start("trap '' TERM; echo > ready; while :; do sleep 0.05; done")
         self.world.wait(lambda: os.path.exists(self.world.path('ready')), 10, 'the trap')
         self.launcher.stop(process, signal.SIGTERM, 0.2)
-        self.assertLessEqual(self.launcher.next_deadline(), time.monotonic() + 0.2)
+        self.assertLessEqual(self.launcher.due(), time.monotonic() + 0.2)
         self.assertEqual(137, self.end_of(process).return_code)
 
     def test_closing_kills_everything_even_what_has_hidden_its_origin(self):
@@ -12366,7 +12404,7 @@ def replace_commands(launcher: Any, world: World, trials: int) -> str:
                             file.write('echo stolen')
         finally:
             os._exit(0)
-    launcher.disown_strangers()
+    launcher.exempt_children()
     stolen = 0
     try:
         for number in range(trials):    # every second one without O_TMPFILE: the file has a name for a moment
@@ -12379,7 +12417,7 @@ def replace_commands(launcher: Any, world: World, trials: int) -> str:
                 stack.enter_context(patched)
                 stack.enter_context(world.inside())
                 stack.enter_context(contextlib.suppress(FileNotFoundError))     # the thief was first
-                process = launcher.start(LauncherTest.LONG + 'echo ran', {}, outputs, f'{number}-1')
+                process = torc.Shell(launcher).start(LauncherTest.LONG + 'echo ran', {}, outputs, f'{number}-1')
                 world.wait(lambda: process in launcher.poll(), 20, 'the end of the command')
                 stolen += (process.end.return_code, world.read(f'out{number}')) != (0, 'ran\n')
     finally:
@@ -12428,7 +12466,7 @@ class GuardianTest(WorldTest):
                     os.setuid(uid)
                 launcher = torc.Launcher()
                 null = os.open(os.devnull, os.O_WRONLY)
-                launcher.start(command, {}, (null, null), '1-1')
+                torc.Shell(launcher).start(command, {}, (null, null), '1-1')
                 while True:
                     launcher.poll()
                     select.select([], [], [], 0.01)
@@ -12643,6 +12681,15 @@ os.execv("/bin/sleep", ["sleep", "1000"])'; """
         self.world.wait(lambda: 'Uid:\t65534\t0' in read_text(f'/proc/{pid}/status'), 10, 'the program')
         self.kill(runner)
         self.assertGone(pid)
+
+    def test_a_killed_runner_leaves_no_query_behind(self):
+        real = torc.Shell.start
+
+        def start(shell: Any, command: str, *rest: Any) -> Any:
+            shell.launcher.query(['sh', '-c', 'echo $$ > query; sleep 1000 & echo $! > child; wait'], 1000, print)
+            return real(shell, command, *rest)
+        with unittest.mock.patch.object(torc.Shell, 'start', start):
+            self.run_and_die('echo $$ > a; exec sleep 1000', 'a', 'query', 'child')
 
     def test_a_killed_runner_leaves_no_job_behind(self):
         self.run_and_die('echo $$ > a; sleep 1000 & echo $! > b; wait', 'a', 'b')
@@ -13296,14 +13343,14 @@ class RunnerTest(WorldTest):
 
     def test_a_sleeper_that_falls_asleep_at_a_start_asks_too(self):
         self.create(*['echo $TORC_ATTEMPT_ID >> ran$TORC_JOB_ID'] * 4)
-        real, seen = torc.Launcher.spawn_shell, []
+        real, seen = torc.Launcher.start, []
 
-        def spawn_shell(launcher: Any, command: str, *rest: Any) -> int:
-            seen.append(command)
+        def start(launcher: Any, *words: Any) -> Any:
+            seen.append(words)
             if len(seen) == 3:
                 self.sleep(self.give_up)
-            return real(launcher, command, *rest)
-        with unittest.mock.patch.object(torc.Launcher, 'spawn_shell', spawn_shell):
+            return real(launcher, *words)
+        with unittest.mock.patch.object(torc.Launcher, 'start', start):
             self.assertEqual(4, self.run_it(num_cpus=4, poll_interval_s=0.05).completed)
         self.assertEqual(['1\n', '1\n', '2\n', '2\n'], [self.world.read(f'ran{number}') for number in (1, 2, 3, 4)])
         self.assertEqual([(3, 1, -128, 'canceled'), (3, 2, 0, 'completed')],
@@ -13716,13 +13763,13 @@ class RunnerRulesTest(unittest.TestCase):
     def test_waits_double_without_progress_and_are_short_without_children(self):
         runner = torc.Runner.__new__(torc.Runner)
         runner.options = torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300)
-        runner.owners, runner.has_progressed, runner.backoff_s = {1: 1}, True, 5
+        runner.launcher, runner.has_progressed, runner.backoff_s = unittest.mock.Mock(children={1: 1}), True, 5
         waits = []
         for _ in range(9):
             runner.plan_poll(True)
             waits.append(round(runner.poll_at - time.monotonic()))
         self.assertEqual([5, 5, 10, 20, 40, 80, 160, 300, 300], waits)
-        runner.owners, runner.options = {}, torc.RunnerOptions(poll_interval_s=60)
+        runner.launcher.children, runner.options = {}, torc.RunnerOptions(poll_interval_s=60)
         runner.plan_poll(True)
         self.assertEqual(30, round(runner.poll_at - time.monotonic()))
 

@@ -1155,18 +1155,31 @@ def read_pid_namespace() -> int:
         return 0
 
 
+def read_proc_stat(pid: int) -> List[bytes]:
+    """Fields of /proc/PID/stat from the third on, the state (proc(5)); [] if there is no such process.
+
+    A zombie counts as none: it cannot be signalled to any effect.
+    """
+    try:
+        descriptor = os.open(f'/proc/{pid}/stat', os.O_RDONLY)
+    except OSError:
+        return []
+    try:
+        fields = os.read(descriptor, 4096).rpartition(b')')[2].split()
+    except OSError:     # ESRCH: it ended between open and read
+        return []
+    finally:
+        os.close(descriptor)
+    return [] if fields[0] in (b'Z', b'X') else fields
+
+
 def read_process_start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot (proc(5), stat, field 22), or 0 if there is no such
-    process.
+    """Start time of a process in clock ticks since boot, or 0 if there is no such process.
 
     Together with the boot id and the pid it names a process for good: pids are used again.
     """
-    try:
-        with open(f'/proc/{pid}/stat', 'rb') as file:
-            fields = file.read().rpartition(b')')[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b'Z', b'X') else int(fields[19])
+    fields = read_proc_stat(pid)
+    return int(fields[19]) if fields else 0
 
 
 def digest_file(path: str) -> Iterator[Optional[Tuple[float, int, str]]]:
@@ -16363,9 +16376,6 @@ MARK_BIT = 1 << 62                      # Python takes limits up to 2**63 - 1
 REALM_BITS, PID_BITS, TICKS_BITS, SERIAL_BITS = 12, 22, 12, 16
 
 
-# -------- processes, as /proc shows them --------
-
-
 class ProcRow(Row):
     """A living process (proc(5), stat)."""
     parent: int
@@ -16374,18 +16384,9 @@ class ProcRow(Row):
 
 
 def read_proc_row(pid: int) -> Optional[ProcRow]:
-    """One process, or None if it does not live: a zombie cannot be signalled to any effect."""
-    try:
-        descriptor = os.open(f'/proc/{pid}/stat', os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fields = os.read(descriptor, 4096).rpartition(b')')[2].split()
-    except OSError:     # ESRCH: it ended between open and read
-        return None
-    finally:
-        os.close(descriptor)
-    return None if fields[0] in (b'Z', b'X') else ProcRow(int(fields[1]), int(fields[3]), int(fields[19]))
+    """One process, or None if it does not live."""
+    fields = read_proc_stat(pid)
+    return ProcRow(int(fields[1]), int(fields[3]), int(fields[19])) if fields else None
 
 
 def read_proc_environ(pid: int) -> bytes:
@@ -16448,25 +16449,41 @@ def set_mark_number(number: int) -> None:
         pass
 
 
-def has_mark(pid: int, marks: Sequence[Mark]) -> bool:
-    """Whether a process carries one of the marks."""
-    number = read_mark_number(pid)
-    if any(number >> mark.shift == mark.number for mark in marks):
-        return True
-    environ = read_proc_environ(pid)
-    return any(mark.text in environ for mark in marks)
+class ProcSnapshot:
+    """The processes of one look. Nothing is read before it is asked for, and nothing twice."""
 
+    def __init__(self) -> None:
+        self.table = None       # type: Optional[Dict[int, ProcRow]]
+        self.numbers = {}       # type: Dict[int, int]  # pid -> number of its mark
+        self.environs = {}      # type: Dict[int, bytes]
 
-def find_family(sessions: Set[int], marks: Sequence[Mark]) -> Dict[int, int]:
-    """Processes of these sessions, those that carry one of the marks, and all their descendants: pid -> start ticks."""
-    table = read_proc_table()
-    family = {pid for pid, row in table.items() if row.session in sessions or has_mark(pid, marks)}
-    size = -1
-    while size != len(family):
-        size = len(family)
-        family.update(pid for pid, row in table.items() if row.parent in family)
-    family.discard(os.getpid())
-    return {pid: table[pid].start_ticks for pid in family}
+    @property
+    def rows(self) -> Dict[int, ProcRow]:
+        """All living processes."""
+        if self.table is None:
+            self.table = read_proc_table()
+        return self.table
+
+    def has_mark(self, pid: int, marks: Sequence[Mark]) -> bool:
+        """Whether a process carries one of the marks."""
+        if pid not in self.numbers:
+            self.numbers[pid] = read_mark_number(pid)
+        if any(self.numbers[pid] >> mark.shift == mark.number for mark in marks):
+            return True
+        if pid not in self.environs:
+            self.environs[pid] = read_proc_environ(pid)
+        return any(mark.text in self.environs[pid] for mark in marks)
+
+    def family(self, sessions: Set[int], marks: Sequence[Mark]) -> Dict[int, int]:
+        """Processes of these sessions, those with one of the marks, and all their descendants: pid -> start ticks."""
+        table = self.rows
+        family = {pid for pid, row in table.items() if row.session in sessions or self.has_mark(pid, marks)}
+        size = -1
+        while size != len(family):
+            size = len(family)
+            family.update(pid for pid, row in table.items() if row.parent in family)
+        family.discard(os.getpid())
+        return {pid: table[pid].start_ticks for pid in family}
 
 
 def read_proc_children(pid: int) -> List[int]:
@@ -16555,7 +16572,7 @@ def kill_family(sessions: Set[int], marks: Sequence[Mark]) -> None:
     """SIGKILL processes of these sessions or marks, and descendants, until two looks in a row find none."""
     quiet, give_up_at = 0, time.monotonic() + UNKILLABLE_S
     while quiet < 2 and time.monotonic() < give_up_at:
-        family = find_family(sessions, marks)
+        family = ProcSnapshot().family(sessions, marks)
         for pid, ticks in family.items():
             signal_process(pid, ticks, signal.SIGKILL)
         quiet = 0 if family else quiet + 1
@@ -16635,8 +16652,9 @@ def format_leftovers(number: int) -> str:
 # shell waits for.
 #
 # The usual job, which leaves nothing behind, pays one killpg and one read of the list of children for this.
-# Callers do their own waiting: `poll` after SIGCHLD, or at `next_deadline`.
-#
+# Nothing here waits: whoever owns the loop calls `act` after SIGCHLD, or when it is `due`. It calls `on_end` of
+# each process of which nothing lives any more. Other programs, such as squeue(1), are asked by `query`.
+
 # -------- what to run --------
 
 MAX_ARGUMENT_BYTES = 128 * 1024 - 1     # one argv string: MAX_ARG_STRLEN of Linux, less its NUL
@@ -16645,7 +16663,9 @@ POSIX_SPAWN_FLAGS = 0x04 | 0x08 | 0x80  # SETSIGDEF | SETSIGMASK | SETSID (glibc
 SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, file actions or signal set
 EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault, not the job's
 NUM_GUARDIANS = 2
-MENDS_AT_ONCE, MEND_PAUSE_S = 20, 1.0   # so many dead guardians are replaced, then one a pause
+REPLACED_AT_ONCE, REPLACE_PAUSE_S = 20, 1.0     # so many dead guardians are replaced, then one a pause
+MAX_REPLY_BYTES = 64 * 1024 * 1024      # of another program's output; what is more is cut off
+REPLY_TIMED_OUT = 124                   # as timeout(1)
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 # The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
 # that is lost. What it runs finds stdin, $0, $- and the open descriptors as with `-c COMMAND`.
@@ -16672,11 +16692,6 @@ def compose_command(script: Optional[str], command: str) -> str:
     if '\n' in script:
         return f'{script.rstrip()}\n{command}'
     return f'{script.strip()} {command}'
-
-
-def find_shell() -> str:
-    """bash where there is one, else sh."""
-    return shutil.which('bash') or shutil.which('sh') or '/bin/sh'
 
 
 def gpu_environment(devices: Sequence[str]) -> Dict[str, str]:
@@ -16782,6 +16797,13 @@ def make_spawner() -> Callable[..., int]:
         return PopenSpawner()
 
 
+class Reply(Row):
+    """What another program answered."""
+    code: int       # exit code; 128+n for a signal, COMMAND_NOT_FOUND, or REPLY_TIMED_OUT
+    out: str
+    err: str
+
+
 class ProcessEnd(Row):
     """How a process ended."""
     return_code: int        # 128+n for a signal
@@ -16794,13 +16816,14 @@ class ProcessEnd(Row):
 
 
 class Process:
-    """A started command. Held by the Launcher until nothing of it lives."""
-    __slots__ = ('pid', 'mark', 'started_at', 'started', 'end', 'kill_at', 'is_swept', 'is_killed',
+    """A started program. Held by the Launcher until nothing of it lives."""
+    __slots__ = ('pid', 'mark', 'on_end', 'started_at', 'started', 'end', 'kill_at', 'is_swept', 'is_killed',
                  'give_up_at')
 
-    def __init__(self, pid: int, mark: Mark) -> None:
+    def __init__(self, pid: int, mark: Mark, on_end: Callable[['Process'], Any] = bool) -> None:
         self.pid = pid              # also the number of its session and group
         self.mark = mark
+        self.on_end = on_end        # called when nothing of it lives any more
         self.started_at = time.time()
         self.started = time.monotonic()
         self.end: Optional[ProcessEnd] = None
@@ -16810,7 +16833,7 @@ class Process:
         self.give_up_at = math.inf  # monotonic; set with SIGKILL
 
     def close(self, status: int, usage: Any) -> None:
-        """Note how it ended, from what wait4(2) told."""
+        """Set how it ended, from what wait4(2) has returned."""
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         code = 128 + number if number else os.WEXITSTATUS(status)
         # ru_maxrss counts KiB on Linux (getrusage(2)). It begins with the size that this process had when it started the
@@ -16863,8 +16886,7 @@ def rename_process(name: str) -> None:
     word = title.split()[0]
     try:
         ctypes.CDLL(None).prctl(PR_SET_NAME, word, 0, 0, 0)     # 15 bytes of it
-        with open('/proc/self/stat', 'rb') as file:
-            start, end = map(int, file.read().rpartition(b')')[2].split()[45:47])
+        start, end = map(int, read_proc_stat(os.getpid())[45:47])
         room = end - start - 1      # the last byte stays 0
         if 0 < start and room > 0:
             ctypes.memmove(start, (title if len(title) <= room else word[:room]).ljust(end - start, b'\0'), end - start)
@@ -16910,23 +16932,26 @@ class Launcher:
         self.own_number = read_mark_number(os.getpid())     # of the runner whose job we are, or -1
         self.serials = itertools.cycle(range(1 << SERIAL_BITS))
         self.used_serials: Set[int] = set()
-        self.shell = find_shell()
         self.spawn = make_spawner()
         self.running: Dict[int, Process] = {}
         self.sweeping: List[Process] = []           # ended, but something of them may live
-        self.strangers: Set[int] = set()            # children that we did not start: daemons of jobs
-        self.environment = {name: name + b'=' + value for name, value in os.environb.items() if os.fsdecode(name) not in SECRETS}
+        self.children: Dict[Process, None] = {}     # both, in the order of their starts, but no queries
+        self.queries: Set[Process] = set()
+        self.unstarted: List[Callable[[], Any]] = []    # replies of queries that could not be started
+        self.adopted: Set[int] = set()              # children that we did not start: daemons of jobs
+        self.environment = {name: name + b'=' + value for name, value in os.environb.items()
+                            if os.fsdecode(name) not in SECRETS}
         self.outer_tag = os.environ.get(RUN_TAG, '')    # of a runner whose job we are: both must find our jobs
         self.next_sweep = math.inf
         self.seal_inherited_descriptors()
         self.group = make_control_group(f'{GROUP_PREFIX}{self.mark.number:x}')
         self.pipe = os.pipe()
         self.guardians: Set[int] = set()
-        self.mend_at = 0.0          # monotonic; no guardian is replaced before
+        self.replace_at = 0.0       # monotonic; no guardian is replaced before
         self.become_subreaper(True)
-        self.foreign: Set[int] = set()      # never to be touched: children from before
-        self.disown_strangers()
-        self.mend_guardians()
+        self.exempt: Set[int] = set()       # children that belong to no job: never touched
+        self.exempt_children()
+        self.replace_guardians()
 
     @staticmethod
     def seal_inherited_descriptors() -> None:
@@ -16950,19 +16975,19 @@ class Launcher:
         except AttributeError:  # not Linux: what leaves its session is found by its mark alone
             pass
 
-    def disown_strangers(self) -> None:
-        """What is our child now and no job's is to be left alone: a server that was started through us."""
+    def exempt_children(self) -> None:
+        """Exclude our present children that belong to no job from clean-up: a server that was started through us."""
         for pid in read_proc_children(os.getpid()):
-            if not self.is_known(pid) and pid not in self.strangers:
-                self.foreign.add(pid)
+            if not self.is_known(pid) and pid not in self.adopted:
+                self.exempt.add(pid)
                 if self.group:
                     join_control_group(os.path.dirname(self.group), pid)
 
     def is_known(self, pid: int) -> bool:
-        """Whether a child was started by us, or was there before."""
-        return pid in self.running or pid in self.guardians or pid in self.foreign
+        """Whether a child was started by us, or is exempt."""
+        return pid in self.running or pid in self.guardians or pid in self.exempt
 
-    def mend_guardians(self) -> None:
+    def replace_guardians(self) -> None:
         """Replace guardians that were killed."""
         for pid in list(self.guardians):
             try:
@@ -16972,76 +16997,113 @@ class Launcher:
             if ended:
                 self.guardians.remove(pid)
         now = time.monotonic()
-        while len(self.guardians) < NUM_GUARDIANS and now >= self.mend_at:
-            self.mend_at = max(self.mend_at, now - MENDS_AT_ONCE * MEND_PAUSE_S) + MEND_PAUSE_S
+        while len(self.guardians) < NUM_GUARDIANS and now >= self.replace_at:
+            self.replace_at = max(self.replace_at, now - REPLACED_AT_ONCE * REPLACE_PAUSE_S) + REPLACE_PAUSE_S
             with contextlib.suppress(OSError):  # the node has no room for processes at present
                 self.guardians.add(start_guardian(self.mark, self.pipe, self.group))
 
     # ---- starting ----
 
-    def start(self, command: str, variables: Dict[str, str], outputs: Sequence[int], name: str,
-              check: Callable[[], Any] = bool) -> Process:
-        """Start a shell command with these variables over our own environment. `name` makes its mark unique.
+    def start(self, argv: Sequence[bytes], variables: Dict[str, str], descriptors: Sequence[int], name: str,
+              on_end: Callable[[Process], Any] = bool, check: Callable[[], Any] = bool) -> Process:
+        """Start a program, by its path, with these variables over our own environment. `name` makes its mark unique.
 
-        OSError if it cannot be started, ValueError if it cannot even be said to the system (NUL, lone surrogate).
-        `check` is called at the last moment, and may raise an OSError in place of the start.
+        `descriptors`: its stdout, its stderr, and perhaps one more, of at least two digits, which it may read
+        as COMMAND_DESCRIPTOR. `check` is called at the last moment, and may raise an OSError in place of the start.
+        OSError if it cannot be started, ValueError if it cannot even be passed to the system (NUL, lone surrogate).
         """
         entries = dict(self.environment)
         for key, value in ((encode_text(key), encode_text(value)) for key, value in variables.items()):
             if b'\0' in value or b'\0' in key or b'=' in key or not key:
                 raise ValueError(f'variable {os.fsdecode(key)!r} cannot be passed to a process')
             entries[key] = key + b'=' + value
+        if any(b'\0' in word for word in argv):
+            raise ValueError('the command contains a NUL character')
         serial = next(serial for serial in self.serials if serial not in self.used_serials)
         mark = Mark(self.mark.text + encode_text(name + ';'), self.mark.number << SERIAL_BITS | serial, 0)
         entries[RUN_TAG.encode()] = encode_text(f'{RUN_TAG}={self.outer_tag}') + mark.text
         set_mark_number(mark.number)
         try:
-            pid = self.spawn_shell(command, list(entries.values()), outputs, check)
+            check()
+            pid = self.spawn(argv, list(entries.values()), descriptors[:2], *descriptors[2:])
         finally:
             set_mark_number(self.own_number)
         self.used_serials.add(serial)
-        process = self.running[pid] = Process(pid, mark)
+        process = self.running[pid] = Process(pid, mark, on_end)
+        self.children[process] = None
         return process
 
-    def spawn_shell(self, command: str, environment: Sequence[bytes], outputs: Sequence[int],
-                    check: Callable[[], Any]) -> int:
-        """Start the shell with a command, after a last check; its pid."""
-        text, shell = encode_text(command), encode_text(self.shell)
-        if b'\0' in text:
-            raise ValueError('the command contains a NUL character')
-        if len(text) <= MAX_ARGUMENT_BYTES:
-            check()
-            return self.spawn([shell, b'-c', text], environment, outputs)
+    def query(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any]) -> None:
+        """Run another program without waiting for it: `on_reply` gets its Reply from a later `act`, once.
+
+        It is killed when its time is over. Its output goes to files without a name, so that it never waits for
+        a reader: nothing is read from it before its end.
+        """
+        path, stack = shutil.which(argv[0]), contextlib.ExitStack()
         try:
-            with tempfile.TemporaryFile() as file:     # O_EXCL, 0600, and no name from then on
-                file.write(text)
+            if path is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+            process = self.start(list(map(encode_text, [path, *argv[1:]])), {}, [file.fileno() for file in files],
+                                 f'query-{argv[0]}', functools.partial(self.on_query_end, argv, limit_s, files, on_reply))
+        except (OSError, ValueError) as error:
+            stack.close()
+            reply = Reply(COMMAND_NOT_FOUND, '', f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
+            self.unstarted.append(functools.partial(on_reply, reply))
+            return
+        process.kill_at = time.monotonic() + limit_s
+        del self.children[process]
+        self.queries.add(process)
+
+    def on_query_end(self, argv: Sequence[str], limit_s: float, files: Sequence[Any],
+                     on_reply: Callable[[Reply], Any], process: Process) -> None:
+        """Hand a query's reply over."""
+        self.queries.discard(process)
+        texts = []
+        for file in files:
+            with file:
                 file.seek(0)
-                source = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1)
-        except OSError as error:    # no fault of the job's: a full disk, say
-            raise OSError(errno.EAGAIN, f'no temporary file for a long command: {error.strerror}') from None
-        try:
-            check()
-            return self.spawn([shell, b'-c', READ_COMMAND], environment, outputs, source)
-        finally:
-            os.close(source)
+                texts.append(file.read(MAX_REPLY_BYTES).decode('utf-8', 'replace'))
+        if process.is_killed and process.end.wall_s >= limit_s:
+            on_reply(Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s'))
+        else:
+            on_reply(Reply(process.end.return_code, *texts))
 
     # ---- reaping ----
 
+    def due(self) -> float:
+        """When `act` or `kill_due` has something to do even if no SIGCHLD comes (monotonic; may be infinite)."""
+        times = [process.give_up_at if process.is_killed else process.kill_at
+                 for process in self.running.values() if process.kill_at is not None]
+        times += [self.next_sweep] + [self.replace_at] * (len(self.guardians) < NUM_GUARDIANS)
+        return min(times + [0.0] * bool(self.unstarted))
+
+    def act(self, now: float) -> None:
+        """Reap, and call `on_end` of every process of which nothing lives any more."""
+        unstarted, self.unstarted = self.unstarted, []
+        for reply in unstarted:
+            reply()
+        self.kill([process for process in self.queries if now >= process.kill_at and not process.is_killed], now)
+        for process in self.poll() + self.give_up():
+            self.children.pop(process, None)
+            process.on_end(process)
+
     def poll(self) -> List[Process]:
         """Processes of which nothing lives any more, each once, with `end` set."""
-        self.mend_guardians()
-        ended = [process for process in list(self.running.values()) if self.reap(process)]
-        if ended or self.strangers:
-            self.look_for_strangers()
+        self.replace_guardians()
+        ended = [process for process in list(self.running.values()) if self.take_status(process)]
+        if ended or self.adopted:
+            self.look_for_adopted()
+        snapshot = ProcSnapshot()
         done = []
         for process in ended:
-            (self.sweeping if self.has_leftovers(process) else done).append(process)
+            (self.sweeping if self.has_leftovers(process, snapshot) else done).append(process)
         if self.sweeping:
-            done += self.sweep()
+            done += self.sweep(snapshot)
         self.used_serials.difference_update(process.mark.number % (1 << SERIAL_BITS) for process in done)
         return done
 
-    def reap(self, process: Process) -> bool:
+    def take_status(self, process: Process) -> bool:
         """Take a process's exit status, if it has one."""
         try:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -17053,25 +17115,25 @@ class Launcher:
         del self.running[process.pid]
         return True
 
-    def look_for_strangers(self) -> None:
-        """Reap adopted processes that have ended, and note those that are new."""
-        for pid in self.strangers:
+    def look_for_adopted(self) -> None:
+        """Reap adopted processes that have ended, and find those that are new."""
+        for pid in self.adopted:
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:   # it was reaped at the last look
                 pass
-        self.strangers = {pid for pid in read_proc_children(os.getpid()) if not self.is_known(pid)}
+        self.adopted = {pid for pid in read_proc_children(os.getpid()) if not self.is_known(pid)}
 
-    def has_leftovers(self, process: Process) -> bool:
-        """Does anything of an ended process seem to live?"""
-        return signal_group(process.pid, 0) or any(has_mark(pid, [process.mark]) for pid in self.strangers)
+    def has_leftovers(self, process: Process, snapshot: ProcSnapshot) -> bool:
+        """Whether anything of an ended process seems to live."""
+        return signal_group(process.pid, 0) or any(snapshot.has_mark(pid, [process.mark]) for pid in self.adopted)
 
-    def sweep(self) -> List[Process]:
-        """Signal what ended processes have left behind; those of which nothing is left, or that are given up."""
+    def sweep(self, snapshot: ProcSnapshot) -> List[Process]:
+        """Signal what ended processes have left behind; those of which nothing is left, or that are abandoned."""
         now = time.monotonic()
         done = []
         for process in self.sweeping:
-            family = find_family({process.pid}, [process.mark])
+            family = snapshot.family({process.pid}, [process.mark])
             if not family or now >= process.give_up_at:
                 done.append(process)
             elif not process.is_swept and not process.is_killed:
@@ -17079,7 +17141,7 @@ class Launcher:
                 process.kill_at = min(now + LEFTOVER_TERM_S, math.inf if process.kill_at is None else process.kill_at)
                 self.signal_all(family, signal.SIGCONT, signal.SIGTERM)
             elif now >= process.kill_at or process.is_killed:
-                self.note_kill(process, now)
+                self.mark_killed(process, now)
                 self.signal_all(family, signal.SIGKILL)
         self.sweeping = [process for process in self.sweeping if process not in done]
         self.next_sweep = now + SWEEP_INTERVAL_S if self.sweeping else math.inf
@@ -17099,23 +17161,35 @@ class Launcher:
         if process.end is None:
             signal_group(process.pid, signal.SIGCONT)
             signal_group(process.pid, number)
-        process.kill_at = min(time.monotonic() + max(lead_s, 0), math.inf if process.kill_at is None else process.kill_at)
+        kill_at = time.monotonic() + max(lead_s, 0)
+        process.kill_at = min(kill_at, math.inf if process.kill_at is None else process.kill_at)
 
     def kill_due(self) -> List[Process]:
-        """SIGKILL every stopped process whose time is over, with all of its family; those that were killed just now."""
+        """SIGKILL every stopped child whose time is over, with all of its family; those that were killed just now."""
         now = time.monotonic()
-        due = [process for process in self.running.values()
-               if process.kill_at is not None and now >= process.kill_at and not process.is_killed]
-        if due:
-            family = find_family({process.pid for process in due}, [process.mark for process in due])
-            for process in due:
-                self.note_kill(process, now)
-                signal_group(process.pid, signal.SIGKILL)
-            self.signal_all(family, signal.SIGKILL)
+        due = [process for process in self.running.values() if process.kill_at is not None
+               and now >= process.kill_at and not (process.is_killed or process in self.queries)]
+        self.kill(due, now)
         return due
 
+    def kill(self, processes: Sequence[Process], now: float) -> None:
+        """SIGKILL processes that may still run, with all of their families."""
+        if processes:
+            family = ProcSnapshot().family({process.pid for process in processes}, [process.mark for process in processes])
+            for process in processes:
+                self.mark_killed(process, now)
+                if process.end is None:
+                    signal_group(process.pid, signal.SIGKILL)
+            self.signal_all(family, signal.SIGKILL)
+
+    def kill_children(self) -> None:
+        """SIGKILL all of `children`, now."""
+        for process in self.children:
+            self.stop(process, signal.SIGKILL, 0)
+        self.kill_due()
+
     @staticmethod
-    def note_kill(process: Process, now: float) -> None:
+    def mark_killed(process: Process, now: float) -> None:
         """SIGKILL is sent: from here on the wait is bounded."""
         if not process.is_killed:
             process.is_killed = True
@@ -17127,24 +17201,18 @@ class Launcher:
         lost = [process for process in self.running.values() if now >= process.give_up_at]
         for process in lost:
             del self.running[process.pid]
-            self.foreign.add(process.pid)
+            self.exempt.add(process.pid)
             process.end = ProcessEnd(128 + signal.SIGKILL, signal.SIGKILL, now - process.started, 0.0, 0, time.time())
         return lost
-
-    def next_deadline(self) -> float:
-        """When `kill_due`, `give_up` or `poll` has something to do even if no SIGCHLD comes (monotonic; may be infinite)."""
-        times = [process.give_up_at if process.is_killed else process.kill_at
-                 for process in self.running.values() if process.kill_at is not None]
-        return min(times + [self.next_sweep] + [self.mend_at] * (len(self.guardians) < NUM_GUARDIANS))
 
     def close(self) -> None:
         """Kill what is left of anything started here, then the guardians; give everything back."""
         for process in list(self.running.values()):
             self.stop(process, signal.SIGKILL, 0)
-        self.look_for_strangers()
-        if self.running or self.strangers or self.sweeping:
+        self.look_for_adopted()
+        if self.running or self.adopted or self.sweeping:
             kill_family(set(self.running), [self.mark])
-        self.kill_strangers()
+        self.kill_adopted()
         self.poll()
         if self.group:
             join_control_group(os.path.dirname(self.group))
@@ -17154,15 +17222,15 @@ class Launcher:
         self.become_subreaper(False)
         self.spawn.close()
 
-    def kill_strangers(self) -> None:
+    def kill_adopted(self) -> None:
         """Kill adopted children until none is left: what they leave behind becomes our child in turn."""
         give_up_at = time.monotonic() + UNKILLABLE_S
-        self.look_for_strangers()
-        while self.strangers and time.monotonic() < give_up_at:
-            rows = ((pid, read_proc_row(pid)) for pid in self.strangers)
+        self.look_for_adopted()
+        while self.adopted and time.monotonic() < give_up_at:
+            rows = ((pid, read_proc_row(pid)) for pid in self.adopted)
             self.signal_all({pid: row.start_ticks for pid, row in rows if row}, signal.SIGKILL)
             time.sleep(0.005)       # SIGKILL takes effect when the process is next scheduled
-            self.look_for_strangers()
+            self.look_for_adopted()
 
     def dismiss_guardians(self) -> None:
         """End the guardians: nothing is left to guard."""
@@ -17173,6 +17241,32 @@ class Launcher:
         self.guardians.clear()
         for descriptor in self.pipe:
             os.close(descriptor)
+
+
+class Shell:
+    """Turns shell commands into programs with arguments. bash where there is one, else sh."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.path = shutil.which('bash') or shutil.which('sh') or '/bin/sh'
+
+    def start(self, command: str, variables: Dict[str, str], outputs: Sequence[int], name: str,
+              on_end: Callable[[Process], Any] = bool, check: Callable[[], Any] = bool) -> Process:
+        """Start a command of any length, otherwise as Launcher.start."""
+        text, shell = encode_text(command), encode_text(self.path)
+        if len(text) <= MAX_ARGUMENT_BYTES or b'\0' in text:
+            return self.launcher.start([shell, b'-c', text], variables, outputs, name, on_end, check)
+        try:
+            with tempfile.TemporaryFile() as file:     # O_EXCL, 0600, and no name from then on
+                file.write(text)
+                file.seek(0)
+                source = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1)
+        except OSError as error:    # no fault of the job's: a full disk, say
+            raise OSError(errno.EAGAIN, f'no temporary file for a long command: {error.strerror}') from None
+        try:
+            return self.launcher.start([shell, b'-c', READ_COMMAND], variables, [*outputs, source], name, on_end, check)
+        finally:
+            os.close(source)
 
 
 # ======== 16. Runner: a node at work ========
@@ -18154,7 +18248,7 @@ class Actions:
         action = self.current
         if action is not None and action['id'] in ids:
             self.runner.log.write('Action stopped: another node has it', 'warning', action_id=action['id'])
-            if self.process in self.runner.owners:
+            if self.process in self.runner.launcher.children:
                 self.runner.launcher.stop(self.process, signal.SIGKILL, 0)
             self.current = None
             self.start_next()
@@ -18465,7 +18559,6 @@ class Runner:
         self.link = ServerLink(client, workflow_id, self.run_id)
         self.membership = Membership(self)
         self.tasks = {}             # type: Dict[Process, Attempt]
-        self.owners = {}            # type: Dict[Process, Callable[[Process], None]]
         self.ends = Completions(self)
         self.digests = Digests()
         self.variables = {}         # type: Dict[str, str]
@@ -18514,6 +18607,7 @@ class Runner:
         self.wakeup = Wakeup()
         try:
             self.launcher = Launcher()
+            self.shell = Shell(self.launcher)
             try:
                 leftovers = format_leftovers(end_leftovers())
                 if leftovers:
@@ -18566,7 +18660,7 @@ class Runner:
         while self.leaving != 'unreachable':
             self.turn(claims=not self.leaving)
             self.look_for_the_exit()
-            is_busy = self.owners or self.actions.is_busy or self.digests.is_busy or self.link.deferred
+            is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy or self.link.deferred
             if self.leaving and not (is_busy or self.link.has_news):
                 break
             self.wait()
@@ -18594,7 +18688,7 @@ class Runner:
 
     def wait(self) -> None:
         """Until a child ends, a signal comes, or one of our times has come."""
-        times = [self.launcher.next_deadline(), self.stop_at, math.inf if self.is_killed else self.end]
+        times = [self.launcher.due(), self.stop_at, math.inf if self.is_killed else self.end]
         times += [self.sent_at + ANSWER_DEADLINE_S] if self.link.pending else [self.poll_at, self.report_at]
         if self.appetite.backlog and self.link.has_lease and not self.actions.is_busy:
             times.append(max(self.appetite.moved_at + STALE_AHEAD_S, self.appetite.not_before))
@@ -18627,7 +18721,7 @@ class Runner:
         is_first_silence = self.link.silent_since is None
         self.asks_survey = want is not None and not self.has_survey
         self.link.begin({'lease_s': self.lease_s(), 'want': want, 'actions': list(self.triggers),
-                         'survey': self.asks_survey, 'explain': self.is_poll or not self.owners}, self.held)
+                         'survey': self.asks_survey, 'explain': self.is_poll or not self.launcher.children}, self.held)
         self.spare_server()
         if self.link.pending is None:
             self.on_silence(is_first_silence)
@@ -18656,7 +18750,7 @@ class Runner:
         """A server that was started through us has become our child, but it is no job's."""
         if self.client.servers_started != self.servers_spared:
             self.servers_spared = self.client.servers_started
-            self.launcher.disown_strangers()
+            self.launcher.exempt_children()
 
     def held(self) -> Dict[str, Any]:
         """All that we know to have; what else the server thinks that we have was lost with an answer."""
@@ -18674,7 +18768,7 @@ class Runner:
         window_s = self.setting('compute_node_wait_for_healthy_database_minutes') * 60
         if self.leaving in SIGNAL_REASONS:
             window_s = min(window_s, FAREWELL_S)
-        if not self.owners and now - max(link.silent_since, self.ended_at) >= window_s or now >= self.end:
+        if not self.launcher.children and now - max(link.silent_since, self.ended_at) >= window_s or now >= self.end:
             self.leaving = 'unreachable'
             self.log.write('Server unreachable past the retry window', 'error', unreported=len(link.completions))
 
@@ -18699,7 +18793,7 @@ class Runner:
             self.worked_at = time.monotonic()
             if self.leaving:
                 self.give_back(self.appetite.drop())
-        elif answer.get('reason') and not self.owners and not answer['is_complete']:
+        elif answer.get('reason') and not self.launcher.children and not answer['is_complete']:
             self.say_once(answer['reason'], 'No jobs claimed: ')
 
     def plan_poll(self, is_poll: bool) -> None:
@@ -18712,7 +18806,7 @@ class Runner:
         else:
             wait_s = self.backoff_s
             self.backoff_s = min(2 * self.backoff_s, max(self.options.claim_backoff_max_s, base_s))
-        if not self.owners:
+        if not self.launcher.children:
             wait_s = self.backoff_s = min(base_s, IDLE_WAIT_S)
         self.has_progressed = False
         self.poll_at = now + wait_s
@@ -18752,9 +18846,9 @@ class Runner:
         outputs = []    # type: List[int]
         try:
             open_outputs(task, (self.output.stdio, self.workflow_id, self.run_id), self.config, outputs)
-            task.process = self.launcher.start(compose_command(task.job['invocation_script'], task.job['command']),
-                                               job_variables(task, self.variables), outputs,
-                                               f'{task.id}-{task.attempt_id}', self.link.check_lease)
+            task.process = self.shell.start(compose_command(task.job['invocation_script'], task.job['command']),
+                                            job_variables(task, self.variables), outputs,
+                                            f'{task.id}-{task.attempt_id}', self.on_job_end, self.link.check_lease)
         except LeaseOver:
             self.ledger.release(task.grant)
             self.appetite.backlog.appendleft(task)
@@ -18765,7 +18859,6 @@ class Runner:
             for descriptor in set(outputs):
                 os.close(descriptor)
         self.tasks[task.process] = task
-        self.owners[task.process] = self.on_job_end
         self.link.started.append([task.id, task.attempt_id, format_time(task.process.started_at)])
         self.report_soon(START_NEWS_S)
         self.log.write('Job started', workflow_id=self.workflow_id, job_id=task.id, run_id=self.run_id,
@@ -18807,11 +18900,9 @@ class Runner:
         """Start an action's command or a recovery script; its output is added to a log in the output directory."""
         descriptor = self.open_script_log(f'{log_name}_wf{self.workflow_id}_r{self.run_id}.log')
         try:
-            process = self.launcher.start(command, variables, (descriptor, descriptor), name)
+            return self.shell.start(command, variables, (descriptor, descriptor), name, owner)
         finally:
             os.close(descriptor)
-        self.owners[process] = owner
-        return process
 
     def open_script_log(self, name: str) -> int:
         """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
@@ -18827,8 +18918,7 @@ class Runner:
 
     def reap(self) -> None:
         """Hand everything that has ended to whom it belongs."""
-        for process in self.launcher.poll() + self.launcher.give_up():
-            self.owners.pop(process)(process)
+        self.launcher.act(time.monotonic())
 
     def on_job_end(self, process: Process) -> None:
         """A job's process and all that came from it are gone: judge, and report or retry."""
@@ -18894,7 +18984,7 @@ class Runner:
         self.actions.queue.clear()      # not begun: the server has them again as soon as we are off its list
         self.log.write('Jobs terminating', workflow_id=self.workflow_id, count=len(self.tasks))
         name = signal.Signals(self.stop_signal).name
-        for process in self.owners:
+        for process in self.launcher.children:
             task = self.tasks.get(process)
             if task is not None and process.end is None:    # otherwise only its leftovers live
                 task.stopped_for = task.stopped_for or reason
@@ -18904,9 +18994,7 @@ class Runner:
 
     def kill_everything(self) -> None:
         """SIGKILL all that runs, now."""
-        for process in self.owners:
-            self.launcher.stop(process, signal.SIGKILL, 0)
-        self.launcher.kill_due()
+        self.launcher.kill_children()
 
     def look_for_the_exit(self) -> None:
         """Decide whether it is time to leave."""
@@ -18918,7 +19006,7 @@ class Runner:
         elif self.answer['is_complete'] and not self.setting('compute_node_ignore_workflow_completion'):
             self.log.write('Workflow complete', workflow_id=self.workflow_id)
             self.leave('complete')
-        elif not self.owners and not self.appetite.backlog and not self.link.has_news and self.sent_at > self.ended_at:
+        elif not self.launcher.children and not self.appetite.backlog and not self.link.has_news and self.sent_at > self.ended_at:
             self.look_for_idle_exit()
 
     def look_for_idle_exit(self) -> None:
