@@ -19,6 +19,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     3. Plain tools
     4. Formats
     5. Spec
+    6a. Capacity
     7. Store
     8. Service
     9. API
@@ -2397,6 +2398,47 @@ class FieldsTest(unittest.TestCase):
             self.assertIn(name, text)
 
 
+# ======== 6a. Capacity ========
+
+
+class NodePoolTest(unittest.TestCase):
+    """Where jobs fit."""
+
+    def pool(self, *free: Tuple[int, ...], sizes: Sequence[Tuple[int, ...]] = ()) -> Any:
+        """Nodes of these free capacities, untouched unless their sizes are given."""
+        return torc.NodePool([torc.Capacity(*row) for row in sizes or free], [torc.Capacity(*row) for row in free])
+
+    def test_a_job_goes_to_the_first_node_with_room(self):
+        pool = self.pool((2, 10, 0), (4, 4, 1))
+        needs = torc.Needs(2, 3, 0)
+        self.assertEqual((2, [(0,), (1,)]), (pool.room(needs), pool.place(needs, 5)))
+        self.assertEqual([torc.Capacity(0, 7, 0), torc.Capacity(2, 1, 1)], pool.free)
+        self.assertEqual([(1,)], pool.place(torc.Needs(1, 0, 1)))
+        pool.release(needs, (0,))
+        self.assertEqual(torc.Capacity(2, 10, 0), pool.free[0])
+
+    def test_a_job_of_several_nodes_takes_whole_ones_and_gives_them_back(self):
+        pool = self.pool((2, 10, 0), (1, 10, 0), (2, 10, 0), (2, 10, 0), sizes=[(2, 10, 0)] * 4)
+        needs = torc.Needs(1, 1, 0, 2)
+        self.assertEqual((1, [(0, 2)], []), (pool.room(needs), pool.place(needs, 5), pool.place(needs)))
+        self.assertEqual([(1,), (3,), (3,)], pool.place(torc.Needs(1, 1, 0), 5))
+        pool.release(needs, (0, 2))
+        self.assertEqual([(0, 2)], pool.place(needs))
+
+    def test_a_job_goes_to_the_nodes_that_were_chosen_for_it_while_they_have_room(self):
+        pool = self.pool((2, 10, 0), (2, 10, 0), (1, 10, 0), sizes=[(2, 10, 0)] * 3)
+        needs, pair = torc.Needs(1, 3, 0), torc.Needs(1, 3, 0, 2)
+        self.assertEqual([(1,), (1,), (0,)], [pool.place_at(needs, (1,)) for _ in range(3)])
+        self.assertEqual([(0,), (2,), ()], [pool.place_at(needs, nodes) for nodes in ((9,), (2,), ())])
+        pool.release(needs, (1,)), pool.release(needs, (1,)), pool.release(needs, (0,)), pool.release(needs, (0,))
+        self.assertEqual([(0, 1), ()], [pool.place_at(pair, nodes) for nodes in ((1, 2), (0, 1))])
+
+    def test_what_a_node_has_too_little_of_decides(self):
+        for needs, room in (((3, 0, 0), 2), ((1, 4, 0), 2), ((1, 0, 2), 0), ((1, 0, 0), 8), ((9, 0, 0), 0)):
+            self.assertEqual(room, self.pool((8, 10, 1)).room(torc.Needs(*needs)), needs)
+        self.assertEqual(0, self.pool((-3, 10, 0)).room(torc.Needs(1, 0, 0)))
+
+
 # ======== 7. Store ========
 
 class StoreTest(unittest.TestCase):
@@ -3504,6 +3546,41 @@ class ClaimTest(ServiceTest):
                 'total': {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}}
         self.assertEqual([f'j{i}' for i in range(7)], [job['name'] for job in self.sync(workflow_id, node_id, want=want)['jobs']])
 
+    def placed(self, workflow_id: int, node_id: int, **want: Any) -> str:
+        """Claimed jobs and the indexes of their nodes."""
+        want = dict({'strategy': 'resources', 'limit': 100}, **want)
+        return ' '.join(f"{job['name']}:{'+'.join(map(str, job['nodes']))}" for job in self.sync(workflow_id, node_id, want=want)['jobs'])
+
+    def test_a_claim_says_on_which_of_the_callers_nodes_each_job_goes(self):
+        rows = self.HEAD + '''
+            big   8     1g      -     1      PT3M     -         -       -
+            pair  1     1g      -     2      PT2M     -         -       -
+            j0    1     2g      -     1      PT1M     -         -       -
+            j1    1     2g      -     1      PT1M     -         -       -
+            gpu   1     1g      1     1      PT1M     -         -       -
+            '''
+        gib, workflow_id = 1 << 30, self.make(rows)
+        node_id = self.node(workflow_id)
+        sizes = [[8, 8 * gib, 0], [8, 8 * gib, 0], [8, 8 * gib, 1], [8, 8 * gib, 0]]
+        free = [[2, 3 * gib, 0], [8, 8 * gib, 0], [6, 8 * gib, 1], [8, 8 * gib, 0]]
+        self.assertEqual('gpu:2 big:1 j0:0 j1:2', self.placed(workflow_id, node_id, nodes=free, sizes=sizes))
+        self.assertEqual('pair:1+3', self.placed(workflow_id, node_id, nodes=free, sizes=sizes))
+
+    def test_claims_of_older_runners_are_placed_on_nodes_of_one_size(self):
+        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(6)))
+        free = {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}
+        self.assertEqual('j0:0 j1:0 j2:1 j3:1', self.placed(workflow_id, self.node(workflow_id), num_nodes=2, **free))
+        self.assertEqual('j4: j5:', self.placed(workflow_id, self.node(workflow_id), strategy='queue'))
+
+    def test_a_claim_that_does_not_say_what_its_nodes_have_is_refused(self):
+        workflow_id = self.create('j:')
+        node_id = self.node(workflow_id)
+        for want, message in (({'nodes': []}, 'needs num_cpus, memory_gb, num_gpus'),
+                              ({'nodes': [[1, 1]]}, 'nodes'), ({'nodes': [[1, 1, 'x']]}, 'nodes'),
+                              ({'nodes': [[1, 1 << 30, 0]], 'sizes': []}, 'nodes has 1 entries, and sizes 0')):
+            with self.subTest(want), self.assertRaisesRegex(torc.TorcError, message):
+                self.placed(workflow_id, node_id, **want)
+
     def test_no_job_is_handed_out_twice(self):
         workflow_id = self.create('\n'.join(f'j{i}:' for i in range(50)))
         nodes = [self.node(workflow_id) for _ in range(2)]
@@ -3512,6 +3589,18 @@ class ClaimTest(ServiceTest):
         self.assertEqual(50, len(set(seen)))
 
     HEAD = 'name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler'
+
+    def test_what_no_node_of_a_runner_has_is_told_from_the_largest_of_them(self):
+        rows = self.HEAD + '''
+            odd   9     1g      -     1      PT1M     -         -       -
+            pair  1     1g      -     3      PT1M     -         -       -
+            '''
+        workflow_id = self.make(rows)
+        sizes = [[8, 1 << 30, 0], [4, 2 << 30, 1]]
+        want = {'strategy': 'resources', 'limit': 9, 'nodes': sizes, 'sizes': sizes}
+        answer = self.sync(workflow_id, self.node(workflow_id), explain=True, survey=True, want=want)
+        self.assertEqual(['jobs such as odd cannot run here: they need 9 CPUs, and this runner has 8 (--num-cpus)',
+                          'jobs such as pair cannot run here: they need 3 nodes, and this runner has 2'], sorted(answer['notices']))
 
     def wants(self, workflow_id: int, node_id: int = 0, **more: Any) -> Any:
         """A runner's turn, on a node of 4 CPUs, 8 GiB and no GPU."""
@@ -6986,7 +7075,8 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
                          'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0, 'avg_cpu_percent': 1.0, 'retry': True, 'max_retries': 3,
                          'file_times': {'$made_file': 1.5}, 'reason': 'm'}],
         'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'depth': 1, 'time_limit': 'PT1H',
-                 'total': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}, 'scheduler_config_id': '$slurm_scheduler', 'labels': [], 'strict': False}},
+                 'total': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}, 'nodes': [[4, 1 << 33, 0]], 'sizes': [[4, 1 << 33, 0]],
+                 'scheduler_config_id': '$slurm_scheduler', 'labels': [], 'strict': False}},
     'ScheduledComputeNodesModel': {'workflow_id': '$workflow', 'scheduler_id': 77, 'scheduler_config_id': '$slurm_scheduler', 'scheduler_type': 'slurm', 'status': 'active'},
     'SetFileTimesRequest': {'files': {'$file': 1.5, '$made_file': None}, 'contents': [['$file', 1.5, 6, 'c0de']]},
     'SlurmSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'account': 'a', 'gres': 'gpu:1', 'mem': '1g', 'nodes': 2, 'ntasks_per_node': 1, 'partition': 'p',
@@ -13625,6 +13715,20 @@ class RunnerTest(WorldTest):
                 os.kill(os.getpid(), signal.SIGINT)
         self.client.after = interrupt
 
+    def test_a_server_that_knows_no_lists_of_nodes_hands_out_what_fits(self):
+        self.create(*['true'] * 9)
+        real = self.client.call
+
+        def call(op: str, body: Any = None, *rest: Any, **params: Any) -> Any:
+            if op == 'runner_sync' and body['want']:
+                body = dict(body, want={key: value for key, value in body['want'].items() if key not in ('nodes', 'sizes')})
+            answer = real(op, body, *rest, **params)
+            for job in answer.get('jobs', ()) if op == 'runner_sync' else ():
+                del job['nodes']
+            return answer
+        self.client.call = call
+        self.assertEqual(9, self.run_it().completed)
+
     def test_what_was_interrupted_runs_again_with_all_of_its_retries(self):
         command = 'echo $TORC_ATTEMPT_ID >> ran; test -e again && exit 10; echo > ready; sleep 1000'
         self.create({'command': command, 'failure_handler': 'fix'}, {'command': 'true', 'depends_on': ['j1']},
@@ -13689,9 +13793,14 @@ def errno_of(name: str) -> int:
 class RunnerRulesTest(unittest.TestCase):
     """The runner's arithmetic."""
 
-    def kind(self, cpus: int = 1, memory: int = 0, gpus: int = 0, **more: Any) -> Dict[str, Any]:
+    def kind(self, cpus: int = 1, memory: int = 0, gpus: int = 0, **more: Any) -> Any:
         """Requirements."""
-        return dict({'num_cpus': cpus, 'memory_bytes': memory, 'num_gpus': gpus}, **more)
+        return torc.job_needs(dict({'num_cpus': cpus, 'memory_bytes': memory, 'num_gpus': gpus, 'num_nodes': 1}, **more))
+
+    @staticmethod
+    def ledger(cpus: int, memory: int, devices: Tuple[str, ...] = (), max_jobs: Optional[int] = None) -> Any:
+        """The ledger of one node."""
+        return torc.Ledger([torc.NodeSize(cpus, memory, devices)], max_jobs)
 
     def test_files_are_read_a_piece_at_a_time(self):
         directory = tempfile.mkdtemp()
@@ -13725,38 +13834,60 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertEqual((1, answer), (runner.answers, runner.answer))
 
     def test_gpus_are_handed_out_least_recently_used_first(self):
-        ledger = torc.Ledger(torc.NodeSize(8, 1 << 30, ('0', '1', '2')), None)
+        ledger = self.ledger(8, 1 << 30, ('0', '1', '2'))
         first = ledger.take(self.kind(gpus=2))
         ledger.release(first)
         self.assertEqual((('0', '1'), ('2', '0')), (first.devices, ledger.take(self.kind(gpus=2)).devices))
         self.assertIsNone(ledger.take(self.kind(gpus=2)))
 
     def test_gpus_are_shared_in_turn_by_the_queue_strategy(self):
-        ledger = torc.Ledger(torc.NodeSize(1, 1, ('0', '1', '2')), 10)
+        ledger = self.ledger(1, 1, ('0', '1', '2'), 10)
         grants = [ledger.take(self.kind(gpus=count)) for count in (3, 2, 2)]
         self.assertEqual([('0', '1', '2'), ('0', '1'), ('2', '0')], [grant.devices for grant in grants])
         for grant in grants:
             ledger.release(grant)
-        self.assertEqual(3, len(ledger.devices))
+        self.assertEqual(3, len(ledger.devices[0]))
+
+    def test_a_ledger_of_several_nodes_places_each_job_and_hands_out_that_nodes_gpus(self):
+        ledger = torc.Ledger([torc.NodeSize(2, 10, ('0',)), torc.NodeSize(4, 10, ('0', '1')), torc.NodeSize(2, 10, ())], None)
+        grants = [ledger.take(self.kind(cpus, 1, gpus)) for cpus, gpus in ((1, 1), (1, 1), (3, 0), (3, 0))]
+        self.assertEqual([((0,), ('0',)), ((1,), ('0',)), ((1,), ()), None],
+                         [grant and (grant.nodes, grant.devices) for grant in grants])
+        self.assertEqual([(1, 9, 0), (0, 8, 1), (2, 10, 0)], ledger.pool.free)
+        ledger.release(grants[1])
+        ledger.release(grants[2])
+        whole = ledger.take(self.kind(1, 1, 0, num_nodes=2))
+        self.assertEqual(((1, 2), ()), (whole.nodes, whole.devices))
+        ledger.release(whole)
+        self.assertEqual((('1',), (4, 10, 2)), (ledger.take(self.kind(1, 1, 1)).devices, ledger.pool.sizes[1]))
+
+    def test_a_claim_states_each_nodes_capacity_and_what_older_servers_read(self):
+        ledger = torc.Ledger([torc.NodeSize(2, 1 << 30, ()), torc.NodeSize(4, 2 << 30, ('0',))], None)
+        ledger.take(self.kind(1, 1 << 29))
+        want = torc.ClaimPolicy(torc.RunnerOptions(), ledger, 300).want(math.inf)
+        self.assertEqual(([(1, 1 << 29, 0), (4, 2 << 30, 1)], [(2, 1 << 30, 0), (4, 2 << 30, 1)]), (want['nodes'], want['sizes']))
+        self.assertEqual((2, 1, 0.5, 0, {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}),
+                         tuple(want[key] for key in ('num_nodes', 'num_cpus', 'memory_gb', 'num_gpus', 'total')))
+        self.assertEqual(5, want['limit'])
 
     def test_the_placeholder_requirements_are_no_limit_of_memory(self):
-        ledger = torc.Ledger(torc.NodeSize(2, 10, ()), None)
+        ledger = self.ledger(2, 10)
         self.assertIsNone(ledger.take(self.kind(memory=1 << 20)))
         self.assertIsNotNone(ledger.take(self.kind(memory=1 << 20, is_implicit=True)))
 
     def test_short_jobs_are_claimed_ahead_and_long_ones_are_not(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), None), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300)
         for mean_s, rounds in ((math.inf, 1), (10.0, 1), (0.2, 1), (0.029, 5), (0.0059, 25), (0.0, 64)):
             appetite.mean_s = mean_s
             self.assertEqual((rounds, 2 * rounds), (appetite.rounds(), appetite.want(math.inf)['limit']))
 
     def test_a_claim_states_the_time_left_with_the_grace(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), None), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300)
         self.assertIsNone(appetite.want(math.inf)['time_limit'])
         self.assertEqual('PT1H', appetite.want(3480.0)['time_limit'])
 
     def test_the_queue_strategy_claims_nothing_near_the_end(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), torc.Ledger(torc.NodeSize(2, 1 << 30, ()), 4), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30, max_jobs=4), 300)
         self.assertEqual(4, appetite.want(301.0)['limit'])
         self.assertIsNone(appetite.want(299.0))
 

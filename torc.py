@@ -29,6 +29,7 @@ Sections (grep '^# ==' torc.py):
     5c. Planning
     5d. Plan views
     6. Schema
+    6a. Capacity
     7. Store
     8. Service
     8a. Creation
@@ -5768,6 +5769,97 @@ UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- a runner's
 }
 
 
+# ======== 6a. Capacity: what nodes have, what is taken of it, and where a job fits ========
+#
+# Arithmetic only, the same for a claim (8), which fills what a runner says is free, and for the runner's ledger (16),
+# which guards every start: both agree on where a job runs. A job of one node goes to the first node that has room;
+# one of several nodes takes whole ones, of which nothing is taken.
+
+
+class Capacity(Row):
+    """CPUs, memory in bytes and GPUs of one node: all that it has, or what is free."""
+    num_cpus: int
+    memory_bytes: int
+    num_gpus: int
+
+    def count(self, needs: Any) -> int:
+        """How many jobs fit that need this much of one node: Needs, or a row with its names."""
+        fits = [self.num_cpus // needs.num_cpus]
+        if needs.memory_bytes:
+            fits.append(self.memory_bytes // needs.memory_bytes)
+        if needs.num_gpus:
+            fits.append(self.num_gpus // needs.num_gpus)
+        return max(0, min(fits))
+
+    def less(self, needs: Any, count: int) -> 'Capacity':
+        """What is left after taking so many such jobs; with a negative count, after giving them back."""
+        return Capacity(self.num_cpus - count * needs.num_cpus, self.memory_bytes - count * needs.memory_bytes,
+                        self.num_gpus - count * needs.num_gpus)
+
+
+NOTHING = Capacity(0, 0, 0)
+
+
+class Needs(Row):
+    """What a job takes of each of its nodes."""
+    num_cpus: int
+    memory_bytes: int
+    num_gpus: int
+    num_nodes: int = 1
+
+
+class NodePool:
+    """Some nodes, and what is free of each. Jobs are placed by the index of their nodes."""
+
+    def __init__(self, sizes: Sequence[Capacity], free: Optional[Sequence[Capacity]] = None) -> None:
+        self.sizes = list(sizes)
+        self.free = list(sizes if free is None else free)
+
+    def room(self, needs: Any) -> int:
+        """For how many such jobs there is room."""
+        if needs.num_nodes > 1:
+            return len(self.untouched(needs)) // needs.num_nodes
+        return sum(free.count(needs) for free in self.free)
+
+    def untouched(self, needs: Any) -> List[int]:
+        """Indexes of the nodes of which nothing is taken, and that are large enough."""
+        return [index for index, (size, free) in enumerate(zip(self.sizes, self.free)) if free == size and size.count(needs)]
+
+    def place(self, needs: Any, wanted: int = 1) -> List[Tuple[int, ...]]:
+        """Take room for up to so many such jobs: the indexes of the nodes of each that fits."""
+        placed = []     # type: List[Tuple[int, ...]]
+        if needs.num_nodes > 1:
+            untouched = self.untouched(needs)
+            for start in range(0, min(wanted, len(untouched) // needs.num_nodes) * needs.num_nodes, needs.num_nodes):
+                placed.append(tuple(untouched[start:start + needs.num_nodes]))
+                for index in placed[-1]:
+                    self.free[index] = NOTHING
+            return placed
+        for index, free in enumerate(self.free):
+            count = min(free.count(needs), wanted - len(placed))
+            if count:
+                self.free[index] = free.less(needs, count)
+                placed += [(index,)] * count
+        return placed
+
+    def place_at(self, needs: Any, chosen: Sequence[int]) -> Tuple[int, ...]:
+        """Take room for one job, on the chosen nodes if they have it, else anywhere: the indexes, or ()."""
+        is_shared = len(chosen) == 1 == needs.num_nodes
+        if is_shared and chosen[0] < len(self.free) and self.free[chosen[0]].count(needs):
+            self.free[chosen[0]] = self.free[chosen[0]].less(needs, 1)
+            return tuple(chosen)
+        if needs.num_nodes > 1 and len(chosen) == needs.num_nodes and set(chosen).issubset(self.untouched(needs)):
+            for index in chosen:
+                self.free[index] = NOTHING
+            return tuple(chosen)
+        return next(iter(self.place(needs)), ())
+
+    def release(self, needs: Any, indexes: Sequence[int]) -> None:
+        """Give back what a placed job has taken."""
+        for index in indexes:
+            self.free[index] = self.sizes[index] if len(indexes) > 1 else self.free[index].less(needs, -1)
+
+
 # ======== 7. Store: the workflow database, its files, transactions and statements ========
 #
 # One process opens the database, through one connection, in one thread; a second opener is refused. Whatever
@@ -8707,89 +8799,55 @@ def matches_labels(mine: Set[str], labels: Optional[str]) -> bool:
     return mine.issuperset(json.loads(labels)) if labels else not mine
 
 
-class Capacity(Row):
-    """Free CPUs, memory in bytes and GPUs of one node."""
-    num_cpus: int
-    memory_bytes: int
-    num_gpus: int
-
-    def count(self, kind: Kind) -> int:
-        """How many single-node jobs of a kind fit."""
-        fits = [self.num_cpus // kind.num_cpus]
-        if kind.memory_bytes:
-            fits.append(self.memory_bytes // kind.memory_bytes)
-        if kind.num_gpus:
-            fits.append(self.num_gpus // kind.num_gpus)
-        return max(0, min(fits))
-
-    def less(self, kind: Kind, count: int) -> 'Capacity':
-        """What is left after taking so many jobs of a kind."""
-        return Capacity(self.num_cpus - count * kind.num_cpus, self.memory_bytes - count * kind.memory_bytes,
-                        self.num_gpus - count * kind.num_gpus)
-
-
-class Packer:
-    """Fills the free nodes of one claim, kind by kind. Jobs of several nodes take whole, untouched ones."""
-
-    def __init__(self, capacity: Capacity, num_nodes: int) -> None:
-        self.whole = capacity                       # of an untouched node
-        self.nodes = [capacity] * max(1, num_nodes)
-
-    def room(self, kind: Kind) -> int:
-        """For how many jobs of a kind there is room."""
-        if kind.num_nodes > 1:
-            return len(self.untouched(kind)) // kind.num_nodes
-        return sum(node.count(kind) for node in self.nodes)
-
-    def untouched(self, kind: Kind) -> List[int]:
-        """Places of the nodes of which nothing is taken, if a job of the kind fits one."""
-        return [place for place, node in enumerate(self.nodes) if node == self.whole] if self.whole.count(kind) else []
-
-    def take(self, kind: Kind, wanted: int) -> int:
-        """Reserve room for up to so many jobs of a kind; for how many there was room."""
-        if kind.num_nodes > 1:
-            return self.take_whole_nodes(kind, wanted)
-        taken = 0
-        for place, node in enumerate(self.nodes):
-            count = min(node.count(kind), wanted - taken)
-            self.nodes[place] = node.less(kind, count)
-            taken += count
-        return taken
-
-    def take_whole_nodes(self, kind: Kind, wanted: int) -> int:
-        """The same for jobs that need several nodes each."""
-        untouched = self.untouched(kind)
-        count = min(wanted, len(untouched) // kind.num_nodes)
-        for place in reversed(untouched[:count * kind.num_nodes]):
-            del self.nodes[place]
-        return count
-
-
 def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> List[int]:
     """Ids of the first ready jobs of a kind."""
     return context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} AND id > ? ORDER BY id LIMIT ?', (kind_id, after, count))
 
 
-def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any]) -> List[int]:
-    """Ready jobs that fit the stated free capacity per node and the remaining time, first those bound to the caller's
-    scheduler, then unbound ones, then (unless strict) any. `depth` further rounds of the `total` capacity may be taken ahead."""
-    missing = [name for name in ('num_cpus', 'memory_gb', 'num_gpus') if want.get(name) is None]
-    if missing:
-        raise BadInput(f"a claim by resources needs {', '.join(missing)}")
+def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any]) -> Dict[int, Tuple[int, ...]]:
+    """Ready jobs that fit what is free on the caller's nodes and the remaining time, and the indexes of their nodes.
+
+    First those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further rounds
+    of all that the nodes have may be taken ahead.
+    """
+    free, sizes = free_nodes(want), node_sizes(want)
     limit_s = parse_time_limit(want.get('time_limit'))
     kinds = [kind for kind in ready_kinds(context, workflow_id, want.get('labels')) if limit_s is None or kind.runtime_s <= limit_s]
     kinds = kinds_by_turn(kinds, want)
-    chosen = []  # type: List[int]
+    chosen = {}  # type: Dict[int, Tuple[int, ...]]
     last = {}    # type: Dict[int, int]
     for number in range(max(1, want.get('depth') or 1)):
-        capacity = want['total'] if number and want.get('total') else want
-        packer = Packer(Capacity(int(capacity['num_cpus']), int(capacity['memory_gb'] * 1024 ** 3), int(capacity['num_gpus'])),
-                        int(want.get('num_nodes') or 1))
-        found = pack_round(context, kinds, packer, want['limit'] - len(chosen), last)
+        pool = NodePool(sizes if number or want.get('sizes') else free, sizes if number else free)
+        found = pack_round(context, kinds, pool, want['limit'] - len(chosen), last)
         if not found:
             break
-        chosen += found
+        chosen.update(found)
     return chosen
+
+
+def free_nodes(want: Dict[str, Any]) -> List[Capacity]:
+    """What is free of each of the caller's nodes: `nodes`, or `num_nodes` times what callers of before those say."""
+    if want.get('nodes'):
+        return [Capacity(*node) for node in want['nodes']]
+    missing = [name for name in ('num_cpus', 'memory_gb', 'num_gpus') if want.get(name) is None]
+    if missing:
+        raise BadInput(f"a claim by resources needs {', '.join(missing)}")
+    return [read_capacity(want)] * max(1, int(want.get('num_nodes') or 1))
+
+
+def node_sizes(want: Dict[str, Any]) -> List[Capacity]:
+    """All that the caller's nodes have: `sizes`, or `total` of callers of before those, or what is free."""
+    free = free_nodes(want)
+    if want.get('sizes') is not None:
+        if len(want['sizes']) != len(free):
+            raise BadInput(f"nodes has {len(free)} entries, and sizes {len(want['sizes'])}", field='want.sizes')
+        return [Capacity(*node) for node in want['sizes']]
+    return [read_capacity(want['total'])] * len(free) if want.get('total') else free
+
+
+def read_capacity(stated: Dict[str, Any]) -> Capacity:
+    """One node's capacity, as requests without a list of nodes state it."""
+    return Capacity(int(stated['num_cpus']), int(stated['memory_gb'] * 1024 ** 3), int(stated['num_gpus']))
 
 
 def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
@@ -8807,21 +8865,21 @@ def kinds_by_turn(kinds: Sequence[Kind], want: Dict[str, Any]) -> List[List[Kind
     return [list(group) for _, group in itertools.groupby(sorted(allowed, key=order), key=order)]
 
 
-def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], packer: Packer, limit: int, last: Dict[int, int]) -> List[int]:
+def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool, limit: int,
+               last: Dict[int, int]) -> Dict[int, Tuple[int, ...]]:
     """Take from each kind what fits, at most `limit`. `last` remembers the last job taken of each kind."""
-    chosen = []  # type: List[int]
+    chosen = {}  # type: Dict[int, Tuple[int, ...]]
     for group in kinds:
-        room = min(limit - len(chosen), packer.room(group[0]))
+        room = min(limit - len(chosen), pool.room(group[0]))
         if room > 0:
             ready = sorted((job_id, kind.id) for kind in group for job_id in take_ready(context, kind.id, room, last.get(kind.id, 0)))
-            taken = ready[:packer.take(group[0], min(room, len(ready)))]
-            last.update((kind_id, job_id) for job_id, kind_id in taken)
-            chosen += [job_id for job_id, _ in taken]
+            for (job_id, kind_id), nodes in zip(ready, pool.place(group[0], min(room, len(ready)))):
+                last[kind_id], chosen[job_id] = job_id, nodes
     return chosen
 
 
-def claim_by_queue(context: Context, workflow_id: int, want: Dict[str, Any]) -> List[int]:
-    """The next ready jobs by priority and id, whatever they need."""
+def claim_by_queue(context: Context, workflow_id: int, want: Dict[str, Any]) -> Dict[int, Tuple[int, ...]]:
+    """The next ready jobs by priority and id, whatever they need; on which nodes is the caller's business."""
     kinds = sorted(ready_kinds(context, workflow_id, want.get('labels')), key=lambda kind: -kind.priority)
     chosen = []  # type: List[int]
     for _, group in itertools.groupby(kinds, key=lambda kind: kind.priority):
@@ -8829,7 +8887,7 @@ def claim_by_queue(context: Context, workflow_id: int, want: Dict[str, Any]) -> 
         if room <= 0:
             break
         chosen += sorted(job_id for kind in group for job_id in take_ready(context, kind.id, room))[:room]
-    return chosen
+    return dict.fromkeys(chosen, ())
 
 
 CLAIM_STRATEGIES = {'resources': claim_by_resources, 'queue': claim_by_queue}
@@ -8843,13 +8901,13 @@ def parse_time_limit(text: Optional[str]) -> Optional[int]:
         raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
 
 
-def claim(context: Context, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> List[int]:
-    """Choose ready jobs by the wanted strategy and hand them to a node: ready -> pending."""
+def claim(context: Context, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> Dict[int, Tuple[int, ...]]:
+    """Choose ready jobs by the wanted strategy and hand them to a runner: ready -> pending. With the indexes of their nodes."""
     check_references(context, state.id, want)
     if state.is_canceled or want['limit'] <= 0:
-        return []
+        return {}
     chosen = CLAIM_STRATEGIES[want['strategy']](context, state.id, want)
-    hashes = hash_inputs(context, chosen)
+    hashes = hash_inputs(context, list(chosen))
     context.run_many(f'UPDATE job SET status = {PENDING}, compute_node_id = ?, input_hash = ? WHERE id = ?',
                      ((node_id, hashes[job_id], job_id) for job_id in chosen))
     return chosen
@@ -8898,18 +8956,18 @@ def lacks_of(kind: Kind, want: Dict[str, Any]) -> List[str]:
     if want.get('labels') and not (labels and labels.issubset(want['labels'])):
         return []
     lacks = [f"a runner with --label {','.join(sorted(labels))}"] if labels and not want.get('labels') else []
-    size = want.get('total') if want['strategy'] == 'resources' else None
-    if not size:
+    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
         return lacks
+    sizes = node_sizes(want)
+    size = Capacity(*map(max, zip(*sizes)))
     limit_s = parse_time_limit(want.get('time_limit'))
-    memory_bytes, num_nodes = int(size['memory_gb'] * 1024 ** 3), want.get('num_nodes') or 1
     left = format_duration(max(0, (limit_s or 0) - CLAIM_GRACE_S))
     return lacks + [f'{needs}, and this runner has {has}' for is_lacking, needs, has in (
-        (kind.num_cpus > size['num_cpus'], f'{kind.num_cpus} CPUs', f"{size['num_cpus']} (--num-cpus)"),
-        (kind.memory_bytes > memory_bytes, f'{format_memory(kind.memory_bytes)} of memory',
-         f'{format_memory(memory_bytes)} (--memory-gb)'),
-        (kind.num_gpus > size['num_gpus'], f'{kind.num_gpus} GPUs', f"{size['num_gpus']} (--num-gpus)"),
-        (kind.num_nodes > num_nodes, f'{kind.num_nodes} nodes', str(num_nodes)),
+        (kind.num_cpus > size.num_cpus, f'{kind.num_cpus} CPUs', f'{size.num_cpus} (--num-cpus)'),
+        (kind.memory_bytes > size.memory_bytes, f'{format_memory(kind.memory_bytes)} of memory',
+         f'{format_memory(size.memory_bytes)} (--memory-gb)'),
+        (kind.num_gpus > size.num_gpus, f'{kind.num_gpus} GPUs', f'{size.num_gpus} (--num-gpus)'),
+        (kind.num_nodes > len(sizes), f'{kind.num_nodes} nodes', str(len(sizes))),
         (limit_s is not None and kind.runtime_s > limit_s, f'a runtime of {format_duration(kind.runtime_s)}',
          f'{left} left (--time-limit, --end-time)')) if is_lacking]
 
@@ -8939,7 +8997,7 @@ def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int
     check_owned(context, 'compute_node', workflow_id, [body['id']] if body.get('id') else [])
     want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match)
     chosen = claim(context, state, want, body.get('id') or None)
-    answer = {'jobs': claimed_models(context, chosen)}  # type: Dict[str, Any]
+    answer = {'jobs': claimed_models(context, list(chosen))}  # type: Dict[str, Any]
     if not chosen:
         answer['reason'] = explain_no_jobs(context, state, want)
     return answer
@@ -8952,7 +9010,7 @@ def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels:
         raise Refused(f'limit is {limit}; it must be at least 0')
     want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS),
             'labels': [label for label in labels.split(',') if label]}
-    return {'jobs': claimed_models(context, claim(context, state, want, None))}
+    return {'jobs': claimed_models(context, list(claim(context, state, want, None)))}
 
 
 def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Dict[str, Any]]:
@@ -9951,7 +10009,7 @@ def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dic
         answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
     want = body.get('want')
-    chosen = claim(context, state, want, node_id) if want else []
+    chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
     answer['reason'] = explain_no_jobs(context, state,
                                        want) if want and not chosen and body.get('explain') else None
@@ -10087,8 +10145,9 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
                                       'message': result.get('message') or ''}, severity)
 
 
-def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Dict[str, Any]:
-    """Claimed jobs with all that is needed to run them; what many share is sent once."""
+def describe_claims(context: Context, run_id: int, chosen: Dict[int, Tuple[int, ...]]) -> Dict[str, Any]:
+    """Claimed jobs with all that is needed to run them, and the indexes of their nodes; what many share stands once."""
+    job_ids = list(chosen)
     if not job_ids:
         return {'jobs': [], 'kinds': [], 'handlers': []}
     rows = {row[0]: row for row in rows_by_ids(
@@ -10109,7 +10168,8 @@ def describe_claims(context: Context, run_id: int, job_ids: Sequence[int]) -> Di
              'env': json.loads(row[4]) if row[4] else None,
              'attempt_id': row[5], 'kind': classes.index(row[6]), 'outputs': outputs.get(row[0], []),
              'failure_handler': handlers.index(row[7]) if row[7] else None,
-             'interruptions': interruptions[row[0]]} for row in (rows[job_id] for job_id in job_ids)]
+             'interruptions': interruptions[row[0]], 'nodes': chosen[row[0]]}
+            for row in (rows[job_id] for job_id in job_ids)]
     return {'jobs': jobs, 'kinds': [describe_job_class(context, class_id) for class_id in classes],
             'handlers': [json.loads(rules[h]) for h in handlers]}
 
@@ -11210,7 +11270,7 @@ MODELS = {
                  'max_retries:int interrupted:bool file_times:{float} reason:str',
     'RunnerError': 'job_id:int! attempt_id:int! message:str!',
     'RunnerJob': 'id:int! name:str! command:str! invocation_script:str env:{str} attempt_id:int! kind:int! outputs:[output]! '
-                 'failure_handler:int interruptions:int!',
+                 'failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int! '
                   'is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] started:[start] returned:[attempt] '
@@ -11223,6 +11283,7 @@ MODELS = {
                           'is_complete:bool! is_canceled:bool! unfinished:int! claimable:bool! '
                           'pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int num_nodes:nodes depth:int total:@RunnerCapacity '
+                  'nodes:[capacity] sizes:[capacity] '
                   'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! status:str! workflow_id:int!',
@@ -11455,6 +11516,7 @@ SCALAR_CHECKS = {   # type of MODELS -> what refuses other values
     'nodes': lambda place, value: (check_int(place, value), check_range(place, value, 1e5)),
     'ordinal': lambda place, value: (check_int(place, value), check_range(place, value, 1e9)),
     'attempt': functools.partial(check_row, checks=(check_int, check_int)),
+    'capacity': functools.partial(check_row, checks=(check_int, check_int, check_int)),
     'start': functools.partial(check_row, checks=(check_int, check_int, check_time)),
     'ended': functools.partial(check_row, checks=(check_int, check_int, check_str)),
     'content': functools.partial(check_row, checks=(check_int, check_float, check_int, check_str)),
@@ -12043,7 +12105,7 @@ SCALAR_SCHEMAS = {  # type of MODELS -> JSON Schema; stream: server-sent events
     'rules': {'type': 'string', 'contentMediaType': 'application/json'}, 'minutes': AMOUNT, 'gigabytes': AMOUNT,
     'nodes': dict(WHOLE, minimum=0), 'ordinal': dict(WHOLE, minimum=0), 'attempt': describe_row(WHOLE, WHOLE), 'start': describe_row(WHOLE, WHOLE, TIME),
     'content': describe_row(WHOLE, {'type': 'number'}, WHOLE, TEXT),
-    'ended': describe_row(WHOLE, WHOLE, TEXT), 'output': describe_row(WHOLE, TEXT),
+    'ended': describe_row(WHOLE, WHOLE, TEXT), 'capacity': describe_row(WHOLE, WHOLE, WHOLE), 'output': describe_row(WHOLE, TEXT),
     'planned_jobs': {'type': 'array', 'items': describe_row(*[ANYTHING] * len(PLANNED_TYPES)),
                      'description': 'each a list of: ' + ', '.join(PLANNED_TYPES)},
     'planned_kind': dict(describe_row(*[ANYTHING] * 4), description='resource requirements, priority, scheduler, labels'),
@@ -17695,66 +17757,72 @@ def visible_devices(num_gpus: Optional[int]) -> Tuple[str, ...]:
 
 class Grant(Row):
     """What a running job holds."""
-    num_cpus: int
-    memory_bytes: int
+    needs: Needs
+    nodes: Tuple[int, ...]      # their indexes; none with the queue strategy
     devices: Tuple[str, ...]
     owned: Tuple[str, ...]      # of the devices, those that nobody else has
 
 
-class Ledger:
-    """CPUs, memory and GPUs of this node, and who holds them. GPUs are handed out least recently used first."""
+def job_needs(kind: Dict[str, Any]) -> Needs:
+    """What jobs of a kind take. The implicit requirements are a placeholder: one CPU, no limit of memory."""
+    memory_bytes = 0 if kind.get('is_implicit') else kind['memory_bytes']
+    return Needs(kind['num_cpus'], memory_bytes, kind['num_gpus'], kind['num_nodes'])
 
-    def __init__(self, size: NodeSize, max_jobs: Optional[int]) -> None:
-        self.size = size
+
+class Ledger:
+    """What this runner's nodes have, and who holds it. GPUs are handed out least recently used first."""
+
+    def __init__(self, nodes: Sequence[NodeSize], max_jobs: Optional[int]) -> None:
+        self.nodes = nodes
+        self.pool = NodePool([Capacity(node.num_cpus, node.memory_bytes, len(node.devices)) for node in nodes])
         self.max_jobs = max_jobs        # given: only jobs are counted
-        self.num_cpus = size.num_cpus
-        self.memory_bytes = size.memory_bytes
-        self.devices = collections.deque(size.devices)
+        self.devices = [collections.deque(node.devices) for node in nodes]
         self.num_jobs = 0
         self.shared = 0                 # counts GPUs handed out twice, for the queue strategy
+        self.num_cpus = sum(node.num_cpus for node in nodes)    # of all nodes
 
     @property
     def slots(self) -> int:
         """How many of the smallest jobs run at once."""
-        return self.size.num_cpus if self.max_jobs is None else self.max_jobs
+        return self.num_cpus if self.max_jobs is None else self.max_jobs
 
     @property
     def is_full(self) -> bool:
         """Whether nothing at all can start."""
-        return self.num_cpus <= 0 if self.max_jobs is None else self.num_jobs >= self.max_jobs
+        if self.max_jobs is not None:
+            return self.num_jobs >= self.max_jobs
+        return all(free.num_cpus <= 0 for free in self.pool.free)
 
-    def take(self, kind: Dict[str, Any]) -> Optional[Grant]:
-        """Room for a job of a kind, or None."""
+    def take(self, needs: Needs, chosen: Sequence[int] = ()) -> Optional[Grant]:
+        """Room for a job, on the nodes that the claim chose for it if they have it; or None."""
         if self.is_full:
             return None
         if self.max_jobs is not None:
             self.num_jobs += 1
-            return Grant(0, 0, *self.take_devices(kind['num_gpus']))
-        # The implicit requirements are a placeholder: one CPU, no limit of memory.
-        memory_bytes = 0 if kind.get('is_implicit') else kind['memory_bytes']
-        if kind['num_cpus'] > self.num_cpus or memory_bytes > self.memory_bytes or kind['num_gpus'] > len(self.devices):
+            return Grant(needs, (), *self.take_devices(needs.num_gpus))
+        nodes = self.pool.place_at(needs, chosen)
+        if not nodes:
             return None
         self.num_jobs += 1
-        self.num_cpus -= kind['num_cpus']
-        self.memory_bytes -= memory_bytes
-        return Grant(kind['num_cpus'], memory_bytes, *self.take_devices(kind['num_gpus']))
+        if len(nodes) > 1:      # their GPUs are whole nodes', which a single variable cannot name
+            return Grant(needs, nodes, (), ())
+        return Grant(needs, nodes, *self.take_devices(needs.num_gpus, nodes[0]))
 
-    def take_devices(self, wanted: int) -> Tuple[Tuple[str, ...], Tuple[str, ...]]:
-        """GPUs for a job, and which of them are its own: with too few free, all of them are shared in turn."""
-        if wanted <= len(self.devices):
-            owned = tuple(self.devices.popleft() for _ in range(wanted))
+    def take_devices(self, wanted: int, node: int = 0) -> Tuple[Tuple[str, ...], Tuple[str, ...]]:
+        """GPUs of a node for a job, and which of them are its own: with too few free, all of them are shared in turn."""
+        free, pool = self.devices[node], self.nodes[node].devices
+        if wanted <= len(free):
+            owned = tuple(free.popleft() for _ in range(wanted))
             return owned, owned
-        pool = self.size.devices
-        chosen = tuple(pool[(self.shared + place) % len(pool)] for place in range(min(wanted, len(pool))))
+        chosen = tuple(pool[(self.shared + index) % len(pool)] for index in range(min(wanted, len(pool))))
         self.shared += len(chosen)
         return chosen, ()
 
     def release(self, grant: Grant) -> None:
         """A job has ended."""
         self.num_jobs -= 1
-        self.num_cpus += grant.num_cpus
-        self.memory_bytes += grant.memory_bytes
-        self.devices.extend(grant.owned)
+        self.pool.release(grant.needs, grant.nodes)
+        self.devices[grant.nodes[0] if grant.nodes else 0].extend(grant.owned)
 
 
 # -------- wake-ups and the log --------
@@ -17868,15 +17936,15 @@ class RunLog:
 
 class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
-    __slots__ = ('id', 'name', 'attempt_id', 'job', 'kind', 'rules', 'grant', 'stdout', 'stderr',
+    __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'grant', 'stdout', 'stderr',
                  'deletes_stdio', 'process', 'stopped_for', 'completion', 'reason')
 
-    def __init__(self, job: Dict[str, Any], kind: Dict[str, Any], rules: Sequence[Dict[str, Any]]) -> None:
+    def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]]) -> None:
         self.id = job['id']             # type: int
         self.name = job['name']         # type: str
         self.attempt_id = job['attempt_id']     # type: int
         self.job = job
-        self.kind = kind
+        self.needs = needs
         self.rules = rules              # of its failure handler
         self.grant = None               # type: Optional[Grant]
         self.stdout = None              # type: Optional[str]  # name in job_stdio
@@ -18144,7 +18212,7 @@ class Membership:
     def register(self) -> None:
         """Become one of the workflow's compute nodes."""
         runner, link = self.runner, self.runner.link
-        size, options = runner.ledger.size, runner.options
+        size, options = runner.ledger.nodes[0], runner.options
         body = {'workflow_id': runner.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
                 'start_time': format_time(time.time()), 'num_cpus': size.num_cpus, 'num_nodes': 1,
                 'memory_gb': size.memory_bytes / 1024 ** 3, 'num_gpus': len(size.devices),
@@ -18471,23 +18539,24 @@ class ClaimPolicy:
         rounds, ledger = self.rounds(), self.ledger
         if rounds == 1 and (self.backlog or ledger.is_full):
             return None
-        # Ahead: whole rounds of the node's full size, since the running jobs will have ended by then.
-        size = (ledger.size.num_cpus, ledger.size.memory_bytes, len(ledger.size.devices))
-        free = size if rounds > 1 else (ledger.num_cpus, ledger.memory_bytes, len(ledger.devices))
-        limit = rounds * size[0] - len(self.backlog) if rounds > 1 else free[0]
-        if limit <= (rounds * size[0]) // 2 and rounds > 1 or limit <= 0:
+        # Ahead: whole rounds of all that the nodes have, since the running jobs will have ended by then.
+        sizes, all_rounds = ledger.pool.sizes, rounds * ledger.num_cpus
+        free = sizes if rounds > 1 else ledger.pool.free
+        limit = all_rounds - len(self.backlog) if rounds > 1 else sum(node.num_cpus for node in free)
+        if limit <= all_rounds // 2 and rounds > 1 or limit <= 0:
             return None
-        want = {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'num_nodes': 1, 'labels': list(self.options.labels) or None,
-                'time_limit': None, 'scheduler_config_id': None, 'strict': False, 'total': self.capacity(size)}
-        want.update(self.capacity(free))
+        want = {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
+                'labels': list(self.options.labels) or None, 'time_limit': None, 'scheduler_config_id': None,
+                'strict': False, **self.smallest(free), 'num_nodes': len(free), 'total': self.smallest(sizes)}
         if not math.isinf(remaining_s):
             want['time_limit'] = format_duration(max(60, remaining_s + CLAIM_GRACE_S))
         return want
 
     @staticmethod
-    def capacity(values: Sequence[int]) -> Dict[str, Any]:
-        """CPUs, memory and GPUs as a request states them."""
-        return {'num_cpus': values[0], 'memory_gb': values[1] / 1024 ** 3, 'num_gpus': values[2]}
+    def smallest(nodes: Sequence[Capacity]) -> Dict[str, Any]:
+        """What every node has, as servers read it that know no lists of nodes."""
+        num_cpus, memory_bytes, num_gpus = map(min, zip(*nodes))
+        return {'num_cpus': num_cpus, 'memory_gb': memory_bytes / 1024 ** 3, 'num_gpus': num_gpus}
 
     def is_too_late(self, remaining_s: float) -> bool:
         """Whether nothing more will be claimed, because too little time is left."""
@@ -18512,7 +18581,7 @@ class ClaimPolicy:
         try:
             while self.backlog and not self.ledger.is_full:
                 task = self.backlog.popleft()
-                task.grant = self.ledger.take(task.kind)
+                task.grant = self.ledger.take(task.needs, task.job.get('nodes', ()))
                 if task.grant is None:
                     passed.append(task)
                     continue
@@ -18554,7 +18623,7 @@ class Runner:
         self.config = execution_settings(self.workflow)
         check_execution_mode(self.config['mode'])
         self.stop_signal = parse_signal(self.config['termination_signal'])
-        self.ledger = Ledger(measure_node(options), options.max_parallel_jobs)
+        self.ledger = Ledger([measure_node(options)], options.max_parallel_jobs)
         self.appetite = ClaimPolicy(options, self.ledger, self.setting('compute_node_min_time_for_new_jobs_seconds'))
         self.link = ServerLink(client, workflow_id, self.run_id)
         self.membership = Membership(self)
@@ -18786,8 +18855,8 @@ class Runner:
         if answer['actions']:
             self.actions.add(answer['actions'])
         if answer['jobs']:
-            handlers = answer['handlers']
-            self.appetite.add([Attempt(job, answer['kinds'][job['kind']], handlers[job['failure_handler']] if job['failure_handler'] is not None else ())
+            handlers, kinds = answer['handlers'], [job_needs(kind) for kind in answer['kinds']]
+            self.appetite.add([Attempt(job, kinds[job['kind']], handlers[job['failure_handler']] if job['failure_handler'] is not None else ())
                                for job in answer['jobs']])
             self.has_progressed = True
             self.worked_at = time.monotonic()
