@@ -13811,7 +13811,7 @@ class RunnerRulesTest(unittest.TestCase):
                 file.write(content)
         os.mkfifo(os.path.join(directory, 'pipe'))      # nobody will write to it
         names = ['absent', 'big', 'pipe', 'empty', '.', 'nul\0', 'after']
-        digests = torc.Digests()
+        digests = torc.Digests(list)
         digests.waiting.extend((number, os.path.join(directory, name)) for number, name in enumerate(names))
         turns, rows = 0, []
         while digests.is_busy:
@@ -13824,14 +13824,6 @@ class RunnerRulesTest(unittest.TestCase):
         digests.work(1e-9)
         digests.drop()
         self.assertFalse(digests.is_busy)
-
-    def test_a_server_of_before_an_update_revokes_nothing(self):
-        answer = {'notices': [], 'actions': [], 'jobs': [], 'reason': '', 'is_complete': True}
-        runner = unittest.mock.MagicMock(answers=0)
-        torc.Runner.on_answer(runner, answer)
-        runner.membership.revoke.assert_called_once_with(())
-        runner.actions.revoke.assert_called_once_with(())
-        self.assertEqual((1, answer), (runner.answers, runner.answer))
 
     def test_gpus_are_handed_out_least_recently_used_first(self):
         ledger = self.ledger(8, 1 << 30, ('0', '1', '2'))
@@ -13864,7 +13856,7 @@ class RunnerRulesTest(unittest.TestCase):
     def test_a_claim_states_each_nodes_capacity_and_what_older_servers_read(self):
         ledger = torc.Ledger([torc.NodeSize(2, 1 << 30, ()), torc.NodeSize(4, 2 << 30, ('0',))], None)
         ledger.take(self.kind(1, 1 << 29))
-        want = torc.ClaimPolicy(torc.RunnerOptions(), ledger, 300).want(math.inf)
+        want = torc.ClaimPolicy(torc.RunnerOptions(), ledger, 300, torc.Attempts()).want(math.inf)
         self.assertEqual(([(1, 1 << 29, 0), (4, 2 << 30, 1)], [(2, 1 << 30, 0), (4, 2 << 30, 1)]), (want['nodes'], want['sizes']))
         self.assertEqual((2, 1, 0.5, 0, {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}),
                          tuple(want[key] for key in ('num_nodes', 'num_cpus', 'memory_gb', 'num_gpus', 'total')))
@@ -13876,33 +13868,28 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertIsNotNone(ledger.take(self.kind(memory=1 << 20, is_implicit=True)))
 
     def test_short_jobs_are_claimed_ahead_and_long_ones_are_not(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300, torc.Attempts())
         for mean_s, rounds in ((math.inf, 1), (10.0, 1), (0.2, 1), (0.029, 5), (0.0059, 25), (0.0, 64)):
             appetite.mean_s = mean_s
             self.assertEqual((rounds, 2 * rounds), (appetite.rounds(), appetite.want(math.inf)['limit']))
 
     def test_a_claim_states_the_time_left_with_the_grace(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300, torc.Attempts())
         self.assertIsNone(appetite.want(math.inf)['time_limit'])
         self.assertEqual('PT1H', appetite.want(3480.0)['time_limit'])
 
     def test_the_queue_strategy_claims_nothing_near_the_end(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30, max_jobs=4), 300)
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30, max_jobs=4), 300, torc.Attempts())
         self.assertEqual(4, appetite.want(301.0)['limit'])
         self.assertIsNone(appetite.want(299.0))
 
     def test_waits_double_without_progress_and_are_short_without_children(self):
-        runner = torc.Runner.__new__(torc.Runner)
-        runner.options = torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300)
-        runner.launcher, runner.has_progressed, runner.backoff_s = unittest.mock.Mock(children={1: 1}), True, 5
-        waits = []
-        for _ in range(9):
-            runner.plan_poll(True)
-            waits.append(round(runner.poll_at - time.monotonic()))
-        self.assertEqual([5, 5, 10, 20, 40, 80, 160, 300, 300], waits)
-        runner.launcher.children, runner.options = {}, torc.RunnerOptions(poll_interval_s=60)
-        runner.plan_poll(True)
-        self.assertEqual(30, round(runner.poll_at - time.monotonic()))
+        pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300))
+        self.assertEqual([5, 5, 10, 20, 40, 80, 160, 300, 300], [pace.next_wait_s(True, has_children=True) for _ in range(9)])
+        self.assertIsNone(pace.next_wait_s(False, has_children=True), 'a report between two polls changes nothing')
+        pace.on_end()
+        self.assertEqual([5, 5, 10], [pace.next_wait_s(True, has_children=True) for _ in range(3)])
+        self.assertEqual(30, torc.Pace(torc.RunnerOptions(poll_interval_s=60)).next_wait_s(True, has_children=False))
 
     def test_the_first_rule_that_names_the_code_wins_then_the_first_for_all(self):
         rules = [{'match_all_exit_codes': True, 'max_retries': 1}, {'exit_codes': [3], 'max_retries': 2}, {'exit_codes': [3], 'max_retries': 9}]

@@ -48,6 +48,10 @@ Sections (grep '^# ==' torc.py):
     12. Processes
     13. Launcher
     16. Runner
+    16a. Output
+    16b. Runner's link
+    16c. Runner's parts
+    16d. Runner's loop
     19. Rendering
     20. Commands
     20a. Workflows
@@ -17331,25 +17335,14 @@ class Shell:
             os.close(source)
 
 
-# ======== 16. Runner: a node at work ========
+# ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
-# One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one request that
-# carries ends and starts to the server and brings work back; start; wait. Rules of the loop:
-#
-# * Only two things block: the wait, which a child's exit or a signal ends at once, and one request to the server, which
-#   has a deadline. Actions and recovery scripts are children like jobs.
-# * The server decides who runs what; the ledger guards every start all the same, since jobs may be claimed ahead: short
-#   ones for several rounds, so that starting the next never waits for an answer. What was claimed ahead and cannot
-#   start within a second goes back.
-# * Ends and starts are kept until the server has acknowledged them. It knows them by (job, run, attempt), so that
-#   saying them twice does no harm. While it is silent children go on and are reaped; nothing new is started.
-# * The runner leaves for one reason: the workflow is over, its time is over, a signal, or idleness. From then on it
-#   claims nothing, waits for what it has, reports, and takes itself off the list of nodes.
-#
-# -------- options and outcome --------
+# A runner is one node at work for one workflow: a loop (16c) over parts (16b), each of which says when it is due and
+# acts in each turn. Here stand the values that they share. Each attempt of a job has one state, changed by
+# Attempts.change alone along ATTEMPT_STATES; an attempt's completion stands in the attempt and nowhere else.
 
 BATCH_S = 0.05              # between two reports while there is work at hand
-START_NEWS_S = 0.1          # until a start is reported that nothing else gives reason to report
+START_REPORT_S = 0.1        # until a start is reported that nothing else gives reason to report
 AHEAD_S = 0.15              # so much work per slot is claimed ahead
 MAX_ROUNDS_AHEAD = 64
 STALE_AHEAD_S = 1.0         # jobs claimed ahead that could not start for so long go back
@@ -17358,9 +17351,9 @@ MAX_COMPLETIONS_PER_REQUEST = 500
 IDLE_WAIT_S = 30.0          # the longest wait without children
 LATE_ACTION_S = 120.0       # after a local end an action that is not yet triggered may still come
 CANCEL_LEAD_S = 2.0         # from SIGTERM to SIGKILL when the workflow is canceled
-FAREWELL_S = 10.0           # an interrupted runner tries so long to report to a silent server
+LAST_REPORT_S = 10.0        # an interrupted runner tries so long to report to an unreachable server
 READ_DEADLINE_S = 5.0       # for an answer that has begun to come
-RECONNECT_S = 1.0           # a silent server is looked for so long at a time: children wait meanwhile
+RECONNECT_S = 1.0           # so long at a time an unreachable server is looked for: children wait meanwhile
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
@@ -17400,6 +17393,9 @@ class RunOutcome(Row):
     jobs_by_status: Dict[str, int] = {}     # of the whole workflow, as last seen
 
 
+# -------- a node's size, and what is taken of it --------
+
+
 class NodeSize(Row):
     """What a node has to give."""
     num_cpus: int
@@ -17407,7 +17403,303 @@ class NodeSize(Row):
     devices: Tuple[str, ...]    # GPUs, as CUDA_VISIBLE_DEVICES names them
 
 
-# -------- the owner of an output directory --------
+def measure_node(options: RunnerOptions) -> NodeSize:
+    """This node's size, where the options do not say otherwise."""
+    if options.num_cpus is not None:
+        num_cpus = options.num_cpus
+    elif hasattr(os, 'sched_getaffinity'):
+        num_cpus = len(os.sched_getaffinity(0))
+    else:
+        num_cpus = os.cpu_count() or 1
+    if options.memory_gb is not None:
+        memory_bytes = int(options.memory_gb * 1024 ** 3)
+    else:
+        memory_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    return NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus))
+
+
+def visible_devices(num_gpus: Optional[int]) -> Tuple[str, ...]:
+    """GPUs that may be used: those of CUDA_VISIBLE_DEVICES, else numbers from 0."""
+    words = [word.strip() for word in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')]
+    visible = [word for word in words if word and word not in ('-1', 'NoDevFiles')]
+    if not visible:
+        count = len(glob.glob('/dev/nvidia[0-9]*')) if num_gpus is None else num_gpus
+        visible = [str(number) for number in range(count)]
+    return tuple(visible if num_gpus is None else visible[:num_gpus])
+
+
+class Grant(Row):
+    """What a running job holds."""
+    needs: Needs
+    nodes: Tuple[int, ...]      # their indexes; none with the queue strategy
+    devices: Tuple[str, ...]
+    owned: Tuple[str, ...]      # of the devices, those that nobody else has
+
+
+def job_needs(kind: Dict[str, Any]) -> Needs:
+    """What jobs of a kind take. The implicit requirements are a placeholder: one CPU, no limit of memory."""
+    memory_bytes = 0 if kind.get('is_implicit') else kind['memory_bytes']
+    return Needs(kind['num_cpus'], memory_bytes, kind['num_gpus'], kind['num_nodes'])
+
+
+class Ledger:
+    """What this runner's nodes have, and who holds it. GPUs are handed out least recently used first."""
+
+    def __init__(self, nodes: Sequence[NodeSize], max_jobs: Optional[int]) -> None:
+        self.nodes = nodes
+        self.pool = NodePool([Capacity(node.num_cpus, node.memory_bytes, len(node.devices)) for node in nodes])
+        self.max_jobs = max_jobs        # given: only jobs are counted
+        self.devices = [collections.deque(node.devices) for node in nodes]
+        self.num_jobs = 0
+        self.shared = 0                 # counts GPUs handed out twice, for the queue strategy
+        self.num_cpus = sum(node.num_cpus for node in nodes)    # of all nodes
+
+    @property
+    def slots(self) -> int:
+        """How many of the smallest jobs run at once."""
+        return self.num_cpus if self.max_jobs is None else self.max_jobs
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing at all can start."""
+        if self.max_jobs is not None:
+            return self.num_jobs >= self.max_jobs
+        return all(free.num_cpus <= 0 for free in self.pool.free)
+
+    def take(self, needs: Needs, chosen: Sequence[int] = ()) -> Optional[Grant]:
+        """Room for a job, on the nodes that the claim chose for it if they have it; or None."""
+        if self.is_full:
+            return None
+        if self.max_jobs is not None:
+            self.num_jobs += 1
+            return Grant(needs, (), *self.take_devices(needs.num_gpus))
+        nodes = self.pool.place_at(needs, chosen)
+        if not nodes:
+            return None
+        self.num_jobs += 1
+        if len(nodes) > 1:      # their GPUs are whole nodes', which a single variable cannot name
+            return Grant(needs, nodes, (), ())
+        return Grant(needs, nodes, *self.take_devices(needs.num_gpus, nodes[0]))
+
+    def take_devices(self, wanted: int, node: int = 0) -> Tuple[Tuple[str, ...], Tuple[str, ...]]:
+        """GPUs of a node for a job, and which of them are its own: with too few free, all of them are shared in turn."""
+        free, pool = self.devices[node], self.nodes[node].devices
+        if wanted <= len(free):
+            owned = tuple(free.popleft() for _ in range(wanted))
+            return owned, owned
+        chosen = tuple(pool[(self.shared + index) % len(pool)] for index in range(min(wanted, len(pool))))
+        self.shared += len(chosen)
+        return chosen, ()
+
+    def release(self, grant: Grant) -> None:
+        """A job has ended."""
+        self.num_jobs -= 1
+        self.pool.release(grant.needs, grant.nodes)
+        self.devices[grant.nodes[0] if grant.nodes else 0].extend(grant.owned)
+
+
+# -------- attempts and their states --------
+
+
+class AttemptState(Row):
+    """What the state of an attempt means, and which may follow it."""
+    meaning: str
+    next: Tuple[str, ...]   # none: the runner forgets the attempt
+
+
+ATTEMPT_STATES = {
+    'claimed':      AttemptState('given to this runner, not started', ('running', 'ended', 'returned', 'dropped')),
+    'running':      AttemptState('started', ('stopping', 'ended')),
+    'stopping':     AttemptState('started, and asked to end; stopped_for says why', ('ended',)),
+    'ended':        AttemptState('nothing of it lives; perhaps not judged yet', ('judged', 'dropped')),
+    'judged':       AttemptState('has a verdict, thus a completion', ('recovering', 'reported')),
+    'recovering':   AttemptState('its recovery script runs, or is to run', ('reported',)),
+    'reported':     AttemptState('its completion waits for the answer of the server', ('acknowledged',)),
+    'returned':     AttemptState('given back without a start', ()),
+    'dropped':      AttemptState('reset or given to others: none of our business', ()),
+    'acknowledged': AttemptState('the server has taken its completion in, or refused it', ()),
+}
+STARTED = ('running', 'stopping')
+
+
+class Attempt:
+    """One attempt of a job in this runner's hands, from claim to acknowledged end."""
+    __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
+                 'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason')
+
+    def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
+        self.id = job['id']             # type: int
+        self.name = job['name']         # type: str
+        self.attempt_id = job['attempt_id']     # type: int
+        self.job = job
+        self.needs = needs
+        self.rules = rules              # of its failure handler
+        self.state = 'claimed'          # changed by Attempts.change
+        self.grant = None               # type: Optional[Grant]
+        self.stdout = None              # type: Optional[str]  # name in job_stdio
+        self.stderr = None              # type: Optional[str]
+        self.deletes_stdio = False      # after success
+        self.process = None             # type: Optional[Process]
+        self.stopped_for = ''           # '', one of SIGNAL_REASONS, or 'revoked'
+        self.stopped_by = None          # type: Optional[int]  # the signal that this runner got
+        self.end = None                 # type: Optional[ProcessEnd]
+        self.completion = {}            # type: Dict[str, Any]  # from its verdict on
+        self.reason = ''                # of a failure
+
+    @property
+    def key(self) -> Tuple[int, int]:
+        """What the server knows this attempt by, within the run."""
+        return self.id, self.attempt_id
+
+
+class Attempts:
+    """All attempts in this runner's hands, by state. Those of a state stand in the order in which they came to it."""
+
+    def __init__(self) -> None:
+        self.by_state = {state: {} for state in ATTEMPT_STATES}     # type: Dict[str, Dict[Attempt, None]]
+
+    def add(self, attempt: Attempt) -> None:
+        """Take a claimed attempt in."""
+        self.by_state[attempt.state][attempt] = None
+
+    def change(self, attempt: Attempt, state: str) -> None:
+        """The only way to another state; ValueError if it may not follow. Final states are forgotten."""
+        if state not in ATTEMPT_STATES[attempt.state].next:
+            raise ValueError(f'attempt {attempt.key} is {attempt.state}, and cannot become {state}')
+        del self.by_state[attempt.state][attempt]
+        attempt.state = state
+        if ATTEMPT_STATES[state].next:
+            self.by_state[state][attempt] = None
+
+    def of(self, *states: str) -> List[Attempt]:
+        """The attempts in these states, or all. A list of its own: the caller may change their states."""
+        return [attempt for state in states or ATTEMPT_STATES for attempt in self.by_state[state]]
+
+    def count(self, *states: str) -> int:
+        """How many there are in these states."""
+        return sum(len(self.by_state[state]) for state in states)
+
+
+# -------- starting a job: its files, its environment --------
+
+
+def open_outputs(attempt: Attempt, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
+    """Open a job's output files into `outputs`, by its stdio mode. `stem` is job_stdio, workflow and run."""
+    own = (config['job_stdio_overrides'] or {}).get(attempt.name)   # as in Torc it inherits nothing
+    stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
+    directory, workflow_id, run_id = stem
+    attempt.deletes_stdio = bool(stdio.get('delete_on_success'))
+    names = stdio_names(workflow_id, attempt.id, run_id, attempt.attempt_id, stdio['mode'])
+    attempt.stdout, attempt.stderr = names
+    for name in names:
+        if name is None:
+            outputs.append(os.open(os.devnull, os.O_WRONLY))
+        else:
+            outputs.append(outputs[0] if outputs and name == attempt.stdout else directory.create(name))
+
+
+def job_variables(attempt: Attempt, common: Dict[str, str]) -> Dict[str, str]:
+    """A job's environment over the runner's: its own, its GPUs, and ours; later ones win."""
+    return {**(attempt.job['env'] or {}), **gpu_environment(attempt.grant.devices), **common,
+            'TORC_JOB_ID': str(attempt.id), 'TORC_JOB_NAME': attempt.name, 'TORC_ATTEMPT_ID': str(attempt.attempt_id)}
+
+
+def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> Dict[str, str]:
+    """Environment that every child gets. The token itself never: only where it lies."""
+    variables = {'TORC_WORKFLOW_ID': workflow['id'], 'TORC_RUN_ID': workflow.get('run_id') or 0, 'TORC_OUTPUT_DIR': output_dir,
+                 'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'), 'TORC_API_URL': client.url,
+                 'TORC_TOKEN_FILE': client.token_file,
+                 'TORC_TLS_CA_CERT': client.trust.ca_file and os.path.abspath(client.trust.ca_file),
+                 'TORC_TLS_INSECURE': '1' if client.trust.is_insecure else ''}
+    return {name: str(value) for name, value in variables.items() if value not in (None, '')}
+
+
+# -------- what an end means --------
+
+
+class Verdict(Row):
+    """What an end means."""
+    status: str
+    return_code: int
+    message: str = ''
+
+
+def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int,
+              interrupted_by: Optional[int] = None) -> Verdict:
+    """Status and return code of an attempt, before its output files are looked at."""
+    if stopped_for == 'cancel':
+        return Verdict('canceled', end.return_code, 'the workflow was canceled')
+    if end.return_code == 0:
+        return Verdict('completed', 0)
+    if stopped_for == 'deadline':
+        # A code of its own, such as a checkpoint's, is reported; dying of what was sent is a timeout.
+        is_own = not end.signal_number and end.return_code != 128 + sent_signal
+        return Verdict('terminated', end.return_code if is_own else timeout_exit_code, "stopped: the runner's time is over")
+    if stopped_for:
+        cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
+        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
+    return Verdict('failed', end.return_code)
+
+
+def stat_outputs(outputs: Sequence[Sequence[Any]]) -> Tuple[Dict[str, float], List[str]]:
+    """Modification times of declared output files, and the paths of those that are missing."""
+    times, missing = {}, []
+    for file_id, path in outputs:
+        try:
+            times[str(file_id)] = os.stat(path).st_mtime
+        except (OSError, ValueError):   # ValueError: a NUL in the path
+            missing.append(path)
+    return times, missing
+
+
+def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
+    """A failure handler's rule for a return code: the first that names it, else the first that matches all."""
+    for rule in rules:
+        if return_code in (rule.get('exit_codes') or ()):
+            return rule
+    return next((rule for rule in rules if rule.get('match_all_exit_codes')), None)
+
+
+# -------- the settings of a workflow --------
+
+def execution_settings(workflow: Dict[str, Any]) -> Dict[str, Any]:
+    """A workflow's execution_config, with all defaults."""
+    given = workflow.get('execution_config') or {}
+    return dict(EXECUTION_DEFAULTS, **{key: value for key, value in given.items() if value is not None})
+
+
+def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
+    """BadInput if the runner's time would be over before any job of a workflow could start."""
+    left_s = math.inf if options.end_time is None else options.end_time - time.time()
+    config, left = execution_settings(workflow), f'the time limit leaves {max(0.0, left_s):.0f} s'
+    lead_s, headroom_s = config['sigterm_lead_seconds'], config['sigkill_headroom_seconds']
+    if left_s <= lead_s + headroom_s:
+        raise BadInput(f'{left}, but jobs are stopped {lead_s + headroom_s} s before its end, so that none '
+                       f'could start: allow more time, or lower sigterm_lead_seconds ({lead_s}) and '
+                       f'sigkill_headroom_seconds ({headroom_s}) in execution_config')
+    name = 'compute_node_min_time_for_new_jobs_seconds'
+    least_s = WORKFLOW_DEFAULTS[name] if workflow.get(name) is None else workflow[name]
+    if options.max_parallel_jobs is not None and left_s < least_s:
+        raise BadInput(f'{left}, but with --max-parallel-jobs no job is started when less than {least_s} s '
+                       f"are left: allow more time, or lower the workflow's {name}")
+
+
+def check_execution_mode(mode: str) -> None:
+    """Refuse what cannot be done here. Mode auto is direct outside of an allocation."""
+    if mode == 'slurm':
+        where = 'there is no Slurm allocation here (SLURM_JOB_ID is not set)' if not os.environ.get('SLURM_JOB_ID') else \
+            'this version starts no Slurm steps'
+        raise Refused(f"execution_config.mode is 'slurm', but {where}; use mode 'auto' or 'direct'")
+
+
+def parse_signal(name: str) -> int:
+    """'SIGTERM' or 'TERM' -> its number; SIGTERM for what is not a signal's name."""
+    word = str(name).upper()
+    number = getattr(signal, word if word.startswith('SIG') else 'SIG' + word, None)
+    return int(number) if isinstance(number, signal.Signals) else int(signal.SIGTERM)
+
+
+# ======== 16a. Output: whose directory it is, whether it can be written to, and the runner's log ========
 #
 # Output files are named by ids, which begin at 1 in every database: two databases would overwrite each
 # other's files. So an output directory belongs to one database. Records .torc_database.1, .2, ... name it,
@@ -17725,158 +18017,7 @@ class OutputDirectory:
         return self.loss
 
 
-# -------- a node's size --------
-
-def measure_node(options: RunnerOptions) -> NodeSize:
-    """This node's size, where the options do not say otherwise."""
-    if options.num_cpus is not None:
-        num_cpus = options.num_cpus
-    elif hasattr(os, 'sched_getaffinity'):
-        num_cpus = len(os.sched_getaffinity(0))
-    else:
-        num_cpus = os.cpu_count() or 1
-    if options.memory_gb is not None:
-        memory_bytes = int(options.memory_gb * 1024 ** 3)
-    else:
-        memory_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus))
-
-
-def visible_devices(num_gpus: Optional[int]) -> Tuple[str, ...]:
-    """GPUs that may be used: those of CUDA_VISIBLE_DEVICES, else numbers from 0."""
-    words = [word.strip() for word in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')]
-    visible = [word for word in words if word and word not in ('-1', 'NoDevFiles')]
-    if not visible:
-        count = len(glob.glob('/dev/nvidia[0-9]*')) if num_gpus is None else num_gpus
-        visible = [str(number) for number in range(count)]
-    return tuple(visible if num_gpus is None else visible[:num_gpus])
-
-
-# -------- the ledger --------
-
-
-class Grant(Row):
-    """What a running job holds."""
-    needs: Needs
-    nodes: Tuple[int, ...]      # their indexes; none with the queue strategy
-    devices: Tuple[str, ...]
-    owned: Tuple[str, ...]      # of the devices, those that nobody else has
-
-
-def job_needs(kind: Dict[str, Any]) -> Needs:
-    """What jobs of a kind take. The implicit requirements are a placeholder: one CPU, no limit of memory."""
-    memory_bytes = 0 if kind.get('is_implicit') else kind['memory_bytes']
-    return Needs(kind['num_cpus'], memory_bytes, kind['num_gpus'], kind['num_nodes'])
-
-
-class Ledger:
-    """What this runner's nodes have, and who holds it. GPUs are handed out least recently used first."""
-
-    def __init__(self, nodes: Sequence[NodeSize], max_jobs: Optional[int]) -> None:
-        self.nodes = nodes
-        self.pool = NodePool([Capacity(node.num_cpus, node.memory_bytes, len(node.devices)) for node in nodes])
-        self.max_jobs = max_jobs        # given: only jobs are counted
-        self.devices = [collections.deque(node.devices) for node in nodes]
-        self.num_jobs = 0
-        self.shared = 0                 # counts GPUs handed out twice, for the queue strategy
-        self.num_cpus = sum(node.num_cpus for node in nodes)    # of all nodes
-
-    @property
-    def slots(self) -> int:
-        """How many of the smallest jobs run at once."""
-        return self.num_cpus if self.max_jobs is None else self.max_jobs
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing at all can start."""
-        if self.max_jobs is not None:
-            return self.num_jobs >= self.max_jobs
-        return all(free.num_cpus <= 0 for free in self.pool.free)
-
-    def take(self, needs: Needs, chosen: Sequence[int] = ()) -> Optional[Grant]:
-        """Room for a job, on the nodes that the claim chose for it if they have it; or None."""
-        if self.is_full:
-            return None
-        if self.max_jobs is not None:
-            self.num_jobs += 1
-            return Grant(needs, (), *self.take_devices(needs.num_gpus))
-        nodes = self.pool.place_at(needs, chosen)
-        if not nodes:
-            return None
-        self.num_jobs += 1
-        if len(nodes) > 1:      # their GPUs are whole nodes', which a single variable cannot name
-            return Grant(needs, nodes, (), ())
-        return Grant(needs, nodes, *self.take_devices(needs.num_gpus, nodes[0]))
-
-    def take_devices(self, wanted: int, node: int = 0) -> Tuple[Tuple[str, ...], Tuple[str, ...]]:
-        """GPUs of a node for a job, and which of them are its own: with too few free, all of them are shared in turn."""
-        free, pool = self.devices[node], self.nodes[node].devices
-        if wanted <= len(free):
-            owned = tuple(free.popleft() for _ in range(wanted))
-            return owned, owned
-        chosen = tuple(pool[(self.shared + index) % len(pool)] for index in range(min(wanted, len(pool))))
-        self.shared += len(chosen)
-        return chosen, ()
-
-    def release(self, grant: Grant) -> None:
-        """A job has ended."""
-        self.num_jobs -= 1
-        self.pool.release(grant.needs, grant.nodes)
-        self.devices[grant.nodes[0] if grant.nodes else 0].extend(grant.owned)
-
-
-# -------- wake-ups and the log --------
-
-
-class Wakeup:
-    """The only wait. SIGCHLD, SIGINT, SIGTERM and SIGHUP end it; their handlers do nothing (signal.set_wakeup_fd).
-
-    Needs the main thread. What was set before is set again by `close`.
-    """
-
-    def __init__(self) -> None:
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self.writer, False)
-        self.old_descriptor = signal.set_wakeup_fd(self.writer)
-        self.old_handlers = {}      # type: Dict[int, Any]
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup and `&` in a script ask for these to be ignored; SIGCHLD is ours in any case.
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
-                self.old_handlers[number] = signal.signal(number, lambda *_: None)
-        # Launchers such as srun may start us with signals blocked.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.old_handlers)
-
-    @staticmethod
-    def readable(numbers: Sequence[int], timeout_s: float) -> Set[int]:
-        """Those of the descriptors from which something can be read, once there is one or the time is over."""
-        poll = select.poll()    # select() knows no descriptors from 1024 on
-        for number in numbers:
-            poll.register(number, select.POLLIN)
-        return {number for number, _ in poll.poll(math.ceil(timeout_s * 1000))}
-
-    def has_answer(self, pending: PendingCall) -> bool:
-        """Whether the answer to a request is there, or will never be."""
-        return pending.fileno() < 0 or bool(self.readable([pending.fileno()], 0))
-
-    def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
-        """Wait for a signal, the answer to a request, or the timeout; which signals came."""
-        number = -1 if pending is None else pending.fileno()
-        timeout_s = 0 if pending is not None and number < 0 else timeout_s
-        if self.reader not in self.readable([self.reader, number] if number >= 0 else [self.reader], timeout_s):
-            return []
-        try:
-            return list(os.read(self.reader, 65536))
-        except BlockingIOError:
-            return []
-
-    def close(self) -> None:
-        """Leave signals as they were."""
-        signal.set_wakeup_fd(self.old_descriptor)
-        for number, handler in self.old_handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        os.close(self.reader)
-        os.close(self.writer)
+# -------- the runner's log --------
 
 
 class RunLog:
@@ -17931,184 +18072,168 @@ class RunLog:
         os.close(self.descriptor)
 
 
-# -------- one job --------
+# ======== 16b. Runner's link: how a runner and its server keep in step ========
+#
+# NodeContext is what all parts of a runner know. ServerLink is the only part that speaks to the server, by one
+# request at a time: it carries what has happened here, and brings work. Rules:
+#
+# * What is to be sent is kept until the server has acknowledged it. The server knows it by (job, run, attempt), so
+#   that sending it twice does no harm. What an answer that was lost may have brought is settled by saying what is held.
+# * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request without an
+#   answer. While the server is silent children go on and are reaped, and nothing is started once the lease is over.
+# * Who starts something asks for the lease: when it is over, as after a suspension, others may have our jobs.
 
-
-class Attempt:
-    """One attempt of a job in this runner's hands, from claim to acknowledged end."""
-    __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'grant', 'stdout', 'stderr',
-                 'deletes_stdio', 'process', 'stopped_for', 'completion', 'reason')
-
-    def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]]) -> None:
-        self.id = job['id']             # type: int
-        self.name = job['name']         # type: str
-        self.attempt_id = job['attempt_id']     # type: int
-        self.job = job
-        self.needs = needs
-        self.rules = rules              # of its failure handler
-        self.grant = None               # type: Optional[Grant]
-        self.stdout = None              # type: Optional[str]  # name in job_stdio
-        self.stderr = None              # type: Optional[str]
-        self.deletes_stdio = False      # after success
-        self.process = None             # type: Optional[Process]
-        self.stopped_for = ''           # '', one of SIGNAL_REASONS, or 'revoked'
-        self.completion = {}            # type: Dict[str, Any]
-        self.reason = ''                # of a failure
-
-    @property
-    def key(self) -> List[int]:
-        """What the server knows this attempt by, within the run."""
-        return [self.id, self.attempt_id]
-
-
-def open_outputs(task: Attempt, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
-    """Open a job's output files into `outputs`, by its stdio mode. `stem` is job_stdio, workflow and run."""
-    own = (config['job_stdio_overrides'] or {}).get(task.name)      # as in Torc it inherits nothing
-    stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
-    directory, workflow_id, run_id = stem
-    task.deletes_stdio = bool(stdio.get('delete_on_success'))
-    names = stdio_names(workflow_id, task.id, run_id, task.attempt_id, stdio['mode'])
-    task.stdout, task.stderr = names
-    for name in names:
-        if name is None:
-            outputs.append(os.open(os.devnull, os.O_WRONLY))
-        else:
-            outputs.append(outputs[0] if outputs and name == task.stdout else directory.create(name))
-
-
-def job_variables(task: Attempt, common: Dict[str, str]) -> Dict[str, str]:
-    """A job's environment over the runner's: its own, its GPUs, and ours; later ones win."""
-    return {**(task.job['env'] or {}), **gpu_environment(task.grant.devices), **common, 'TORC_JOB_ID': str(task.id),
-            'TORC_JOB_NAME': task.name, 'TORC_ATTEMPT_ID': str(task.attempt_id)}
-
-
-def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> Dict[str, str]:
-    """Environment that every child gets. The token itself never: only where it lies."""
-    variables = {'TORC_WORKFLOW_ID': workflow['id'], 'TORC_RUN_ID': workflow.get('run_id') or 0, 'TORC_OUTPUT_DIR': output_dir,
-                 'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'), 'TORC_API_URL': client.url,
-                 'TORC_TOKEN_FILE': client.token_file,
-                 'TORC_TLS_CA_CERT': client.trust.ca_file and os.path.abspath(client.trust.ca_file),
-                 'TORC_TLS_INSECURE': '1' if client.trust.is_insecure else ''}
-    return {name: str(value) for name, value in variables.items() if value not in (None, '')}
-
-
-class Verdict(Row):
-    """What an end means."""
-    status: str
-    return_code: int
-    message: str = ''
-
-
-def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int,
-              interrupted_by: Optional[int] = None) -> Verdict:
-    """Status and return code of an attempt, before its output files are looked at."""
-    if stopped_for == 'cancel':
-        return Verdict('canceled', end.return_code, 'the workflow was canceled')
-    if end.return_code == 0:
-        return Verdict('completed', 0)
-    if stopped_for == 'deadline':
-        # A code of its own, such as a checkpoint's, is told; dying of what was sent is a timeout.
-        is_own = not end.signal_number and end.return_code != 128 + sent_signal
-        return Verdict('terminated', end.return_code if is_own else timeout_exit_code, "stopped: the runner's time is over")
-    if stopped_for:
-        cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
-        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
-    return Verdict('failed', end.return_code)
-
-
-def stat_outputs(outputs: Sequence[Sequence[Any]]) -> Tuple[Dict[str, float], List[str]]:
-    """Modification times of declared output files, and the paths of those that are missing."""
-    times, missing = {}, []
-    for file_id, path in outputs:
-        try:
-            times[str(file_id)] = os.stat(path).st_mtime
-        except (OSError, ValueError):   # ValueError: a NUL in the path
-            missing.append(path)
-    return times, missing
-
-
-class Digests:
-    """Reads output files for the RO-Crate, a piece at a time between the loop's other work."""
-
-    def __init__(self) -> None:
-        self.waiting = collections.deque()      # type: collections.deque
-        self.current = None                     # type: Optional[Tuple[int, Iterator]]
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is left to read."""
-        return bool(self.current or self.waiting)
-
-    def work(self, for_s: float) -> List[List[Any]]:
-        """Read for so long, a piece at least; rows about the files that were read to their end."""
-        until, rows = time.monotonic() + for_s, []
-        while self.is_busy:
-            if self.current is None:
-                file_id, path = self.waiting.popleft()
-                self.current = file_id, digest_file(path)
-            try:
-                found = next(self.current[1])
-            except (OSError, ValueError):       # gone, or no plain file: it is described without
-                self.current = None
-                continue
-            if found is not None:
-                rows.append([self.current[0], *found])
-                self.current = None
-            if time.monotonic() >= until:
-                break
-        return rows
-
-    def drop(self) -> None:
-        """There is no time left for it."""
-        self.waiting.clear()
-        self.current = None
-
-
-def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
-    """A failure handler's rule for a return code: the first that names it, else the first that matches all."""
-    for rule in rules:
-        if return_code in (rule.get('exit_codes') or ()):
-            return rule
-    return next((rule for rule in rules if rule.get('match_all_exit_codes')), None)
-
-
-# -------- words with the server --------
+LINK_STATES = {     # what is known of the server -> what may follow
+    'online': ('silent',),              # it has answered the last request, or none was sent yet
+    'silent': ('online', 'offline'),    # it has not; it is asked again, at growing intervals
+    'offline': ('online',),             # ... for longer than the window, and no child is left to wait for
+}
 
 
 class LeaseOver(OSError):
     """Raised in place of a start: the server must be asked before."""
 
 
-class ServerLink:
-    """What this runner has to tell the server, kept until it is acknowledged, and how long the server has been silent."""
+class NodeContext:
+    """What all parts of a runner know: the workflow, the node, and where to report to people."""
 
-    def __init__(self, client: Any, workflow_id: int, run_id: int) -> None:
+    def __init__(self, workflow: Dict[str, Any], options: RunnerOptions, output: OutputDirectory, log: RunLog,
+                 progress: Any) -> None:
+        self.workflow = workflow
+        self.workflow_id = workflow['id']       # type: int
+        self.run_id = workflow.get('run_id') or 0   # type: int
+        self.node_id = 0                        # this runner, among the workflow's compute nodes
+        self.config = execution_settings(workflow)
+        self.stop_signal = parse_signal(self.config['termination_signal'])
+        self.options = options
+        self.output = output
+        self.log = log
+        self.progress = progress
+        self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
+        self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
+
+    def setting(self, name: str) -> Any:
+        """A workflow's setting, or its default."""
+        value = self.workflow.get(name)
+        return WORKFLOW_DEFAULTS[name] if value is None else value
+
+    def names(self, attempt: Attempt) -> Dict[str, int]:
+        """An attempt, as log lines name it."""
+        return {'workflow_id': self.workflow_id, 'job_id': attempt.id, 'run_id': self.run_id, 'attempt_id': attempt.attempt_id}
+
+    def say(self, message: str, level: str = 'info') -> None:
+        """To the log and to the user."""
+        self.log.write(message, level)
+        self.progress.on_message(printable(message))
+
+    def say_once(self, message: str, introduction: str = '') -> None:
+        """Say it unless all its parts were said before, perhaps with other numbers: the time that is left shrinks."""
+        forms = set(re.sub('[0-9]+', '0', message).split('; '))
+        if not forms <= self.said:
+            self.said |= forms
+            self.say(introduction + message)
+
+
+class Pace:
+    """When something last happened here, and how long to wait before the server is asked again."""
+
+    def __init__(self, options: RunnerOptions) -> None:
+        self.options = options
+        self.backoff_s = options.poll_interval_s
+        self.has_progressed = True          # since the last poll
+        self.worked_at = time.monotonic()   # last claim or local end: idleness counts from here
+        self.ended_at = -math.inf           # last local end
+
+    def on_claim(self) -> None:
+        """Jobs were claimed."""
+        self.has_progressed, self.worked_at = True, time.monotonic()
+
+    def on_end(self) -> None:
+        """A job has ended here."""
+        self.has_progressed = True
+        self.ended_at = self.worked_at = time.monotonic()
+
+    def next_wait_s(self, is_poll: bool, has_children: bool) -> Optional[float]:
+        """Until the next poll, after an answer: the three regimes of the page "Job Runners". None: as planned."""
+        base_s = self.options.poll_interval_s
+        if self.has_progressed:
+            wait_s = self.backoff_s = base_s
+        elif not is_poll:
+            return None     # a report between two polls changes nothing
+        else:
+            wait_s = self.backoff_s
+            self.backoff_s = min(2 * self.backoff_s, max(self.options.claim_backoff_max_s, base_s))
+        if not has_children:
+            wait_s = self.backoff_s = min(base_s, IDLE_WAIT_S)
+        self.has_progressed = False
+        return wait_s
+
+    def lease_s(self) -> float:
+        """Duration of the lease to request: two of the longest waits and answers."""
+        return 2 * max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S) + 2 * ANSWER_DEADLINE_S
+
+
+class LinkOutlets:
+    """What a link calls, set by who puts the parts together."""
+
+    def __init__(self) -> None:
+        self.has_children = lambda: False       # type: Callable[[], bool]
+        self.exempt_children = lambda: None     # type: Callable[[], Any]  # a server that was started by us is no job
+        self.has_answer = lambda pending: True  # type: Callable[[PendingCall], bool]
+        self.want = lambda: None                # type: Callable[[], Optional[Dict[str, Any]]]
+        self.held_actions = lambda: []          # type: Callable[[], List[int]]
+        self.on_released = lambda: None         # type: Callable[[], Any]  # the server has given all of ours to others
+        self.on_answer = lambda answer: None    # type: Callable[[Dict[str, Any]], Any]
+
+
+class ServerLink:
+    """What this runner has to send, kept until it is acknowledged, and what is known of the server."""
+
+    def __init__(self, context: NodeContext, client: Any, node: NodeSize, attempts: Attempts, pace: Pace) -> None:
+        self.context = context
         self.client = client
-        self.workflow_id = workflow_id
-        self.run_id = run_id
-        self.node_id = 0            # this runner, among the workflow's compute nodes
-        self.completions = []       # type: List[Dict[str, Any]]
+        self.node = node
+        self.attempts = attempts    # those that are `reported` are to be sent
+        self.pace = pace
+        self.call = LinkOutlets()
+        self.servers_exempt = client.servers_started    # those from before are not our children
         self.started = []           # type: List[List[Any]]
-        self.returned = []          # type: List[List[int]]
+        self.returned = []          # type: List[Sequence[int]]
         self.action_results = []    # type: List[Dict[str, Any]]
         self.contents = []          # type: List[List[Any]]
-        self.silent_since = None    # type: Optional[float]
+        self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
+        self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
+        self.state = 'online'
+        self.silent_since = 0.0     # monotonic; unless online
+        self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
         self.is_doubtful = False    # an answer was lost, with what it may have brought; or our lease was over
-        self.is_given_up = False    # the server has given this node up: it must register anew
+        self.is_released = False    # the server has released this node: it must register anew
         self.pending = None         # type: Optional[PendingCall]
         self.sent = {}              # type: Dict[str, List[Any]]
+        self.sent_completions = []  # type: List[Attempt]
         self.turn = 0               # number of the last request
         self.promised_until = 0.0   # end of the lease that the last request asked for, by Clocks.running
         self.lease_ends_at = 0.0    # ... of the last one that was answered
-        self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
+        self.poll_at = 0.0          # monotonic; the next request by the rules of waiting
+        self.report_at = math.inf   # monotonic; the next request because there is something to send
+        self.sent_at = 0.0
+        self.is_poll = False        # the request that is out is one by the rules of waiting
+        self.asks_survey = False    # ... asks which jobs will never run here
+        self.has_survey = False     # the server has said it
+        self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
+                       'jobs_by_status': {}}    # type: Dict[str, Any]  # the last one
+        self.num_answers = 0
+
+    # ---- what others ask and say ----
 
     @property
-    def has_news(self) -> bool:
-        """Whether there is something to tell, or a word is still out."""
-        return bool(self.pending or self.completions or self.started or self.returned or self.action_results
-                    or self.contents)
+    def has_updates(self) -> bool:
+        """Whether there is something to send, or a request is still out."""
+        return bool(self.pending or self.started or self.returned or self.action_results or self.contents
+                    or self.attempts.by_state['reported'])
 
     @property
     def has_lease(self) -> bool:
@@ -18118,7 +18243,7 @@ class ServerLink:
     @property
     def must_ask(self) -> bool:
         """Whether the server must be asked before anything starts, and is not silent."""
-        return self.pending is None and self.silent_since is None and not self.has_lease
+        return self.pending is None and self.state == 'online' and not self.has_lease
 
     def check_lease(self) -> None:
         """LeaseOver if others may have our jobs by now."""
@@ -18132,91 +18257,54 @@ class ServerLink:
         else:
             self.deferred.append(act)
 
-    def go_on(self) -> None:
-        """The server has said it."""
-        deferred, self.deferred = self.deferred, []
-        for act in deferred:
-            self.under_lease(act)
+    def poll_now(self) -> None:
+        """Ask as soon as possible."""
+        self.poll_at = 0.0
 
-    def news(self) -> Dict[str, List[Any]]:
-        """What a request carries of it."""
-        return {'completions': self.completions[:MAX_COMPLETIONS_PER_REQUEST], 'started': self.started[:], 'returned': self.returned[:],
-                'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS]}
+    def report_soon(self, delay_s: float) -> None:
+        """There is something to send: do it within so many seconds. While the server is silent its own pace counts."""
+        if self.state == 'online':
+            self.report_at = min(self.report_at, time.monotonic() + delay_s)
 
-    def begin(self, request: Dict[str, Any], held: Callable[[], Dict[str, Any]]) -> None:
-        """Send one runner_sync with all news. The children need us: the answer is fetched when it is there."""
-        self.sent = self.news()
-        self.turn += 1
-        self.promised_until = read_clocks().running + request['lease_s']
-        body = dict(self.sent, compute_node_id=self.node_id, run_id=self.run_id, turn=self.turn, **request)
-        if self.is_doubtful:
-            body.update(held())
-        try:
-            self.pending = self.client.begin('runner_sync', body, RECONNECT_S, workflow_id=self.workflow_id)
-        except (Unreachable, Denied) as error:  # Denied: its connection or token file cannot be read now
-            self.on_silence(error)
+    def report_batch(self, has_work: bool) -> None:
+        """The same for a completion: at once where slots would stay empty, else with those that follow."""
+        self.report_soon(max(0.0, self.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
 
-    def finish(self, deadline_s: float) -> Optional[Dict[str, Any]]:
-        """The answer, or None if none came in time. Other TorcErrors pass."""
-        pending, self.pending = self.pending, None
-        try:
-            answer = pending.finish(deadline_s)
-        except Unreachable as error:
-            self.on_silence(error)
-            return None
-        self.silent_since, self.is_doubtful, self.retry_s = None, False, RETRY_FIRST_S
-        self.lease_ends_at = self.promised_until
-        for name, items in self.sent.items():
-            del getattr(self, name)[:len(items)]    # what came up meanwhile stays
-        return answer
+    def give_back(self, attempts: Sequence[Attempt]) -> None:
+        """Claimed jobs that are not started: others may have them."""
+        for attempt in attempts:
+            self.attempts.change(attempt, 'returned')
+        self.returned += [attempt.key for attempt in attempts]
+        if attempts:
+            self.report_soon(0)
 
-    def on_silence(self, error: TorcError) -> None:
-        """Note it, and wake a server of our own that has died."""
-        self.is_doubtful = True
-        self.error = error.message
-        if self.silent_since is None:
-            self.silent_since = time.monotonic()
-        else:
-            self.retry_s = min(2 * self.retry_s, RETRY_MAX_S)
-        try:
-            self.client.reconnect(RECONNECT_S)
-        except (Unreachable, Conflict, Denied) as again:
-            self.error = again.message
+    def shorten_window(self, window_s: float) -> None:
+        """Try no longer than so many seconds to reach a silent server."""
+        self.window_s = min(self.window_s, window_s)
 
+    # ---- among the workflow's compute nodes ----
 
-class Membership:
-    """This runner among the workflow's compute nodes: one of them, and another one if that is given up."""
-
-    def __init__(self, runner: 'Runner') -> None:
-        self.runner = runner
-
-    def begin(self) -> None:
+    def join(self, wait: Callable[[float], Sequence[int]]) -> None:
         """Register as soon as the server answers: it may be about to start again."""
-        runner, link = self.runner, self.runner.link
         while True:
             try:
                 self.register()
                 break
             except Unreachable as error:
-                is_new = link.silent_since is None
-                link.on_silence(error)
-                runner.on_silence(is_new)
-                if runner.leaving:
+                self.on_no_answer(error)
+                if self.state == 'offline':
                     raise
-            if set(runner.wakeup.wait(link.retry_s)) - {signal.SIGCHLD}:
+            if set(wait(self.retry_s)) - {signal.SIGCHLD}:
                 raise KeyboardInterrupt
-        if link.silent_since is not None:
-            runner.say_answer(link.silent_since)
-            link.silent_since = None
+        self.set_online()
 
     def register(self) -> None:
         """Become one of the workflow's compute nodes."""
-        runner, link = self.runner, self.runner.link
-        size, options = runner.ledger.nodes[0], runner.options
-        body = {'workflow_id': runner.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
-                'start_time': format_time(time.time()), 'num_cpus': size.num_cpus, 'num_nodes': 1,
-                'memory_gb': size.memory_bytes / 1024 ** 3, 'num_gpus': len(size.devices),
-                'compute_node_type': 'local', 'is_active': True, 'lease_s': runner.lease_s(),
+        context, options, node = self.context, self.context.options, self.node
+        body = {'workflow_id': context.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
+                'start_time': format_time(time.time()), 'num_cpus': node.num_cpus, 'num_nodes': 1,
+                'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
+                'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
                 'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
                             f'{read_pid_namespace()}'}
         if options.end_time is not None:
@@ -18224,295 +18312,208 @@ class Membership:
         if options.labels:
             body['labels'] = list(options.labels)
         lease_ends_at = read_clocks().running + body['lease_s']
-        link.node_id = link.client.call('create_compute_node', body, ANSWER_DEADLINE_S)['id']
-        link.lease_ends_at = lease_ends_at
-        runner.variables = common_variables(link.client, runner.workflow, runner.output_dir)
-        runner.log.write(f'Job runner starting workflow_id={runner.workflow_id}', run_id=runner.run_id,
-                         compute_node_id=link.node_id, hostname=body['hostname'],
-                         output_dir=runner.output_dir, num_cpus=size.num_cpus,
-                         memory=format_memory(size.memory_bytes), num_gpus=len(size.devices),
-                         job_completion_poll_interval=f'{options.poll_interval_s:g}s',
-                         claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s',
-                         max_parallel_jobs=options.max_parallel_jobs, end_time=body.get('end_time'),
-                         execution_mode='Direct',
-                         limit_resources=str(runner.config['limit_resources']).lower())
+        context.node_id = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)['id']
+        self.lease_ends_at = lease_ends_at
+        context.variables = common_variables(self.client, context.workflow, context.output.path)
+        context.log.write(f'Job runner starting workflow_id={context.workflow_id}', run_id=context.run_id,
+                          compute_node_id=context.node_id, hostname=body['hostname'],
+                          output_dir=context.output.path, num_cpus=node.num_cpus,
+                          memory=format_memory(node.memory_bytes), num_gpus=len(node.devices),
+                          job_completion_poll_interval=f'{options.poll_interval_s:g}s',
+                          claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s',
+                          max_parallel_jobs=options.max_parallel_jobs, end_time=body.get('end_time'),
+                          execution_mode='Direct',
+                          limit_resources=str(context.config['limit_resources']).lower())
 
-    def begin_again(self) -> bool:
-        """The server, which heard nothing of us, has given this node up: become another, with what runs here."""
-        runner, link, old = self.runner, self.runner.link, self.runner.link.node_id
-        is_new = link.silent_since is None
+    def register_again(self) -> bool:
+        """The server, which heard nothing of us, has released this node: become another, with what runs here."""
+        old = self.context.node_id
         try:
             self.register()
         except Unreachable as error:
-            link.on_silence(error)
-            runner.on_silence(is_new)
+            self.on_no_answer(error)
             return False
-        link.is_given_up, link.is_doubtful, link.returned = False, True, []
-        runner.appetite.drop()      # what was not started is others' now
-        ended = [task for task in runner.ends.unreported.values() if task.process is not None]
-        link.started = [[*task.key, format_time(task.process.started_at)]
-                        for task in [*runner.tasks.values(), *ended]]
-        runner.say(f'the server had given this runner up (compute node {old}) while it heard nothing of it; '
-                   f'it goes on as compute node {link.node_id}, with {len(runner.tasks)} running jobs', 'warning')
+        self.is_released, self.is_doubtful, self.returned = False, True, []
+        self.call.on_released()
+        running = self.attempts.of(*STARTED)
+        ended = [attempt for attempt in self.attempts.of('ended', 'judged', 'recovering', 'reported') if attempt.process]
+        self.started = [[*attempt.key, format_time(attempt.process.started_at)] for attempt in running + ended]
+        self.context.say(f'the server had given this runner up (compute node {old}) while it heard nothing of it; '
+                         f'it goes on as compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
         return True
 
-    def revoke(self, keys: Sequence[Sequence[int]]) -> None:
-        """These attempts are ours no longer: they were reset, or given to others. Stop them first of all."""
-        runner, gone = self.runner, {tuple(key) for key in keys}
-        runner.appetite.backlog = collections.deque(
-            task for task in runner.appetite.backlog if tuple(task.key) not in gone)
-        stopped = {process: task for process, task in runner.tasks.items() if tuple(task.key) in gone}
-        for process, task in stopped.items():
-            task.stopped_for = 'revoked'
-            runner.launcher.stop(process, signal.SIGKILL, 0)
-            runner.log.write('Job stopped: another runner has it', 'warning', **runner.ends.names(task))
-        runner.launcher.kill_due()
-        if stopped:
-            names = first_of([task.name for task in stopped.values()])
-            runner.say(f'stopped {len(stopped)} jobs that were reset or given to other runners: {names}',
-                       'warning')
-
-    def end(self) -> None:
+    def leave(self, had_failures: bool, had_terminations: bool, duration_s: float) -> None:
         """Take ourselves off the list of nodes."""
-        runner, link = self.runner, self.runner.link
-        body = {'is_active': False, 'duration_seconds': time.monotonic() - runner.began}
-        counts = runner.ends.counts
-        runner.log.write('Job runner completed', workflow_id=runner.workflow_id, run_id=runner.run_id,
-                         compute_node_id=link.node_id, had_failures=str(counts['failed'] > 0).lower(),
-                         had_terminations=str(counts['terminated'] > 0).lower())
+        context = self.context
+        context.log.write('Job runner completed', workflow_id=context.workflow_id, run_id=context.run_id,
+                          compute_node_id=context.node_id, had_failures=str(had_failures).lower(),
+                          had_terminations=str(had_terminations).lower())
         try:
-            link.client.call('update_compute_node', body, node_id=link.node_id)
-        except TorcError as error:      # gone with its workflow, or silent: its lease ends by itself
-            runner.log.write(f'The compute node stays active: {error.message}', 'warning')
+            self.client.call('update_compute_node', {'is_active': False, 'duration_seconds': duration_s}, node_id=context.node_id)
+        except TorcError as error:      # gone with its workflow, or unreachable: its lease ends by itself
+            context.log.write(f'The compute node stays active: {error.message}', 'warning')
 
+    # ---- requests and answers ----
 
-# -------- actions --------
+    def due(self) -> float:
+        """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
+        if self.pending is not None:
+            return self.sent_at + ANSWER_DEADLINE_S
+        return 0.0 if self.must_ask else min(self.poll_at, self.report_at)
 
+    def act(self, now: float) -> None:
+        """Send one request if it is time, and take its answer in if it is there."""
+        if self.must_ask or self.pending is None and now >= min(self.poll_at, self.report_at):
+            self.begin()
+        if self.pending is not None:
+            has_answer = self.call.has_answer(self.pending)
+            if has_answer or now >= self.sent_at + ANSWER_DEADLINE_S:
+                self.finish(READ_DEADLINE_S if has_answer else 0.0)
 
-class Actions:
-    """run_commands actions: one command at a time as a child of the loop, each action up to its first failure."""
+    def begin(self) -> None:
+        """Send one runner_sync with all updates, the wish for work, due actions. After our lease only what we have.
 
-    def __init__(self, runner: 'Runner') -> None:
-        self.runner = runner
-        self.queue = collections.deque()    # type: collections.deque
-        self.current = None                 # type: Optional[Dict[str, Any]]
-        self.place = 0                      # of the command in the current action
-        self.process = None                 # type: Optional[Process]  # ... while it runs
-        self.done = []                      # type: List[int]  # actions that each node carries out once
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything runs or waits."""
-        return bool(self.current or self.queue)
-
-    def ids(self) -> List[int]:
-        """Actions in hand, and those that another node that we become must not carry out again."""
-        in_hand = ([self.current] if self.current else []) + list(self.queue)
-        return [action['id'] for action in in_hand] + self.done
-
-    def revoke(self, ids: Sequence[int]) -> None:
-        """Another node has taken these while the server heard nothing of us."""
-        self.queue = collections.deque(action for action in self.queue if action['id'] not in ids)
-        action = self.current
-        if action is not None and action['id'] in ids:
-            self.runner.log.write('Action stopped: another node has it', 'warning', action_id=action['id'])
-            if self.process in self.runner.launcher.children:
-                self.runner.launcher.stop(self.process, signal.SIGKILL, 0)
-            self.current = None
-            self.start_next()
-
-    def add(self, actions: Sequence[Dict[str, Any]]) -> None:
-        """Take claimed actions and begin."""
-        self.queue.extend(actions)
-        if self.current is None:
-            self.start_next()
-
-    def start_next(self) -> None:
-        """Begin the next action, if there is one."""
-        if self.queue:
-            self.current, self.place = self.queue.popleft(), 0
-            self.runner.log.write('Action started', action_id=self.current['id'], trigger_type=self.current['trigger_type'])
-            self.go_on()
-
-    def go_on(self) -> None:
-        """Start the current command as soon as that may be."""
-        self.runner.link.under_lease(functools.partial(self.start_command, self.current))
-
-    def start_command(self, action: Dict[str, Any]) -> None:
-        """Start the current command, or finish the action behind the last one, unless it was revoked."""
-        if self.current is not action:
+        The children need us: the answer is fetched when it is there.
+        """
+        if self.is_released and not self.register_again():
             return
-        commands = self.current['action_config'].get('commands') or ()
-        if self.place >= len(commands):
-            self.finish(True, f'{len(commands)} commands completed')
-            return
-        if not self.runner.output.is_in_place():    # whose directory lies there now?
-            self.finish(False, f'command {self.place + 1} cannot be started: the output directory is not there')
-            return
+        now = time.monotonic()
+        self.is_poll = now >= self.poll_at
+        self.is_doubtful = self.is_doubtful or not self.has_lease
+        want = self.call.want() if self.has_lease else None
+        self.sent_at, self.report_at = now, math.inf
+        self.asks_survey = want is not None and not self.has_survey
+        body = self.updates()
+        self.turn += 1
+        lease_s = self.pace.lease_s()
+        self.promised_until = read_clocks().running + lease_s
+        body.update({'compute_node_id': self.context.node_id, 'run_id': self.context.run_id, 'turn': self.turn,
+                     'lease_s': lease_s, 'want': want, 'actions': list(self.triggers), 'survey': self.asks_survey,
+                     'explain': self.is_poll or not self.call.has_children()})
+        if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
+            body.update(held=[attempt.key for attempt in self.attempts.of()], held_actions=self.call.held_actions())
         try:
-            self.process = self.runner.start_script(
-                f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.place]}', self.runner.variables,
-                'actions', f"a{action['id']}-{self.place}", functools.partial(self.on_command_end, action))
-        except (OSError, ValueError) as error:
-            self.finish(False, f'command {self.place + 1} cannot be started: {error}')
+            self.pending = self.client.begin('runner_sync', body, RECONNECT_S, workflow_id=self.context.workflow_id)
+        except (Unreachable, Denied) as error:  # Denied: its connection or token file cannot be read now
+            self.on_no_answer(error)
+        self.exempt_server()
 
-    def on_command_end(self, action: Dict[str, Any], process: Process) -> None:
-        """The next command, unless this one failed."""
-        if self.current is not action:      # it was revoked
-            return
-        command = self.current['action_config']['commands'][self.place]
-        if process.end.return_code:
-            self.finish(False, f'command {self.place + 1} ended with return code {process.end.return_code}: {command}')
-        else:
-            self.place += 1
-            self.go_on()
+    def updates(self) -> Dict[str, Any]:
+        """What has happened here and is not acknowledged, as far as one request carries it."""
+        self.sent = {'started': self.started[:], 'returned': self.returned[:], 'action_results': self.action_results[:],
+                     'contents': self.contents[:MAX_CONTENTS]}
+        self.sent_completions = list(itertools.islice(self.attempts.by_state['reported'], MAX_COMPLETIONS_PER_REQUEST))
+        return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions])
 
-    def finish(self, success: bool, message: str) -> None:
-        """Report the current action and go on with the next."""
-        action, self.current = self.current, None
-        runner = self.runner
-        if action['persistent']:
-            self.done.append(action['id'])
-        runner.link.action_results.append({'action_id': action['id'], 'success': success, 'message': message})
-        runner.log.write(f"Action {'completed' if success else 'failed'}: {message}", 'info' if success else 'error', action_id=action['id'])
-        if not success:
-            runner.progress.on_message(printable(f"action {action['id']} ({action['trigger_type']}): {message}"))
-        runner.report_soon(0)
-        self.start_next()
-
-
-# -------- ends --------
-
-
-class Completions:
-    """Ends of jobs on their way to the server, and what came of them."""
-
-    def __init__(self, runner: 'Runner') -> None:
-        self.runner = runner
-        self.unreported = {}    # type: Dict[Tuple[int, int], Attempt]
-        self.counts = collections.Counter()     # type: collections.Counter
-        self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
-
-    def report(self, task: Attempt, end: ProcessEnd, verdict: Verdict, file_times: Dict[str, float]) -> None:
-        """Make the completion; where a failure handler wants another attempt, its recovery script runs first."""
-        task.completion = completion = {
-            'job_id': task.id, 'attempt_id': task.attempt_id, 'return_code': verdict.return_code, 'status': verdict.status,
-            'exec_time_minutes': end.wall_s / 60, 'completion_time': format_time(end.at), 'retry': False}
-        self.unreported[task.id, task.attempt_id] = task
-        if end.peak_memory_bytes:
-            completion['peak_memory_bytes'] = end.peak_memory_bytes
-        if end.wall_s > 0:
-            completion['avg_cpu_percent'] = end.cpu_s / end.wall_s * 100
-        if file_times:
-            completion['file_times'] = file_times
-        if verdict.status != 'completed':
-            opener = self.runner.output.stdio.opener
-            task.reason = printable(verdict.message) or explain_end(end, task.stdout, task.stderr, opener)
-            completion['reason'] = task.reason
-        if verdict.status == 'terminated' and task.stopped_for == 'interrupt':
-            completion['interrupted'] = True
-        if verdict.status in ('failed', 'terminated'):
-            if task.stopped_for in ('', 'deadline') and self.tries_again(task):
-                return      # its recovery script goes on with it
-        self.queue(task)
-
-    def tries_again(self, task: Attempt) -> bool:
-        """Consult the failure handler. True if a recovery script was started, which will go on with the completion."""
-        completion = task.completion
-        rule = find_rule(task.rules, completion['return_code'])
-        if rule is None:
-            if self.runner.setting('use_pending_failed'):
-                completion['status'] = 'pending_failed'
-            return False
-        max_retries = DEFAULT_MAX_RETRIES if rule.get('max_retries') is None else rule['max_retries']
-        if task.attempt_id - task.job['interruptions'] >= max_retries:
-            return False
-        completion.update(retry=True, max_retries=max_retries)
-        if rule.get('recovery_script'):
-            script = rule['recovery_script']
-            self.runner.link.under_lease(functools.partial(self.start_recovery, task, script))
-        return bool(rule.get('recovery_script'))
-
-    def start_recovery(self, task: Attempt, script: str) -> None:
-        """Start a recovery script; one that cannot be started vetoes the retry."""
-        variables = dict(self.runner.variables, TORC_JOB_ID=str(task.id), TORC_JOB_NAME=task.name,
-                         TORC_ATTEMPT_ID=str(task.attempt_id), TORC_RETURN_CODE=str(task.completion['return_code']))
-
-        was_leaving = bool(self.runner.leaving)
-
-        def on_recovery_end(process: Process) -> None:
-            if process.end.return_code and not was_leaving and self.runner.leaving in ('interrupt', 'deadline'):
-                # It did not refuse: we stopped it. The job runs again, which counts as no retry.
-                reason = '; '.join(filter(None, (task.reason, 'the recovery script was stopped with the runner')))
-                task.completion.update(status='terminated', interrupted=True, retry=False, reason=reason)
-            elif process.end.return_code:
-                self.veto_retry(task, f'the recovery script ended with return code {process.end.return_code}')
-            self.queue(task)
+    def finish(self, deadline_s: float) -> None:
+        """Fetch the answer, and take it in. Errors that no later request would cure pass."""
+        pending, self.pending = self.pending, None
         try:
-            self.runner.start_script(script, variables, 'recovery', f'{task.id}-{task.attempt_id}-recovery', on_recovery_end)
-        except (OSError, ValueError) as error:
-            self.veto_retry(task, f'the recovery script cannot be started: {error}')
-            self.queue(task)
-
-    def veto_retry(self, task: Attempt, reason: str) -> None:
-        """No further attempt, for this reason."""
-        task.reason = '; '.join(filter(None, (task.reason, printable(reason))))
-        task.completion.update(retry=False, reason=task.reason)
-        self.runner.log.write(f'No retry: {reason}', 'warning', **self.names(task))
-
-    def queue(self, task: Attempt) -> None:
-        """Let the next request tell this end: at once where slots would stay empty, else with those that follow."""
-        runner, completion = self.runner, task.completion
-        runner.link.completions.append(completion)
-        runner.log.write('Job completed', **self.names(task), return_code=completion['return_code'], status=completion['status'],
-                         exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}",
-                         reason=completion.get('reason'))
-        has_work = len(runner.appetite.backlog) >= runner.ledger.slots
-        runner.report_soon(max(0.0, runner.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
-
-    def names(self, task: Attempt) -> Dict[str, int]:
-        """An attempt, as log lines name it."""
-        return {'workflow_id': self.runner.workflow_id, 'job_id': task.id, 'run_id': self.runner.run_id, 'attempt_id': task.attempt_id}
+            answer = pending.finish(deadline_s)
+        except Unreachable as error:
+            self.on_no_answer(error)
+            return
+        except Refused as error:
+            if not error.details.get('gone'):
+                raise
+            self.is_released, self.poll_at = True, 0.0
+            return
+        self.is_doubtful, self.retry_s = False, RETRY_FIRST_S
+        self.lease_ends_at = self.promised_until
+        for name, items in self.sent.items():
+            del getattr(self, name)[:len(items)]    # what came up meanwhile stays
+        self.set_online()
+        self.on_answer(answer)
+        wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
+        if wait_s is not None:
+            self.poll_at = time.monotonic() + wait_s
+        if self.attempts.by_state['reported'] or self.contents:     # more than one request carries
+            self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
-        """The server has taken ends in, or refused them."""
-        for job_id, attempt_id, status in answer['accepted']:
-            task = self.unreported.pop((job_id, attempt_id), None)
-            if task is not None:
-                self.on_accepted(task, status)
-        for error in answer['errors']:
-            self.unreported.pop((error['job_id'], error['attempt_id']), None)
-            self.runner.log.write(f"Completion refused: {error['message']}", 'warning', job_id=error['job_id'])
+        """Show what concerns people, and pass the answer on."""
+        self.answer = answer
+        self.num_answers += 1
+        self.has_survey = self.has_survey or self.asks_survey
+        self.call.on_answer(answer)
+        if not answer['jobs'] and answer.get('reason') and not self.call.has_children() and not answer['is_complete']:
+            self.context.say_once(answer['reason'], 'No jobs claimed: ')
 
-    def on_accepted(self, task: Attempt, status: str) -> None:
-        """Now it counts."""
-        if status == 'ready':
-            self.counts['terminated'] += bool(task.completion.get('interrupted'))
-            self.runner.log.write('Job retried', **self.names(task), new_attempt_id=task.attempt_id + 1)
-            return
-        self.counts['failed' if status == 'pending_failed' else status] += 1
-        if status == 'completed':
-            if task.deletes_stdio:
-                self.runner.output.stdio.remove(task.stdout)
-                self.runner.output.stdio.remove(task.stderr)
-        elif status != 'canceled':
-            code = task.completion['return_code']
-            self.failed_jobs.append((task.id, task.name, code, task.reason))
-            self.runner.progress.on_failed_job(task.name, code, task.reason)
+    def go_on(self) -> None:
+        """The server has said what is still ours: start what waited for it."""
+        deferred, self.deferred = self.deferred, []
+        for act in deferred:
+            self.under_lease(act)
+
+    # ---- a server that does not answer ----
+
+    def change(self, state: str) -> None:
+        """The only way to another state; ValueError if it may not follow."""
+        if state not in LINK_STATES[self.state]:
+            raise ValueError(f'the link is {self.state}, and cannot become {state}')
+        self.state = state
+
+    def set_online(self) -> None:
+        """The server has answered."""
+        if self.state != 'online':
+            self.change('online')
+            elapsed = format_elapsed(time.monotonic() - self.silent_since)
+            self.context.say(f'the server answers again after {elapsed}')
+
+    def on_no_answer(self, error: TorcError) -> None:
+        """Children go on; wake a server of our own that has died; ask again later, unless the window is over."""
+        self.is_doubtful, self.error = True, error.message
+        is_new = self.state == 'online'
+        if is_new:
+            self.change('silent')
+            self.silent_since = time.monotonic()
+        else:
+            self.retry_s = min(2 * self.retry_s, RETRY_MAX_S)
+        try:
+            self.client.reconnect(RECONNECT_S)
+        except (Unreachable, Conflict, Denied) as again:
+            self.error = again.message
+        self.exempt_server()
+        now = time.monotonic()
+        self.poll_at = now + self.retry_s
+        if is_new:
+            reason = self.error.partition('\n')[0]      # the rest says how to do without this server
+            self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
+        waited_s = now - max(self.silent_since, self.pace.ended_at)
+        if self.state == 'silent' and (now >= self.end or waited_s >= self.window_s and not self.call.has_children()):
+            self.change('offline')
+            self.context.log.write('Server unreachable past the retry window', 'error',
+                                   unreported=self.attempts.count('reported'))
+
+    def exempt_server(self) -> None:
+        """A server that was started through us has become our child, but it is no job's."""
+        if self.client.servers_started != self.servers_exempt:
+            self.servers_exempt = self.client.servers_started
+            self.call.exempt_children()
 
 
-# -------- claiming --------
+# ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
+#
+# A part says by `due` when it must act though nothing else happens (monotonic, or infinite), and does in `act` what
+# there is to do: it is called in each turn, whatever woke the loop. Parts know parts that stand above them, and
+# otherwise only what is passed in; none knows the loop. Neither blocks: actions, recovery scripts and other
+# programs are children like jobs.
+#
+# The server decides who runs what; the ledger guards every start all the same, since jobs may be claimed ahead: short
+# ones for several rounds, so that starting the next never waits for an answer. What was claimed ahead and cannot
+# start within a second goes back.
 
 
 class ClaimPolicy:
     """How much work to ask for: what is free, or several rounds ahead while jobs are short."""
 
-    def __init__(self, options: RunnerOptions, ledger: Ledger, min_time_s: float) -> None:
+    def __init__(self, options: RunnerOptions, ledger: Ledger, min_time_s: float, attempts: Attempts) -> None:
         self.options = options
         self.ledger = ledger
         self.min_time_s = min_time_s    # the queue strategy claims nothing when less is left
+        self.attempts = attempts
+        self.backlog = attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
-        self.backlog = collections.deque()  # type: collections.deque
         self.moved_at = 0.0             # when something was last put into or taken out of the backlog
         self.not_before = 0.0           # the node is exhausted until then
         self.pause_s = 1.0
@@ -18570,381 +18571,535 @@ class ClaimPolicy:
             return None
         return {'strategy': 'queue', 'limit': limit, 'labels': list(self.options.labels) or None}
 
-    def add(self, tasks: Sequence[Attempt]) -> None:
+    def add(self, attempts: Sequence[Attempt]) -> None:
         """Claimed jobs, in the server's order."""
-        self.backlog.extend(tasks)
+        for attempt in attempts:
+            self.attempts.add(attempt)
         self.moved_at = time.monotonic()
 
     def startable(self) -> Iterator[Attempt]:
-        """Take from the backlog what there is room for, in order; larger jobs do not hold up smaller ones behind them."""
-        passed = []
-        try:
-            while self.backlog and not self.ledger.is_full:
-                task = self.backlog.popleft()
-                task.grant = self.ledger.take(task.needs, task.job.get('nodes', ()))
-                if task.grant is None:
-                    passed.append(task)
-                    continue
+        """What there is room for, in order, with its grant; larger jobs do not hold up smaller ones behind them."""
+        if self.ledger.is_full:
+            return
+        for attempt in list(self.backlog):      # the caller changes their states
+            attempt.grant = self.ledger.take(attempt.needs, attempt.job.get('nodes', ()))
+            if attempt.grant is not None:
                 self.moved_at = time.monotonic()
-                yield task
-        finally:    # the caller may stop asking
-            self.backlog.extendleft(reversed(passed))
+                yield attempt
+                if self.ledger.is_full:
+                    return
 
-    def drop(self) -> List[Attempt]:
-        """Everything in the backlog, to be given back."""
-        dropped = list(self.backlog)
-        self.backlog.clear()
-        return dropped
+    def stale_at(self) -> float:
+        """When what was claimed ahead has waited too long (monotonic)."""
+        return self.moved_at + STALE_AHEAD_S if self.backlog else math.inf
 
-    def drop_stale(self) -> List[Attempt]:
-        """What was claimed ahead of jobs that turn out to be long."""
-        if not self.backlog or time.monotonic() < self.moved_at + STALE_AHEAD_S:
-            return []
+    def note_stale(self) -> None:
+        """What was claimed ahead could not start: jobs turn out to be long."""
         self.mean_s = max(self.mean_s, STALE_AHEAD_S)
-        return self.drop()
 
 
-# -------- the loop --------
+class OutputWatch:
+    """Whether output can be written; if not, nothing is claimed or started. Said once."""
 
+    def __init__(self, context: NodeContext, on_mended: Callable[[], Any]) -> None:
+        self.context = context
+        self.on_mended = on_mended
+        self.told_loss = ''
 
-class Runner:
-    """One node's work for one workflow. `run` is its whole life."""
+    @property
+    def loss(self) -> str:
+        """Why nothing can be written at present, or ''."""
+        return self.context.output.loss
 
-    def __init__(self, client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> None:
-        self.client = client
-        self.servers_spared = client.servers_started    # those from before are not our children
-        self.workflow_id = workflow_id
-        self.options = options
-        self.progress = progress
-        self.began = time.monotonic()
-        self.output_dir = os.path.abspath(options.output_dir)
-        self.workflow = client.call('get_workflow', workflow_id=workflow_id)    # type: Dict[str, Any]
-        self.run_id = self.workflow.get('run_id') or 0      # type: int
-        self.config = execution_settings(self.workflow)
-        check_execution_mode(self.config['mode'])
-        self.stop_signal = parse_signal(self.config['termination_signal'])
-        self.ledger = Ledger([measure_node(options)], options.max_parallel_jobs)
-        self.appetite = ClaimPolicy(options, self.ledger, self.setting('compute_node_min_time_for_new_jobs_seconds'))
-        self.link = ServerLink(client, workflow_id, self.run_id)
-        self.membership = Membership(self)
-        self.tasks = {}             # type: Dict[Process, Attempt]
-        self.ends = Completions(self)
-        self.digests = Digests()
-        self.variables = {}         # type: Dict[str, str]
-        self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
-                       'jobs_by_status': {}}    # type: Dict[str, Any]
-        self.answers = 0
-        self.told_loss = ''         # of the output directory
-        self.told = set()           # type: Set[str]  # why jobs cannot run here, as said, without its numbers
-        self.has_survey = False     # the server has said which jobs will never run here
-        self.leaving = ''           # why, once it is decided
-        self.triggers = ()          # type: Sequence[str]
-        self.interrupted_by = None  # type: Optional[int]
-        self.is_killed = False      # no more patience: second signal, or the very end
-        self.end = math.inf         # monotonic; when the runner must be gone
-        self.stop_at = math.inf     # monotonic; when jobs get the termination signal
-        self.poll_at = 0.0          # monotonic; the next request by the rules of waiting
-        self.report_at = math.inf   # monotonic; the next request because of news
-        self.sent_at = 0.0
-        self.is_poll = False        # the request that is out is one by the rules of waiting
-        self.asks_survey = False    # ... asks which jobs will never run here
-        self.backoff_s = options.poll_interval_s
-        self.has_progressed = True  # since the last poll
-        self.worked_at = time.monotonic()   # last claim or local end: idleness counts from here
-        self.ended_at = -math.inf           # last local end
+    def due(self) -> float:
+        """The next look after a loss."""
+        return self.context.output.next_look if self.loss else math.inf
 
-    def setting(self, name: str) -> Any:
-        """A workflow's setting, or its default."""
-        value = self.workflow.get(name)
-        return WORKFLOW_DEFAULTS[name] if value is None else value
+    def act(self, now: float) -> None:
+        """Look, at a low price, in each turn."""
+        before = self.loss
+        self.report(before, self.context.output.look(now))
 
-    # ---- life ----
+    def on_failure(self, error: OSError) -> None:
+        """A file could not be made."""
+        before = self.loss
+        self.report(before, self.context.output.on_failure(error, time.monotonic()))
 
-    def run(self) -> RunOutcome:
-        """Register, work, leave."""
-        host = socket.gethostname()
-        name = f'job_runner_{host}_wf{self.workflow_id}_r{self.run_id}.log'
-        with contextlib.ExitStack() as stack:
-            with writing(f'the log {os.path.join(self.output_dir, name)}', '--output-dir'):
-                self.output = stack.enter_context(OutputDirectory(self.output_dir))
-                self.log = RunLog(self.output, name, self.options.log_level)
-            self.work_with_log(host)
-        return self.outcome()
-
-    def work_with_log(self, host: str) -> None:
-        """The same, once there is a place to write to."""
-        self.wakeup = Wakeup()
-        try:
-            self.launcher = Launcher()
-            self.shell = Shell(self.launcher)
-            try:
-                leftovers = format_leftovers(end_leftovers())
-                if leftovers:
-                    self.say(leftovers, 'warning')
-                self.set_deadline()
-                self.membership.begin()
-                self.actions = Actions(self)
-                self.live()
-            finally:
-                self.spare_server()
-                self.launcher.close()
-        finally:
-            self.wakeup.close()
-            self.log.close()
-
-    def live(self) -> None:
-        """From the first action to the last."""
-        try:
-            self.perform('on_workflow_start', 'on_worker_start')
-            self.work()
-            if self.answer['is_complete'] and not self.answer['is_canceled']:
-                self.perform('on_workflow_complete')
-            self.perform('on_worker_complete')
-        finally:
-            self.kill_everything()
-            self.membership.end()
-
-    def set_deadline(self) -> None:
-        """Lay the timeline of the page "Execution Modes" on the monotonic clock."""
-        if self.options.end_time is not None:
-            self.end = time.monotonic() + self.options.end_time - time.time()
-            self.stop_at = self.end - self.config['sigkill_headroom_seconds'] - self.config['sigterm_lead_seconds']
-
-    def lease_s(self) -> float:
-        """How long the server should trust us without another word."""
-        return 2 * max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S) + 2 * ANSWER_DEADLINE_S
-
-    def perform(self, *triggers: str) -> None:
-        """Run the due actions of these triggers to their end, claiming no jobs."""
-        self.triggers, self.poll_at, answers = triggers, 0.0, self.answers
-        while self.leaving != 'unreachable' and not self.is_killed:
-            self.turn(claims=False)
-            if self.answers > answers and not self.actions.is_busy and not self.link.action_results:
-                break
-            self.wait()
-
-    def work(self) -> None:
-        """Turn after turn, until it is time to leave and nothing is in hand."""
-        self.triggers, self.poll_at = JOB_TRIGGERS, 0.0
-        while self.leaving != 'unreachable':
-            self.turn(claims=not self.leaving)
-            self.look_for_the_exit()
-            is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy or self.link.deferred
-            if self.leaving and not (is_busy or self.link.has_news):
-                break
-            self.wait()
-
-    def turn(self, claims: bool) -> None:
-        """One round of the loop."""
-        self.reap()
-        self.stop_in_time()
-        self.watch_output()
-        self.start_jobs()
-        if self.digests.is_busy:
-            self.link.contents += self.digests.work(DIGEST_TURN_S)
-            if self.link.contents:
-                self.report_soon(BATCH_S if self.digests.is_busy else 0.0)
-        now = time.monotonic()
-        if self.link.must_ask or self.link.pending is None and now >= min(self.poll_at, self.report_at):
-            self.begin_sync(claims)
-        if self.link.pending is not None:
-            has_answer = self.wakeup.has_answer(self.link.pending)
-            if has_answer or now >= self.sent_at + ANSWER_DEADLINE_S:
-                self.finish_sync(READ_DEADLINE_S if has_answer else 0.0)
-                self.start_jobs()
-        self.show()
-        self.log.flush()
-
-    def wait(self) -> None:
-        """Until a child ends, a signal comes, or one of our times has come."""
-        times = [self.launcher.due(), self.stop_at, math.inf if self.is_killed else self.end]
-        times += [self.sent_at + ANSWER_DEADLINE_S] if self.link.pending else [self.poll_at, self.report_at]
-        if self.appetite.backlog and self.link.has_lease and not self.actions.is_busy:
-            times.append(max(self.appetite.moved_at + STALE_AHEAD_S, self.appetite.not_before))
-        if self.digests.is_busy or self.link.must_ask:
-            times.append(0.0)
-        if self.output.loss:
-            times.append(self.output.next_look)
-        wait_s = max(0.0, min(min(times) - time.monotonic(), MAX_WAIT_S))
-        for number in self.wakeup.wait(wait_s, self.link.pending):
-            if number != signal.SIGCHLD:
-                self.on_signal(number)
-
-    # ---- words with the server ----
-
-    def report_soon(self, delay_s: float) -> None:
-        """There is news: send it within so many seconds. While the server is silent its own pace counts."""
-        if self.link.silent_since is None:
-            self.report_at = min(self.report_at, time.monotonic() + delay_s)
-
-    def begin_sync(self, claims: bool) -> None:
-        """Send one request: all news, the wish for work, due actions. After our lease only what we have."""
-        if self.link.is_given_up and not self.membership.begin_again():
-            return
-        now = time.monotonic()
-        self.is_poll = now >= self.poll_at
-        self.link.is_doubtful = self.link.is_doubtful or not self.link.has_lease
-        may_claim = claims and self.link.has_lease and not (self.leaving or self.output.loss)
-        want = self.appetite.want(self.end - now) if may_claim else None
-        self.sent_at, self.report_at = now, math.inf
-        is_first_silence = self.link.silent_since is None
-        self.asks_survey = want is not None and not self.has_survey
-        self.link.begin({'lease_s': self.lease_s(), 'want': want, 'actions': list(self.triggers),
-                         'survey': self.asks_survey, 'explain': self.is_poll or not self.launcher.children}, self.held)
-        self.spare_server()
-        if self.link.pending is None:
-            self.on_silence(is_first_silence)
-
-    def finish_sync(self, deadline_s: float) -> None:
-        """Fetch the answer to it."""
-        silent_before = self.link.silent_since
-        try:
-            answer = self.link.finish(deadline_s)
-        except Refused as error:
-            if not error.details.get('gone'):
-                raise
-            self.link.is_given_up, self.poll_at = True, 0.0
-            return
-        if answer is None:
-            self.on_silence(silent_before is None)
-            return
-        if silent_before is not None:
-            self.say_answer(silent_before)
-        self.on_answer(answer)
-        self.plan_poll(self.is_poll)
-        if self.link.completions or self.link.contents:     # more than one request carries
-            self.report_soon(0 if self.link.completions else BATCH_S)
-
-    def spare_server(self) -> None:
-        """A server that was started through us has become our child, but it is no job's."""
-        if self.client.servers_started != self.servers_spared:
-            self.servers_spared = self.client.servers_started
-            self.launcher.exempt_children()
-
-    def held(self) -> Dict[str, Any]:
-        """All that we know to have; what else the server thinks that we have was lost with an answer."""
-        tasks = list(self.tasks.values()) + list(self.appetite.backlog) + list(self.ends.unreported.values())
-        return {'held': [task.key for task in tasks], 'held_actions': self.actions.ids()}
-
-    def on_silence(self, is_new: bool) -> None:
-        """No answer: children go on; ask again later; give up when the window is over and no child is left."""
-        link, now = self.link, time.monotonic()
-        self.spare_server()
-        self.poll_at = now + link.retry_s
-        if is_new:
-            reason = link.error.partition('\n')[0]      # the rest says how to do without this server
-            self.say(f'no answer from the server, trying again: {reason}', 'warning')
-        window_s = self.setting('compute_node_wait_for_healthy_database_minutes') * 60
-        if self.leaving in SIGNAL_REASONS:
-            window_s = min(window_s, FAREWELL_S)
-        if not self.launcher.children and now - max(link.silent_since, self.ended_at) >= window_s or now >= self.end:
-            self.leaving = 'unreachable'
-            self.log.write('Server unreachable past the retry window', 'error', unreported=len(link.completions))
-
-    def on_answer(self, answer: Dict[str, Any]) -> None:
-        """Take in what the server says."""
-        self.membership.revoke(answer.get('revoked', ()))   # a server that was started before an update does not say it
-        self.actions.revoke(answer.get('revoked_actions', ()))
-        self.answer = answer
-        self.answers += 1
-        self.has_survey = self.has_survey or self.asks_survey
-        for notice in answer['notices']:
-            self.say_once(notice)
-        self.ends.on_answer(answer)
-        self.link.go_on()
-        if answer['actions']:
-            self.actions.add(answer['actions'])
-        if answer['jobs']:
-            handlers, kinds = answer['handlers'], [job_needs(kind) for kind in answer['kinds']]
-            self.appetite.add([Attempt(job, kinds[job['kind']], handlers[job['failure_handler']] if job['failure_handler'] is not None else ())
-                               for job in answer['jobs']])
-            self.has_progressed = True
-            self.worked_at = time.monotonic()
-            if self.leaving:
-                self.give_back(self.appetite.drop())
-        elif answer.get('reason') and not self.launcher.children and not answer['is_complete']:
-            self.say_once(answer['reason'], 'No jobs claimed: ')
-
-    def plan_poll(self, is_poll: bool) -> None:
-        """When to ask again if nothing happens: the three regimes of the page "Job Runners"."""
-        base_s, now = self.options.poll_interval_s, time.monotonic()
-        if self.has_progressed:
-            wait_s = self.backoff_s = base_s
-        elif not is_poll:
-            return      # a report between two polls changes nothing
-        else:
-            wait_s = self.backoff_s
-            self.backoff_s = min(2 * self.backoff_s, max(self.options.claim_backoff_max_s, base_s))
-        if not self.launcher.children:
-            wait_s = self.backoff_s = min(base_s, IDLE_WAIT_S)
-        self.has_progressed = False
-        self.poll_at = now + wait_s
-
-    # ---- starting ----
-
-    def watch_output(self, error: Optional[OSError] = None) -> None:
-        """Claim and start nothing while the output directory cannot be written to; say so, once."""
-        output, before, now = self.output, self.output.loss, time.monotonic()
-        loss = output.look(now) if error is None else output.on_failure(error, now)
+    def report(self, before: str, loss: str) -> None:
+        """Say what has changed."""
+        output = self.context.output
         if loss and loss != self.told_loss:
-            self.say(f'{loss}; no more jobs are started until that is mended', 'warning')
+            self.context.say(f'{loss}; no more jobs are started until that is mended', 'warning')
         elif before and not loss:
-            self.say(f'the output directory {self.output_dir} can be written to again: jobs are started')
-            self.poll_at, self.worked_at = 0.0, now
+            self.context.say(f'the output directory {output.path} can be written to again: jobs are started')
+            self.on_mended()
         self.told_loss = loss
         if output.notice:
-            self.say(output.notice, 'warning')
+            self.context.say(output.notice, 'warning')
             output.notice = ''
 
-    def start_jobs(self) -> None:
-        """Start from the backlog what fits; give back what has waited too long. Actions come first: jobs may count on them."""
-        if self.output.loss:
-            return self.give_back(self.appetite.drop())
-        is_exhausted = time.monotonic() < self.appetite.not_before
-        if self.leaving or self.actions.is_busy or is_exhausted or not self.link.has_lease:
-            return
-        for task in self.appetite.startable():
-            if not self.start_job(task):
-                break
-        stale = self.appetite.drop_stale()
-        if stale:
-            self.give_back(stale)
 
-    def start_job(self, task: Attempt) -> bool:
+class DirectStarter:
+    """Runs each attempt as a process of this node. A starter of another kind has the same four methods."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.shell = Shell(launcher)
+
+    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any], check: Callable[[], Any]) -> None:
+        """Open the files of an attempt into `outputs` and start it with what its grant holds. OSError, ValueError.
+
+        `on_end` is called when nothing of it lives. `check`: as Launcher.start.
+        """
+        context = self.context
+        open_outputs(attempt, (context.output.stdio, context.workflow_id, context.run_id), context.config, outputs)
+        attempt.process = self.shell.start(
+            compose_command(attempt.job['invocation_script'], attempt.job['command']),
+            job_variables(attempt, context.variables), outputs, f'{attempt.id}-{attempt.attempt_id}', on_end, check)
+
+    def stop(self, attempt: Attempt, lead_s: float) -> None:
+        """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
+        self.launcher.stop(attempt.process, self.context.stop_signal, lead_s)
+
+    def kill(self, attempts: Sequence[Attempt]) -> None:
+        """SIGKILL, with all that they have started."""
+        for attempt in attempts:
+            self.launcher.stop(attempt.process, signal.SIGKILL, 0)
+        if attempts:
+            self.launcher.kill_due()
+
+    def judge(self, attempt: Attempt) -> Optional[Verdict]:
+        """What the end of an attempt means, or None for "later": then it is asked again in each turn."""
+        context = self.context
+        return judge_end(attempt.end, attempt.stopped_for, context.stop_signal, context.config['timeout_exit_code'],
+                         attempt.stopped_by)
+
+
+class Scripts:
+    """Commands of actions and recovery scripts, as children whose output is added to a log in the output directory."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.shell = Shell(launcher)
+        self.running = {}       # type: Dict[Process, None]
+
+    def start(self, command: str, variables: Dict[str, str], log_name: str, name: str,
+              on_end: Callable[[Process], Any]) -> Process:
+        """Start a script. OSError, ValueError."""
+        def on_script_end(process: Process) -> None:
+            del self.running[process]
+            on_end(process)
+        descriptor = self.open_log(f'{log_name}_wf{self.context.workflow_id}_r{self.context.run_id}.log')
+        try:
+            process = self.shell.start(command, variables, (descriptor, descriptor), name, on_script_end)
+        finally:
+            os.close(descriptor)
+        self.running[process] = None
+        return process
+
+    def open_log(self, name: str) -> int:
+        """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
+        try:
+            return self.context.output.top.append(name)
+        except OSError as error:
+            if error.errno in TAKEN:
+                raise
+            self.context.log.write(f'What is to be added to {name} is lost: {error.strerror}', 'warning')
+            return os.open(os.devnull, os.O_WRONLY)
+
+    def stop(self, number: int, lead_s: float) -> None:
+        """Signal all that run; SIGKILL follows after `lead_s`."""
+        for process in self.running:
+            self.launcher.stop(process, number, lead_s)
+
+
+class Digests:
+    """Reads output files for the RO-Crate, a piece in each turn, between the loop's other work."""
+
+    def __init__(self, on_rows: Callable[[List[List[Any]]], Any]) -> None:
+        self.on_rows = on_rows                  # gets what was found, a row a file
+        self.waiting = collections.deque()      # type: collections.deque
+        self.current = None                     # type: Optional[Tuple[int, Iterator]]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is left to read."""
+        return bool(self.current or self.waiting)
+
+    def due(self) -> float:
+        """At once, as long as anything is left."""
+        return 0.0 if self.is_busy else math.inf
+
+    def act(self, now: float) -> None:
+        """Read a piece."""
+        if self.is_busy:
+            self.on_rows(self.work(DIGEST_TURN_S))
+
+    def work(self, for_s: float) -> List[List[Any]]:
+        """Read for so long, a piece at least; rows about the files that were read to their end."""
+        until, rows = time.monotonic() + for_s, []
+        while self.is_busy:
+            if self.current is None:
+                file_id, path = self.waiting.popleft()
+                self.current = file_id, digest_file(path)
+            try:
+                found = next(self.current[1])
+            except (OSError, ValueError):       # gone, or no plain file: it is described without
+                self.current = None
+                continue
+            if found is not None:
+                rows.append([self.current[0], *found])
+                self.current = None
+            if time.monotonic() >= until:
+                break
+        return rows
+
+    def drop(self) -> None:
+        """There is no time left for it."""
+        self.waiting.clear()
+        self.current = None
+
+
+class Actions:
+    """run_commands actions: one command at a time as a child of the loop, each action up to its first failure."""
+
+    def __init__(self, context: NodeContext, scripts: Scripts, link: ServerLink) -> None:
+        self.context = context
+        self.scripts = scripts
+        self.link = link
+        self.queue = collections.deque()    # type: collections.deque
+        self.current = None                 # type: Optional[Dict[str, Any]]
+        self.index = 0                      # of the command in the current action
+        self.process = None                 # type: Optional[Process]  # ... while it runs
+        self.done = []                      # type: List[int]  # actions that each node carries out once
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything runs or waits."""
+        return bool(self.current or self.queue)
+
+    def ids(self) -> List[int]:
+        """Actions in hand, and those that another node that we become must not carry out again."""
+        in_hand = ([self.current] if self.current else []) + list(self.queue)
+        return [action['id'] for action in in_hand] + self.done
+
+    def revoke(self, ids: Sequence[int]) -> None:
+        """Another node has taken these while the server heard nothing of us."""
+        self.queue = collections.deque(action for action in self.queue if action['id'] not in ids)
+        action = self.current
+        if action is not None and action['id'] in ids:
+            self.context.log.write('Action stopped: another node has it', 'warning', action_id=action['id'])
+            if self.process in self.scripts.running:
+                self.scripts.launcher.stop(self.process, signal.SIGKILL, 0)
+            self.current = None
+            self.start_next()
+
+    def add(self, actions: Sequence[Dict[str, Any]]) -> None:
+        """Take claimed actions and begin."""
+        self.queue.extend(actions)
+        if self.current is None:
+            self.start_next()
+
+    def start_next(self) -> None:
+        """Begin the next action, if there is one."""
+        if self.queue:
+            self.current, self.index = self.queue.popleft(), 0
+            self.context.log.write('Action started', action_id=self.current['id'], trigger_type=self.current['trigger_type'])
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Start the current command as soon as that may be."""
+        self.link.under_lease(functools.partial(self.start_command, self.current))
+
+    def start_command(self, action: Dict[str, Any]) -> None:
+        """Start the current command, or finish the action behind the last one, unless it was revoked."""
+        if self.current is not action:
+            return
+        commands = self.current['action_config'].get('commands') or ()
+        if self.index >= len(commands):
+            self.finish(True, f'{len(commands)} commands completed')
+            return
+        if not self.context.output.is_in_place():   # whose directory lies there now?
+            self.finish(False, f'command {self.index + 1} cannot be started: the output directory is not there')
+            return
+        try:
+            self.process = self.scripts.start(
+                f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.index]}', self.context.variables,
+                'actions', f"a{action['id']}-{self.index}", functools.partial(self.on_command_end, action))
+        except (OSError, ValueError) as error:
+            self.finish(False, f'command {self.index + 1} cannot be started: {error}')
+
+    def on_command_end(self, action: Dict[str, Any], process: Process) -> None:
+        """The next command, unless this one failed."""
+        if self.current is not action:      # it was revoked
+            return
+        command = self.current['action_config']['commands'][self.index]
+        if process.end.return_code:
+            self.finish(False, f'command {self.index + 1} ended with return code {process.end.return_code}: {command}')
+        else:
+            self.index += 1
+            self.go_on()
+
+    def finish(self, success: bool, message: str) -> None:
+        """Report the current action and go on with the next."""
+        action, self.current = self.current, None
+        if action['persistent']:
+            self.done.append(action['id'])
+        self.link.action_results.append({'action_id': action['id'], 'success': success, 'message': message})
+        self.context.log.write(f"Action {'completed' if success else 'failed'}: {message}", 'info' if success else 'error',
+                               action_id=action['id'])
+        if not success:
+            self.context.progress.on_message(printable(f"action {action['id']} ({action['trigger_type']}): {message}"))
+        self.link.report_soon(0)
+        self.start_next()
+
+
+class Completions:
+    """Ends of attempts: judged, tried again or not, reported, and counted when the server has taken them in."""
+
+    def __init__(self, context: NodeContext, attempts: Attempts, starter: Any, scripts: Scripts, digests: Digests,
+                 report: Callable[[], Any], under_lease: Callable[[Callable[[], Any]], Any]) -> None:
+        self.context = context
+        self.attempts = attempts
+        self.starter = starter
+        self.scripts = scripts
+        self.digests = digests
+        self.report_soon = report       # called for each completion that is to be sent
+        self.under_lease = under_lease
+        self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves, once that is decided
+        self.counts = collections.Counter()     # type: collections.Counter
+        self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
+
+    def due(self) -> float:
+        """Whoever lets a judgement wait knows until when."""
+        return math.inf
+
+    def act(self, now: float) -> None:
+        """Judge what could not be judged before."""
+        for attempt in self.attempts.of('ended'):
+            self.judge(attempt)
+
+    def on_end(self, attempt: Attempt, end: ProcessEnd) -> None:
+        """Nothing of an attempt lives any more."""
+        attempt.end = end
+        self.attempts.change(attempt, 'ended')
+        if attempt.stopped_for == 'revoked':
+            self.attempts.change(attempt, 'dropped')
+        else:
+            self.judge(attempt)
+
+    def on_start_failure(self, attempt: Attempt, return_code: int, reason: str) -> None:
+        """An attempt could not be started, by its own fault."""
+        attempt.end = ProcessEnd(return_code, 0, 0.0, 0.0, 0, time.time())
+        self.attempts.change(attempt, 'ended')
+        self.on_verdict(attempt, Verdict('failed', return_code, reason), {})
+
+    def judge(self, attempt: Attempt) -> None:
+        """Ask the starter what an end means, and look at what the attempt should have written."""
+        verdict = self.starter.judge(attempt)
+        if verdict is None:
+            return
+        context, file_times = self.context, {}      # type: NodeContext, Dict[str, float]
+        if verdict.status == 'completed' and attempt.job['outputs']:
+            file_times, missing = stat_outputs(attempt.job['outputs'])
+            if missing:
+                verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
+        if verdict.status == 'failed' and not verdict.message and context.output.is_full():
+            verdict = verdict._replace(message=f'the disk of the output directory {context.output.path} is full')
+        if verdict.status == 'completed' and context.workflow.get('enable_ro_crate'):
+            self.digests.waiting.extend(attempt.job['outputs'])
+        self.on_verdict(attempt, verdict, file_times)
+
+    def on_verdict(self, attempt: Attempt, verdict: Verdict, file_times: Dict[str, float]) -> None:
+        """Make the completion; where a failure handler wants another attempt, its recovery script runs first."""
+        self.attempts.change(attempt, 'judged')
+        end = attempt.end
+        attempt.completion = completion = {
+            'job_id': attempt.id, 'attempt_id': attempt.attempt_id, 'return_code': verdict.return_code,
+            'status': verdict.status, 'exec_time_minutes': end.wall_s / 60, 'completion_time': format_time(end.at),
+            'retry': False}
+        if end.peak_memory_bytes:
+            completion['peak_memory_bytes'] = end.peak_memory_bytes
+        if end.wall_s > 0:
+            completion['avg_cpu_percent'] = end.cpu_s / end.wall_s * 100
+        if file_times:
+            completion['file_times'] = file_times
+        if verdict.status != 'completed':
+            opener = self.context.output.stdio.opener
+            attempt.reason = printable(verdict.message) or explain_end(end, attempt.stdout, attempt.stderr, opener)
+            completion['reason'] = attempt.reason
+        if verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
+            completion['interrupted'] = True
+        if verdict.status in ('failed', 'terminated') and attempt.stopped_for in ('', 'deadline') and self.tries_again(attempt):
+            return      # its recovery script goes on with it
+        self.report(attempt)
+
+    def tries_again(self, attempt: Attempt) -> bool:
+        """Consult the failure handler. True if there is a recovery script, which will go on with the completion."""
+        completion = attempt.completion
+        rule = find_rule(attempt.rules, completion['return_code'])
+        if rule is None:
+            if self.context.setting('use_pending_failed'):
+                completion['status'] = 'pending_failed'
+            return False
+        max_retries = DEFAULT_MAX_RETRIES if rule.get('max_retries') is None else rule['max_retries']
+        if attempt.attempt_id - attempt.job['interruptions'] >= max_retries:
+            return False
+        completion.update(retry=True, max_retries=max_retries)
+        if rule.get('recovery_script'):
+            self.attempts.change(attempt, 'recovering')
+            self.under_lease(functools.partial(self.start_recovery, attempt, rule['recovery_script']))
+        return bool(rule.get('recovery_script'))
+
+    def start_recovery(self, attempt: Attempt, script: str) -> None:
+        """Start a recovery script; one that cannot be started vetoes the retry."""
+        variables = dict(self.context.variables, TORC_JOB_ID=str(attempt.id), TORC_JOB_NAME=attempt.name,
+                         TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(attempt.completion['return_code']))
+        on_end = functools.partial(self.on_recovery_end, attempt, bool(self.leaving()))
+        try:
+            self.scripts.start(script, variables, 'recovery', f'{attempt.id}-{attempt.attempt_id}-recovery', on_end)
+        except (OSError, ValueError) as error:
+            self.veto_retry(attempt, f'the recovery script cannot be started: {error}')
+            self.report(attempt)
+
+    def on_recovery_end(self, attempt: Attempt, was_leaving: bool, process: Process) -> None:
+        """The retry stands, unless the script refuses it. One that we stopped has not refused: that counts as no retry."""
+        if process.end.return_code and not was_leaving and self.leaving() in ('interrupt', 'deadline'):
+            reason = '; '.join(filter(None, (attempt.reason, 'the recovery script was stopped with the runner')))
+            attempt.completion.update(status='terminated', interrupted=True, retry=False, reason=reason)
+        elif process.end.return_code:
+            self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}')
+        self.report(attempt)
+
+    def veto_retry(self, attempt: Attempt, reason: str) -> None:
+        """No further attempt, for this reason."""
+        attempt.reason = '; '.join(filter(None, (attempt.reason, printable(reason))))
+        attempt.completion.update(retry=False, reason=attempt.reason)
+        self.context.log.write(f'No retry: {reason}', 'warning', **self.context.names(attempt))
+
+    def report(self, attempt: Attempt) -> None:
+        """Let the next request carry this completion."""
+        completion = attempt.completion
+        self.attempts.change(attempt, 'reported')
+        self.context.log.write('Job completed', **self.context.names(attempt), return_code=completion['return_code'],
+                               status=completion['status'], exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}",
+                               reason=completion.get('reason'))
+        self.report_soon()
+
+    def on_answer(self, sent: Sequence[Attempt], answer: Dict[str, Any]) -> None:
+        """The server has taken in what was sent, or refused it."""
+        by_key = {attempt.key: attempt for attempt in sent}
+        for job_id, attempt_id, status in answer['accepted']:
+            attempt = by_key.pop((job_id, attempt_id), None)
+            if attempt is not None:
+                self.attempts.change(attempt, 'acknowledged')
+                self.count(attempt, status)
+        for error in answer['errors']:
+            self.context.log.write(f"Completion refused: {error['message']}", 'warning', job_id=error['job_id'])
+        for attempt in by_key.values():
+            self.attempts.change(attempt, 'acknowledged')
+
+    def count(self, attempt: Attempt, status: str) -> None:
+        """Update the counters for an acknowledged completion."""
+        if status == 'ready':
+            self.counts['terminated'] += bool(attempt.completion.get('interrupted'))
+            self.context.log.write('Job retried', **self.context.names(attempt), new_attempt_id=attempt.attempt_id + 1)
+            return
+        self.counts['failed' if status == 'pending_failed' else status] += 1
+        if status == 'completed':
+            if attempt.deletes_stdio:
+                self.context.output.stdio.remove(attempt.stdout)
+                self.context.output.stdio.remove(attempt.stderr)
+        elif status != 'canceled':
+            code = attempt.completion['return_code']
+            self.failed_jobs.append((attempt.id, attempt.name, code, attempt.reason))
+            self.context.progress.on_failed_job(attempt.name, code, attempt.reason)
+
+
+class Dispatcher:
+    """Jobs from their claim to their end: starts what there is room for, gives back what cannot start."""
+
+    def __init__(self, context: NodeContext, policy: ClaimPolicy, starter: Any, completions: Completions,
+                 watch: OutputWatch, link: ServerLink, actions: Actions) -> None:
+        self.context = context
+        self.policy = policy
+        self.attempts = policy.attempts
+        self.starter = starter
+        self.completions = completions
+        self.watch = watch
+        self.link = link
+        self.actions = actions
+        self.may_claim = False      # jobs are asked for
+        self.is_closed = False      # nothing is claimed or started any more
+        self.end = math.inf         # monotonic; of the node's time
+
+    def due(self) -> float:
+        """When what was claimed ahead goes back, or the node may have room again."""
+        if self.policy.backlog and self.link.has_lease and not self.actions.is_busy:
+            return max(self.policy.stale_at(), self.policy.not_before)
+        return math.inf
+
+    def act(self, now: float) -> None:
+        """Start what fits; give back what has waited too long. Actions come first: jobs may count on them."""
+        if self.watch.loss:
+            return self.link.give_back(self.attempts.of('claimed'))
+        if self.is_closed or self.actions.is_busy or now < self.policy.not_before or not self.link.has_lease:
+            return
+        for attempt in self.policy.startable():
+            if not self.start(attempt):
+                break
+        if time.monotonic() >= self.policy.stale_at():
+            self.policy.note_stale()
+            self.link.give_back(self.attempts.of('claimed'))
+
+    def want(self) -> Optional[Dict[str, Any]]:
+        """The work to ask for."""
+        if self.is_closed or not self.may_claim or self.watch.loss:
+            return None
+        return self.policy.want(self.end - time.monotonic())
+
+    def add(self, answer: Dict[str, Any]) -> None:
+        """Take in the jobs of an answer."""
+        handlers, kinds = answer['handlers'], [job_needs(kind) for kind in answer['kinds']]
+        self.policy.add([Attempt(job, kinds[job['kind']], () if job['failure_handler'] is None else handlers[job['failure_handler']])
+                         for job in answer['jobs']])
+        self.link.pace.on_claim()
+        if self.is_closed:
+            self.link.give_back(self.attempts.of('claimed'))
+
+    def start(self, attempt: Attempt) -> bool:
         """Start one job. False if the node has no room for processes now, or must ask the server first."""
         outputs = []    # type: List[int]
         try:
-            open_outputs(task, (self.output.stdio, self.workflow_id, self.run_id), self.config, outputs)
-            task.process = self.shell.start(compose_command(task.job['invocation_script'], task.job['command']),
-                                            job_variables(task, self.variables), outputs,
-                                            f'{task.id}-{task.attempt_id}', self.on_job_end, self.link.check_lease)
+            self.starter.start(attempt, outputs, functools.partial(self.on_end, attempt), self.link.check_lease)
         except LeaseOver:
-            self.ledger.release(task.grant)
-            self.appetite.backlog.appendleft(task)
+            self.policy.ledger.release(attempt.grant)
             return False
         except (OSError, ValueError) as error:
-            return self.on_start_failure(task, error, outputs)
+            return self.on_start_failure(attempt, error, outputs)
         finally:
             for descriptor in set(outputs):
                 os.close(descriptor)
-        self.tasks[task.process] = task
-        self.link.started.append([task.id, task.attempt_id, format_time(task.process.started_at)])
-        self.report_soon(START_NEWS_S)
-        self.log.write('Job started', workflow_id=self.workflow_id, job_id=task.id, run_id=self.run_id,
-                       compute_node_id=self.link.node_id, attempt_id=task.attempt_id, pid=task.process.pid)
+        self.attempts.change(attempt, 'running')
+        self.link.started.append([attempt.id, attempt.attempt_id, format_time(attempt.process.started_at)])
+        self.link.report_soon(START_REPORT_S)
+        self.context.log.write('Job started', workflow_id=self.context.workflow_id, job_id=attempt.id, run_id=self.context.run_id,
+                               compute_node_id=self.context.node_id, attempt_id=attempt.attempt_id, pid=attempt.process.pid)
         return True
 
-    def on_start_failure(self, task: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
+    def on_start_failure(self, attempt: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
         """A start that failed: the node's fault gives the job back, anything else fails this job with the reason."""
-        self.ledger.release(task.grant)
-        if getattr(error, 'errno', None) in EXHAUSTION:
-            self.say(f'no job can be started at present: {error}', 'warning')
-            self.appetite.note_exhaustion()
-            self.give_back([task] + self.appetite.drop())
-            return False
-        if len(outputs) < 2 and isinstance(error, OSError) and error.errno not in TAKEN:
-            self.watch_output(error)
-            self.give_back([task] + self.appetite.drop())
+        self.policy.ledger.release(attempt.grant)
+        is_exhausted = getattr(error, 'errno', None) in EXHAUSTION
+        if is_exhausted or len(outputs) < 2 and isinstance(error, OSError) and error.errno not in TAKEN:
+            if is_exhausted:
+                self.context.say(f'no job can be started at present: {error}', 'warning')
+                self.policy.note_exhaustion()
+            else:
+                self.watch.on_failure(error)
+            self.link.give_back(self.attempts.of('claimed'))
             return False
         has_no_shell = len(outputs) == 2 and isinstance(error, FileNotFoundError)
         reason = f'cannot be started: {error}'
@@ -18953,239 +19108,434 @@ class Runner:
                 os.write(outputs[1], f'torc: {reason}\n'.encode('utf-8', 'replace'))
             except OSError:     # a full disk: the reason stands in the completion too
                 pass
-        code = COMMAND_NOT_FOUND if has_no_shell else 1
-        end = ProcessEnd(code, 0, 0.0, 0.0, 0, time.time())
-        self.ends.report(task, end, Verdict('failed', code, reason), {})
+        self.completions.on_start_failure(attempt, COMMAND_NOT_FOUND if has_no_shell else 1, reason)
         return True
 
-    def give_back(self, tasks: Sequence[Attempt]) -> None:
-        """Claimed jobs that are not started: others may have them."""
-        self.link.returned += [task.key for task in tasks]
-        if tasks:
-            self.report_soon(0)
+    def on_end(self, attempt: Attempt, process: Process) -> None:
+        """A job's process and all that came from it are gone."""
+        self.policy.ledger.release(attempt.grant)
+        self.policy.note_end(process.end.wall_s)
+        self.link.pace.on_end()
+        self.completions.on_end(attempt, process.end)
 
-    def start_script(self, command: str, variables: Dict[str, str], log_name: str, name: str,
-                     owner: Callable[[Process], None]) -> Process:
-        """Start an action's command or a recovery script; its output is added to a log in the output directory."""
-        descriptor = self.open_script_log(f'{log_name}_wf{self.workflow_id}_r{self.run_id}.log')
+    def revoke(self, keys: Sequence[Sequence[int]]) -> None:
+        """These attempts are ours no longer: they were reset, or given to others. Stop them first of all."""
+        gone = {tuple(key) for key in keys}
+        for attempt in self.attempts.of('claimed') if gone else ():
+            if attempt.key in gone:
+                self.attempts.change(attempt, 'dropped')
+        stopped = [attempt for attempt in self.attempts.of(*STARTED) if attempt.key in gone]
+        for attempt in stopped:
+            self.set_stopping(attempt, 'revoked')
+            self.context.log.write('Job stopped: another runner has it', 'warning', **self.context.names(attempt))
+        self.starter.kill(stopped)
+        if stopped:
+            names = first_of([attempt.name for attempt in stopped])
+            self.context.say(f'stopped {len(stopped)} jobs that were reset or given to other runners: {names}', 'warning')
+
+    def set_stopping(self, attempt: Attempt, reason: str, signal_number: Optional[int] = None) -> None:
+        """From here on its end is our doing."""
+        attempt.stopped_for, attempt.stopped_by = reason, signal_number
+        if attempt.state == 'running':
+            self.attempts.change(attempt, 'stopping')
+
+    def drop_claims(self) -> None:
+        """What was not started is others' now."""
+        for attempt in self.attempts.of('claimed'):
+            self.attempts.change(attempt, 'dropped')
+
+    def close(self) -> None:
+        """Claim and start nothing more."""
+        self.is_closed = True
+        self.link.give_back(self.attempts.of('claimed'))
+
+    def stop(self, reason: str, lead_s: float, signal_number: Optional[int]) -> None:
+        """Ask all jobs to end; SIGKILL follows after `lead_s`."""
+        name = signal.Signals(self.context.stop_signal).name
+        for attempt in self.attempts.of(*STARTED):
+            if attempt.process.end is None:     # otherwise only its leftovers live
+                if not attempt.stopped_for:
+                    self.set_stopping(attempt, reason, signal_number)
+                self.context.log.write(f'Job {name}', workflow_id=self.context.workflow_id, job_id=attempt.id)
+            self.starter.stop(attempt, lead_s)
+
+
+# ======== 16d. Runner's loop: turns, signals, and when to leave ========
+#
+# One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one request that
+# carries ends and starts to the server and brings work back; start; wait. Only two things block: the wait, which a
+# child's exit, a signal or an answer ends at once, and a request, which has a deadline.
+#
+# The runner leaves for one reason: the workflow is over, its time is over, a signal, or idleness. From then on it
+# claims nothing, waits for what it has, reports, and takes itself off the list of nodes.
+#
+# A new part is a class with `due` and `act`, and a line in Runner.parts: its place there is its place in the turn.
+
+
+class Wakeup:
+    """The only wait. SIGCHLD, SIGINT, SIGTERM and SIGHUP end it; their handlers do nothing (signal.set_wakeup_fd).
+
+    Needs the main thread. What was set before is set again by `close`.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+        self.old_descriptor = signal.set_wakeup_fd(self.writer)
+        self.old_handlers = {}      # type: Dict[int, Any]
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup and `&` in a script ask for these to be ignored; SIGCHLD is ours in any case.
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                self.old_handlers[number] = signal.signal(number, lambda *_: None)
+        # Launchers such as srun may start us with signals blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.old_handlers)
+
+    @staticmethod
+    def readable(numbers: Sequence[int], timeout_s: float) -> Set[int]:
+        """Those of the descriptors from which something can be read, once there is one or the time is over."""
+        poll = select.poll()    # select() knows no descriptors from 1024 on
+        for number in numbers:
+            poll.register(number, select.POLLIN)
+        return {number for number, _ in poll.poll(math.ceil(timeout_s * 1000))}
+
+    def has_answer(self, pending: PendingCall) -> bool:
+        """Whether the answer to a request is there, or will never be."""
+        return pending.fileno() < 0 or bool(self.readable([pending.fileno()], 0))
+
+    def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
+        """Wait for a signal, the answer to a request, or the timeout; which signals came."""
+        number = -1 if pending is None else pending.fileno()
+        timeout_s = 0 if pending is not None and number < 0 else timeout_s
+        if self.reader not in self.readable([self.reader, number] if number >= 0 else [self.reader], timeout_s):
+            return []
         try:
-            return self.shell.start(command, variables, (descriptor, descriptor), name, owner)
-        finally:
-            os.close(descriptor)
+            return list(os.read(self.reader, 65536))
+        except BlockingIOError:
+            return []
 
-    def open_script_log(self, name: str) -> int:
-        """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
-        try:
-            return self.output.top.append(name)
-        except OSError as error:
-            if error.errno in TAKEN:
-                raise
-            self.log.write(f'What is to be added to {name} is lost: {error.strerror}', 'warning')
-            return os.open(os.devnull, os.O_WRONLY)
+    def close(self) -> None:
+        """Leave signals as they were."""
+        signal.set_wakeup_fd(self.old_descriptor)
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.close(self.reader)
+        os.close(self.writer)
 
-    # ---- ends ----
 
-    def reap(self) -> None:
-        """Hand everything that has ended to whom it belongs."""
-        self.launcher.act(time.monotonic())
+class Shutdown:
+    """How this runner leaves: the timeline of the page "Execution Modes", signals, and the reason."""
 
-    def on_job_end(self, process: Process) -> None:
-        """A job's process and all that came from it are gone: judge, and report or retry."""
-        task, end = self.tasks.pop(process), process.end
-        self.ledger.release(task.grant)
-        self.appetite.note_end(end.wall_s)
-        self.ended_at = self.worked_at = time.monotonic()
-        self.has_progressed = True
-        if task.stopped_for == 'revoked':
-            return
-        verdict = judge_end(end, task.stopped_for, self.stop_signal, self.config['timeout_exit_code'],
-                            self.interrupted_by)
-        file_times = {}     # type: Dict[str, float]
-        if verdict.status == 'completed' and task.job['outputs']:
-            file_times, missing = stat_outputs(task.job['outputs'])
-            if missing:
-                verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
-        if verdict.status == 'failed' and not verdict.message and self.output.is_full():
-            verdict = verdict._replace(message=f'the disk of the output directory {self.output_dir} is full')
-        if verdict.status == 'completed' and self.workflow.get('enable_ro_crate'):
-            self.digests.waiting.extend(task.job['outputs'])
-        self.ends.report(task, end, verdict, file_times)
+    def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher, scripts: Scripts,
+                 actions: Actions, digests: Digests, link: ServerLink) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.dispatcher = dispatcher
+        self.scripts = scripts
+        self.actions = actions
+        self.digests = digests
+        self.link = link
+        self.reason = ''            # why, once it is decided
+        self.interrupted_by = None  # type: Optional[int]
+        self.is_killed = False      # no more patience: second signal, or the very end
+        self.end = math.inf         # monotonic; when the runner must be gone
+        self.stop_at = math.inf     # monotonic; when jobs get the termination signal
+        if context.options.end_time is not None:
+            config = context.config
+            self.end = link.end = dispatcher.end = time.monotonic() + context.options.end_time - time.time()
+            self.stop_at = self.end - config['sigkill_headroom_seconds'] - config['sigterm_lead_seconds']
 
-    # ---- leaving ----
+    def due(self) -> float:
+        """The next time of the timeline; the launcher knows when SIGKILL is due."""
+        return min(self.stop_at, math.inf if self.is_killed else self.end)
+
+    def act(self, now: float) -> None:
+        """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
+        if now >= self.stop_at:
+            self.context.say('Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds and '
+                             'sigkill_headroom_seconds, is over')
+            self.leave('deadline', self.end - self.context.config['sigkill_headroom_seconds'] - now)
+        if now >= self.end and not self.is_killed:
+            self.is_killed = True
+            self.launcher.kill_children()
+        for process in self.launcher.kill_due():
+            job_id = next((attempt.id for attempt in self.dispatcher.attempts.of(*STARTED) if attempt.process is process), None)
+            self.context.log.write('Job SIGKILL', 'warning', workflow_id=self.context.workflow_id, job_id=job_id, pid=process.pid)
 
     def on_signal(self, number: int) -> None:
         """The first asks jobs to end; a second one kills them."""
         if self.interrupted_by is not None:
-            self.say('killing all jobs', 'warning')
+            self.context.say('killing all jobs', 'warning')
             self.is_killed = True
-            self.kill_everything()
+            self.launcher.kill_children()
             return
         self.interrupted_by = number
-        self.reap()     # what has ended by itself was not stopped
-        name = signal.Signals(number).name
-        self.log.write(f'Termination requested ({name} received).', 'warning')
-        self.say(f"{name}: stopping {len(self.tasks)} {'job' if len(self.tasks) == 1 else 'jobs'}; again to kill at once", 'warning')
-        self.leave('interrupt', self.config['sigterm_lead_seconds'])
-
-    def stop_in_time(self) -> None:
-        """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
-        now = time.monotonic()
-        if now >= self.stop_at:
-            self.say('Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds and sigkill_headroom_seconds, is over')
-            self.leave('deadline', self.end - self.config['sigkill_headroom_seconds'] - now)
-        if now >= self.end and not self.is_killed:
-            self.is_killed = True
-            self.kill_everything()
-        for process in self.launcher.kill_due():
-            task = self.tasks.get(process)
-            self.log.write('Job SIGKILL', 'warning', workflow_id=self.workflow_id, job_id=task.id if task else None, pid=process.pid)
+        self.launcher.act(time.monotonic())     # what has ended by itself was not stopped
+        name, count = signal.Signals(number).name, self.dispatcher.attempts.count(*STARTED)
+        self.context.log.write(f'Termination requested ({name} received).', 'warning')
+        self.context.say(f"{name}: stopping {count} {'job' if count == 1 else 'jobs'}; again to kill at once", 'warning')
+        self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
 
     def leave(self, reason: str, lead_s: float = 0.0) -> None:
         """Claim nothing more. For one of SIGNAL_REASONS, stop what runs."""
-        self.leaving = reason
-        self.give_back(self.appetite.drop())
+        self.reason = reason
+        self.dispatcher.close()
         if reason not in SIGNAL_REASONS:
             if self.digests.is_busy:
-                self.say('Reading output files for the RO-Crate before leaving')
+                self.context.say('Reading output files for the RO-Crate before leaving')
             return
         self.stop_at = math.inf
+        self.link.shorten_window(LAST_REPORT_S)
         self.digests.drop()
         self.actions.queue.clear()      # not begun: the server has them again as soon as we are off its list
-        self.log.write('Jobs terminating', workflow_id=self.workflow_id, count=len(self.tasks))
-        name = signal.Signals(self.stop_signal).name
-        for process in self.launcher.children:
-            task = self.tasks.get(process)
-            if task is not None and process.end is None:    # otherwise only its leftovers live
-                task.stopped_for = task.stopped_for or reason
-                self.log.write(f'Job {name}', workflow_id=self.workflow_id, job_id=task.id)
-            self.launcher.stop(process, self.stop_signal, lead_s)
-        self.log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
+        log = self.context.log
+        log.write('Jobs terminating', workflow_id=self.context.workflow_id, count=self.dispatcher.attempts.count(*STARTED))
+        self.dispatcher.stop(reason, lead_s, self.interrupted_by)
+        self.scripts.stop(self.context.stop_signal, lead_s)
+        log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
 
-    def kill_everything(self) -> None:
-        """SIGKILL all that runs, now."""
-        self.launcher.kill_children()
 
-    def look_for_the_exit(self) -> None:
+class ExitRules:
+    """When this runner leaves though nobody has asked for it."""
+
+    def __init__(self, context: NodeContext, shutdown: Shutdown, watch: OutputWatch) -> None:
+        self.context = context
+        self.shutdown = shutdown
+        self.watch = watch
+
+    def look(self) -> None:
         """Decide whether it is time to leave."""
-        if self.leaving:
+        context, shutdown, link = self.context, self.shutdown, self.shutdown.link
+        if shutdown.reason:
             return
-        if self.answer['is_canceled']:
-            self.log.write('Workflow canceled', workflow_id=self.workflow_id)
-            self.leave('cancel', min(CANCEL_LEAD_S, self.config['sigterm_lead_seconds']))
-        elif self.answer['is_complete'] and not self.setting('compute_node_ignore_workflow_completion'):
-            self.log.write('Workflow complete', workflow_id=self.workflow_id)
-            self.leave('complete')
-        elif not self.launcher.children and not self.appetite.backlog and not self.link.has_news and self.sent_at > self.ended_at:
-            self.look_for_idle_exit()
+        if link.answer['is_canceled']:
+            context.log.write('Workflow canceled', workflow_id=context.workflow_id)
+            shutdown.leave('cancel', min(CANCEL_LEAD_S, context.config['sigterm_lead_seconds']))
+        elif link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
+            context.log.write('Workflow complete', workflow_id=context.workflow_id)
+            shutdown.leave('complete')
+        elif not (shutdown.launcher.children or shutdown.dispatcher.policy.backlog or link.has_updates) \
+                and link.sent_at > link.pace.ended_at:
+            self.look_while_idle()
 
-    def look_for_idle_exit(self) -> None:
+    def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
-        limit_s, now = self.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
-        has_jobs = self.answer['unfinished'] and self.answer.get('has_jobs_for_node', True)
-        stays = self.options.is_persistent and has_jobs
-        if stays or self.link.silent_since is not None or self.actions.is_busy:
-            self.worked_at = now
+        context, link, leave = self.context, self.shutdown.link, self.shutdown.leave
+        answer, pace, policy = link.answer, link.pace, self.shutdown.dispatcher.policy
+        limit_s, now = context.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
+        is_persistent = context.options.is_persistent
+        stays = is_persistent and answer['unfinished'] and answer.get('has_jobs_for_node', True)
+        if stays or link.state != 'online' or self.shutdown.actions.is_busy:
+            pace.worked_at = now
             return
-        pending = self.answer.get('pending_actions') and now - self.ended_at < LATE_ACTION_S
-        ignores = self.setting('compute_node_ignore_workflow_completion')
-        if self.appetite.is_too_late(self.end - now):
-            self.leave('deadline')
-            self.say(f'leaving: no job is started when less than {self.appetite.min_time_s} s are left')
-        elif self.output.loss:
-            if limit_s and now - self.worked_at >= limit_s:
-                self.leave('output')
-                waited = f'for {now - self.worked_at:.0f} seconds nothing could be started'
-                self.say(f'leaving: {waited}, since {self.output.loss}', 'warning')
-        elif not (self.answer.get('claimable', True) or pending or ignores or self.options.is_persistent):
-            self.leave('stuck')
-            self.say(f"leaving: of the jobs that are left ({self.answer['unfinished']}) none can run here")
-        elif limit_s and now - self.worked_at >= limit_s and not pending:
-            self.leave('idle')
-            self.say(f'No jobs claimed for {now - self.worked_at:.0f} seconds (limit: {limit_s} seconds). Exiting job runner.')
+        pending = answer.get('pending_actions') and now - pace.ended_at < LATE_ACTION_S
+        ignores = context.setting('compute_node_ignore_workflow_completion')
+        idle_s = now - pace.worked_at
+        is_over = bool(limit_s) and idle_s >= limit_s
+        if policy.is_too_late(self.shutdown.end - now):
+            leave('deadline')
+            context.say(f'leaving: no job is started when less than {policy.min_time_s} s are left')
+        elif self.watch.loss:
+            if is_over:
+                leave('output')
+                context.say(f'leaving: for {idle_s:.0f} seconds nothing could be started, since {self.watch.loss}', 'warning')
+        elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
+            leave('stuck')
+            context.say(f"leaving: of the jobs that are left ({answer['unfinished']}) none can run here")
+        elif is_over and not pending:
+            leave('idle')
+            context.say(f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds). Exiting job runner.')
+
+
+class ProgressView:
+    """Shows how far the whole workflow is, as soon as the server has said it."""
+
+    def __init__(self, context: NodeContext, link: ServerLink) -> None:
+        self.context = context
+        self.link = link
+
+    def due(self) -> float:
+        """Only with what others do."""
+        return math.inf
+
+    def act(self, now: float) -> None:
+        """Pass the counts on, and write the log."""
+        if self.link.num_answers:
+            counts = collections.Counter(self.link.answer['jobs_by_status'])    # those of other runners too
+            self.context.progress.on_turn({
+                'total': sum(counts.values()), 'done': sum(counts[row.name] for row in STATUSES if row.is_done),
+                'running': max(counts['running'], self.link.attempts.count(*STARTED)), 'completed': counts['completed'],
+                'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
+                'canceled': counts['canceled'], 'unfinished': self.link.answer['unfinished']})
+        self.context.log.flush()
+
+
+class Runner:
+    """One node's work for one workflow: puts the parts together, and turns the loop. `run` is its whole life."""
+
+    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, wakeup: Wakeup) -> None:
+        options = context.options
+        self.began = time.monotonic()
+        self.context = context
+        self.launcher = launcher
+        self.wakeup = wakeup
+        nodes = [measure_node(options)]
+        self.attempts = Attempts()
+        self.pace = Pace(options)
+        self.link = link = ServerLink(context, client, nodes[0], self.attempts, self.pace)
+        self.policy = ClaimPolicy(options, Ledger(nodes, options.max_parallel_jobs),
+                                  context.setting('compute_node_min_time_for_new_jobs_seconds'), self.attempts)
+        self.digests = Digests(self.report_contents)
+        scripts, starter = Scripts(context, launcher), DirectStarter(context, launcher)
+        self.actions = Actions(context, scripts, link)
+        self.completions = Completions(context, self.attempts, starter, scripts, self.digests, self.report_completion, link.under_lease)
+        watch = OutputWatch(context, self.on_output_mended)
+        self.dispatcher = Dispatcher(context, self.policy, starter, self.completions, watch, link, self.actions)
+        self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.actions, self.digests, link)
+        self.exit_rules = ExitRules(context, self.shutdown, watch)
+        self.completions.leaving = lambda: self.shutdown.reason
+        self.connect_link()
+        self.parts = [
+            launcher,
+            self.shutdown,
+            watch,
+            self.completions,
+            self.dispatcher,
+            self.digests,
+            link,
+            self.dispatcher,        # again: what an answer brings starts in the same turn
+            ProgressView(context, link),
+        ]
+
+    def connect_link(self) -> None:
+        """Say where the link finds what it sends, and who hears of what comes."""
+        call = self.link.call
+        call.has_children = lambda: bool(self.launcher.children)
+        call.exempt_children = self.launcher.exempt_children
+        call.has_answer = self.wakeup.has_answer
+        call.want = self.dispatcher.want
+        call.held_actions = self.actions.ids
+        call.on_released = self.dispatcher.drop_claims
+        call.on_answer = self.on_answer
+
+    def on_answer(self, answer: Dict[str, Any]) -> None:
+        """Hand an answer to the parts that it concerns: first of all what is ours no longer."""
+        self.dispatcher.revoke(answer.get('revoked', ()))   # a server that was started before an update does not say it
+        self.actions.revoke(answer.get('revoked_actions', ()))
+        for notice in answer['notices']:
+            self.context.say_once(notice)
+        self.completions.on_answer(self.link.sent_completions, answer)
+        self.link.go_on()
+        if answer['actions']:
+            self.actions.add(answer['actions'])
+        if answer['jobs']:
+            self.dispatcher.add(answer)
+
+    def report_completion(self) -> None:
+        """A completion is to be sent."""
+        self.link.report_batch(len(self.policy.backlog) >= self.policy.ledger.slots)
+
+    def report_contents(self, rows: List[List[Any]]) -> None:
+        """Files were read to their end, perhaps."""
+        self.link.contents += rows
+        if self.link.contents:
+            self.link.report_soon(BATCH_S if self.digests.is_busy else 0.0)
+
+    def on_output_mended(self) -> None:
+        """The output directory can be written to again."""
+        self.link.poll_now()
+        self.pace.worked_at = time.monotonic()
+
+    # ---- the loop ----
+
+    def turn(self) -> None:
+        """Let every part act once."""
+        for part in self.parts:
+            part.act(time.monotonic())
+
+    def wait(self) -> None:
+        """Until a part is due, a child ends, a signal or an answer comes."""
+        due = min(part.due() for part in self.parts)
+        wait_s = max(0.0, min(due - time.monotonic(), MAX_WAIT_S))
+        for number in self.wakeup.wait(wait_s, self.link.pending):
+            if number != signal.SIGCHLD:
+                self.shutdown.on_signal(number)
+
+    # ---- life ----
+
+    def run(self) -> None:
+        """Register, work, leave."""
+        self.link.join(self.wakeup.wait)
+        try:
+            self.perform('on_workflow_start', 'on_worker_start')
+            self.work()
+            if self.link.answer['is_complete'] and not self.link.answer['is_canceled']:
+                self.perform('on_workflow_complete')
+            self.perform('on_worker_complete')
+        finally:
+            self.launcher.kill_children()
+            counts = self.completions.counts
+            self.link.leave(counts['failed'] > 0, counts['terminated'] > 0, time.monotonic() - self.began)
+
+    def perform(self, *triggers: str) -> None:
+        """Run the due actions of these triggers to their end, claiming no jobs."""
+        link, answers = self.link, self.link.num_answers
+        link.triggers, self.dispatcher.may_claim = triggers, False
+        link.poll_now()
+        while link.state != 'offline' and not self.shutdown.is_killed:
+            self.turn()
+            if link.num_answers > answers and not self.actions.is_busy and not link.action_results:
+                break
+            self.wait()
+
+    def work(self) -> None:
+        """Turn after turn, until it is time to leave and nothing is in hand."""
+        link = self.link
+        link.triggers, self.dispatcher.may_claim = JOB_TRIGGERS, True
+        link.poll_now()
+        while link.state != 'offline':
+            self.turn()
+            self.exit_rules.look()
+            is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy or link.deferred \
+                or self.attempts.by_state['ended']
+            if self.shutdown.reason and not (is_busy or link.has_updates):
+                break
+            self.wait()
 
     def outcome(self) -> RunOutcome:
-        """What to tell the user. Unreachable if the server could not be told."""
-        if self.leaving == 'unreachable':
-            names = ', '.join(task.name for task in list(self.ends.unreported.values())[:5])
-            lost = f' {len(self.ends.unreported)} ended jobs could not be reported: {names}.' if self.ends.unreported else ''
-            raise Unreachable(f'{self.link.error}.{lost} See {self.output_dir}')
-        counts = self.ends.counts
-        return RunOutcome(counts['completed'], counts['failed'], counts['terminated'], counts['canceled'], self.ends.failed_jobs,
-                          self.answer['is_complete'], self.answer['is_canceled'], self.interrupted_by, self.leaving,
-                          time.monotonic() - self.began, self.answer['jobs_by_status'])
-
-    # ---- telling the user ----
-
-    def say(self, message: str, level: str = 'info') -> None:
-        """To the log and to the user."""
-        self.log.write(message, level)
-        self.progress.on_message(printable(message))
-
-    def say_answer(self, silent_since: float) -> None:
-        """The server was silent since then, and is no more."""
-        self.say(f'the server answers again after {format_elapsed(time.monotonic() - silent_since)}')
-
-    def say_once(self, message: str, introduction: str = '') -> None:
-        """Say it unless all its parts were said before, perhaps with other numbers: the time that is left shrinks."""
-        forms = set(re.sub('[0-9]+', '0', message).split('; '))
-        if not forms <= self.told:
-            self.told |= forms
-            self.say(introduction + message)
-
-    def show(self) -> None:
-        """How far the whole workflow is, for the progress line, as soon as the server has told it."""
-        if not self.answers:
-            return
-        counts = collections.Counter(self.answer['jobs_by_status'])     # those of other runners too
-        self.progress.on_turn({
-            'total': sum(counts.values()), 'done': sum(counts[row.name] for row in STATUSES if row.is_done),
-            'running': max(counts['running'], len(self.tasks)), 'completed': counts['completed'],
-            'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
-            'canceled': counts['canceled'], 'unfinished': self.answer['unfinished']})
-
-
-def execution_settings(workflow: Dict[str, Any]) -> Dict[str, Any]:
-    """A workflow's execution_config, with all defaults."""
-    given = workflow.get('execution_config') or {}
-    return dict(EXECUTION_DEFAULTS, **{key: value for key, value in given.items() if value is not None})
-
-
-def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
-    """BadInput if the runner's time would be over before any job of a workflow could start."""
-    left_s = math.inf if options.end_time is None else options.end_time - time.time()
-    config, left = execution_settings(workflow), f'the time limit leaves {max(0.0, left_s):.0f} s'
-    lead_s, headroom_s = config['sigterm_lead_seconds'], config['sigkill_headroom_seconds']
-    if left_s <= lead_s + headroom_s:
-        raise BadInput(f'{left}, but jobs are stopped {lead_s + headroom_s} s before its end, so that none '
-                       f'could start: allow more time, or lower sigterm_lead_seconds ({lead_s}) and '
-                       f'sigkill_headroom_seconds ({headroom_s}) in execution_config')
-    name = 'compute_node_min_time_for_new_jobs_seconds'
-    least_s = WORKFLOW_DEFAULTS[name] if workflow.get(name) is None else workflow[name]
-    if options.max_parallel_jobs is not None and left_s < least_s:
-        raise BadInput(f'{left}, but with --max-parallel-jobs no job is started when less than {least_s} s '
-                       f"are left: allow more time, or lower the workflow's {name}")
-
-
-def check_execution_mode(mode: str) -> None:
-    """Refuse what cannot be done here. Mode auto is direct outside of an allocation."""
-    if mode == 'slurm':
-        where = 'there is no Slurm allocation here (SLURM_JOB_ID is not set)' if not os.environ.get('SLURM_JOB_ID') else \
-            'this version starts no Slurm steps'
-        raise Refused(f"execution_config.mode is 'slurm', but {where}; use mode 'auto' or 'direct'")
-
-
-def parse_signal(name: str) -> int:
-    """'SIGTERM' or 'TERM' -> its number; SIGTERM for what is not a signal's name."""
-    word = str(name).upper()
-    number = getattr(signal, word if word.startswith('SIG') else 'SIG' + word, None)
-    return int(number) if isinstance(number, signal.Signals) else int(signal.SIGTERM)
+        """What was done. Unreachable if that could not be reported to the server."""
+        if self.link.state == 'offline':
+            lost = [attempt.name for attempt in self.attempts.of('judged', 'recovering', 'reported')]
+            named = f" {len(lost)} ended jobs could not be reported: {', '.join(lost[:5])}." if lost else ''
+            raise Unreachable(f'{self.link.error}.{named} See {self.context.output.path}')
+        counts, answer = self.completions.counts, self.link.answer
+        return RunOutcome(counts['completed'], counts['failed'], counts['terminated'], counts['canceled'], self.completions.failed_jobs,
+                          answer['is_complete'], answer['is_canceled'], self.shutdown.interrupted_by, self.shutdown.reason,
+                          time.monotonic() - self.began, answer['jobs_by_status'])
 
 
 def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> RunOutcome:
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
-    return Runner(client, workflow_id, options, progress).run()
-
-
+    workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
+    check_execution_mode(execution_settings(workflow)['mode'])
+    name = f"job_runner_{socket.gethostname()}_wf{workflow_id}_r{workflow.get('run_id') or 0}.log"
+    output_dir = os.path.abspath(options.output_dir)
+    with contextlib.ExitStack() as stack:
+        with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
+            output = stack.enter_context(OutputDirectory(output_dir))
+            log = RunLog(output, name, options.log_level)
+        stack.callback(log.close)
+        wakeup = Wakeup()
+        stack.callback(wakeup.close)
+        launcher = Launcher()
+        stack.callback(launcher.close)
+        runner = Runner(NodeContext(workflow, options, output, log, progress), client, launcher, wakeup)
+        stack.callback(runner.link.exempt_server)
+        leftovers = format_leftovers(end_leftovers())
+        if leftovers:
+            runner.context.say(leftovers, 'warning')
+        runner.run()
+    return runner.outcome()
 
 
 # ======== 19. Rendering: values -> text for people and programs ========
