@@ -13790,6 +13790,685 @@ def errno_of(name: str) -> int:
     return getattr(torc.errno, name)
 
 
+class AttemptsTest(unittest.TestCase):
+    """The states of an attempt, without a runner."""
+
+    NEXT = '''
+        state        next
+        claimed      running ended returned dropped
+        running      stopping ended
+        stopping     ended
+        ended        judged dropped
+        judged       recovering reported
+        recovering   reported
+        reported     acknowledged
+        returned     -
+        dropped      -
+        acknowledged -
+        '''
+
+    @staticmethod
+    def attempt(number: int = 1, **more: Any) -> Any:
+        """One of job jN."""
+        job = dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'outputs': [], 'interruptions': 0}, **more)
+        return torc.Attempt(job, torc.Needs(1, 0, 0))
+
+    def test_only_these_states_follow_each_other(self):
+        table = {line.split()[0]: set(line.split()[1:]) - {'-'} for line in self.NEXT.strip().splitlines()[1:]}
+        self.assertEqual(list(table), list(torc.ATTEMPT_STATES))
+        for before, after in itertools.product(table, table):
+            with self.subTest(before=before, after=after):
+                attempts, attempt = torc.Attempts(), self.attempt()
+                attempt.state = before
+                attempts.add(attempt)
+                if after in table[before]:
+                    attempts.change(attempt, after)
+                    self.assertEqual((after, [attempt] if table[after] else []), (attempt.state, attempts.of()))
+                else:
+                    self.assertRaisesRegex(ValueError, f'is {before}, and cannot become {after}', attempts.change, attempt, after)
+                    self.assertEqual((before, [attempt]), (attempt.state, attempts.of(before)))
+
+    def test_those_of_a_state_stand_in_the_order_in_which_they_came_to_it(self):
+        attempts, made = torc.Attempts(), [self.attempt(number) for number in range(4)]
+        for attempt in made:
+            attempts.add(attempt)
+        for number in (2, 0, 3):
+            attempts.change(made[number], 'running')
+        self.assertEqual(([made[2], made[0], made[3]], [made[1]], 3),
+                         (attempts.of('running'), attempts.of('claimed'), attempts.count('running')))
+
+    def test_two_attempts_with_one_key_are_two(self):
+        attempts, made = torc.Attempts(), [self.attempt(), self.attempt()]
+        for attempt in made:
+            attempts.add(attempt)
+        attempts.change(made[0], 'dropped')
+        self.assertEqual([made[1]], attempts.of())
+
+
+class ScriptedClient:
+    """A client whose answers are given: dicts, or errors to raise. A request without an answer waits for one."""
+    url, token_file, servers_started, trust = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0, torc.TlsSettings()
+    EMPTY = {'accepted': [], 'errors': [], 'jobs': [], 'kinds': [], 'handlers': [], 'notices': [], 'actions': [], 'is_complete': False,
+             'is_canceled': False, 'unfinished': 1, 'jobs_by_status': {}}
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.requests = []      # type: List[Dict[str, Any]]
+        self.calls = []         # type: List[Any]
+
+    def next(self) -> Any:
+        """The next answer."""
+        answer = self.answers.pop(0) if self.answers else {}
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(self.EMPTY, **answer)
+
+    def call(self, op: str, body: Any = None, deadline_s: float = 0, **params: Any) -> Any:
+        """Everything but a turn: registration answers with the next number."""
+        self.calls.append((op, body))
+        if self.answers and isinstance(self.answers[0], Exception):
+            raise self.answers.pop(0)
+        return {'id': 1 + sum(name == 'create_compute_node' for name, _ in self.calls)}
+
+    def begin(self, op: str, body: Any, deadline_s: float, **params: Any) -> Any:
+        """A turn."""
+        self.requests.append(json.loads(json.dumps(body)))
+        pending = torc.PendingCall()
+        pending.finish = lambda deadline_s=0: self.next()
+        return pending
+
+    def reconnect(self, wait_s: float = 0) -> None:
+        """Nothing can be done."""
+
+
+class PartTest(WorldTest):
+    """Parts of a runner, each for itself: no runner, no server."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.progress = Watcher()
+        self.attempts = torc.Attempts()
+        self.log = []       # type: List[str]
+
+    def context(self, options: Optional[Dict[str, Any]] = None, **workflow: Any) -> Any:
+        """What parts know."""
+        options = torc.RunnerOptions(**(options or {}))
+        output = torc.OutputDirectory(self.world.path('out'))
+        log = torc.RunLog(output, 'x.log', 'info')
+        self.addCleanup(output.close)
+        self.addCleanup(log.close)
+        self.pace = torc.Pace(options)
+        return torc.NodeContext(dict({'id': 1, 'run_id': 1}, **workflow), options, output, log, self.progress)
+
+    def link(self, *answers: Any, **workflow: Any) -> Any:
+        """A link that has registered, to a server that answers so."""
+        self.client = ScriptedClient()
+        link = torc.ServerLink(self.context(**workflow), self.client, torc.NodeSize(2, 1 << 30, ()), self.attempts, self.pace)
+        link.join(lambda wait_s: [])
+        self.client.answers = list(answers)
+        return link
+
+    def attempt(self, state: str = 'claimed', number: int = 1, **more: Any) -> Any:
+        """An attempt in a state."""
+        attempt = AttemptsTest.attempt(number, **more)
+        attempt.state, attempt.completion = state, {'job_id': number, 'attempt_id': 1}
+        self.attempts.add(attempt)
+        return attempt
+
+    @staticmethod
+    def end(return_code: int = 0) -> Any:
+        """How a process ended."""
+        return torc.ProcessEnd(return_code, 0, 1.0, 0.5, 0, time.time())
+
+    def launcher(self) -> Any:
+        """One that is closed in the end."""
+        with self.world.inside():
+            launcher = torc.Launcher()
+        self.addCleanup(launcher.close)
+        return launcher
+
+
+NO_ANSWER = torc.Unreachable('nobody there\n  to do without: ...')
+
+
+class LinkTest(PartTest):
+    """What the link sends, keeps, and concludes from silence."""
+
+    def test_the_link_has_three_states_and_no_way_from_online_to_offline(self):
+        link = self.link()
+        self.assertEqual('online', link.state)
+        for state in ('offline', 'online'):
+            self.assertRaisesRegex(ValueError, f'the link is online, and cannot become {state}', link.change, state)
+        link.change('silent')
+        link.change('offline')
+        self.assertRaises(ValueError, link.change, 'silent')
+
+    def test_what_was_sent_is_kept_until_an_answer_and_then_said_with_all_that_is_held(self):
+        link = self.link(NO_ANSWER, {})
+        reported = self.attempt('reported', 1)
+        self.attempt('running', 2)
+        link.started.append([2, 1, 'now'])
+        link.act(0.0)
+        self.assertEqual('silent', link.state)
+        link.returned.append((3, 1))
+        link.act(link.due())
+        first, second = self.client.requests
+        self.assertEqual(([reported.completion], [[2, 1, 'now']], []), tuple(first[key] for key in ('completions', 'started', 'returned')))
+        self.assertEqual(([reported.completion], [[2, 1, 'now']], [[3, 1]]),
+                         tuple(second[key] for key in ('completions', 'started', 'returned')))
+        self.assertEqual((None, [[2, 1], [1, 1]]), (first.get('held'), second['held']))
+        self.assertEqual(('online', [], []), (link.state, link.started, link.returned))
+        self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
+
+    def test_what_comes_up_while_a_request_is_out_goes_with_the_next(self):
+        link, arrived = self.link({}, {}), []   # type: Any, List[int]
+        link.call.has_answer = lambda pending: bool(arrived)
+        link.started.append('a')
+        link.act(0.0)
+        link.started.append('b')
+        self.assertTrue(link.pending and link.due() > time.monotonic() + torc.ANSWER_DEADLINE_S - 5)
+        arrived.append(1)
+        link.act(time.monotonic())
+        self.assertEqual(['b'], link.started)
+        link.report_soon(0)
+        link.act(link.due())
+        self.assertEqual([['a'], ['b']], [request['started'] for request in self.client.requests])
+
+    def test_more_completions_than_a_request_carries_follow_at_once(self):
+        link = self.link()
+        for number in range(5):
+            self.attempt('reported', number)
+        link.call.on_answer = lambda answer: [self.attempts.change(attempt, 'acknowledged') for attempt in link.sent_completions]
+        with unittest.mock.patch.object(torc, 'MAX_COMPLETIONS_PER_REQUEST', 2):
+            for _ in range(3):
+                self.assertLessEqual(link.due(), time.monotonic())
+                link.act(time.monotonic())
+        self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
+        self.assertGreater(link.due(), time.monotonic() + 1)
+
+    def test_a_server_is_waited_for_as_long_as_children_run_and_then_for_the_window(self):
+        link = self.link(*[NO_ANSWER] * 9, compute_node_wait_for_healthy_database_minutes=0)
+        children = [1]
+        link.call.has_children = lambda: bool(children)
+        for _ in range(3):
+            link.act(max(link.due(), time.monotonic()))
+            self.assertEqual('silent', link.state)
+        children.clear()
+        link.act(link.due())
+        self.assertEqual('offline', link.state)
+        self.assertEqual(1, len(self.progress.messages))
+
+    def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
+        for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
+            link = self.link(NO_ANSWER, NO_ANSWER)
+            link.act(0.0)
+            self.assertEqual('silent', link.state)
+            shorten(link)
+            link.act(link.due())
+            self.assertEqual('offline', link.state)
+
+    def test_pauses_double_while_the_server_is_silent_whatever_there_is_to_report(self):
+        link, pauses = self.link(*[NO_ANSWER] * 12), []     # type: Any, List[float]
+        for _ in range(12):
+            link.act(link.due())
+            link.report_soon(0)
+            pauses.append(round(link.due() - time.monotonic(), 1))
+        self.assertEqual([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0, 30.0], pauses)
+
+    def test_a_node_that_was_released_registers_anew_with_what_runs(self):
+        link = self.link(torc.Refused('was given up', gone=True), {})
+        self.attempt('claimed', 1)
+        running = self.attempt('running', 2)
+        running.process = unittest.mock.Mock(started_at=0.0)
+        link.call.on_released = lambda: [self.attempts.change(attempt, 'dropped') for attempt in self.attempts.of('claimed')]
+        before = link.context.node_id
+        link.act(0.0)
+        self.assertEqual('online', link.state)
+        link.act(link.due())
+        self.assertEqual((before + 1, [[2, 1]], [[2, 1, '1970-01-01T00:00:00.000Z']]),
+                         (link.context.node_id, self.client.requests[1]['held'], self.client.requests[1]['started']))
+        self.assertEqual([running], self.attempts.of())
+
+    def test_other_refusals_of_the_server_end_the_runner(self):
+        link = self.link(torc.Refused('run 1 is over'))
+        self.assertRaisesRegex(torc.Refused, 'is over', link.act, 0.0)
+
+    def test_without_a_lease_nothing_starts_or_is_claimed_until_the_server_has_answered(self):
+        link, acted = self.link({}, {}), []     # type: Any, List[str]
+        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
+        link.call.on_answer = lambda answer: link.go_on()
+        link.lease_ends_at = 0.0
+        link.under_lease(lambda: acted.append('script'))
+        self.assertRaises(torc.LeaseOver, link.check_lease)
+        self.assertEqual(([], True, 0.0), (acted, link.must_ask, link.due()))
+        link.act(time.monotonic())
+        self.assertEqual((['script'], None, []), (acted, self.client.requests[0]['want'], self.client.requests[0]['held']))
+        link.check_lease()
+        link.report_soon(0)
+        link.act(link.due())
+        self.assertEqual(1, self.client.requests[1]['want']['limit'])
+
+    def test_a_server_that_was_started_through_us_is_exempt_from_clean_up_once(self):
+        link, exempt = self.link(NO_ANSWER, {}), []     # type: Any, List[int]
+        link.call.exempt_children = lambda: exempt.append(1)
+        self.client.reconnect = lambda wait_s=0: setattr(self.client, 'servers_started', 1)
+        link.act(0.0)
+        link.act(link.due())
+        self.assertEqual([1], exempt)
+
+
+class FakeStarter:
+    """Starts nothing. `faults`: what a start raises; `verdicts`: what is judged, None for later."""
+
+    def __init__(self) -> None:
+        self.started, self.stopped, self.killed = [], [], []    # type: List[str], List[str], List[str]
+        self.ends = {}          # type: Dict[str, Callable[[Any], Any]]
+        self.faults = []        # type: List[Exception]
+        self.verdicts = []      # type: List[Any]
+
+    def start(self, attempt: Any, outputs: List[int], on_end: Any, check: Any) -> None:
+        """Remember it."""
+        outputs += [os.open(os.devnull, os.O_WRONLY) for _ in range(2)]
+        check()
+        if self.faults:
+            raise self.faults.pop(0)
+        attempt.process = unittest.mock.Mock(started_at=0.0, pid=7, end=None)
+        self.started.append(attempt.name)
+        self.ends[attempt.name] = on_end
+
+    def finish(self, name: str, return_code: int = 0) -> None:
+        """Let one end."""
+        self.ends.pop(name)(unittest.mock.Mock(end=PartTest.end(return_code)))
+
+    def stop(self, attempt: Any, lead_s: float) -> None:
+        """Remember it."""
+        self.stopped.append(attempt.name)
+
+    def kill(self, attempts: Sequence[Any]) -> None:
+        """Remember them."""
+        self.killed += [attempt.name for attempt in attempts]
+
+    def judge(self, attempt: Any) -> Any:
+        """As told, else by the return code."""
+        code = attempt.end.return_code
+        return self.verdicts.pop(0) if self.verdicts else torc.Verdict('failed' if code else 'completed', code)
+
+
+class FakeScripts:
+    """Runs nothing."""
+
+    def __init__(self) -> None:
+        self.running = {}       # type: Dict[Any, Any]
+        self.commands = []      # type: List[str]
+        self.launcher = unittest.mock.Mock()
+        self.stopped = []       # type: List[int]
+
+    def start(self, command: str, variables: Dict[str, str], log_name: str, name: str, on_end: Any) -> Any:
+        """Remember it."""
+        self.commands.append(command.rpartition('\n')[2])
+        process = unittest.mock.Mock()
+        self.running[process] = on_end
+        return process
+
+    def finish(self, return_code: int = 0) -> None:
+        """Let the oldest end."""
+        process = next(iter(self.running))
+        process.end = PartTest.end(return_code)
+        self.running.pop(process)(process)
+
+    def stop(self, number: int, lead_s: float) -> None:
+        """Remember it."""
+        self.stopped.append(number)
+
+
+class JobPartsTest(PartTest):
+    """Claims, starts, ends and actions."""
+
+    def build(self, *answers: Any, num_cpus: int = 2, **workflow: Any) -> Any:
+        """A dispatcher and all that it needs."""
+        self.starter, self.scripts = FakeStarter(), FakeScripts()
+        self.server = self.link(*answers, **workflow)
+        context = self.server.context
+        self.digests = torc.Digests(list)
+        self.ledger = torc.Ledger([torc.NodeSize(num_cpus, 1 << 30, ())], None)
+        self.policy = torc.ClaimPolicy(context.options, self.ledger, 300, self.attempts)
+        self.completions = torc.Completions(context, self.attempts, self.starter, self.scripts, self.digests, self.server)
+        self.mended = []    # type: List[int]
+        self.watch = torc.OutputWatch(context, lambda: self.mended.append(1))
+        self.actions = torc.Actions(context, self.scripts, self.server)
+        self.dispatcher = torc.Dispatcher(context, self.policy, self.completions, self.watch, self.server, self.actions)
+        self.dispatcher.may_claim = True
+        return self.dispatcher
+
+    def claim(self, *numbers: int, **more: Any) -> None:
+        """Jobs of an answer, of one CPU each."""
+        jobs = [dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'kind': 0, 'failure_handler': None, 'outputs': [],
+                      'interruptions': 0, 'nodes': [0]}, **more) for number in numbers]
+        kind = {'num_cpus': 1, 'memory_bytes': 1, 'num_gpus': 0, 'num_nodes': 1}
+        rules = [{'exit_codes': [7], 'recovery_script': 'mend'}, {'exit_codes': [8], 'max_retries': 2}]
+        self.dispatcher.add({'jobs': jobs, 'kinds': [kind], 'handlers': [rules]})
+
+    def states(self) -> Dict[str, str]:
+        """Name -> state of all attempts in hand."""
+        return {attempt.name: attempt.state for attempt in self.attempts.of()}
+
+    # -------- claims and starts --------
+
+    def test_jobs_start_as_far_as_there_is_room_and_each_end_makes_room_for_the_next(self):
+        dispatcher = self.build()
+        self.claim(1, 2, 3)
+        dispatcher.act(time.monotonic())
+        self.assertEqual({'j1': 'running', 'j2': 'running', 'j3': 'claimed'}, self.states())
+        self.assertEqual([[1, 1], [2, 1]], [row[:2] for row in self.server.started])
+        self.assertIsNone(dispatcher.want())
+        self.starter.finish('j1')
+        dispatcher.act(time.monotonic())
+        self.assertEqual({'j2': 'running', 'j3': 'running', 'j1': 'reported'}, self.states())
+
+    def test_what_cannot_start_in_time_goes_back(self):
+        dispatcher = self.build(num_cpus=1)
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        self.assertEqual(self.policy.stale_at(), dispatcher.due())
+        with unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
+            dispatcher.act(time.monotonic())
+        self.assertEqual((['j1'], [(2, 1)], math.inf), (self.starter.started, self.server.returned, dispatcher.due()))
+        self.assertEqual({'j1': 'running'}, self.states())
+
+    def test_a_node_without_room_for_processes_gives_all_claims_back_and_waits(self):
+        dispatcher = self.build()
+        self.starter.faults = [OSError(errno_of('EAGAIN'), 'Resource temporarily unavailable')]
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        self.assertEqual(([], [(1, 1), (2, 1)], None), (self.attempts.of(), self.server.returned, dispatcher.want()))
+        self.assertEqual([(2, 1 << 30, 0)], self.ledger.pool.free)
+
+    def test_a_job_that_cannot_be_started_by_its_own_fault_fails_with_the_reason(self):
+        dispatcher = self.build()
+        self.starter.faults = [ValueError('variable bad')]
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        self.assertEqual({'j1': 'reported', 'j2': 'running'}, self.states())
+        completion = self.attempts.of('reported')[0].completion
+        self.assertEqual((1, 'failed', 'cannot be started: variable bad'), tuple(completion[key] for key in ('return_code', 'status', 'reason')))
+
+    def test_a_lease_that_ends_at_a_start_leaves_the_job_claimed(self):
+        dispatcher = self.build()
+        self.claim(1, 2)
+        self.starter.faults = [torc.LeaseOver()]
+        dispatcher.act(time.monotonic())
+        self.assertEqual(({'j1': 'claimed', 'j2': 'claimed'}, [(2, 1 << 30, 0)]), (self.states(), self.ledger.pool.free))
+        dispatcher.act(time.monotonic())
+        self.assertEqual(['j1', 'j2'], self.starter.started)
+
+    def test_jobs_wait_for_the_actions_that_came_with_them(self):
+        dispatcher = self.build()
+        self.actions.add([{'id': 1, 'trigger_type': 'on_jobs_ready', 'persistent': False, 'action_config': {'commands': ['a']}}])
+        self.claim(1)
+        dispatcher.act(time.monotonic())
+        self.assertEqual(([], math.inf), (self.starter.started, dispatcher.due()))
+        self.scripts.finish()
+        dispatcher.act(time.monotonic())
+        self.assertEqual(['j1'], self.starter.started)
+
+    def test_after_the_end_of_claims_jobs_of_a_late_answer_go_back(self):
+        dispatcher = self.build()
+        dispatcher.close()
+        self.claim(1)
+        self.assertEqual(([(1, 1)], None, {}), (self.server.returned, dispatcher.want(), self.states()))
+
+    def test_what_is_others_by_now_is_dropped_or_killed_and_its_end_is_not_reported(self):
+        dispatcher = self.build()
+        self.claim(1, 2, 3)
+        dispatcher.act(time.monotonic())
+        dispatcher.revoke([[1, 1], [3, 1]])
+        self.assertEqual((['j1'], {'j2': 'running', 'j1': 'stopping'}, []), (self.starter.killed, self.states(), self.server.returned))
+        self.starter.finish('j1', 137)
+        self.assertEqual({'j2': 'running'}, self.states())
+
+    def test_a_lost_output_directory_gives_claims_back_and_is_looked_at_until_it_is_mended(self):
+        dispatcher = self.build()
+        self.claim(1)
+        os.rename(self.world.path('out'), self.world.path('away'))
+        self.watch.act(time.monotonic())
+        dispatcher.act(time.monotonic())
+        self.assertEqual(([(1, 1)], None), (self.server.returned, dispatcher.want()))
+        self.assertLess(self.watch.due(), math.inf)
+        os.rename(self.world.path('away'), self.world.path('out'))
+        self.watch.act(self.watch.due())
+        self.assertEqual(([1], math.inf), (self.mended, self.watch.due()))
+        self.assertEqual(2, len(self.progress.messages), self.progress.messages)
+
+    # -------- ends --------
+
+    def test_an_end_that_cannot_be_judged_yet_is_judged_later(self):
+        dispatcher = self.build()
+        self.claim(1)
+        dispatcher.act(time.monotonic())
+        self.starter.verdicts = [None, None, torc.Verdict('failed', 137, 'out of memory, by accounting')]
+        self.starter.finish('j1', 1)
+        self.assertEqual(({'j1': 'ended'}, (2, 1 << 30, 0)), (self.states(), self.ledger.pool.free[0]))
+        for state in ('ended', 'reported'):
+            self.completions.act(time.monotonic())
+            self.assertEqual({'j1': state}, self.states())
+        completion = self.attempts.of('reported')[0].completion
+        self.assertEqual((137, 'out of memory, by accounting'), (completion['return_code'], completion['reason']))
+
+    def test_a_recovery_script_goes_before_the_report_and_its_failure_vetoes_the_retry(self):
+        for code, retry in ((0, True), (5, False)):
+            with self.subTest(code):
+                self.attempts = torc.Attempts()
+                dispatcher = self.build()
+                self.claim(1, failure_handler=0)
+                dispatcher.act(time.monotonic())
+                self.starter.finish('j1', 7)
+                self.assertEqual(({'j1': 'recovering'}, ['mend']), (self.states(), self.scripts.commands))
+                self.scripts.finish(code)
+                self.assertEqual({'j1': 'reported'}, self.states())
+                self.assertEqual(retry, self.attempts.of('reported')[0].completion['retry'])
+
+    def test_a_recovery_script_that_the_runner_has_stopped_vetoes_nothing(self):
+        dispatcher = self.build()
+        self.claim(1, failure_handler=0)
+        dispatcher.act(time.monotonic())
+        self.starter.finish('j1', 7)
+        self.completions.leaving = lambda: 'interrupt'
+        self.scripts.finish(143)
+        completion = self.attempts.of('reported')[0].completion
+        self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
+
+    def test_a_completion_counts_when_it_is_acknowledged_and_not_before(self):
+        dispatcher = self.build()
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        self.starter.finish('j1')
+        self.starter.finish('j2', 3)
+        self.assertEqual({}, self.completions.counts)
+        sent = self.attempts.of('reported')
+        self.completions.on_answer(sent, {'accepted': [[1, 1, 'completed'], [2, 1, 'failed'], [9, 9, 'completed']], 'errors': []})
+        self.assertEqual(({'completed': 1, 'failed': 1}, [(2, 'j2', 3, '')], {}),
+                         (self.completions.counts, self.completions.failed_jobs, self.states()))
+
+    def test_a_refused_completion_is_not_sent_again(self):
+        dispatcher = self.build()
+        self.claim(1)
+        dispatcher.act(time.monotonic())
+        self.starter.finish('j1')
+        self.completions.on_answer(self.attempts.of('reported'), {'accepted': [], 'errors': [{'job_id': 1, 'attempt_id': 1, 'message': 'too late'}]})
+        self.assertEqual(({}, {}, False), (self.states(), self.completions.counts, bool(self.attempts.by_state['reported'])))
+
+    # -------- actions --------
+
+    def test_actions_run_one_command_after_the_other_and_stop_at_a_failure(self):
+        self.build()
+        one, two = ({'id': number, 'trigger_type': 'on_jobs_ready', 'persistent': number == 2, 'action_config': {'commands': ['a', 'b']}}
+                    for number in (1, 2))
+        self.actions.add([one, two])
+        self.assertEqual([1, 2], self.actions.ids())
+        self.scripts.finish()
+        self.scripts.finish(3)
+        self.assertEqual((['a', 'b', 'a'], [(1, False, 'command 2 ended with return code 3: b')]),
+                         (self.scripts.commands, [tuple(row.values()) for row in self.server.action_results]))
+        self.actions.revoke([2])
+        self.assertEqual(([], False), (self.actions.ids(), self.actions.is_busy))
+
+    # -------- leaving --------
+
+    def shutdown(self, **workflow: Any) -> Any:
+        """A shutdown of all these parts, with two jobs running."""
+        self.build(**workflow)
+        self.claim(1, 2, 3)
+        self.dispatcher.act(time.monotonic())
+        self.children = unittest.mock.Mock(children={1: None}, kill_due=lambda: [])
+        return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.digests, self.server)
+
+    def test_a_signal_stops_jobs_and_returns_claims_and_a_second_one_kills(self):
+        shutdown = self.shutdown()
+        shutdown.on_signal(signal.SIGTERM)
+        self.assertEqual(({'j1': 'stopping', 'j2': 'stopping'}, ['j1', 'j2'], [signal.SIGTERM], [(3, 1)]),
+                         (self.states(), self.starter.stopped, self.scripts.stopped, self.server.returned))
+        self.assertEqual(('interrupt', torc.LAST_REPORT_S, False), (shutdown.reason, self.server.window_s, shutdown.is_killed))
+        self.assertEqual([('interrupt', signal.SIGTERM)] * 2, [(attempt.stopped_for, attempt.stopped_by) for attempt in self.attempts.of()])
+        self.children.kill_children.assert_not_called()
+        shutdown.on_signal(signal.SIGINT)
+        self.children.kill_children.assert_called_once_with()
+        self.assertEqual((signal.SIGTERM, True), (shutdown.interrupted_by, shutdown.is_killed))
+
+    def test_the_timeline_stops_jobs_before_the_end_and_kills_at_it(self):
+        workflow = {'execution_config': {'sigterm_lead_seconds': 30, 'sigkill_headroom_seconds': 60}}
+        shutdown = self.shutdown(options={'end_time': time.time() + 1000}, **workflow)
+        self.assertAlmostEqual(time.monotonic() + 910, shutdown.due(), delta=5)
+        shutdown.act(shutdown.due() - 1)
+        self.assertEqual('', shutdown.reason)
+        shutdown.act(shutdown.due())
+        self.assertEqual(('deadline', ['j1', 'j2'], shutdown.end), (shutdown.reason, self.starter.stopped, shutdown.due()))
+        shutdown.act(shutdown.end)
+        self.children.kill_children.assert_called_once_with()
+        self.assertEqual(math.inf, shutdown.due())
+
+    def test_leaving_for_want_of_work_stops_nothing(self):
+        shutdown = self.shutdown()
+        shutdown.leave('complete')
+        self.assertEqual(([], {'j1': 'running', 'j2': 'running'}), (self.starter.stopped, self.states()))
+
+    def test_a_runner_leaves_for_the_first_reason_that_holds(self):
+        idle = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True}
+        rows = (
+            ({'is_canceled': True}, {}, 'cancel'),
+            ({'is_complete': True}, {}, 'complete'),
+            ({'is_complete': True}, {'compute_node_ignore_workflow_completion': True}, ''),
+            ({}, {}, ''),
+            ({}, {'compute_node_wait_for_new_jobs_seconds': 1e-9}, 'idle'),
+            ({'pending_actions': 1}, {'compute_node_wait_for_new_jobs_seconds': 1e-9}, ''),
+            ({'claimable': False}, {}, 'stuck'),
+            ({'claimable': False}, {'options': {'is_persistent': True}}, ''),
+        )
+        for answer, workflow, reason in rows:
+            with self.subTest(answer=answer, workflow=workflow):
+                self.attempts = torc.Attempts()
+                self.build(**workflow)
+                launcher = unittest.mock.Mock(children={})
+                shutdown = torc.Shutdown(self.server.context, launcher, self.dispatcher, self.scripts, self.digests, self.server)
+                rules = torc.ExitRules(self.server.context, shutdown, self.watch)
+                self.server.answer = dict(idle, **answer)
+                self.pace.on_end()
+                rules.look()
+                self.assertEqual('' if reason not in ('cancel', 'complete') else reason, shutdown.reason, 'no request was sent since the start')
+                self.server.sent_at = time.monotonic()
+                rules.look()
+                self.assertEqual(reason, shutdown.reason)
+
+
+class DirectStarterTest(PartTest):
+    """A starter with real processes."""
+
+    def test_an_attempt_runs_with_its_environment_and_its_end_is_judged(self):
+        context, launcher, ended = self.context(), self.launcher(), []    # type: Any, Any, List[Any]
+        context.variables = {'COMMON': 'yes'}
+        starter = torc.DirectStarter(context, launcher)
+        attempt = self.attempt(command='echo $COMMON $TORC_JOB_NAME $CUDA_VISIBLE_DEVICES; exit 3', invocation_script=None, env=None)
+        attempt.grant = torc.Grant(attempt.needs, (0,), ('5',), ('5',))
+        outputs = []    # type: List[int]
+        starter.start(attempt, outputs, ended.append, bool)
+        for descriptor in outputs:
+            os.close(descriptor)
+        self.world.wait(lambda: launcher.act(time.monotonic()) or ended, 20, 'its end')
+        attempt.end = ended[0].end
+        self.assertEqual(('failed', 3, ''), tuple(starter.judge(attempt)))
+        self.assertEqual('yes j1 5\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
+
+    def test_a_script_adds_to_its_log_and_can_be_stopped(self):
+        context, launcher, ended = self.context(), self.launcher(), []    # type: Any, Any, List[Any]
+        scripts = torc.Scripts(context, launcher)
+        for command in ('echo one', 'echo two; exec sleep 1000'):
+            process = scripts.start(command, {}, 'actions', 'a1', ended.append)
+            self.assertEqual([process], list(scripts.running))
+            self.world.wait(lambda: self.world.read('out/actions_wf1_r1.log').count('\n') > len(ended), 20, 'its output')
+            if 'sleep' in command:
+                scripts.stop(signal.SIGTERM, 10)
+            self.world.wait(lambda: launcher.act(time.monotonic()) or process in ended, 20, 'its end')
+        self.assertEqual((['one', 'two'], [0, 143], {}),
+                         (self.world.read('out/actions_wf1_r1.log').split(), [process.end.return_code for process in ended], scripts.running))
+
+
+class LoopTest(PartTest):
+    """What turns the parts."""
+
+    def runner(self, *answers: Any) -> Any:
+        """A runner that has called no server."""
+        self.client = ScriptedClient(*answers)
+        launcher = self.launcher()
+        wakeup = torc.Wakeup()
+        self.addCleanup(wakeup.close)
+        return torc.Runner(self.context({'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}), self.client, launcher, wakeup)
+
+    def test_a_runner_is_put_together_without_a_server(self):
+        runner = self.runner()
+        self.assertEqual(([], []), (self.client.calls, self.client.requests))
+        self.assertTrue(all(part.due() >= 0 for part in runner.parts))
+
+    def test_no_part_holds_the_runner(self):
+        runner = self.runner()
+        seen, waiting = set(), list(runner.parts)
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) not in seen and type(thing).__module__ == 'torc' and not isinstance(thing, tuple):
+                seen.add(id(thing))
+                self.assertIsNot(runner, thing)
+                waiting += [value for name, value in getattr(thing, '__dict__', {}).items() if name != 'call']
+        self.assertGreater(len(seen), 10)
+
+    def test_a_part_that_is_due_ends_the_wait_and_acts_in_each_turn(self):
+        class Sampler:
+            """Due ten times a second."""
+
+            def __init__(self) -> None:
+                self.next_at, self.samples = time.monotonic(), []   # type: float, List[float]
+
+            def due(self) -> float:
+                """The next sample."""
+                return self.next_at
+
+            def act(self, now: float) -> None:
+                """Take a sample, if it is time."""
+                if now >= self.next_at:
+                    self.samples.append(now)
+                    self.next_at = now + 0.1
+        runner = self.runner()
+        runner.link.poll_at = runner.link.lease_ends_at = math.inf
+        sampler = Sampler()
+        runner.parts.append(sampler)
+        turns, until = 0, time.monotonic() + 5
+        while len(sampler.samples) < 4 and time.monotonic() < until:
+            runner.turn()
+            runner.wait()
+            turns += 1
+        pauses = [after - before for before, after in zip(sampler.samples, sampler.samples[1:])]
+        self.assertEqual(3, len(pauses))
+        self.assertGreaterEqual(min(pauses), 0.1)
+        self.assertLess(turns, 12)
+
+
 class RunnerRulesTest(unittest.TestCase):
     """The runner's arithmetic."""
 

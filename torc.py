@@ -18196,6 +18196,7 @@ class ServerLink:
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
+        self.slots = 1              # so many of the smallest jobs run here at once
         self.servers_exempt = client.servers_started    # those from before are not our children
         self.started = []           # type: List[List[Any]]
         self.returned = []          # type: List[Sequence[int]]
@@ -18266,8 +18267,9 @@ class ServerLink:
         if self.state == 'online':
             self.report_at = min(self.report_at, time.monotonic() + delay_s)
 
-    def report_batch(self, has_work: bool) -> None:
+    def report_batch(self) -> None:
         """The same for a completion: at once where slots would stay empty, else with those that follow."""
+        has_work = len(self.attempts.by_state['claimed']) >= self.slots
         self.report_soon(max(0.0, self.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
 
     def give_back(self, attempts: Sequence[Attempt]) -> None:
@@ -18860,14 +18862,13 @@ class Completions:
     """Ends of attempts: judged, tried again or not, reported, and counted when the server has taken them in."""
 
     def __init__(self, context: NodeContext, attempts: Attempts, starter: Any, scripts: Scripts, digests: Digests,
-                 report: Callable[[], Any], under_lease: Callable[[Callable[[], Any]], Any]) -> None:
+                 link: ServerLink) -> None:
         self.context = context
         self.attempts = attempts
         self.starter = starter
         self.scripts = scripts
         self.digests = digests
-        self.report_soon = report       # called for each completion that is to be sent
-        self.under_lease = under_lease
+        self.link = link
         self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves, once that is decided
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
@@ -18950,7 +18951,7 @@ class Completions:
         completion.update(retry=True, max_retries=max_retries)
         if rule.get('recovery_script'):
             self.attempts.change(attempt, 'recovering')
-            self.under_lease(functools.partial(self.start_recovery, attempt, rule['recovery_script']))
+            self.link.under_lease(functools.partial(self.start_recovery, attempt, rule['recovery_script']))
         return bool(rule.get('recovery_script'))
 
     def start_recovery(self, attempt: Attempt, script: str) -> None:
@@ -18986,7 +18987,7 @@ class Completions:
         self.context.log.write('Job completed', **self.context.names(attempt), return_code=completion['return_code'],
                                status=completion['status'], exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}",
                                reason=completion.get('reason'))
-        self.report_soon()
+        self.link.report_batch()
 
     def on_answer(self, sent: Sequence[Attempt], answer: Dict[str, Any]) -> None:
         """The server has taken in what was sent, or refused it."""
@@ -19021,12 +19022,12 @@ class Completions:
 class Dispatcher:
     """Jobs from their claim to their end: starts what there is room for, gives back what cannot start."""
 
-    def __init__(self, context: NodeContext, policy: ClaimPolicy, starter: Any, completions: Completions,
-                 watch: OutputWatch, link: ServerLink, actions: Actions) -> None:
+    def __init__(self, context: NodeContext, policy: ClaimPolicy, completions: Completions, watch: OutputWatch,
+                 link: ServerLink, actions: Actions) -> None:
         self.context = context
         self.policy = policy
         self.attempts = policy.attempts
-        self.starter = starter
+        self.starter = completions.starter
         self.completions = completions
         self.watch = watch
         self.link = link
@@ -19227,12 +19228,12 @@ class Shutdown:
     """How this runner leaves: the timeline of the page "Execution Modes", signals, and the reason."""
 
     def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher, scripts: Scripts,
-                 actions: Actions, digests: Digests, link: ServerLink) -> None:
+                 digests: Digests, link: ServerLink) -> None:
         self.context = context
         self.launcher = launcher
         self.dispatcher = dispatcher
         self.scripts = scripts
-        self.actions = actions
+        self.actions = dispatcher.actions
         self.digests = digests
         self.link = link
         self.reason = ''            # why, once it is decided
@@ -19388,10 +19389,10 @@ class Runner:
         self.digests = Digests(self.report_contents)
         scripts, starter = Scripts(context, launcher), DirectStarter(context, launcher)
         self.actions = Actions(context, scripts, link)
-        self.completions = Completions(context, self.attempts, starter, scripts, self.digests, self.report_completion, link.under_lease)
+        self.completions = Completions(context, self.attempts, starter, scripts, self.digests, link)
         watch = OutputWatch(context, self.on_output_mended)
-        self.dispatcher = Dispatcher(context, self.policy, starter, self.completions, watch, link, self.actions)
-        self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.actions, self.digests, link)
+        self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
+        self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
@@ -19409,7 +19410,7 @@ class Runner:
 
     def connect_link(self) -> None:
         """Say where the link finds what it sends, and who hears of what comes."""
-        call = self.link.call
+        call, self.link.slots = self.link.call, self.policy.ledger.slots
         call.has_children = lambda: bool(self.launcher.children)
         call.exempt_children = self.launcher.exempt_children
         call.has_answer = self.wakeup.has_answer
@@ -19430,10 +19431,6 @@ class Runner:
             self.actions.add(answer['actions'])
         if answer['jobs']:
             self.dispatcher.add(answer)
-
-    def report_completion(self) -> None:
-        """A completion is to be sent."""
-        self.link.report_batch(len(self.policy.backlog) >= self.policy.ledger.slots)
 
     def report_contents(self, rows: List[List[Any]]) -> None:
         """Files were read to their end, perhaps."""
