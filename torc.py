@@ -17149,7 +17149,8 @@ class Launcher:
         unstarted, self.unstarted = self.unstarted, []
         for reply in unstarted:
             reply()
-        self.kill([process for process in self.queries if now >= process.kill_at and not process.is_killed], now)
+        if self.queries:
+            self.kill([process for process in self.queries if now >= process.kill_at and not process.is_killed], now)
         for process in self.poll() + self.give_up():
             self.children.pop(process, None)
             process.on_end(process)
@@ -17160,6 +17161,8 @@ class Launcher:
         ended = [process for process in list(self.running.values()) if self.take_status(process)]
         if ended or self.adopted:
             self.look_for_adopted()
+        if not (ended or self.sweeping):
+            return []
         snapshot = ProcSnapshot()
         done = []
         for process in ended:
@@ -17464,7 +17467,10 @@ class Ledger:
         """Whether nothing at all can start."""
         if self.max_jobs is not None:
             return self.num_jobs >= self.max_jobs
-        return all(free.num_cpus <= 0 for free in self.pool.free)
+        for free in self.pool.free:
+            if free.num_cpus > 0:
+                return False
+        return True
 
     def take(self, needs: Needs, chosen: Sequence[int] = ()) -> Optional[Grant]:
         """Room for a job, on the nodes that the claim chose for it if they have it; or None."""
