@@ -5775,9 +5775,9 @@ UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- a runner's
 
 # ======== 6a. Capacity: what nodes have, what is taken of it, and where a job fits ========
 #
-# Arithmetic only, the same for a claim (8), which fills what a runner says is free, and for the runner's ledger (16),
-# which guards every start: both agree on where a job runs. A job of one node goes to the first node that has room;
-# one of several nodes takes whole ones, of which nothing is taken.
+# Arithmetic only, the same for a claim (8), which fills what a runner says is free, and for the runner's
+# ledger (16), which guards every start: both agree on where a job runs. A job of one node goes to the first
+# node that has room; one of several nodes takes whole ones, of which nothing is taken.
 
 
 class Capacity(Row):
@@ -5797,7 +5797,8 @@ class Capacity(Row):
 
     def less(self, needs: Any, count: int) -> 'Capacity':
         """What is left after taking so many such jobs; with a negative count, after giving them back."""
-        return Capacity(self.num_cpus - count * needs.num_cpus, self.memory_bytes - count * needs.memory_bytes,
+        return Capacity(self.num_cpus - count * needs.num_cpus,
+                        self.memory_bytes - count * needs.memory_bytes,
                         self.num_gpus - count * needs.num_gpus)
 
 
@@ -5827,15 +5828,17 @@ class NodePool:
 
     def untouched(self, needs: Any) -> List[int]:
         """Indexes of the nodes of which nothing is taken, and that are large enough."""
-        return [index for index, (size, free) in enumerate(zip(self.sizes, self.free)) if free == size and size.count(needs)]
+        return [index for index, (size, free) in enumerate(zip(self.sizes, self.free))
+                if free == size and size.count(needs)]
 
     def place(self, needs: Any, wanted: int = 1) -> List[Tuple[int, ...]]:
         """Take room for up to so many such jobs: the indexes of the nodes of each that fits."""
         placed = []     # type: List[Tuple[int, ...]]
         if needs.num_nodes > 1:
             untouched = self.untouched(needs)
-            for start in range(0, min(wanted, len(untouched) // needs.num_nodes) * needs.num_nodes, needs.num_nodes):
-                placed.append(tuple(untouched[start:start + needs.num_nodes]))
+            while len(placed) < wanted and len(untouched) >= needs.num_nodes:
+                placed.append(tuple(untouched[:needs.num_nodes]))
+                del untouched[:needs.num_nodes]
                 for index in placed[-1]:
                     self.free[index] = NOTHING
             return placed
@@ -5852,7 +5855,7 @@ class NodePool:
         if is_shared and chosen[0] < len(self.free) and self.free[chosen[0]].count(needs):
             self.free[chosen[0]] = self.free[chosen[0]].less(needs, 1)
             return tuple(chosen)
-        if needs.num_nodes > 1 and len(chosen) == needs.num_nodes and set(chosen).issubset(self.untouched(needs)):
+        if len(chosen) == needs.num_nodes > 1 and set(chosen).issubset(self.untouched(needs)):
             for index in chosen:
                 self.free[index] = NOTHING
             return tuple(chosen)
@@ -16419,7 +16422,8 @@ def write_installation(made: Installation) -> None:
 
 # ======== 12. Processes: what /proc tells of them, their marks and control groups ========
 #
-# Owns finding processes and ending them by force. The Launcher marks what it starts; here marks are read. Invariants:
+# Owns finding processes and ending them by force. The Launcher marks what it starts; here marks are read.
+# Invariants:
 #
 # * A mark is what no process loses by accident: a soft limit on uninterrupted real-time CPU
 #   (RLIMIT_RTTIME), so high that it limits nothing (146,000 years), that names runner and job. Whatever a
@@ -16541,7 +16545,7 @@ class ProcSnapshot:
         return any(mark.text in self.environs[pid] for mark in marks)
 
     def family(self, sessions: Set[int], marks: Sequence[Mark]) -> Dict[int, int]:
-        """Processes of these sessions, those with one of the marks, and all their descendants: pid -> start ticks."""
+        """Processes of sessions, those with one of the marks, and their descendants: pid -> start ticks."""
         table = self.rows
         family = {pid for pid, row in table.items() if row.session in sessions or self.has_mark(pid, marks)}
         size = -1
@@ -16718,8 +16722,8 @@ def format_leftovers(number: int) -> str:
 # shell waits for.
 #
 # The usual job, which leaves nothing behind, pays one killpg and one read of the list of children for this.
-# Nothing here waits: whoever owns the loop calls `act` after SIGCHLD, or when it is `due`. It calls `on_end` of
-# each process of which nothing lives any more. Other programs, such as squeue(1), are asked by `query`.
+# Nothing here waits: whoever owns the loop calls `act` after SIGCHLD, or when it is `due`. It calls `on_end`
+# of each process of which nothing lives any more. Other programs, such as squeue(1), are asked by `query`.
 
 # -------- what to run --------
 
@@ -16727,7 +16731,7 @@ MAX_ARGUMENT_BYTES = 128 * 1024 - 1     # one argv string: MAX_ARG_STRLEN of Lin
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36    # linux/prctl.h
 POSIX_SPAWN_FLAGS = 0x04 | 0x08 | 0x80  # SETSIGDEF | SETSIGMASK | SETSID (glibc 2.26, musl): spawn.h
 SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, file actions or signal set
-EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault, not the job's
+EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault
 NUM_GUARDIANS = 2
 REPLACED_AT_ONCE, REPLACE_PAUSE_S = 20, 1.0     # so many dead guardians are replaced, then one a pause
 MAX_REPLY_BYTES = 64 * 1024 * 1024      # of another program's output; what is more is cut off
@@ -16739,12 +16743,12 @@ COMMAND_DESCRIPTOR = 9                  # sh knows no larger ones
 READ_COMMAND = (b'TORC_COMMAND=$(command -p cat <&9) || exit 126; exec 9<&-; '
                 b'eval "unset TORC_COMMAND; $TORC_COMMAND"')
 SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
-RESET_SIGNALS = tuple(getattr(signal, name) for name in ('SIGPIPE', 'SIGXFSZ', 'SIGINT', 'SIGQUIT', 'SIGTERM', 'SIGHUP',
-                                                         'SIGUSR1', 'SIGUSR2', 'SIGCHLD'))
+RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP,
+                 signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
 def encode_text(text: str) -> bytes:
-    """Text as a process gets it: UTF-8, as it stands in a workflow file, whatever the locale (in C, Python 3.6 knows only ASCII).
+    """Text as a process gets it: UTF-8, whatever the locale (Python 3.6 takes ASCII in C).
 
     Paths and variables of our own may hold bytes that are no text; they come out as they came in.
     """
@@ -16752,7 +16756,7 @@ def encode_text(text: str) -> bytes:
 
 
 def compose_command(script: Optional[str], command: str) -> str:
-    """What the shell gets: an invocation script of one line wraps the command, a longer one is its prelude."""
+    """What the shell gets: an invocation script of one line wraps the command, a longer one precedes it."""
     if not script or not script.strip():
         return command
     if '\n' in script:
@@ -16762,7 +16766,7 @@ def compose_command(script: Optional[str], command: str) -> str:
 
 def gpu_environment(devices: Sequence[str]) -> Dict[str, str]:
     """Variables that show a job its GPUs; none for a job that asked for none."""
-    names = ('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'TORC_GPU_VISIBLE_DEVICES')
+    names = [name + '_VISIBLE_DEVICES' for name in ('CUDA', 'HIP', 'ROCR', 'TORC_GPU')]
     return dict.fromkeys(names, ','.join(devices)) if devices else {}
 
 
@@ -16794,13 +16798,15 @@ def format_signal(number: int) -> str:
 class Spawner:
     """The C library's posix_spawn: one call that costs the same whatever the size of this process.
 
-    Measured with two output files a job, own CPU: 0.2 ms on Python 3.6, where subprocess.Popen takes 0.9 ms and fork 0.6;
-    within 10 % of Popen (vfork) and os.posix_spawn on 3.11 and later. AttributeError or OSError where it is lacking.
+    Measured with two output files a job, own CPU: 0.2 ms on Python 3.6, where subprocess.Popen takes 0.9 ms
+    and fork 0.6; within 10 % of Popen (vfork) and os.posix_spawn on 3.11 and later. AttributeError or OSError
+    where it is lacking.
     """
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(None)
-        self.actions, self.attributes, signals = (ctypes.create_string_buffer(SPAWN_STRUCTURE_BYTES) for _ in range(3))
+        buffers = [ctypes.create_string_buffer(SPAWN_STRUCTURE_BYTES) for _ in range(3)]
+        self.actions, self.attributes, signals = buffers
         self.devnull = os.open(os.devnull, os.O_RDONLY)
         self.library.posix_spawnattr_init(self.attributes)
         self.library.sigemptyset(signals)
@@ -16902,8 +16908,8 @@ class Process:
         """Set how it ended, from what wait4(2) has returned."""
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         code = 128 + number if number else os.WEXITSTATUS(status)
-        # ru_maxrss counts KiB on Linux (getrusage(2)). It begins with the size that this process had when it started the
-        # other (fs/exec.c, setmax_mm_hiwater_rss), so that for a smaller program it tells nothing.
+        # ru_maxrss counts KiB on Linux (getrusage(2)). It begins with the size that this process had when it
+        # started the other (fs/exec.c, setmax_mm_hiwater_rss), so that for a smaller one it says nothing.
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = usage.ru_maxrss * 1024 if usage.ru_maxrss > own else 0
         self.end = ProcessEnd(
@@ -16946,7 +16952,7 @@ def close_descriptors(kept: int) -> None:
 def rename_process(name: str) -> None:
     """Show another name to ps and pkill (proc(5), stat: the arguments lie from arg_start to arg_end).
 
-    Only its first word where the arguments were too short for all of it: half a pid would name another process.
+    Only its first word where the arguments were too short for all: half a pid would name another process.
     """
     title = name.encode()
     word = title.split()[0]
@@ -16955,7 +16961,8 @@ def rename_process(name: str) -> None:
         start, end = map(int, read_proc_stat(os.getpid())[45:47])
         room = end - start - 1      # the last byte stays 0
         if 0 < start and room > 0:
-            ctypes.memmove(start, (title if len(title) <= room else word[:room]).ljust(end - start, b'\0'), end - start)
+            shown = title if len(title) <= room else word[:room]
+            ctypes.memmove(start, shown.ljust(end - start, b'\0'), end - start)
     except (AttributeError, OSError, ValueError):   # not Linux
         pass
 
@@ -17007,7 +17014,7 @@ class Launcher:
         self.adopted: Set[int] = set()              # children that we did not start: daemons of jobs
         self.environment = {name: name + b'=' + value for name, value in os.environb.items()
                             if os.fsdecode(name) not in SECRETS}
-        self.outer_tag = os.environ.get(RUN_TAG, '')    # of a runner whose job we are: both must find our jobs
+        self.outer_tag = os.environ.get(RUN_TAG, '')    # of a runner whose job we are: it must find ours, too
         self.next_sweep = math.inf
         self.seal_inherited_descriptors()
         self.group = make_control_group(f'{GROUP_PREFIX}{self.mark.number:x}')
@@ -17021,7 +17028,7 @@ class Launcher:
 
     @staticmethod
     def seal_inherited_descriptors() -> None:
-        """Keep descriptors that came from our own parent out of the jobs: a lock held for ever is hard to find."""
+        """Keep descriptors of our own parent out of the jobs: a lock held for ever is hard to find."""
         try:
             names = os.listdir('/proc/self/fd')
         except OSError:
@@ -17042,7 +17049,7 @@ class Launcher:
             pass
 
     def exempt_children(self) -> None:
-        """Exclude our present children that belong to no job from clean-up: a server that was started through us."""
+        """Exclude children that belong to no job from clean-up, such as a server started through us."""
         for pid in read_proc_children(os.getpid()):
             if not self.is_known(pid) and pid not in self.adopted:
                 self.exempt.add(pid)
@@ -17072,11 +17079,12 @@ class Launcher:
 
     def start(self, argv: Sequence[bytes], variables: Dict[str, str], descriptors: Sequence[int], name: str,
               on_end: Callable[[Process], Any] = bool, check: Callable[[], Any] = bool) -> Process:
-        """Start a program, by its path, with these variables over our own environment. `name` makes its mark unique.
+        """Start a program by its path, with variables over our environment. `name` makes its mark unique.
 
         `descriptors`: its stdout, its stderr, and perhaps one more, of at least two digits, which it may read
-        as COMMAND_DESCRIPTOR. `check` is called at the last moment, and may raise an OSError in place of the start.
-        OSError if it cannot be started, ValueError if it cannot even be passed to the system (NUL, lone surrogate).
+        as COMMAND_DESCRIPTOR. `check` is called at the last moment; it may raise an OSError in place of the
+        start. OSError if it cannot be started, ValueError if it cannot be passed to the system (NUL, lone
+        surrogate).
         """
         entries = dict(self.environment)
         for key, value in ((encode_text(key), encode_text(value)) for key, value in variables.items()):
@@ -17102,16 +17110,17 @@ class Launcher:
     def query(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any]) -> None:
         """Run another program without waiting for it: `on_reply` gets its Reply from a later `act`, once.
 
-        It is killed when its time is over. Its output goes to files without a name, so that it never waits for
-        a reader: nothing is read from it before its end.
+        It is killed when its time is over. Its output goes to files without a name, so that it never waits
+        for a reader: nothing is read from it before its end.
         """
         path, stack = shutil.which(argv[0]), contextlib.ExitStack()
         try:
             if path is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
-            process = self.start(list(map(encode_text, [path, *argv[1:]])), {}, [file.fileno() for file in files],
-                                 f'query-{argv[0]}', functools.partial(self.on_query_end, argv, limit_s, files, on_reply))
+            on_end = functools.partial(self.on_query_end, argv, limit_s, files, on_reply)
+            process = self.start(list(map(encode_text, [path, *argv[1:]])), {},
+                                 [file.fileno() for file in files], f'query-{argv[0]}', on_end)
         except (OSError, ValueError) as error:
             stack.close()
             reply = Reply(COMMAND_NOT_FOUND, '', f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
@@ -17138,7 +17147,7 @@ class Launcher:
     # ---- reaping ----
 
     def due(self) -> float:
-        """When `act` or `kill_due` has something to do even if no SIGCHLD comes (monotonic; may be infinite)."""
+        """When `act` or `kill_due` has something to do even if no SIGCHLD comes (monotonic, or infinite)."""
         times = [process.give_up_at if process.is_killed else process.kill_at
                  for process in self.running.values() if process.kill_at is not None]
         times += [self.next_sweep] + [self.replace_at] * (len(self.guardians) < NUM_GUARDIANS)
@@ -17150,7 +17159,8 @@ class Launcher:
         for reply in unstarted:
             reply()
         if self.queries:
-            self.kill([process for process in self.queries if now >= process.kill_at and not process.is_killed], now)
+            self.kill([process for process in self.queries
+                       if now >= process.kill_at and not process.is_killed], now)
         for process in self.poll() + self.give_up():
             self.children.pop(process, None)
             process.on_end(process)
@@ -17195,10 +17205,11 @@ class Launcher:
 
     def has_leftovers(self, process: Process, snapshot: ProcSnapshot) -> bool:
         """Whether anything of an ended process seems to live."""
-        return signal_group(process.pid, 0) or any(snapshot.has_mark(pid, [process.mark]) for pid in self.adopted)
+        return signal_group(process.pid, 0) \
+            or any(snapshot.has_mark(pid, [process.mark]) for pid in self.adopted)
 
     def sweep(self, snapshot: ProcSnapshot) -> List[Process]:
-        """Signal what ended processes have left behind; those of which nothing is left, or that are abandoned."""
+        """Signal what ended processes have left; those of which nothing lives, or that are abandoned."""
         now = time.monotonic()
         done = []
         for process in self.sweeping:
@@ -17207,7 +17218,8 @@ class Launcher:
                 done.append(process)
             elif not process.is_swept and not process.is_killed:
                 process.is_swept = True
-                process.kill_at = min(now + LEFTOVER_TERM_S, math.inf if process.kill_at is None else process.kill_at)
+                kill_at = now + LEFTOVER_TERM_S
+                process.kill_at = kill_at if process.kill_at is None else min(kill_at, process.kill_at)
                 self.signal_all(family, signal.SIGCONT, signal.SIGTERM)
             elif now >= process.kill_at or process.is_killed:
                 self.mark_killed(process, now)
@@ -17226,7 +17238,7 @@ class Launcher:
     # ---- stopping ----
 
     def stop(self, process: Process, number: int, lead_s: float) -> None:
-        """Continue a process group and ask it to end; SIGKILL follows after `lead_s` unless it has ended by then."""
+        """Continue a process group and ask it to end; SIGKILL follows after `lead_s` unless it has ended."""
         if process.end is None:
             signal_group(process.pid, signal.SIGCONT)
             signal_group(process.pid, number)
@@ -17234,7 +17246,7 @@ class Launcher:
         process.kill_at = min(kill_at, math.inf if process.kill_at is None else process.kill_at)
 
     def kill_due(self) -> List[Process]:
-        """SIGKILL every stopped child whose time is over, with all of its family; those that were killed just now."""
+        """SIGKILL every stopped child whose time is over, with its family; those that were killed now."""
         now = time.monotonic()
         due = [process for process in self.running.values() if process.kill_at is not None
                and now >= process.kill_at and not (process.is_killed or process in self.queries)]
@@ -17244,7 +17256,8 @@ class Launcher:
     def kill(self, processes: Sequence[Process], now: float) -> None:
         """SIGKILL processes that may still run, with all of their families."""
         if processes:
-            family = ProcSnapshot().family({process.pid for process in processes}, [process.mark for process in processes])
+            marks = [process.mark for process in processes]
+            family = ProcSnapshot().family({process.pid for process in processes}, marks)
             for process in processes:
                 self.mark_killed(process, now)
                 if process.end is None:
@@ -17271,7 +17284,8 @@ class Launcher:
         for process in lost:
             del self.running[process.pid]
             self.exempt.add(process.pid)
-            process.end = ProcessEnd(128 + signal.SIGKILL, signal.SIGKILL, now - process.started, 0.0, 0, time.time())
+            wall_s = now - process.started
+            process.end = ProcessEnd(128 + signal.SIGKILL, signal.SIGKILL, wall_s, 0.0, 0, time.time())
         return lost
 
     def close(self) -> None:
@@ -17333,16 +17347,17 @@ class Shell:
         except OSError as error:    # no fault of the job's: a full disk, say
             raise OSError(errno.EAGAIN, f'no temporary file for a long command: {error.strerror}') from None
         try:
-            return self.launcher.start([shell, b'-c', READ_COMMAND], variables, [*outputs, source], name, on_end, check)
+            argv = [shell, b'-c', READ_COMMAND]
+            return self.launcher.start(argv, variables, [*outputs, source], name, on_end, check)
         finally:
             os.close(source)
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
-# A runner is one node at work for one workflow: a loop (16c) over parts (16b), each of which says when it is due and
-# acts in each turn. Here stand the values that they share. Each attempt of a job has one state, changed by
-# Attempts.change alone along ATTEMPT_STATES; an attempt's completion stands in the attempt and nowhere else.
+# A runner is one node at work for one workflow: a loop (16d) over parts (16b, 16c), each of which says when
+# it is due and acts in each turn. Here stand the values that they share. Each attempt of a job has one state,
+# changed by Attempts.change alone along ATTEMPT_STATES; its completion stands in the attempt, nowhere else.
 
 BATCH_S = 0.05              # between two reports while there is work at hand
 START_REPORT_S = 0.1        # until a start is reported that nothing else gives reason to report
@@ -17450,7 +17465,8 @@ class Ledger:
 
     def __init__(self, nodes: Sequence[NodeSize], max_jobs: Optional[int]) -> None:
         self.nodes = nodes
-        self.pool = NodePool([Capacity(node.num_cpus, node.memory_bytes, len(node.devices)) for node in nodes])
+        sizes = [Capacity(node.num_cpus, node.memory_bytes, len(node.devices)) for node in nodes]
+        self.pool = NodePool(sizes)
         self.max_jobs = max_jobs        # given: only jobs are counted
         self.devices = [collections.deque(node.devices) for node in nodes]
         self.num_jobs = 0
@@ -17488,7 +17504,7 @@ class Ledger:
         return Grant(needs, nodes, *self.take_devices(needs.num_gpus, nodes[0]))
 
     def take_devices(self, wanted: int, node: int = 0) -> Tuple[Tuple[str, ...], Tuple[str, ...]]:
-        """GPUs of a node for a job, and which of them are its own: with too few free, all of them are shared in turn."""
+        """GPUs of a node for a job, and which are its own: with too few free, all are shared in turn."""
         free, pool = self.devices[node], self.nodes[node].devices
         if wanted <= len(free):
             owned = tuple(free.popleft() for _ in range(wanted))
@@ -17514,16 +17530,16 @@ class AttemptState(Row):
 
 
 ATTEMPT_STATES = {
-    'claimed':      AttemptState('given to this runner, not started', ('running', 'ended', 'returned', 'dropped')),
+    'claimed':      AttemptState('not started yet', ('running', 'ended', 'returned', 'dropped')),
     'running':      AttemptState('started', ('stopping', 'ended')),
-    'stopping':     AttemptState('started, and asked to end; stopped_for says why', ('ended',)),
-    'ended':        AttemptState('nothing of it lives; perhaps not judged yet', ('judged', 'dropped')),
+    'stopping':     AttemptState('asked to end; stopped_for says why', ('ended',)),
+    'ended':        AttemptState('nothing of it lives; to be judged', ('judged', 'dropped')),
     'judged':       AttemptState('has a verdict, thus a completion', ('recovering', 'reported')),
     'recovering':   AttemptState('its recovery script runs, or is to run', ('reported',)),
-    'reported':     AttemptState('its completion waits for the answer of the server', ('acknowledged',)),
+    'reported':     AttemptState('its completion is on the way', ('acknowledged',)),
     'returned':     AttemptState('given back without a start', ()),
-    'dropped':      AttemptState('reset or given to others: none of our business', ()),
-    'acknowledged': AttemptState('the server has taken its completion in, or refused it', ()),
+    'dropped':      AttemptState('reset, or given to others', ()),
+    'acknowledged': AttemptState('its completion was taken in, or refused', ()),
 }
 STARTED = ('running', 'stopping')
 
@@ -17559,7 +17575,7 @@ class Attempt:
 
 
 class Attempts:
-    """All attempts in this runner's hands, by state. Those of a state stand in the order in which they came to it."""
+    """All attempts in this runner's hands, by state, in the order in which they came to it."""
 
     def __init__(self) -> None:
         self.by_state = {state: {} for state in ATTEMPT_STATES}     # type: Dict[str, Dict[Attempt, None]]
@@ -17580,6 +17596,10 @@ class Attempts:
     def of(self, *states: str) -> List[Attempt]:
         """The attempts in these states, or all. A list of its own: the caller may change their states."""
         return [attempt for state in states or ATTEMPT_STATES for attempt in self.by_state[state]]
+
+    def find(self, process: Process) -> Optional[Attempt]:
+        """The attempt that a process is, if it is one."""
+        return next((attempt for attempt in self.of(*STARTED) if attempt.process is process), None)
 
     def count(self, *states: str) -> int:
         """How many there are in these states."""
@@ -17606,15 +17626,17 @@ def open_outputs(attempt: Attempt, stem: Sequence[Any], config: Dict[str, Any], 
 
 def job_variables(attempt: Attempt, common: Dict[str, str]) -> Dict[str, str]:
     """A job's environment over the runner's: its own, its GPUs, and ours; later ones win."""
-    return {**(attempt.job['env'] or {}), **gpu_environment(attempt.grant.devices), **common,
-            'TORC_JOB_ID': str(attempt.id), 'TORC_JOB_NAME': attempt.name, 'TORC_ATTEMPT_ID': str(attempt.attempt_id)}
+    own = {'TORC_JOB_ID': str(attempt.id), 'TORC_JOB_NAME': attempt.name,
+           'TORC_ATTEMPT_ID': str(attempt.attempt_id)}
+    return {**(attempt.job['env'] or {}), **gpu_environment(attempt.grant.devices), **common, **own}
 
 
 def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> Dict[str, str]:
     """Environment that every child gets. The token itself never: only where it lies."""
-    variables = {'TORC_WORKFLOW_ID': workflow['id'], 'TORC_RUN_ID': workflow.get('run_id') or 0, 'TORC_OUTPUT_DIR': output_dir,
-                 'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'), 'TORC_API_URL': client.url,
-                 'TORC_TOKEN_FILE': client.token_file,
+    variables = {'TORC_WORKFLOW_ID': workflow['id'], 'TORC_RUN_ID': workflow.get('run_id') or 0,
+                 'TORC_OUTPUT_DIR': output_dir,
+                 'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'),
+                 'TORC_API_URL': client.url, 'TORC_TOKEN_FILE': client.token_file,
                  'TORC_TLS_CA_CERT': client.trust.ca_file and os.path.abspath(client.trust.ca_file),
                  'TORC_TLS_INSECURE': '1' if client.trust.is_insecure else ''}
     return {name: str(value) for name, value in variables.items() if value not in (None, '')}
@@ -17640,7 +17662,8 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
     if stopped_for == 'deadline':
         # A code of its own, such as a checkpoint's, is reported; dying of what was sent is a timeout.
         is_own = not end.signal_number and end.return_code != 128 + sent_signal
-        return Verdict('terminated', end.return_code if is_own else timeout_exit_code, "stopped: the runner's time is over")
+        code = end.return_code if is_own else timeout_exit_code
+        return Verdict('terminated', code, "stopped: the runner's time is over")
     if stopped_for:
         cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
         return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
@@ -17659,7 +17682,7 @@ def stat_outputs(outputs: Sequence[Sequence[Any]]) -> Tuple[Dict[str, float], Li
 
 
 def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
-    """A failure handler's rule for a return code: the first that names it, else the first that matches all."""
+    """A failure handler's rule for a return code: the first that names it, else the first for all codes."""
     for rule in rules:
         if return_code in (rule.get('exit_codes') or ()):
             return rule
@@ -17693,8 +17716,8 @@ def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
 def check_execution_mode(mode: str) -> None:
     """Refuse what cannot be done here. Mode auto is direct outside of an allocation."""
     if mode == 'slurm':
-        where = 'there is no Slurm allocation here (SLURM_JOB_ID is not set)' if not os.environ.get('SLURM_JOB_ID') else \
-            'this version starts no Slurm steps'
+        where = 'this version starts no Slurm steps' if os.environ.get('SLURM_JOB_ID') else \
+            'there is no Slurm allocation here (SLURM_JOB_ID is not set)'
         raise Refused(f"execution_config.mode is 'slurm', but {where}; use mode 'auto' or 'direct'")
 
 
@@ -17885,7 +17908,8 @@ def hold_top(path: str) -> HeldDirectory:
         if not stat.S_ISLNK(found.st_mode):
             raise
         if found.st_uid not in (os.geteuid(), 0):
-            raise Denied(f'{path} is a link that another user has made: give another directory with -o DIR') from None
+            raise Denied(f'{path} is a link that another user has made: '
+                         'give another directory with -o DIR') from None
         top = HeldDirectory(path)
     return refuse_danger(top, True)
 
@@ -18080,13 +18104,13 @@ class RunLog:
 
 # ======== 16b. Runner's link: how a runner and its server keep in step ========
 #
-# NodeContext is what all parts of a runner know. ServerLink is the only part that speaks to the server, by one
-# request at a time: it carries what has happened here, and brings work. Rules:
+# NodeContext is what all parts of a runner know. ServerLink is the only part that speaks to the server, by
+# one request at a time: it carries what has happened here, and brings work. Rules:
 #
-# * What is to be sent is kept until the server has acknowledged it. The server knows it by (job, run, attempt), so
-#   that sending it twice does no harm. What an answer that was lost may have brought is settled by saying what is held.
-# * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request without an
-#   answer. While the server is silent children go on and are reaped, and nothing is started once the lease is over.
+# * What is to be sent is kept until the server has acknowledged it. The server knows it by (job, run,
+#   attempt), so that sending it twice does no harm. After an answer was lost all that is held is listed.
+# * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request
+#   without an answer: children go on and are reaped, and nothing is started once the lease is over.
 # * Who starts something asks for the lease: when it is over, as after a suspension, others may have our jobs.
 
 LINK_STATES = {     # what is known of the server -> what may follow
@@ -18125,7 +18149,8 @@ class NodeContext:
 
     def names(self, attempt: Attempt) -> Dict[str, int]:
         """An attempt, as log lines name it."""
-        return {'workflow_id': self.workflow_id, 'job_id': attempt.id, 'run_id': self.run_id, 'attempt_id': attempt.attempt_id}
+        return {'workflow_id': self.workflow_id, 'job_id': attempt.id, 'run_id': self.run_id,
+                'attempt_id': attempt.attempt_id}
 
     def say(self, message: str, level: str = 'info') -> None:
         """To the log and to the user."""
@@ -18133,7 +18158,7 @@ class NodeContext:
         self.progress.on_message(printable(message))
 
     def say_once(self, message: str, introduction: str = '') -> None:
-        """Say it unless all its parts were said before, perhaps with other numbers: the time that is left shrinks."""
+        """Say it unless all its parts were said before, perhaps with other numbers: the time left shrinks."""
         forms = set(re.sub('[0-9]+', '0', message).split('; '))
         if not forms <= self.said:
             self.said |= forms
@@ -18160,7 +18185,7 @@ class Pace:
         self.ended_at = self.worked_at = time.monotonic()
 
     def next_wait_s(self, is_poll: bool, has_children: bool) -> Optional[float]:
-        """Until the next poll, after an answer: the three regimes of the page "Job Runners". None: as planned."""
+        """Until the next poll, after an answer: the regimes of the page "Job Runners". None: as planned."""
         base_s = self.options.poll_interval_s
         if self.has_progressed:
             wait_s = self.backoff_s = base_s
@@ -18184,18 +18209,19 @@ class LinkOutlets:
 
     def __init__(self) -> None:
         self.has_children = lambda: False       # type: Callable[[], bool]
-        self.exempt_children = lambda: None     # type: Callable[[], Any]  # a server that was started by us is no job
+        self.exempt_children = lambda: None     # type: Callable[[], Any]  # a server was started through us
         self.has_answer = lambda pending: True  # type: Callable[[PendingCall], bool]
         self.want = lambda: None                # type: Callable[[], Optional[Dict[str, Any]]]
         self.held_actions = lambda: []          # type: Callable[[], List[int]]
-        self.on_released = lambda: None         # type: Callable[[], Any]  # the server has given all of ours to others
+        self.on_released = lambda: None         # type: Callable[[], Any]  # what we had claimed is others'
         self.on_answer = lambda answer: None    # type: Callable[[Dict[str, Any]], Any]
 
 
 class ServerLink:
     """What this runner has to send, kept until it is acknowledged, and what is known of the server."""
 
-    def __init__(self, context: NodeContext, client: Any, node: NodeSize, attempts: Attempts, pace: Pace) -> None:
+    def __init__(self, context: NodeContext, client: Any, node: NodeSize, attempts: Attempts,
+                 pace: Pace) -> None:
         self.context = context
         self.client = client
         self.node = node
@@ -18244,7 +18270,7 @@ class ServerLink:
 
     @property
     def has_lease(self) -> bool:
-        """Whether our lease runs. If not, as after a suspension, the server may have given our jobs to others."""
+        """Whether our lease runs. If not, as after a suspension, others may have our jobs."""
         return read_clocks().running < self.lease_ends_at
 
     @property
@@ -18269,7 +18295,7 @@ class ServerLink:
         self.poll_at = 0.0
 
     def report_soon(self, delay_s: float) -> None:
-        """There is something to send: do it within so many seconds. While the server is silent its own pace counts."""
+        """Send what there is within so many seconds. While the server is silent its own pace counts."""
         if self.state == 'online':
             self.report_at = min(self.report_at, time.monotonic() + delay_s)
 
@@ -18334,7 +18360,7 @@ class ServerLink:
                           limit_resources=str(context.config['limit_resources']).lower())
 
     def register_again(self) -> bool:
-        """The server, which heard nothing of us, has released this node: become another, with what runs here."""
+        """The server has released this node, as its lease was over: become another, with what runs here."""
         old = self.context.node_id
         try:
             self.register()
@@ -18344,10 +18370,12 @@ class ServerLink:
         self.is_released, self.is_doubtful, self.returned = False, True, []
         self.call.on_released()
         running = self.attempts.of(*STARTED)
-        ended = [attempt for attempt in self.attempts.of('ended', 'judged', 'recovering', 'reported') if attempt.process]
-        self.started = [[*attempt.key, format_time(attempt.process.started_at)] for attempt in running + ended]
-        self.context.say(f'the server had given this runner up (compute node {old}) while it heard nothing of it; '
-                         f'it goes on as compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
+        ended = self.attempts.of('ended', 'judged', 'recovering', 'reported')
+        self.started = [[*attempt.key, format_time(attempt.process.started_at)]
+                        for attempt in running + ended if attempt.process]
+        self.context.say(
+            f'the server had given this runner up (compute node {old}) while it heard nothing of it; it goes '
+            f'on as compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
         return True
 
     def leave(self, had_failures: bool, had_terminations: bool, duration_s: float) -> None:
@@ -18356,8 +18384,9 @@ class ServerLink:
         context.log.write('Job runner completed', workflow_id=context.workflow_id, run_id=context.run_id,
                           compute_node_id=context.node_id, had_failures=str(had_failures).lower(),
                           had_terminations=str(had_terminations).lower())
+        body = {'is_active': False, 'duration_seconds': duration_s}
         try:
-            self.client.call('update_compute_node', {'is_active': False, 'duration_seconds': duration_s}, node_id=context.node_id)
+            self.client.call('update_compute_node', body, node_id=context.node_id)
         except TorcError as error:      # gone with its workflow, or unreachable: its lease ends by itself
             context.log.write(f'The compute node stays active: {error.message}', 'warning')
 
@@ -18379,13 +18408,13 @@ class ServerLink:
                 self.finish(READ_DEADLINE_S if has_answer else 0.0)
 
     def begin(self) -> None:
-        """Send one runner_sync with all updates, the wish for work, due actions. After our lease only what we have.
+        """Send one runner_sync: all updates, the wanted work, due actions. After our lease only what we hold.
 
         The children need us: the answer is fetched when it is there.
         """
         if self.is_released and not self.register_again():
             return
-        now = time.monotonic()
+        now, context = time.monotonic(), self.context
         self.is_poll = now >= self.poll_at
         self.is_doubtful = self.is_doubtful or not self.has_lease
         want = self.call.want() if self.has_lease else None
@@ -18395,22 +18424,25 @@ class ServerLink:
         self.turn += 1
         lease_s = self.pace.lease_s()
         self.promised_until = read_clocks().running + lease_s
-        body.update({'compute_node_id': self.context.node_id, 'run_id': self.context.run_id, 'turn': self.turn,
-                     'lease_s': lease_s, 'want': want, 'actions': list(self.triggers), 'survey': self.asks_survey,
-                     'explain': self.is_poll or not self.call.has_children()})
+        body.update(
+            compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
+            want=want, actions=list(self.triggers), survey=self.asks_survey,
+            explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
-            body.update(held=[attempt.key for attempt in self.attempts.of()], held_actions=self.call.held_actions())
+            body['held'] = [attempt.key for attempt in self.attempts.of()]
+            body['held_actions'] = self.call.held_actions()
         try:
-            self.pending = self.client.begin('runner_sync', body, RECONNECT_S, workflow_id=self.context.workflow_id)
+            self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
+                                             workflow_id=context.workflow_id)
         except (Unreachable, Denied) as error:  # Denied: its connection or token file cannot be read now
             self.on_no_answer(error)
         self.exempt_server()
 
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
-        self.sent = {'started': self.started[:], 'returned': self.returned[:], 'action_results': self.action_results[:],
-                     'contents': self.contents[:MAX_CONTENTS]}
-        self.sent_completions = list(itertools.islice(self.attempts.by_state['reported'], MAX_COMPLETIONS_PER_REQUEST))
+        self.sent = {'started': self.started[:], 'returned': self.returned[:],
+                     'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS]}
+        self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions])
 
     def finish(self, deadline_s: float) -> None:
@@ -18444,7 +18476,8 @@ class ServerLink:
         self.num_answers += 1
         self.has_survey = self.has_survey or self.asks_survey
         self.call.on_answer(answer)
-        if not answer['jobs'] and answer.get('reason') and not self.call.has_children() and not answer['is_complete']:
+        is_idle = not (answer['jobs'] or answer['is_complete'] or self.call.has_children())
+        if is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
 
     def go_on(self) -> None:
@@ -18469,7 +18502,7 @@ class ServerLink:
             self.context.say(f'the server answers again after {elapsed}')
 
     def on_no_answer(self, error: TorcError) -> None:
-        """Children go on; wake a server of our own that has died; ask again later, unless the window is over."""
+        """Children go on; wake a server of our own that has died; ask again until the window is over."""
         self.is_doubtful, self.error = True, error.message
         is_new = self.state == 'online'
         if is_new:
@@ -18488,7 +18521,8 @@ class ServerLink:
             reason = self.error.partition('\n')[0]      # the rest says how to do without this server
             self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
         waited_s = now - max(self.silent_since, self.pace.ended_at)
-        if self.state == 'silent' and (now >= self.end or waited_s >= self.window_s and not self.call.has_children()):
+        is_over = waited_s >= self.window_s and not self.call.has_children()
+        if self.state == 'silent' and (is_over or now >= self.end):
             self.change('offline')
             self.context.log.write('Server unreachable past the retry window', 'error',
                                    unreported=self.attempts.count('reported'))
@@ -18502,14 +18536,14 @@ class ServerLink:
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
 #
-# A part says by `due` when it must act though nothing else happens (monotonic, or infinite), and does in `act` what
-# there is to do: it is called in each turn, whatever woke the loop. Parts know parts that stand above them, and
-# otherwise only what is passed in; none knows the loop. Neither blocks: actions, recovery scripts and other
-# programs are children like jobs.
+# A part says by `due` when it must act though nothing else happens (monotonic, or infinite); `act` does what
+# there is to do: it is called in each turn, whatever woke the loop. Parts know parts that stand above
+# them, and otherwise only what is passed in; none knows the loop. None blocks: actions, recovery scripts and
+# other programs are children like jobs.
 #
-# The server decides who runs what; the ledger guards every start all the same, since jobs may be claimed ahead: short
-# ones for several rounds, so that starting the next never waits for an answer. What was claimed ahead and cannot
-# start within a second goes back.
+# The server decides who runs what; the ledger guards every start all the same, since jobs may be claimed
+# ahead: short ones for several rounds, so that starting the next never waits for an answer. What was claimed
+# ahead and cannot start within a second goes back.
 
 
 class ClaimPolicy:
@@ -18586,7 +18620,7 @@ class ClaimPolicy:
         self.moved_at = time.monotonic()
 
     def startable(self) -> Iterator[Attempt]:
-        """What there is room for, in order, with its grant; larger jobs do not hold up smaller ones behind them."""
+        """What there is room for, with its grant; larger jobs do not hold up smaller ones behind them."""
         if self.ledger.is_full:
             return
         for attempt in list(self.backlog):      # the caller changes their states
@@ -18655,16 +18689,18 @@ class DirectStarter:
         self.launcher = launcher
         self.shell = Shell(launcher)
 
-    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any], check: Callable[[], Any]) -> None:
-        """Open the files of an attempt into `outputs` and start it with what its grant holds. OSError, ValueError.
+    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
+              check: Callable[[], Any]) -> None:
+        """Open an attempt's files into `outputs` and start it with what its grant holds. OSError, ValueError.
 
         `on_end` is called when nothing of it lives. `check`: as Launcher.start.
         """
-        context = self.context
-        open_outputs(attempt, (context.output.stdio, context.workflow_id, context.run_id), context.config, outputs)
-        attempt.process = self.shell.start(
-            compose_command(attempt.job['invocation_script'], attempt.job['command']),
-            job_variables(attempt, context.variables), outputs, f'{attempt.id}-{attempt.attempt_id}', on_end, check)
+        context, name = self.context, f'{attempt.id}-{attempt.attempt_id}'
+        stem = context.output.stdio, context.workflow_id, context.run_id
+        open_outputs(attempt, stem, context.config, outputs)
+        command = compose_command(attempt.job['invocation_script'], attempt.job['command'])
+        variables = job_variables(attempt, context.variables)
+        attempt.process = self.shell.start(command, variables, outputs, name, on_end, check)
 
     def stop(self, attempt: Attempt, lead_s: float) -> None:
         """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
@@ -18680,12 +18716,12 @@ class DirectStarter:
     def judge(self, attempt: Attempt) -> Optional[Verdict]:
         """What the end of an attempt means, or None for "later": then it is asked again in each turn."""
         context = self.context
-        return judge_end(attempt.end, attempt.stopped_for, context.stop_signal, context.config['timeout_exit_code'],
-                         attempt.stopped_by)
+        return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
+                         context.config['timeout_exit_code'], attempt.stopped_by)
 
 
 class Scripts:
-    """Commands of actions and recovery scripts, as children whose output is added to a log in the output directory."""
+    """Commands of actions and recovery scripts: children whose output is added to a log."""
 
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
@@ -18771,7 +18807,7 @@ class Digests:
 
 
 class Actions:
-    """run_commands actions: one command at a time as a child of the loop, each action up to its first failure."""
+    """run_commands actions: one command at a time, as a child, each action up to its first failure."""
 
     def __init__(self, context: NodeContext, scripts: Scripts, link: ServerLink) -> None:
         self.context = context
@@ -18814,7 +18850,8 @@ class Actions:
         """Begin the next action, if there is one."""
         if self.queue:
             self.current, self.index = self.queue.popleft(), 0
-            self.context.log.write('Action started', action_id=self.current['id'], trigger_type=self.current['trigger_type'])
+            self.context.log.write('Action started', action_id=self.current['id'],
+                                   trigger_type=self.current['trigger_type'])
             self.go_on()
 
     def go_on(self) -> None:
@@ -18829,23 +18866,24 @@ class Actions:
         if self.index >= len(commands):
             self.finish(True, f'{len(commands)} commands completed')
             return
+        failure = f'command {self.index + 1} cannot be started: '
         if not self.context.output.is_in_place():   # whose directory lies there now?
-            self.finish(False, f'command {self.index + 1} cannot be started: the output directory is not there')
+            self.finish(False, failure + 'the output directory is not there')
             return
         try:
             self.process = self.scripts.start(
                 f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.index]}', self.context.variables,
                 'actions', f"a{action['id']}-{self.index}", functools.partial(self.on_command_end, action))
         except (OSError, ValueError) as error:
-            self.finish(False, f'command {self.index + 1} cannot be started: {error}')
+            self.finish(False, failure + str(error))
 
     def on_command_end(self, action: Dict[str, Any], process: Process) -> None:
         """The next command, unless this one failed."""
         if self.current is not action:      # it was revoked
             return
-        command = self.current['action_config']['commands'][self.index]
-        if process.end.return_code:
-            self.finish(False, f'command {self.index + 1} ended with return code {process.end.return_code}: {command}')
+        command, code = self.current['action_config']['commands'][self.index], process.end.return_code
+        if code:
+            self.finish(False, f'command {self.index + 1} ended with return code {code}: {command}')
         else:
             self.index += 1
             self.go_on()
@@ -18856,26 +18894,27 @@ class Actions:
         if action['persistent']:
             self.done.append(action['id'])
         self.link.action_results.append({'action_id': action['id'], 'success': success, 'message': message})
-        self.context.log.write(f"Action {'completed' if success else 'failed'}: {message}", 'info' if success else 'error',
-                               action_id=action['id'])
+        word, level = ('completed', 'info') if success else ('failed', 'error')
+        self.context.log.write(f'Action {word}: {message}', level, action_id=action['id'])
         if not success:
-            self.context.progress.on_message(printable(f"action {action['id']} ({action['trigger_type']}): {message}"))
+            text = f"action {action['id']} ({action['trigger_type']}): {message}"
+            self.context.progress.on_message(printable(text))
         self.link.report_soon(0)
         self.start_next()
 
 
 class Completions:
-    """Ends of attempts: judged, tried again or not, reported, and counted when the server has taken them in."""
+    """Ends of attempts: judged, tried again or not, reported, and counted when they are acknowledged."""
 
-    def __init__(self, context: NodeContext, attempts: Attempts, starter: Any, scripts: Scripts, digests: Digests,
-                 link: ServerLink) -> None:
+    def __init__(self, context: NodeContext, attempts: Attempts, starter: Any, scripts: Scripts,
+                 digests: Digests, link: ServerLink) -> None:
         self.context = context
         self.attempts = attempts
         self.starter = starter
         self.scripts = scripts
         self.digests = digests
         self.link = link
-        self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves, once that is decided
+        self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
@@ -18914,19 +18953,20 @@ class Completions:
             if missing:
                 verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
         if verdict.status == 'failed' and not verdict.message and context.output.is_full():
-            verdict = verdict._replace(message=f'the disk of the output directory {context.output.path} is full')
+            message = f'the disk of the output directory {context.output.path} is full'
+            verdict = verdict._replace(message=message)
         if verdict.status == 'completed' and context.workflow.get('enable_ro_crate'):
             self.digests.waiting.extend(attempt.job['outputs'])
         self.on_verdict(attempt, verdict, file_times)
 
     def on_verdict(self, attempt: Attempt, verdict: Verdict, file_times: Dict[str, float]) -> None:
-        """Make the completion; where a failure handler wants another attempt, its recovery script runs first."""
+        """Make the completion; where a failure handler wants a retry, its recovery script runs first."""
         self.attempts.change(attempt, 'judged')
         end = attempt.end
         attempt.completion = completion = {
             'job_id': attempt.id, 'attempt_id': attempt.attempt_id, 'return_code': verdict.return_code,
-            'status': verdict.status, 'exec_time_minutes': end.wall_s / 60, 'completion_time': format_time(end.at),
-            'retry': False}
+            'status': verdict.status, 'exec_time_minutes': end.wall_s / 60,
+            'completion_time': format_time(end.at), 'retry': False}
         if end.peak_memory_bytes:
             completion['peak_memory_bytes'] = end.peak_memory_bytes
         if end.wall_s > 0:
@@ -18935,16 +18975,17 @@ class Completions:
             completion['file_times'] = file_times
         if verdict.status != 'completed':
             opener = self.context.output.stdio.opener
-            attempt.reason = printable(verdict.message) or explain_end(end, attempt.stdout, attempt.stderr, opener)
+            attempt.reason = printable(verdict.message) \
+                or explain_end(end, attempt.stdout, attempt.stderr, opener)
             completion['reason'] = attempt.reason
         if verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
-        if verdict.status in ('failed', 'terminated') and attempt.stopped_for in ('', 'deadline') and self.tries_again(attempt):
-            return      # its recovery script goes on with it
-        self.report(attempt)
+        may_retry = verdict.status in ('failed', 'terminated') and attempt.stopped_for in ('', 'deadline')
+        if not (may_retry and self.tries_again(attempt)):
+            self.report(attempt)
 
     def tries_again(self, attempt: Attempt) -> bool:
-        """Consult the failure handler. True if there is a recovery script, which will go on with the completion."""
+        """Consult the failure handler. True if a recovery script goes before the report."""
         completion = attempt.completion
         rule = find_rule(attempt.rules, completion['return_code'])
         if rule is None:
@@ -18962,20 +19003,22 @@ class Completions:
 
     def start_recovery(self, attempt: Attempt, script: str) -> None:
         """Start a recovery script; one that cannot be started vetoes the retry."""
+        name, code = f'{attempt.id}-{attempt.attempt_id}-recovery', attempt.completion['return_code']
         variables = dict(self.context.variables, TORC_JOB_ID=str(attempt.id), TORC_JOB_NAME=attempt.name,
-                         TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(attempt.completion['return_code']))
+                         TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
         on_end = functools.partial(self.on_recovery_end, attempt, bool(self.leaving()))
         try:
-            self.scripts.start(script, variables, 'recovery', f'{attempt.id}-{attempt.attempt_id}-recovery', on_end)
+            self.scripts.start(script, variables, 'recovery', name, on_end)
         except (OSError, ValueError) as error:
             self.veto_retry(attempt, f'the recovery script cannot be started: {error}')
             self.report(attempt)
 
     def on_recovery_end(self, attempt: Attempt, was_leaving: bool, process: Process) -> None:
-        """The retry stands, unless the script refuses it. One that we stopped has not refused: that counts as no retry."""
+        """The retry stands, unless the script refuses it; one that we stopped has not, and is no retry."""
         if process.end.return_code and not was_leaving and self.leaving() in ('interrupt', 'deadline'):
-            reason = '; '.join(filter(None, (attempt.reason, 'the recovery script was stopped with the runner')))
-            attempt.completion.update(status='terminated', interrupted=True, retry=False, reason=reason)
+            reasons = attempt.reason, 'the recovery script was stopped with the runner'
+            attempt.completion.update(status='terminated', interrupted=True, retry=False,
+                                      reason='; '.join(filter(None, reasons)))
         elif process.end.return_code:
             self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}')
         self.report(attempt)
@@ -18990,9 +19033,10 @@ class Completions:
         """Let the next request carry this completion."""
         completion = attempt.completion
         self.attempts.change(attempt, 'reported')
-        self.context.log.write('Job completed', **self.context.names(attempt), return_code=completion['return_code'],
-                               status=completion['status'], exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}",
-                               reason=completion.get('reason'))
+        self.context.log.write(
+            'Job completed', **self.context.names(attempt), return_code=completion['return_code'],
+            status=completion['status'], exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}",
+            reason=completion.get('reason'))
         self.link.report_batch()
 
     def on_answer(self, sent: Sequence[Attempt], answer: Dict[str, Any]) -> None:
@@ -19004,7 +19048,8 @@ class Completions:
                 self.attempts.change(attempt, 'acknowledged')
                 self.count(attempt, status)
         for error in answer['errors']:
-            self.context.log.write(f"Completion refused: {error['message']}", 'warning', job_id=error['job_id'])
+            message = f"Completion refused: {error['message']}"
+            self.context.log.write(message, 'warning', job_id=error['job_id'])
         for attempt in by_key.values():
             self.attempts.change(attempt, 'acknowledged')
 
@@ -19012,7 +19057,8 @@ class Completions:
         """Update the counters for an acknowledged completion."""
         if status == 'ready':
             self.counts['terminated'] += bool(attempt.completion.get('interrupted'))
-            self.context.log.write('Job retried', **self.context.names(attempt), new_attempt_id=attempt.attempt_id + 1)
+            names = self.context.names(attempt)
+            self.context.log.write('Job retried', **names, new_attempt_id=attempt.attempt_id + 1)
             return
         self.counts['failed' if status == 'pending_failed' else status] += 1
         if status == 'completed':
@@ -19028,8 +19074,8 @@ class Completions:
 class Dispatcher:
     """Jobs from their claim to their end: starts what there is room for, gives back what cannot start."""
 
-    def __init__(self, context: NodeContext, policy: ClaimPolicy, completions: Completions, watch: OutputWatch,
-                 link: ServerLink, actions: Actions) -> None:
+    def __init__(self, context: NodeContext, policy: ClaimPolicy, completions: Completions,
+                 watch: OutputWatch, link: ServerLink, actions: Actions) -> None:
         self.context = context
         self.policy = policy
         self.attempts = policy.attempts
@@ -19069,8 +19115,9 @@ class Dispatcher:
 
     def add(self, answer: Dict[str, Any]) -> None:
         """Take in the jobs of an answer."""
-        handlers, kinds = answer['handlers'], [job_needs(kind) for kind in answer['kinds']]
-        self.policy.add([Attempt(job, kinds[job['kind']], () if job['failure_handler'] is None else handlers[job['failure_handler']])
+        kinds = [job_needs(kind) for kind in answer['kinds']]
+        rules = {None: (), **dict(enumerate(answer['handlers']))}
+        self.policy.add([Attempt(job, kinds[job['kind']], rules[job['failure_handler']])
                          for job in answer['jobs']])
         self.link.pace.on_claim()
         if self.is_closed:
@@ -19078,9 +19125,9 @@ class Dispatcher:
 
     def start(self, attempt: Attempt) -> bool:
         """Start one job. False if the node has no room for processes now, or must ask the server first."""
-        outputs = []    # type: List[int]
+        outputs, on_end = [], functools.partial(self.on_end, attempt)     # type: List[int], Any
         try:
-            self.starter.start(attempt, outputs, functools.partial(self.on_end, attempt), self.link.check_lease)
+            self.starter.start(attempt, outputs, on_end, self.link.check_lease)
         except LeaseOver:
             self.policy.ledger.release(attempt.grant)
             return False
@@ -19089,15 +19136,17 @@ class Dispatcher:
         finally:
             for descriptor in set(outputs):
                 os.close(descriptor)
+        context, process = self.context, attempt.process
         self.attempts.change(attempt, 'running')
-        self.link.started.append([attempt.id, attempt.attempt_id, format_time(attempt.process.started_at)])
+        self.link.started.append([attempt.id, attempt.attempt_id, format_time(process.started_at)])
         self.link.report_soon(START_REPORT_S)
-        self.context.log.write('Job started', workflow_id=self.context.workflow_id, job_id=attempt.id, run_id=self.context.run_id,
-                               compute_node_id=self.context.node_id, attempt_id=attempt.attempt_id, pid=attempt.process.pid)
+        context.log.write('Job started', workflow_id=context.workflow_id, job_id=attempt.id,
+                          run_id=context.run_id, compute_node_id=context.node_id,
+                          attempt_id=attempt.attempt_id, pid=process.pid)
         return True
 
     def on_start_failure(self, attempt: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
-        """A start that failed: the node's fault gives the job back, anything else fails this job with the reason."""
+        """A start that failed: the node's fault gives the job back, anything else fails this job."""
         self.policy.ledger.release(attempt.grant)
         is_exhausted = getattr(error, 'errno', None) in EXHAUSTION
         if is_exhausted or len(outputs) < 2 and isinstance(error, OSError) and error.errno not in TAKEN:
@@ -19132,13 +19181,15 @@ class Dispatcher:
             if attempt.key in gone:
                 self.attempts.change(attempt, 'dropped')
         stopped = [attempt for attempt in self.attempts.of(*STARTED) if attempt.key in gone]
+        context = self.context
         for attempt in stopped:
             self.set_stopping(attempt, 'revoked')
-            self.context.log.write('Job stopped: another runner has it', 'warning', **self.context.names(attempt))
+            context.log.write('Job stopped: another runner has it', 'warning', **context.names(attempt))
         self.starter.kill(stopped)
         if stopped:
             names = first_of([attempt.name for attempt in stopped])
-            self.context.say(f'stopped {len(stopped)} jobs that were reset or given to other runners: {names}', 'warning')
+            context.say(f'stopped {len(stopped)} jobs that were reset or given to other runners: {names}',
+                        'warning')
 
     def set_stopping(self, attempt: Attempt, reason: str, signal_number: Optional[int] = None) -> None:
         """From here on its end is our doing."""
@@ -19169,20 +19220,20 @@ class Dispatcher:
 
 # ======== 16d. Runner's loop: turns, signals, and when to leave ========
 #
-# One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one request that
-# carries ends and starts to the server and brings work back; start; wait. Only two things block: the wait, which a
-# child's exit, a signal or an answer ends at once, and a request, which has a deadline.
+# One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one
+# request that carries ends and starts to the server and brings work back; start; wait. Only two things block:
+# the wait, which a child's exit, a signal or an answer ends at once, and a request, which has a deadline.
 #
-# The runner leaves for one reason: the workflow is over, its time is over, a signal, or idleness. From then on it
-# claims nothing, waits for what it has, reports, and takes itself off the list of nodes.
+# The runner leaves for one reason: the workflow is over, its time is over, a signal, or idleness. From then
+# on it claims nothing, waits for what it has, reports, and takes itself off the list of nodes.
 #
-# A new part is a class with `due` and `act`, and a line in Runner.parts: its place there is its place in the turn.
+# A new part is a class with `due` and `act`, and a line in Runner.parts: its place in the turn.
 
 
 class Wakeup:
-    """The only wait. SIGCHLD, SIGINT, SIGTERM and SIGHUP end it; their handlers do nothing (signal.set_wakeup_fd).
+    """The only wait. SIGCHLD, SIGINT, SIGTERM and SIGHUP end it; their handlers do nothing.
 
-    Needs the main thread. What was set before is set again by `close`.
+    Needs the main thread (signal.set_wakeup_fd). What was set before is set again by `close`.
     """
 
     def __init__(self) -> None:
@@ -19200,7 +19251,7 @@ class Wakeup:
 
     @staticmethod
     def readable(numbers: Sequence[int], timeout_s: float) -> Set[int]:
-        """Those of the descriptors from which something can be read, once there is one or the time is over."""
+        """The descriptors from which something can be read, once there is one or the time is over."""
         poll = select.poll()    # select() knows no descriptors from 1024 on
         for number in numbers:
             poll.register(number, select.POLLIN)
@@ -19214,7 +19265,8 @@ class Wakeup:
         """Wait for a signal, the answer to a request, or the timeout; which signals came."""
         number = -1 if pending is None else pending.fileno()
         timeout_s = 0 if pending is not None and number < 0 else timeout_s
-        if self.reader not in self.readable([self.reader, number] if number >= 0 else [self.reader], timeout_s):
+        numbers = [self.reader, number] if number >= 0 else [self.reader]
+        if self.reader not in self.readable(numbers, timeout_s):
             return []
         try:
             return list(os.read(self.reader, 65536))
@@ -19259,15 +19311,16 @@ class Shutdown:
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
         if now >= self.stop_at:
-            self.context.say('Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds and '
-                             'sigkill_headroom_seconds, is over')
+            self.context.say('Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
+                             'and sigkill_headroom_seconds, is over')
             self.leave('deadline', self.end - self.context.config['sigkill_headroom_seconds'] - now)
         if now >= self.end and not self.is_killed:
             self.is_killed = True
             self.launcher.kill_children()
         for process in self.launcher.kill_due():
-            job_id = next((attempt.id for attempt in self.dispatcher.attempts.of(*STARTED) if attempt.process is process), None)
-            self.context.log.write('Job SIGKILL', 'warning', workflow_id=self.context.workflow_id, job_id=job_id, pid=process.pid)
+            attempt = self.dispatcher.attempts.find(process)
+            self.context.log.write('Job SIGKILL', 'warning', workflow_id=self.context.workflow_id,
+                                   job_id=attempt and attempt.id, pid=process.pid)
 
     def on_signal(self, number: int) -> None:
         """The first asks jobs to end; a second one kills them."""
@@ -19279,8 +19332,9 @@ class Shutdown:
         self.interrupted_by = number
         self.launcher.act(time.monotonic())     # what has ended by itself was not stopped
         name, count = signal.Signals(number).name, self.dispatcher.attempts.count(*STARTED)
+        jobs = '1 job' if count == 1 else f'{count} jobs'
         self.context.log.write(f'Termination requested ({name} received).', 'warning')
-        self.context.say(f"{name}: stopping {count} {'job' if count == 1 else 'jobs'}; again to kill at once", 'warning')
+        self.context.say(f'{name}: stopping {jobs}; again to kill at once', 'warning')
         self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
 
     def leave(self, reason: str, lead_s: float = 0.0) -> None:
@@ -19295,8 +19349,8 @@ class Shutdown:
         self.link.shorten_window(LAST_REPORT_S)
         self.digests.drop()
         self.actions.queue.clear()      # not begun: the server has them again as soon as we are off its list
-        log = self.context.log
-        log.write('Jobs terminating', workflow_id=self.context.workflow_id, count=self.dispatcher.attempts.count(*STARTED))
+        log, count = self.context.log, self.dispatcher.attempts.count(*STARTED)
+        log.write('Jobs terminating', workflow_id=self.context.workflow_id, count=count)
         self.dispatcher.stop(reason, lead_s, self.interrupted_by)
         self.scripts.stop(self.context.stop_signal, lead_s)
         log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
@@ -19345,13 +19399,15 @@ class ExitRules:
         elif self.watch.loss:
             if is_over:
                 leave('output')
-                context.say(f'leaving: for {idle_s:.0f} seconds nothing could be started, since {self.watch.loss}', 'warning')
+                waited = f'for {idle_s:.0f} seconds nothing could be started'
+                context.say(f'leaving: {waited}, since {self.watch.loss}', 'warning')
         elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
             leave('stuck')
             context.say(f"leaving: of the jobs that are left ({answer['unfinished']}) none can run here")
         elif is_over and not pending:
             leave('idle')
-            context.say(f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds). Exiting job runner.')
+            context.say(f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds). '
+                        'Exiting job runner.')
 
 
 class ProgressView:
@@ -19369,16 +19425,18 @@ class ProgressView:
         """Pass the counts on, and write the log."""
         if self.link.num_answers:
             counts = collections.Counter(self.link.answer['jobs_by_status'])    # those of other runners too
+            done = sum(counts[row.name] for row in STATUSES if row.is_done)
+            running = max(counts['running'], self.link.attempts.count(*STARTED))
             self.context.progress.on_turn({
-                'total': sum(counts.values()), 'done': sum(counts[row.name] for row in STATUSES if row.is_done),
-                'running': max(counts['running'], self.link.attempts.count(*STARTED)), 'completed': counts['completed'],
+                'total': sum(counts.values()), 'done': done, 'running': running,
+                'completed': counts['completed'],
                 'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
                 'canceled': counts['canceled'], 'unfinished': self.link.answer['unfinished']})
         self.context.log.flush()
 
 
 class Runner:
-    """One node's work for one workflow: puts the parts together, and turns the loop. `run` is its whole life."""
+    """One node's work for one workflow: puts the parts together, and turns the loop. See `run`."""
 
     def __init__(self, context: NodeContext, client: Any, launcher: Launcher, wakeup: Wakeup) -> None:
         options = context.options
@@ -19390,8 +19448,9 @@ class Runner:
         self.attempts = Attempts()
         self.pace = Pace(options)
         self.link = link = ServerLink(context, client, nodes[0], self.attempts, self.pace)
-        self.policy = ClaimPolicy(options, Ledger(nodes, options.max_parallel_jobs),
-                                  context.setting('compute_node_min_time_for_new_jobs_seconds'), self.attempts)
+        min_time_s = context.setting('compute_node_min_time_for_new_jobs_seconds')
+        ledger = Ledger(nodes, options.max_parallel_jobs)
+        self.policy = ClaimPolicy(options, ledger, min_time_s, self.attempts)
         self.digests = Digests(self.report_contents)
         scripts, starter = Scripts(context, launcher), DirectStarter(context, launcher)
         self.actions = Actions(context, scripts, link)
@@ -19427,7 +19486,7 @@ class Runner:
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
         """Hand an answer to the parts that it concerns: first of all what is ours no longer."""
-        self.dispatcher.revoke(answer.get('revoked', ()))   # a server that was started before an update does not say it
+        self.dispatcher.revoke(answer.get('revoked', ()))   # older servers do not say it
         self.actions.revoke(answer.get('revoked_actions', ()))
         for notice in answer['notices']:
             self.context.say_once(notice)
@@ -19499,9 +19558,9 @@ class Runner:
         while link.state != 'offline':
             self.turn()
             self.exit_rules.look()
-            is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy or link.deferred \
-                or self.attempts.by_state['ended']
-            if self.shutdown.reason and not (is_busy or link.has_updates):
+            is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
+            is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended']
+            if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
 
@@ -19511,10 +19570,11 @@ class Runner:
             lost = [attempt.name for attempt in self.attempts.of('judged', 'recovering', 'reported')]
             named = f" {len(lost)} ended jobs could not be reported: {', '.join(lost[:5])}." if lost else ''
             raise Unreachable(f'{self.link.error}.{named} See {self.context.output.path}')
-        counts, answer = self.completions.counts, self.link.answer
-        return RunOutcome(counts['completed'], counts['failed'], counts['terminated'], counts['canceled'], self.completions.failed_jobs,
-                          answer['is_complete'], answer['is_canceled'], self.shutdown.interrupted_by, self.shutdown.reason,
-                          time.monotonic() - self.began, answer['jobs_by_status'])
+        counts, answer, shutdown = self.completions.counts, self.link.answer, self.shutdown
+        return RunOutcome(
+            counts['completed'], counts['failed'], counts['terminated'], counts['canceled'],
+            self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'],
+            shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
 
 
 def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> RunOutcome:
