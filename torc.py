@@ -8811,17 +8811,20 @@ def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> Li
     return context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} AND id > ? ORDER BY id LIMIT ?', (kind_id, after, count))
 
 
-def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any]) -> Dict[int, Tuple[int, ...]]:
-    """Ready jobs that fit what is free on the caller's nodes and the remaining time, and the indexes of their nodes.
+Placement = Dict[int, Tuple[int, ...]]      # job id -> indexes of its nodes, among those of who claims
 
-    First those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further rounds
-    of all that the nodes have may be taken ahead.
+
+def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any]) -> Placement:
+    """Ready jobs that fit what is free on the caller's nodes and the remaining time.
+
+    First those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further
+    rounds of all that the nodes have may be taken ahead.
     """
     free, sizes = free_nodes(want), node_sizes(want)
     limit_s = parse_time_limit(want.get('time_limit'))
     kinds = [kind for kind in ready_kinds(context, workflow_id, want.get('labels')) if limit_s is None or kind.runtime_s <= limit_s]
     kinds = kinds_by_turn(kinds, want)
-    chosen = {}  # type: Dict[int, Tuple[int, ...]]
+    chosen = {}  # type: Placement
     last = {}    # type: Dict[int, int]
     for number in range(max(1, want.get('depth') or 1)):
         pool = NodePool(sizes if number or want.get('sizes') else free, sizes if number else free)
@@ -8833,7 +8836,7 @@ def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any])
 
 
 def free_nodes(want: Dict[str, Any]) -> List[Capacity]:
-    """What is free of each of the caller's nodes: `nodes`, or `num_nodes` times what callers of before those say."""
+    """What is free of each of the caller's nodes: `nodes`, or `num_nodes` times what older callers say."""
     if want.get('nodes'):
         return [Capacity(*node) for node in want['nodes']]
     missing = [name for name in ('num_cpus', 'memory_gb', 'num_gpus') if want.get(name) is None]
@@ -8843,11 +8846,12 @@ def free_nodes(want: Dict[str, Any]) -> List[Capacity]:
 
 
 def node_sizes(want: Dict[str, Any]) -> List[Capacity]:
-    """All that the caller's nodes have: `sizes`, or `total` of callers of before those, or what is free."""
+    """All that the caller's nodes have: `sizes`, or `total` of older callers, or what is free."""
     free = free_nodes(want)
     if want.get('sizes') is not None:
         if len(want['sizes']) != len(free):
-            raise BadInput(f"nodes has {len(free)} entries, and sizes {len(want['sizes'])}", field='want.sizes')
+            raise BadInput(f"nodes has {len(free)} entries, and sizes {len(want['sizes'])}",
+                           field='want.sizes')
         return [Capacity(*node) for node in want['sizes']]
     return [read_capacity(want['total'])] * len(free) if want.get('total') else free
 
@@ -8873,9 +8877,9 @@ def kinds_by_turn(kinds: Sequence[Kind], want: Dict[str, Any]) -> List[List[Kind
 
 
 def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool, limit: int,
-               last: Dict[int, int]) -> Dict[int, Tuple[int, ...]]:
+               last: Dict[int, int]) -> Placement:
     """Take from each kind what fits, at most `limit`. `last` remembers the last job taken of each kind."""
-    chosen = {}  # type: Dict[int, Tuple[int, ...]]
+    chosen = {}  # type: Placement
     for group in kinds:
         room = min(limit - len(chosen), pool.room(group[0]))
         if room > 0:
@@ -8885,7 +8889,7 @@ def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool
     return chosen
 
 
-def claim_by_queue(context: Context, workflow_id: int, want: Dict[str, Any]) -> Dict[int, Tuple[int, ...]]:
+def claim_by_queue(context: Context, workflow_id: int, want: Dict[str, Any]) -> Placement:
     """The next ready jobs by priority and id, whatever they need; on which nodes is the caller's business."""
     kinds = sorted(ready_kinds(context, workflow_id, want.get('labels')), key=lambda kind: -kind.priority)
     chosen = []  # type: List[int]
@@ -8908,8 +8912,8 @@ def parse_time_limit(text: Optional[str]) -> Optional[int]:
         raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
 
 
-def claim(context: Context, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> Dict[int, Tuple[int, ...]]:
-    """Choose ready jobs by the wanted strategy and hand them to a runner: ready -> pending. With the indexes of their nodes."""
+def claim(context: Context, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> Placement:
+    """Choose ready jobs by the wanted strategy and hand them to a runner: ready -> pending."""
     check_references(context, state.id, want)
     if state.is_canceled or want['limit'] <= 0:
         return {}
@@ -10152,8 +10156,8 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
                                       'message': result.get('message') or ''}, severity)
 
 
-def describe_claims(context: Context, run_id: int, chosen: Dict[int, Tuple[int, ...]]) -> Dict[str, Any]:
-    """Claimed jobs with all that is needed to run them, and the indexes of their nodes; what many share stands once."""
+def describe_claims(context: Context, run_id: int, chosen: Placement) -> Dict[str, Any]:
+    """Claimed jobs with all that is needed to run them; what many share stands once."""
     job_ids = list(chosen)
     if not job_ids:
         return {'jobs': [], 'kinds': [], 'handlers': []}
@@ -12112,7 +12116,8 @@ SCALAR_SCHEMAS = {  # type of MODELS -> JSON Schema; stream: server-sent events
     'rules': {'type': 'string', 'contentMediaType': 'application/json'}, 'minutes': AMOUNT, 'gigabytes': AMOUNT,
     'nodes': dict(WHOLE, minimum=0), 'ordinal': dict(WHOLE, minimum=0), 'attempt': describe_row(WHOLE, WHOLE), 'start': describe_row(WHOLE, WHOLE, TIME),
     'content': describe_row(WHOLE, {'type': 'number'}, WHOLE, TEXT),
-    'ended': describe_row(WHOLE, WHOLE, TEXT), 'capacity': describe_row(WHOLE, WHOLE, WHOLE), 'output': describe_row(WHOLE, TEXT),
+    'ended': describe_row(WHOLE, WHOLE, TEXT), 'capacity': describe_row(WHOLE, WHOLE, WHOLE),
+    'output': describe_row(WHOLE, TEXT),
     'planned_jobs': {'type': 'array', 'items': describe_row(*[ANYTHING] * len(PLANNED_TYPES)),
                      'description': 'each a list of: ' + ', '.join(PLANNED_TYPES)},
     'planned_kind': dict(describe_row(*[ANYTHING] * 4), description='resource requirements, priority, scheduler, labels'),
