@@ -11306,7 +11306,7 @@ class ContainerTest(WorldTest):
             active = functools.partial(client.list_compute_nodes, workflow_id=1, is_active=True)
             self.world.wait(lambda: len(active()['items']) < 2, 20, 'a look for dead runners', [runner])
         self.world.write('go', '')
-        self.assertNotIn('given this runner up', self.assertExit(0, runner.finish(20)).err)
+        self.assertNotIn('released compute node', self.assertExit(0, runner.finish(20)).err)
 
     def test_a_server_in_a_container_is_used_and_when_it_was_killed_with_it_its_database(self) -> None:
         runner = self.run_inside('-s')
@@ -13348,9 +13348,9 @@ class RunnerTest(WorldTest):
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed'), (3, 1, 0, 'completed')], self.results())
         self.assertEqual(('1\n', '1\n'), (self.world.read('ran1'), self.world.read('ran2')))
         self.assertEqual([False, False], self.nodes())
-        self.assertRegex(', '.join(text for text in self.progress.messages if 'given' in text),
-                         r'\Athe server had given this runner up \(compute node 1\) while it heard nothing of it; '
-                         r'it goes on as compute node 2, with [12] running jobs\Z')
+        self.assertRegex(', '.join(text for text in self.progress.messages if 'released' in text),
+                         r'\Athe server had released compute node 1, whose lease was over; '
+                         r'this runner continues as compute node 2, with [12] running jobs\Z')
 
     def test_a_runner_that_was_given_up_and_cannot_register_goes_on_and_tries_again(self):
         self.create(self.WAITING.format(1))
@@ -13429,7 +13429,7 @@ class RunnerTest(WorldTest):
         self.assertEqual(['1\n', '1\n'], [self.world.read(f'ran{number}') for number in (1, 2)])
         self.assertEqual(3, len(self.world.read('ran3').split()))
         self.assertEqual([False, False], self.nodes())
-        self.assertIn('it goes on as compute node 2', ' '.join(self.progress.messages))
+        self.assertIn('this runner continues as compute node 2', ' '.join(self.progress.messages))
 
     def test_a_sleeper_that_falls_asleep_at_a_start_asks_too(self):
         self.create(*['echo $TORC_ATTEMPT_ID >> ran$TORC_JOB_ID'] * 4)
@@ -13508,7 +13508,7 @@ class RunnerTest(WorldTest):
         self.assertEqual([(1, True)], [(action['executed_by'], action['executed']) for action in
                                        self.client.call('get_workflow_actions', workflow_id=1)])
 
-    LOST = 'no more jobs are started until that is mended'
+    LOST = 'no more jobs are started until that is repaired'
 
     def lose_output(self, fault: str, cure: str, *jobs: Any, **fields: Any) -> Any:
         """Run a workflow whose first job spoils the output directory, which is mended when the runner has said so."""
@@ -14100,8 +14100,8 @@ class FakeScripts:
     def __init__(self) -> None:
         self.running = {}       # type: Dict[Any, Any]
         self.commands = []      # type: List[str]
-        self.launcher = unittest.mock.Mock()
         self.stopped = []       # type: List[int]
+        self.killed = []        # type: List[Any]
 
     def start(self, command: str, variables: Dict[str, str], log_name: str, name: str, on_end: Any) -> Any:
         """Remember it."""
@@ -14115,6 +14115,10 @@ class FakeScripts:
         process = next(iter(self.running))
         process.end = PartTest.end(return_code)
         self.running.pop(process)(process)
+
+    def kill(self, process: Any) -> None:
+        """Remember it."""
+        self.killed.append(process)
 
     def stop(self, number: int, lead_s: float) -> None:
         """Remember it."""
@@ -14310,7 +14314,9 @@ class JobPartsTest(PartTest):
         self.assertEqual((['a', 'b', 'a'], [(1, False, 'command 2 ended with return code 3: b')]),
                          (self.scripts.commands, [tuple(row.values()) for row in self.server.action_results]))
         self.actions.revoke([2])
-        self.assertEqual(([], False), (self.actions.ids(), self.actions.is_busy))
+        self.assertEqual(([], False, list(self.scripts.running)), (self.actions.ids(), self.actions.is_busy, self.scripts.killed))
+        self.scripts.finish(137)
+        self.assertEqual(1, len(self.server.action_results), 'what was revoked is not reported')
 
     # -------- leaving --------
 
@@ -19624,7 +19630,7 @@ class OutputSafetyTest(FlowTest):
             self.world.directory = folder
             outcome = self.world.main('--db', 'db/a.db', 'run', '-p', 0.2, '--num-cpus', 2, '-o', 'out', spec,
                                       env={'HOME': folder, 'XDG_STATE_HOME': folder})
-            loss = f'{folder}/out is read-only; no more jobs are started until that is mended\n'
+            loss = f'{folder}/out is read-only; no more jobs are started until that is repaired\n'
             self.assertEqual(1, outcome.err.count(loss), str(outcome))
             self.assertIn('7 completed', outcome.err)
             return outcome.code

@@ -16425,7 +16425,7 @@ def write_installation(made: Installation) -> None:
     write_atomically(made.launcher, launcher.encode('utf-8'), 0o755)
 
 
-# ======== 12. Processes: what /proc tells of them, their marks and control groups ========
+# ======== 12. Processes: what /proc says of them, their marks and control groups ========
 #
 # Owns finding processes and ending them by force. The Launcher marks what it starts; here marks are read.
 # Invariants:
@@ -16441,7 +16441,7 @@ def write_installation(made: Installation) -> None:
 #   its number cannot be used again; any other process only when pid and start time still fit.
 
 SWEEP_INTERVAL_S = 0.05
-UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is given up then
+UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is abandoned then
 RUN_TAG = 'TORC_RUN_TAG'
 GROUP_PREFIX = 'torc-runner-'           # of the name of a control group; the rest is its runner's mark
 # A mark, from its highest bit: one that is always set, the runner's realm (bits of a digest of its PID
@@ -16957,7 +16957,7 @@ def close_descriptors(kept: int) -> None:
 def rename_process(name: str) -> None:
     """Show another name to ps and pkill (proc(5), stat: the arguments lie from arg_start to arg_end).
 
-    Only its first word where the arguments were too short for all: half a pid would name another process.
+    Only its first word where the arguments were too short for all: half a pid would name another one.
     """
     title = name.encode()
     word = title.split()[0]
@@ -17941,7 +17941,7 @@ class OutputDirectory:
         """Make what is missing. OSError, or Denied."""
         self.path = os.path.abspath(path)
         self.loss = ''              # why nothing can be written there at present
-        self.notice = ''            # to be told once
+        self.notice = ''            # to be reported once
         self.next_look = 0.0        # monotonic; whether it is full, or a loss is over, is asked then
         make_own_directory(self.path)
         with contextlib.ExitStack() as stack:
@@ -18038,7 +18038,7 @@ class OutputDirectory:
         return ''
 
     def is_full(self) -> bool:
-        """Whether nothing more can be written there; the next look will tell the same."""
+        """Whether nothing more can be written there; the next look will say the same."""
         self.next_look = 0.0
         with contextlib.suppress(OSError):      # it is gone altogether
             return self.stdio.is_full()
@@ -18089,7 +18089,7 @@ class RunLog:
                 if self.held is not self.output.top or os.fstat(self.descriptor).st_size > MAX_LOG_BYTES:
                     self.begin_anew()
                     text = self.head + text
-            with contextlib.suppress(OSError):      # nobody could be told
+            with contextlib.suppress(OSError):      # there is nowhere to report it
                 os.write(self.descriptor, text.encode('utf-8', 'replace'))
 
     def begin_anew(self) -> None:
@@ -18379,8 +18379,8 @@ class ServerLink:
         self.started = [[*attempt.key, format_time(attempt.process.started_at)]
                         for attempt in running + ended if attempt.process]
         self.context.say(
-            f'the server had given this runner up (compute node {old}) while it heard nothing of it; it goes '
-            f'on as compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
+            f'the server had released compute node {old}, whose lease was over; this runner continues as '
+            f'compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
         return True
 
     def leave(self, had_failures: bool, had_terminations: bool, duration_s: float) -> None:
@@ -18565,11 +18565,11 @@ class ClaimPolicy:
         self.not_before = 0.0           # the node is exhausted until then
         self.pause_s = 1.0
 
-    def note_end(self, wall_s: float) -> None:
+    def on_end(self, wall_s: float) -> None:
         """Learn from a job's run time."""
         self.mean_s = wall_s if math.isinf(self.mean_s) else 0.8 * self.mean_s + 0.2 * wall_s
 
-    def note_exhaustion(self) -> None:
+    def pause_claims(self) -> None:
         """The node could not start a process: try again later, and later each time."""
         self.not_before = time.monotonic() + self.pause_s
         self.pause_s = min(2 * self.pause_s, 60.0)
@@ -18640,7 +18640,7 @@ class ClaimPolicy:
         """When what was claimed ahead has waited too long (monotonic)."""
         return self.moved_at + STALE_AHEAD_S if self.backlog else math.inf
 
-    def note_stale(self) -> None:
+    def on_stale(self) -> None:
         """What was claimed ahead could not start: jobs turn out to be long."""
         self.mean_s = max(self.mean_s, STALE_AHEAD_S)
 
@@ -18648,10 +18648,10 @@ class ClaimPolicy:
 class OutputWatch:
     """Whether output can be written; if not, nothing is claimed or started. Said once."""
 
-    def __init__(self, context: NodeContext, on_mended: Callable[[], Any]) -> None:
+    def __init__(self, context: NodeContext, on_repaired: Callable[[], Any]) -> None:
         self.context = context
-        self.on_mended = on_mended
-        self.told_loss = ''
+        self.on_repaired = on_repaired
+        self.reported_loss = ''
 
     @property
     def loss(self) -> str:
@@ -18675,12 +18675,12 @@ class OutputWatch:
     def report(self, before: str, loss: str) -> None:
         """Say what has changed."""
         output = self.context.output
-        if loss and loss != self.told_loss:
-            self.context.say(f'{loss}; no more jobs are started until that is mended', 'warning')
+        if loss and loss != self.reported_loss:
+            self.context.say(f'{loss}; no more jobs are started until that is repaired', 'warning')
         elif before and not loss:
             self.context.say(f'the output directory {output.path} can be written to again: jobs are started')
-            self.on_mended()
-        self.told_loss = loss
+            self.on_repaired()
+        self.reported_loss = loss
         if output.notice:
             self.context.say(output.notice, 'warning')
             output.notice = ''
@@ -18757,6 +18757,10 @@ class Scripts:
                 raise
             self.context.log.write(f'What is to be added to {name} is lost: {error.strerror}', 'warning')
             return os.open(os.devnull, os.O_WRONLY)
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL for one of them."""
+        self.launcher.stop(process, signal.SIGKILL, 0)
 
     def stop(self, number: int, lead_s: float) -> None:
         """Signal all that run; SIGKILL follows after `lead_s`."""
@@ -18835,13 +18839,13 @@ class Actions:
         return [action['id'] for action in in_hand] + self.done
 
     def revoke(self, ids: Sequence[int]) -> None:
-        """Another node has taken these while the server heard nothing of us."""
+        """Another node has taken these since our lease was over."""
         self.queue = collections.deque(action for action in self.queue if action['id'] not in ids)
         action = self.current
         if action is not None and action['id'] in ids:
             self.context.log.write('Action stopped: another node has it', 'warning', action_id=action['id'])
             if self.process in self.scripts.running:
-                self.scripts.launcher.stop(self.process, signal.SIGKILL, 0)
+                self.scripts.kill(self.process)
             self.current = None
             self.start_next()
 
@@ -19109,7 +19113,7 @@ class Dispatcher:
             if not self.start(attempt):
                 break
         if time.monotonic() >= self.policy.stale_at():
-            self.policy.note_stale()
+            self.policy.on_stale()
             self.link.give_back(self.attempts.of('claimed'))
 
     def want(self) -> Optional[Dict[str, Any]]:
@@ -19157,7 +19161,7 @@ class Dispatcher:
         if is_exhausted or len(outputs) < 2 and isinstance(error, OSError) and error.errno not in TAKEN:
             if is_exhausted:
                 self.context.say(f'no job can be started at present: {error}', 'warning')
-                self.policy.note_exhaustion()
+                self.policy.pause_claims()
             else:
                 self.watch.on_failure(error)
             self.link.give_back(self.attempts.of('claimed'))
@@ -19175,7 +19179,7 @@ class Dispatcher:
     def on_end(self, attempt: Attempt, process: Process) -> None:
         """A job's process and all that came from it are gone."""
         self.policy.ledger.release(attempt.grant)
-        self.policy.note_end(process.end.wall_s)
+        self.policy.on_end(process.end.wall_s)
         self.link.pace.on_end()
         self.completions.on_end(attempt, process.end)
 
@@ -19301,7 +19305,7 @@ class Shutdown:
         self.link = link
         self.reason = ''            # why, once it is decided
         self.interrupted_by = None  # type: Optional[int]
-        self.is_killed = False      # no more patience: second signal, or the very end
+        self.is_killed = False      # everything was: a second signal, or the very end
         self.end = math.inf         # monotonic; when the runner must be gone
         self.stop_at = math.inf     # monotonic; when jobs get the termination signal
         if context.options.end_time is not None:
@@ -19460,7 +19464,7 @@ class Runner:
         scripts, starter = Scripts(context, launcher), DirectStarter(context, launcher)
         self.actions = Actions(context, scripts, link)
         self.completions = Completions(context, self.attempts, starter, scripts, self.digests, link)
-        watch = OutputWatch(context, self.on_output_mended)
+        watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
         self.exit_rules = ExitRules(context, self.shutdown, watch)
@@ -19479,7 +19483,7 @@ class Runner:
         ]
 
     def connect_link(self) -> None:
-        """Say where the link finds what it sends, and who hears of what comes."""
+        """Set where the link finds what it sends, and who gets what comes."""
         call, self.link.slots = self.link.call, self.policy.ledger.slots
         call.has_children = lambda: bool(self.launcher.children)
         call.exempt_children = self.launcher.exempt_children
@@ -19508,7 +19512,7 @@ class Runner:
         if self.link.contents:
             self.link.report_soon(BATCH_S if self.digests.is_busy else 0.0)
 
-    def on_output_mended(self) -> None:
+    def on_output_repaired(self) -> None:
         """The output directory can be written to again."""
         self.link.poll_now()
         self.pace.worked_at = time.monotonic()
