@@ -12113,6 +12113,30 @@ class StepsTest(WorldTest):
 # ======== 13. Launcher ========
 
 
+class SnapshotTest(unittest.TestCase):
+    """One look at all processes."""
+
+    def test_a_snapshot_reads_nothing_before_it_is_asked_for_and_nothing_twice(self):
+        rows = {10: torc.ProcRow(1, 10, 5), 11: torc.ProcRow(10, 11, 6), 12: torc.ProcRow(11, 12, 7), 20: torc.ProcRow(1, 20, 8)}
+        reads = []      # type: List[Any]
+
+        def read(name: str, answers: Any) -> Any:
+            return lambda *pid: reads.append((name, *pid)) or (answers(*pid) if pid else answers)
+        patched = {'read_proc_table': read('table', rows), 'read_mark_number': read('number', lambda pid: 7 if pid == 11 else -1),
+                   'read_proc_environ': read('environ', lambda pid: b'tag-1;' if pid == 20 else b'')}
+        with unittest.mock.patch.multiple(torc, **patched):
+            snapshot = torc.ProcSnapshot()
+            self.assertEqual([], reads)
+            marks = [torc.Mark(b'tag-1;', 7, 0)]
+            self.assertTrue(snapshot.has_mark(20, marks))
+            self.assertEqual([('number', 20), ('environ', 20)], reads)
+            self.assertEqual({11: 6, 12: 7, 20: 8}, snapshot.family(set(), marks))
+            self.assertEqual({10: 5, 11: 6, 12: 7, 20: 8}, snapshot.family({10}, marks))
+            self.assertEqual({10: 5, 11: 6, 12: 7}, snapshot.family({10}, [torc.Mark(b'other', 9, 0)]))
+        self.assertEqual(len(set(reads)), len(reads))
+        self.assertNotIn(('environ', 11), reads[:6], 'its number says enough')
+
+
 class LauncherTest(WorldTest):
     """Real processes: how they start, end, and take what they have left behind with them."""
 
@@ -12383,7 +12407,7 @@ class LauncherTest(WorldTest):
         self.assertEqual((3, 'out', 'err\ufffd'), tuple(self.ask('sh', '-c', r"printf out; printf 'err\377' >&2; exit 3")))
         self.assertEqual(143, self.ask('sh', '-c', 'kill -TERM $$').code)
         self.assertEqual((127, '', 'no_such_program_here: No such file or directory'), tuple(self.ask('no_such_program_here')))
-        self.assertEqual(127, self.ask('sh', '-c', 'true\0').code)
+        self.assertEqual([127, 127], [self.ask(*argv).code for argv in (('sh', '-c', 'true\0'), ('sh\0',))])
         self.assertEqual(math.inf, self.launcher.due())
 
     def test_a_program_that_is_too_slow_is_killed_with_all_that_it_has_started(self):

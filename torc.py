@@ -17118,8 +17118,9 @@ class Launcher:
         It is killed when its time is over. Its output goes to files without a name, so that it never waits
         for a reader: nothing is read from it before its end.
         """
-        path, stack = shutil.which(argv[0]), contextlib.ExitStack()
+        stack = contextlib.ExitStack()
         try:
+            path = shutil.which(argv[0])
             if path is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
