@@ -41,10 +41,19 @@ Sections (grep '^# ==' torc.py):
     8g. Administration
     8h. Ad-hoc SQL
     9. API
-    10. Server
-    11. Client
-    11a. Steps
-    11b. Installation
+    9a. Routes
+    10. State files
+    10a. Framing
+    10b. Connections
+    10c. Access
+    10d. Streams
+    10e. Bodies
+    10f. Server
+    10g. Serving
+    11. HTTP client
+    11a. Client
+    11b. Steps
+    11c. Installation
     12. Processes
     13. Launcher
     16. Runner
@@ -11163,40 +11172,32 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
     return list_answer(rows, offset, context.value('SELECT count(*) FROM admin_audit_log'))
 
 
-# ======== 9. API: tables that map HTTP to verbs ========
+# ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
-# MODELS says what a request's body may hold, RESOURCES what a list may be asked for, ROUTES which verb
-# answers. An endpoint is a row. An answer of an official operation has the keys of its model: what we add has
-# operations of its own, but for keys that a test lists, for a client may know a key of ours as another name
-# of one of its own. Whatever arrives is checked here, before a verb sees it: types, required fields, ranges,
-# text that SQLite or a terminal could not hold. Two doors lead in: answer_request for HTTP (bytes in, status
-# and value out), and call_operation for callers in the same process. Both give the same values.
-#
-# Where access is enforced, call_route() asks before every verb whether the caller has access to the workflow that the
-# request is about. An operation about none is refused, unless OPEN_OPERATIONS lists it: what is forgotten is closed.
-#
-# Nothing that a client can send is answered with a 5xx, but for a full disk: clients of this API repeat their request
-# for many minutes after a 5xx, and after an error that holds one of RETRY_WORDS, whatever its status.
+# MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
+# what we add has operations of its own, but for keys that a test lists, for a client may know a key of ours
+# as another name of one of its own. Whatever arrives is checked here, before a verb sees it: types, required
+# fields, ranges, text that SQLite or a terminal could not hold.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
-         'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES), 'TaskStatus': TASK_STATUSES,
-         'GroupRole': GROUP_ROLES}
+         'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES),
+         'TaskStatus': TASK_STATUSES, 'GroupRole': GROUP_ROLES}
 
-# Model -> its fields as name:type, ! where required. Types: those of SCALAR_CHECKS, [list], {map}, {map with nulls?}, @Model or
-# enum, ?Model of which any field may be missing. Models of lists are made from RESOURCES.
+# Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], {map}, {map with
+# nulls?}, @Model or enum, ?Model of which any field may be missing. Models of lists are made from RESOURCES.
 MODELS = {
     'AccessCheckResponse': 'has_access:bool! reason:str user_name:str! workflow_id:int!',
     'AccessGroupModel': 'created_at:str description:str id:int name:name!',
     'ActiveTaskResponse': 'task:@TaskModel',
-    'AdminAuditLogEntry': 'allow_full_table:bool! committed:bool! error:str id:int! is_write:bool! rows_affected:int sql_text:str! '
-                          'success:bool! timestamp:int! user_name:str!',
+    'AdminAuditLogEntry': 'allow_full_table:bool! committed:bool! error:str id:int! is_write:bool! '
+        'rows_affected:int sql_text:str! success:bool! timestamp:int! user_name:str!',
     'AdminSqlRequest': 'allow_full_table:bool dry_run:bool limit:int sql:str! write:bool',
-    'ApiStatsBucket': 'bytes_in:int! bytes_out:int! request_count:int! start_ms:int! status_2xx:int! status_4xx:int! status_5xx:int! '
-                      'status_other:int!',
+    'ApiStatsBucket': 'bytes_in:int! bytes_out:int! request_count:int! start_ms:int! status_2xx:int! '
+        'status_4xx:int! status_5xx:int! status_other:int!',
     'ApiStatsResponse': 'buckets:[@ApiStatsBucket]! interval_seconds:int! now_ms:int! window_seconds:int!',
     'AdminSqlResponse': 'columns:[str]! committed:bool! items:[object]! rows_affected:int',
     'ApplySpecResponse': 'changes:[@SpecChange]! job_count:int! run_id:int! to_run:[@ChangedJob]! '
-                         'workflow_id:int!',
+        'workflow_id:int!',
     'ArchiveWorkflowRequest': 'is_archived:bool!',
     'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
     'BatchCompleteJobsResponse': 'completed:[int]! errors:[@JobCompletionError]!',
@@ -11207,13 +11208,14 @@ MODELS = {
     'ClaimActionResponse': 'action_id:int! success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
     'ClaimNextJobsResponse': 'jobs:[@JobModel]',
-    'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! duration_seconds:float end_time:time '
-                        'hostname:str! id:int is_active:bool labels:[str] memory_gb:float! num_cpus:int! num_gpus:int! '
-                        'num_nodes:int! peak_cpu_percent:float peak_memory_bytes:int pid:int! sample_count:int scheduler:any '
-                        'scheduler_config_id:int start_time:time! time_limit:str workflow_id:int! identity:str lease_s:float',
+    'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! '
+        'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[str] '
+        'memory_gb:float! num_cpus:int! num_gpus:int! num_nodes:int! peak_cpu_percent:float '
+        'peak_memory_bytes:int pid:int! sample_count:int scheduler:any scheduler_config_id:int '
+        'start_time:time! time_limit:str workflow_id:int! identity:str lease_s:float',
     'ComputeNodeMonitorConfig': 'cpu:bool enabled:bool granularity:@MonitorGranularity memory:bool',
-    'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! num_nodes:nodes! '
-                             'scheduler_config_id:int time_limit:str',
+    'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! '
+        'num_nodes:nodes! scheduler_config_id:int time_limit:str',
     'CreateFilesResponse': 'files:[@FileModel]',
     'CreateJobsResponse': 'jobs:[@JobModel]',
     'CreateUserDataListResponse': 'user_data:[@UserDataModel]',
@@ -11227,30 +11229,34 @@ MODELS = {
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
-    'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} limit_resources:bool mode:@ExecutionMode '
-                       'oom_exit_code:int sigkill_headroom_seconds:int sigterm_lead_seconds:int srun_mpi:str '
-                       'srun_termination_signal:str staggered_start:bool stdio:@StdioConfig termination_signal:str timeout_exit_code:int',
+    'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} limit_resources:bool '
+        'mode:@ExecutionMode oom_exit_code:int sigkill_headroom_seconds:int sigterm_lead_seconds:int '
+        'srun_mpi:str srun_termination_signal:str staggered_start:bool stdio:@StdioConfig '
+        'termination_signal:str timeout_exit_code:int',
     'FailureHandlerModel': 'id:int name:name! rules:rules! workflow_id:int!',
     'FileModel': 'id:int name:name! path:str! st_mtime:float workflow_id:int! identifier:str',
     'FilesModel': 'files:[@FileModel]!',
-    'GetReadyJobRequirementsResponse': 'max_num_nodes:int! max_runtime:str! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int!',
+    'GetReadyJobRequirementsResponse': 'max_num_nodes:int! max_runtime:str! memory_gb:float! num_cpus:int! '
+        'num_gpus:int! num_jobs:int!',
     'IsCompleteResponse': 'is_canceled:bool! is_complete:bool!',
     'IsUninitializedResponse': 'is_uninitialized:bool!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobCompletionError': 'job_id:int! message:str!',
     'JobExplanation': 'job_id:int! job_name:str! status:@JobStatus! reason:str return_code:int count:int',
-    'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! workflow_id:int!',
-    'JobFileRelationshipModel': 'consumer_job_id:int consumer_job_name:str file_id:int! file_name:str! file_path:str! '
-                                'producer_job_id:int producer_job_name:str workflow_id:int!',
-    'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:str! compute_node_id:int depends_on_job_ids:[int] '
-                'env:{str} failure_handler_id:int id:int input_file_ids:[int] input_user_data_ids:[int] invocation_script:str '
-                'labels:[str] name:name! origin:str output_file_ids:[int] output_user_data_ids:[int] priority:int '
-                'resource_requirements_id:int schedule_compute_nodes:any scheduler_id:int start_time:str status:@JobStatus '
-                'supports_termination:bool workflow_id:int!',
+    'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! '
+        'workflow_id:int!',
+    'JobFileRelationshipModel': 'consumer_job_id:int consumer_job_name:str file_id:int! file_name:str! '
+        'file_path:str! producer_job_id:int producer_job_name:str workflow_id:int!',
+    'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:str! compute_node_id:int '
+        'depends_on_job_ids:[int] env:{str} failure_handler_id:int id:int input_file_ids:[int] '
+        'input_user_data_ids:[int] invocation_script:str labels:[str] name:name! origin:str '
+        'output_file_ids:[int] output_user_data_ids:[int] priority:int resource_requirements_id:int '
+        'schedule_compute_nodes:any scheduler_id:int start_time:str status:@JobStatus '
+        'supports_termination:bool workflow_id:int!',
     'JobMonitorConfig': 'enabled:bool granularity:@MonitorGranularity',
     'JobStatusCounts': ' '.join(f'{status}:int!' for status in STATUS_CODES),
-    'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int producer_job_name:str '
-                                    'user_data_id:int! user_data_name:str! workflow_id:int!',
+    'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int '
+        'producer_job_name:str user_data_id:int! user_data_name:str! workflow_id:int!',
     'JobsModel': 'jobs:[@JobModel]!',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
@@ -11259,85 +11265,94 @@ MODELS = {
     'MessageResponse': 'message:str!',
     'PingResponse': 'status:str!',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
-                 'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
-                 'failure_handlers:[?FailureHandlerModel]! kinds:[planned_kind]! dependency_sets:[[int]]! jobs:planned_jobs! '
-                 'actions:[@PlannedAction]! file_times:{float?}',
-    'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] persistent:bool',
+        'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
+        'failure_handlers:[?FailureHandlerModel]! kinds:[planned_kind]! dependency_sets:[[int]]! '
+        'jobs:planned_jobs! actions:[@PlannedAction]! file_times:{float?}',
+    'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
+        'persistent:bool',
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
-    'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int generate_plots:bool '
-                             'granularity:@MonitorGranularity jobs:@JobMonitorConfig sample_interval_seconds:int',
-    'ResourceRequirementsModel': 'id:int memory:str name:name! num_cpus:int num_gpus:int num_nodes:int runtime:str workflow_id:int!',
-    'ResultModel': 'attempt_id:ordinal avg_cpu_percent:float avg_memory_bytes:int completion_time:time! compute_node_id:int! '
-                   'exec_time_minutes:minutes! id:int job_id:int! job_name:str peak_cpu_percent:float peak_memory_bytes:int '
-                   'return_code:int! run_id:int! status:@JobStatus! workflow_id:int! reason:str',
-    'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! workflow_id:int!',
+    'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
+        'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
+        'sample_interval_seconds:int',
+    'ResourceRequirementsModel': 'id:int memory:str name:name! num_cpus:int num_gpus:int num_nodes:int '
+        'runtime:str workflow_id:int!',
+    'ResultModel': 'attempt_id:ordinal avg_cpu_percent:float avg_memory_bytes:int completion_time:time! '
+        'compute_node_id:int! exec_time_minutes:minutes! id:int job_id:int! job_name:str '
+        'peak_cpu_percent:float peak_memory_bytes:int return_code:int! run_id:int! status:@JobStatus! '
+        'workflow_id:int! reason:str',
+    'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! '
+        'workflow_id:int!',
     'RunnerAction': 'action_id:int! success:bool! message:str',
     'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
-    'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! completion_time:time! '
-                 'peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float avg_cpu_percent:float retry:bool '
-                 'max_retries:int interrupted:bool file_times:{float} reason:str',
+    'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! '
+        'completion_time:time! peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float '
+        'avg_cpu_percent:float retry:bool max_retries:int interrupted:bool file_times:{float} reason:str',
     'RunnerError': 'job_id:int! attempt_id:int! message:str!',
-    'RunnerJob': 'id:int! name:str! command:str! invocation_script:str env:{str} attempt_id:int! kind:int! outputs:[output]! '
-                 'failure_handler:int interruptions:int! nodes:[int]',
-    'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int! '
-                  'is_implicit:bool!',
-    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] started:[start] returned:[attempt] '
-                         'contents:[content] '
-                         'want:@RunnerWant actions:[str] action_results:[@RunnerAction] explain:bool '
-                         'survey:bool held:[attempt] held_actions:[int] turn:int',
-    'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! kinds:[@RunnerKind]! '
-                          'revoked:[attempt]! revoked_actions:[int]! '
-                          'handlers:[[object]]! reason:str notices:[str]! actions:[@WorkflowActionModel]! '
-                          'is_complete:bool! is_canceled:bool! unfinished:int! claimable:bool! '
-                          'pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
-    'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int num_nodes:nodes depth:int total:@RunnerCapacity '
-                  'nodes:[capacity] sizes:[capacity] '
-                  'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
-    'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str scheduler_type:str! start_time:str',
-    'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! status:str! workflow_id:int!',
+    'RunnerJob': 'id:int! name:str! command:str! invocation_script:str env:{str} attempt_id:int! kind:int! '
+        'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
+    'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
+        'num_nodes:int! runtime_s:int! is_implicit:bool!',
+    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
+        'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
+        'action_results:[@RunnerAction] explain:bool survey:bool held:[attempt] held_actions:[int] turn:int',
+    'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! '
+        'kinds:[@RunnerKind]! revoked:[attempt]! revoked_actions:[int]! handlers:[[object]]! reason:str '
+        'notices:[str]! actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! unfinished:int! '
+        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
+    'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
+        'num_nodes:nodes depth:int total:@RunnerCapacity nodes:[capacity] sizes:[capacity] time_limit:str '
+        'scheduler_config_id:int labels:[str] strict:bool',
+    'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str '
+        'scheduler_type:str! start_time:str',
+    'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
+        'status:str! workflow_id:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
     'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
-    'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! ntasks_per_node:int partition:str '
-                           'qos:str serialize_allocations:bool tmp:str walltime:str! workflow_id:int!',
-    'SlurmStatsModel': 'attempt_id:int! ave_cpu_seconds:float id:int job_id:int! max_disk_read_bytes:int max_disk_write_bytes:int '
-                       'max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! slurm_job_id:str workflow_id:int!',
+    'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! '
+        'ntasks_per_node:int partition:str qos:str serialize_allocations:bool tmp:str walltime:str! '
+        'workflow_id:int!',
+    'SlurmStatsModel': 'attempt_id:int! ave_cpu_seconds:float id:int job_id:int! max_disk_read_bytes:int '
+        'max_disk_write_bytes:int max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! '
+        'slurm_job_id:str workflow_id:int!',
     'SpecChange': 'change:str! fields:[str]! names:[str]! noun:str!',
-    'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:str! depends_on:[str] labels:[str] name:name! priority:int '
-                     'resource_requirements:str',
+    'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:str! depends_on:[str] labels:[str] '
+        'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
-    'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int status:@TaskStatus! workflow_id:int!',
+    'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
+        'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
-                           'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] '
-                           'persistent:bool required_triggers:int trigger_count:int trigger_type:str! '
-                           'workflow_id:int!',
+        'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
+        'required_triggers:int trigger_count:int trigger_type:str! workflow_id:int!',
     'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
-                           'blockers:[@JobExplanation]!',
-    'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int compute_node_ignore_workflow_completion:bool '
-                     'compute_node_min_time_for_new_jobs_seconds:int compute_node_wait_for_healthy_database_minutes:int '
-                     'compute_node_wait_for_new_jobs_seconds:int description:str dynamic_jobs:@DynamicJobsConfig '
-                     'enable_ro_crate:bool env:{str} execution_config:@ExecutionConfig id:int is_archived:bool is_canceled:bool '
-                     'metadata:object name:name! project:str resource_monitor_config:@ResourceMonitorConfig run_id:int '
-                     'slurm_defaults:object spec_path:str submission_directory:str timestamp:str '
-                     'use_pending_failed:bool user:str!',
-    'WorkflowStatusResponse': 'active_compute_nodes:int! active_scheduled_nodes:int! is_canceled:bool! is_complete:bool! '
-                              'jobs_by_status:@JobStatusCounts! longest_ready_runtime_seconds:int max_allocation_remaining_seconds:int '
-                              'pending_scheduled_nodes:int! runtime_blocked_ready_jobs:int! total_exec_time_minutes:float! total_jobs:int! '
-                              'unserved_ready_labels:{int} walltime_seconds:float workflow_id:int! workflow_name:str! workflow_user:str!',
+        'blockers:[@JobExplanation]!',
+    'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int '
+        'compute_node_ignore_workflow_completion:bool compute_node_min_time_for_new_jobs_seconds:int '
+        'compute_node_wait_for_healthy_database_minutes:int compute_node_wait_for_new_jobs_seconds:int '
+        'description:str dynamic_jobs:@DynamicJobsConfig enable_ro_crate:bool env:{str} '
+        'execution_config:@ExecutionConfig id:int is_archived:bool is_canceled:bool metadata:object '
+        'name:name! project:str resource_monitor_config:@ResourceMonitorConfig run_id:int '
+        'slurm_defaults:object spec_path:str submission_directory:str timestamp:str use_pending_failed:bool '
+        'user:str!',
+    'WorkflowStatusResponse': 'active_compute_nodes:int! active_scheduled_nodes:int! is_canceled:bool! '
+        'is_complete:bool! jobs_by_status:@JobStatusCounts! longest_ready_runtime_seconds:int '
+        'max_allocation_remaining_seconds:int pending_scheduled_nodes:int! runtime_blocked_ready_jobs:int! '
+        'total_exec_time_minutes:float! total_jobs:int! unserved_ready_labels:{int} walltime_seconds:float '
+        'workflow_id:int! workflow_name:str! workflow_user:str!',
     'WorkflowStatusesResponse': 'statuses:{str}!',
 }
 
-STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel')     # a field that they do not know is an error, as in Torc
+STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel')   # an unknown field in them is an error, as in Torc
 
 
 class ModelField(Row):
@@ -11348,138 +11363,139 @@ class ModelField(Row):
 
 @functools.lru_cache(maxsize=None)
 def model_fields(model: str) -> Dict[str, ModelField]:
-    """ModelField name -> type and whether it is required."""
+    """Field name -> type and whether it is required."""
     pairs = (item.split(':', 1) for item in MODELS[model].split())
     return {name: ModelField(kind.rstrip('!'), kind.endswith('!')) for name, kind in pairs}
 
 
-def wrong_type(place: str, wanted: str, value: Any) -> BadInput:
+def wrong_type(path: str, wanted: str, value: Any) -> BadInput:
     """The error for a value of another type."""
     shown = 'null' if value is None else printable(repr(value)[:60])
-    return BadInput(f'{place} must be {wanted}, not {shown}', field=place)
+    return BadInput(f'{path} must be {wanted}, not {shown}', field=path)
 
 
-def check_int(place: str, value: Any) -> None:
+def check_int(path: str, value: Any) -> None:
     """Refuse anything but an integer of 64 bits."""
     if type(value) is not int and not (isinstance(value, int) and not isinstance(value, bool)):
-        raise wrong_type(place, 'an integer', value)
+        raise wrong_type(path, 'an integer', value)
     if not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
-        raise BadInput(f'{place} is beyond 64 bits', field=place)
+        raise BadInput(f'{path} is beyond 64 bits', field=path)
 
 
-def check_float(place: str, value: Any) -> None:
+def check_float(path: str, value: Any) -> None:
     """Refuse anything but a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise wrong_type(place, 'a number', value)
+        raise wrong_type(path, 'a number', value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise wrong_type(place, 'a finite number', value)
+        raise wrong_type(path, 'a finite number', value)
     if isinstance(value, int):
-        check_int(place, value)
+        check_int(path, value)
 
 
-def check_bool(place: str, value: Any) -> None:
+def check_bool(path: str, value: Any) -> None:
     """Refuse anything but true and false."""
     if not isinstance(value, bool):
-        raise wrong_type(place, 'true or false', value)
+        raise wrong_type(path, 'true or false', value)
 
 
-def check_str(place: str, value: Any) -> None:
+def check_str(path: str, value: Any) -> None:
     """Refuse anything but text that can be stored."""
     if not isinstance(value, str):
-        raise wrong_type(place, 'text', value)
+        raise wrong_type(path, 'text', value)
     if UNSTORABLE.search(value):
-        raise BadInput(f'{place} {text_error(value)}', field=place)
+        raise BadInput(f'{path} {text_error(value)}', field=path)
 
 
-def check_name(place: str, value: Any) -> None:
+def check_name(path: str, value: Any) -> None:
     """Refuse anything but printable text of sensible length."""
-    check_str(place, value)
+    check_str(path, value)
     error = name_error(value)
     if error:
-        raise BadInput(f'{place} {error}', field=place)
+        raise BadInput(f'{path} {error}', field=path)
 
 
-def check_time(place: str, value: Any) -> None:
+def check_time(path: str, value: Any) -> None:
     """Refuse anything but a time that can be read back."""
-    check_str(place, value)
+    check_str(path, value)
     try:
         parse_time(value)
     except ValueError as error:
-        raise BadInput(f'{place}: {printable(str(error))}', field=place) from None
+        raise BadInput(f'{path}: {printable(str(error))}', field=path) from None
 
 
-def check_range(place: str, value: Any, most: float) -> None:
-    """Refuse numbers that are negative, or so large that sums of them could not be told."""
-    check_float(place, value)
+def check_range(path: str, value: Any, most: float) -> None:
+    """Refuse numbers that are negative, or so large that their sum would not be exact."""
+    check_float(path, value)
     if not 0 <= value <= most:
-        raise BadInput(f'{place} is {value}; it must be between 0 and {most:g}', field=place)
+        raise BadInput(f'{path} is {value}; it must be between 0 and {most:g}', field=path)
 
 
-def check_rules(place: str, value: Any) -> None:
+def check_rules(path: str, value: Any) -> None:
     """Refuse rules of a failure handler that no runner could follow: JSON text of a list of objects."""
-    check_str(place, value)
+    check_str(path, value)
     try:
         rules = parse_json(value)
     except ValueError as error:
-        raise BadInput(f'{place} is not JSON: {printable(str(error))}', field=place) from None
+        raise BadInput(f'{path} is not JSON: {printable(str(error))}', field=path) from None
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        raise wrong_type(place, 'JSON text of a list of objects', value)
-    check_any(place, rules)
+        raise wrong_type(path, 'JSON text of a list of objects', value)
+    check_any(path, rules)
 
 
-def check_row(place: str, value: Any, checks: Sequence[Callable[[str, Any], None]]) -> None:
+def check_row(path: str, value: Any, checks: Sequence[Callable[[str, Any], None]]) -> None:
     """Refuse anything but a list with these types."""
     if not isinstance(value, (list, tuple)) or len(value) != len(checks):
-        raise wrong_type(place, f'a list of {len(checks)}', value)
+        raise wrong_type(path, f'a list of {len(checks)}', value)
     for check, item in zip(checks, value):
-        check(place, item)
+        check(path, item)
 
 
-def check_any(place: str, value: Any, depth: int = 0) -> None:
+def check_any(path: str, value: Any, depth: int = 0) -> None:
     """Refuse JSON values that cannot be stored: too deep, beyond 64 bits, with unstorable text."""
     if depth > MAX_DEPTH:
-        raise BadInput(f'{place} is nested more than {MAX_DEPTH} levels deep', field=place)
+        raise BadInput(f'{path} is nested more than {MAX_DEPTH} levels deep', field=path)
     if isinstance(value, dict):
         for key, item in value.items():
-            check_any(place, key, depth + 1)
-            check_any(place, item, depth + 1)
+            check_any(path, key, depth + 1)
+            check_any(path, item, depth + 1)
     elif isinstance(value, list):
         for item in value:
-            check_any(place, item, depth + 1)
+            check_any(path, item, depth + 1)
     elif isinstance(value, str):
-        check_str(place, value)
+        check_str(path, value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        check_float(place, value)
+        check_float(path, value)
 
 
-def check_object(place: str, value: Any) -> None:
+def check_object(path: str, value: Any) -> None:
     """Refuse anything but a JSON object."""
     if not isinstance(value, dict):
-        raise wrong_type(place, 'an object', value)
-    check_any(place, value)
+        raise wrong_type(path, 'an object', value)
+    check_any(path, value)
 
 
 PLANNED_TYPES = {   # field of PlannedJob -> types that its values may have; list: of indexes
-    'name': (str,), 'command': (str,), 'invocation_script': (str, type(None)), 'env': (dict, type(None)), 'kind': (int,),
-    'dependencies': (int, type(None)), 'failure_handler': (int, type(None)), 'cancel_on_blocking_job_failure': (bool,),
-    'supports_termination': (bool,), 'input_files': (list, tuple), 'output_files': (list, tuple), 'input_user_data': (list, tuple),
-    'output_user_data': (list, tuple),
+    'name': (str,), 'command': (str,), 'invocation_script': (str, type(None)), 'env': (dict, type(None)),
+    'kind': (int,), 'dependencies': (int, type(None)), 'failure_handler': (int, type(None)),
+    'cancel_on_blocking_job_failure': (bool,), 'supports_termination': (bool,), 'input_files': (list, tuple),
+    'output_files': (list, tuple), 'input_user_data': (list, tuple), 'output_user_data': (list, tuple),
 }
 
 
-def check_planned_jobs(place: str, value: Any) -> None:
-    """Refuse jobs of a plan that are not rows as PlannedJob has them. Looks at columns: there may be 100,000 jobs and more."""
+def check_planned_jobs(path: str, value: Any) -> None:
+    """Refuse jobs of a plan that are not rows as PlannedJob has them; column by column, for they are many."""
     if not isinstance(value, (list, tuple)):
-        raise wrong_type(place, 'a list', value)
+        raise wrong_type(path, 'a list', value)
     if set(map(type, value)) == {PlannedJob}:
         return      # made in this process, by our own Spec: over HTTP they come as lists
     for row in value:
         if not isinstance(row, (list, tuple)) or len(row) != len(PLANNED_TYPES):
-            raise wrong_type(place, f'lists of {len(PLANNED_TYPES)}', row)
+            raise wrong_type(path, f'lists of {len(PLANNED_TYPES)}', row)
     for (field, types), column in zip(PLANNED_TYPES.items(), zip(*value)):
-        where = f'{place}.{field}'
+        where = f'{path}.{field}'
         if not set(map(type, column)).issubset(types):
-            raise wrong_type(where, ' or '.join(kind.__name__ for kind in types), next(x for x in column if type(x) not in types))
+            wanted = ' or '.join(kind.__name__ for kind in types)
+            raise wrong_type(where, wanted, next(x for x in column if type(x) not in types))
         if int in types or list in types:
             check_indexes(where, column)
         elif dict in types:
@@ -11489,15 +11505,16 @@ def check_planned_jobs(place: str, value: Any) -> None:
             check_str(where, '\n'.join(filter(None, column)))
     if not are_names([row[0] for row in value]):
         for row in value:
-            check_name(f'{place}.name', row[0])
+            check_name(f'{path}.name', row[0])
 
 
-def check_indexes(place: str, column: Sequence[Any]) -> None:
+def check_indexes(path: str, column: Sequence[Any]) -> None:
     """Refuse anything but numbers from 0, alone or in lists."""
-    for item in distinct(item for cell in column for item in (cell if isinstance(cell, (list, tuple)) else (cell,))):
+    cells = (cell if isinstance(cell, (list, tuple)) else (cell,) for cell in column)
+    for item in distinct(itertools.chain.from_iterable(cells)):
         if item is not None:
-            check_int(place, item)
-            check_range(place, item, MAX_INTEGER)
+            check_int(path, item)
+            check_range(path, item, MAX_INTEGER)
 
 
 def distinct(items: Iterable[Any]) -> Iterable[Any]:
@@ -11509,80 +11526,113 @@ def distinct(items: Iterable[Any]) -> Iterable[Any]:
         return kept
 
 
-def check_planned_kind(place: str, value: Any) -> None:
+def check_planned_kind(path: str, value: Any) -> None:
     """Refuse a kind of a plan that is not requirements, priority, scheduler, labels."""
-    def check_optional(place: str, item: Any) -> None:
-        check_indexes(place, [item])
+    def check_optional(path: str, item: Any) -> None:
+        check_indexes(path, [item])
 
-    def check_texts(place: str, item: Any) -> None:
-        check_value(place, '[str]', item or [])
-    check_row(place, value, (check_optional, functools.partial(check_range, most=MAX_INTEGER), check_optional, check_texts))
-    check_int(place, value[1])
+    def check_texts(path: str, item: Any) -> None:
+        check_value(path, '[str]', item or [])
+    check_priority = functools.partial(check_range, most=MAX_INTEGER)
+    check_row(path, value, (check_optional, check_priority, check_optional, check_texts))
+    check_int(path, value[1])
 
 
-SCALAR_CHECKS = {   # type of MODELS -> what refuses other values
-    'int': check_int, 'float': check_float, 'bool': check_bool, 'str': check_str, 'any': check_any, 'object': check_object,
-    'name': check_name, 'time': check_time, 'rules': check_rules,
-    'minutes': functools.partial(check_range, most=1e9), 'gigabytes': functools.partial(check_range, most=1e9),
-    'nodes': lambda place, value: (check_int(place, value), check_range(place, value, 1e5)),
-    'ordinal': lambda place, value: (check_int(place, value), check_range(place, value, 1e9)),
-    'attempt': functools.partial(check_row, checks=(check_int, check_int)),
-    'capacity': functools.partial(check_row, checks=(check_int, check_int, check_int)),
-    'start': functools.partial(check_row, checks=(check_int, check_int, check_time)),
-    'ended': functools.partial(check_row, checks=(check_int, check_int, check_str)),
-    'content': functools.partial(check_row, checks=(check_int, check_float, check_int, check_str)),
-    'output': functools.partial(check_row, checks=(check_int, check_str)),
-    'planned_jobs': check_planned_jobs, 'planned_kind': check_planned_kind,
+def describe_row(*schemas: Dict[str, Any]) -> Dict[str, Any]:
+    """JSON Schema of a list of which each item has a meaning of its own."""
+    return {'type': 'array', 'prefixItems': list(schemas), 'minItems': len(schemas), 'maxItems': len(schemas)}
+
+
+def row_of(*types: str) -> Tuple[Any, Any]:
+    """A row of SCALARS for a list with these types."""
+    checks, schemas = zip(*(SCALARS[name] for name in types))
+    return functools.partial(check_row, checks=checks), describe_row(*schemas)
+
+
+def check_natural(path: str, value: Any, most: float) -> None:
+    """Refuse anything but an integer from 0 to `most`."""
+    check_int(path, value)
+    check_range(path, value, most)
+
+
+ANYTHING = {}  # type: Dict[str, Any]
+WHOLE = {'type': 'integer', 'format': 'int64'}
+TEXT = {'type': 'string'}
+NUMBER = {'type': 'number', 'format': 'double'}
+SCALARS = {     # type of MODELS -> (what refuses other values, JSON Schema)
+    'int':       (check_int,    WHOLE),
+    'float':     (check_float,  NUMBER),
+    'bool':      (check_bool,   {'type': 'boolean'}),
+    'str':       (check_str,    TEXT),
+    'any':       (check_any,    ANYTHING),
+    'object':    (check_object, {'type': 'object'}),
+    'name':      (check_name,   dict(TEXT, maxLength=MAX_NAME_CHARACTERS)),
+    'time':      (check_time,   dict(TEXT, format='date-time')),
+    'rules':     (check_rules,  dict(TEXT, contentMediaType='application/json')),
+    'minutes':   (functools.partial(check_range, most=1e9), dict(NUMBER, minimum=0)),
+    'gigabytes': (functools.partial(check_range, most=1e9), dict(NUMBER, minimum=0)),
+    'nodes':     (functools.partial(check_natural, most=1e5), dict(WHOLE, minimum=0)),
+    'ordinal':   (functools.partial(check_natural, most=1e9), dict(WHOLE, minimum=0)),
+    'planned_jobs': (check_planned_jobs, {
+        'type': 'array', 'items': describe_row(*[ANYTHING] * len(PLANNED_TYPES)),
+        'description': 'each a list of: ' + ', '.join(PLANNED_TYPES)}),
+    'planned_kind': (check_planned_kind, dict(
+        describe_row(*[ANYTHING] * 4), description='resource requirements, priority, scheduler, labels')),
 }
+SCALARS.update({    # lists that stand for objects where there may be many
+    'attempt': row_of('int', 'int'), 'capacity': row_of('int', 'int', 'int'), 'start': row_of('int', 'int', 'time'),
+    'ended': row_of('int', 'int', 'str'), 'content': row_of('int', 'float', 'int', 'str'),
+    'output': row_of('int', 'str')})
 
 
-def check_value(place: str, kind: str, value: Any) -> Any:
+def check_value(path: str, kind: str, value: Any) -> Any:
     """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
-    if kind in SCALAR_CHECKS:
-        SCALAR_CHECKS[kind](place, value)
+    if kind in SCALARS:
+        SCALARS[kind][0](path, value)
         return value
     if kind[0] == '[':
         if not isinstance(value, (list, tuple)):
-            raise wrong_type(place, 'a list', value)
-        return [check_value(f'{place}[{index}]', kind[1:-1], item) for index, item in enumerate(value)]
+            raise wrong_type(path, 'a list', value)
+        return [check_value(f'{path}[{index}]', kind[1:-1], item) for index, item in enumerate(value)]
     if kind[0] == '{':
-        return check_map(place, kind[1:-1], value)
+        return check_map(path, kind[1:-1], value)
     if kind[1:] in ENUMS:
         if value not in ENUMS[kind[1:]]:
-            raise wrong_type(place, 'one of ' + ', '.join(ENUMS[kind[1:]]), value)
+            raise wrong_type(path, 'one of ' + ', '.join(ENUMS[kind[1:]]), value)
         return value
-    return check_model(place, kind[1:], value, is_partial=kind[0] == '?')
+    return check_model(path, kind[1:], value, is_partial=kind[0] == '?')
 
 
-def check_map(place: str, kind: str, value: Any) -> Dict[str, Any]:
+def check_map(path: str, kind: str, value: Any) -> Dict[str, Any]:
     """The same for an object with any keys; a kind that ends in ? may be null."""
     if not isinstance(value, dict):
-        raise wrong_type(place, 'an object', value)
+        raise wrong_type(path, 'an object', value)
     for key, item in value.items():
-        check_str(place, key)
+        check_str(path, key)
         if item is not None or kind[-1] != '?':
-            check_value(f'{place}.{printable(key)}', kind.rstrip('?'), item)
+            check_value(f'{path}.{printable(key)}', kind.rstrip('?'), item)
     return value
 
 
-def check_model(place: str, model: str, value: Any, is_partial: bool = False) -> Dict[str, Any]:
-    """Refuse a body that does not fit a model; its known fields. Unknown ones are passed over: newer clients send more."""
+def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> Dict[str, Any]:
+    """Refuse a body that does not fit a model; its known fields (newer clients send others)."""
     if not isinstance(value, dict):
-        raise wrong_type(place or 'the body', 'an object', value)
+        raise wrong_type(path or 'the body', 'an object', value)
     unknown = [name for name in value if name not in model_fields(model)] if model in STRICT_MODELS else []
     if unknown:
-        field = f'{place}.{printable(unknown[0])}'.lstrip('.')
-        raise BadInput(f'there is no field {field}' + did_you_mean(unknown[0], model_fields(model)), field=field)
+        field = f'{path}.{printable(unknown[0])}'.lstrip('.')
+        raise BadInput(f'there is no field {field}' + did_you_mean(unknown[0], model_fields(model)),
+                       field=field)
     known = {}
     for name, field in model_fields(model).items():
         found = value.get(name)
-        path = f'{place}.{name}' if place else name
+        inner = f'{path}.{name}' if path else name
         if found is not None:
-            known[name] = check_value(path, field.type, found)
+            known[name] = check_value(inner, field.type, found)
         elif name in value and (field.type == 'any' or is_partial or not field.is_required):
             known[name] = None
         elif field.is_required and not is_partial:
-            raise BadInput(f'{path} is missing', field=path)
+            raise BadInput(f'{inner} is missing', field=inner)
     return known
 
 
@@ -11601,12 +11651,23 @@ MODELS.update({name: shape.format(model) for name, model, shape in (
     ('SlurmJobCorrelationsResponse', 'SlurmJobCorrelationModel', LIST_MODEL))})
 
 
+# ======== 9a. Routes: operations, and the way from a request to a verb ========
+#
+# RESOURCES says what a list may be asked for, ROUTES which verb answers. An endpoint is a row. Two functions
+# lead in: answer_request for HTTP (bytes in, status and value out), and call_operation for callers in the
+# same process. Both give the same values.
+#
+# Where access is enforced, call_route() asks before every verb whether the caller has access to the workflow
+# that the request is about. An operation about none is refused, unless OPEN_OPERATIONS lists it: what is
+# forgotten is closed.
+#
+# Nothing that a client can send is answered with a 5xx, but for a full disk: clients of this API repeat their
+# request for many minutes after a 5xx, and after an error that holds one of RETRY_WORDS, whatever its status.
+
 def get_openapi(context: Context) -> Dict[str, Any]:
     """What this server offers, as an OpenAPI 3.1 document: for programs that make clients."""
     return describe_interface()
 
-
-# -------- routes --------
 
 class Route(Row):
     """One operation."""
@@ -11616,8 +11677,8 @@ class Route(Row):
     verb: Callable[..., Any]
     resource: str = ''  # first argument of the usual operations
     query: str = ''     # name:type of each query parameter, ! where required
-    body: str = ''      # model of the body; '?' before it: fields may be missing, '-': any value but null; or a list, as [str]
-    returns: str = ''   # type of the answer in the words of MODELS, or STREAM; '': what the usual operation on the resource gives
+    body: str = ''      # model of the body; ?MODEL: some fields may be missing; -: any value but null; [str]
+    returns: str = ''   # type of the answer, as in MODELS, or STREAM; '': that of the usual operation
 
 
 PAGE = 'offset:int limit:int sort_by:str reverse_sort:bool '
@@ -11626,6 +11687,32 @@ WF = '/workflows/{workflow_id}'
 OPENAPI_PATH = '/openapi.json'      # below API_PREFIX, and at the root, where programs look for it
 STREAM = 'stream'           # an answer without end: server-sent events (WHATWG HTML, 9.2)
 ADMIN_SQL_PATH = '/admin/sql'
+
+USUAL_OPERATIONS = {    # with {one} and {all} for the resource's names, {model} for the model of its rows
+    #              name            method    path                verb        query       body
+    'create':     ('create_{one}', 'POST',   '/{all}',           create_row,  '',        '{model}'),
+    'list':       ('list_{all}',   'GET',    '/{all}',           list_rows,   OF + PAGE, ''),
+    'get':        ('get_{one}',    'GET',    '/{all}/{{row_id}}', read_row,   '',        ''),
+    'update':     ('update_{one}', 'PUT',    '/{all}/{{row_id}}', update_row, '',        '?{model}'),
+    'delete':     ('delete_{one}', 'DELETE', '/{all}/{{row_id}}', delete_row, '',        ''),
+    'delete_all': ('delete_{all}', 'DELETE', '/{all}',           delete_rows, OF,        ''),
+}
+
+
+def usual_routes(resource: str, plural: str, filters: str = '', without: Sequence[str] = (),
+                 **others: Dict[str, Any]) -> Iterator[Route]:
+    """The routes of a resource: the usual operations but those `without`; `others` have other fields."""
+    for operation, (name, method, path, verb, query, body) in USUAL_OPERATIONS.items():
+        if operation not in without:
+            fields = {'name': name, 'path': path, 'body': body}
+            fields = {field: text.format(one=resource, all=plural, model=RESOURCES[resource].model)
+                      for field, text in fields.items()}
+            fields.update(others.get(operation, {}), method=method, resource=resource)
+            fields.setdefault('query', query)
+            fields['query'] += filters if operation == 'list' else ''
+            yield Route(**dict({'verb': verb}, **fields))
+
+
 ROUTES = (
     Route('ping',        'GET', '/ping',    ping, returns='@PingResponse'),
     Route('get_version', 'GET', '/version', get_version, returns='@VersionResponse'),
@@ -11634,190 +11721,220 @@ ROUTES = (
     Route('snapshot_database', 'POST', '/database/snapshot', snapshot_database,
           returns='@DatabaseSnapshotResponse'),
 
-    Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '', 'WorkflowModel', returns='@WorkflowModel'),
-    Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '', '', 'PlanModel', returns='@CreatedWorkflow'),
+    Route('create_workflow',             'POST',   '/workflows',              create_workflow, '', '',
+          'WorkflowModel', returns='@WorkflowModel'),
+    Route('create_workflow_from_spec',   'POST',   '/workflows/from_spec',    create_workflow_from_spec, '',
+          '', 'PlanModel', returns='@CreatedWorkflow'),
     Route('apply_spec',                  'POST',   WF + '/apply_spec',        apply_spec, '', 'dry_run:bool',
           'PlanModel', returns='@ApplySpecResponse'),
     Route('list_workflows',              'GET',    '/workflows',              list_workflows, 'workflow',
           PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]'),
-    Route('get_workflow',                'GET',    WF,                        get_workflow, returns='@WorkflowModel'),
-    Route('update_workflow',             'PUT',    WF,                        update_workflow, '', '', '?WorkflowModel', returns='@WorkflowModel'),
+    Route('get_workflow',                'GET',    WF,                        get_workflow,
+          returns='@WorkflowModel'),
+    Route('update_workflow',             'PUT',    WF,                        update_workflow, '', '',
+          '?WorkflowModel', returns='@WorkflowModel'),
     Route('delete_workflow',             'DELETE', WF,                        delete_workflow,
           returns='@DeletedWorkflow'),
-    Route('archive_workflow',            'POST',   WF + '/archive',           archive_workflow, '', '', 'ArchiveWorkflowRequest', returns='@WorkflowModel'),
-    Route('cancel_workflow',             'PUT',    WF + '/cancel',            cancel_workflow, returns='@WorkflowModel'),
-    Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status, returns='@WorkflowStatusResponse'),
+    Route('archive_workflow',            'POST',   WF + '/archive',           archive_workflow, '', '',
+          'ArchiveWorkflowRequest', returns='@WorkflowModel'),
+    Route('cancel_workflow',             'PUT',    WF + '/cancel',            cancel_workflow,
+          returns='@WorkflowModel'),
+    Route('get_workflow_status',         'GET',    WF + '/status',            get_workflow_status,
+          returns='@WorkflowStatusResponse'),
     Route('explain_workflow',            'GET',    WF + '/explanation',       explain_workflow,
           query='limit:int', returns='@WorkflowExplanation'),
     Route('list_workflow_statuses',      'GET',    '/workflow_statuses',      list_workflow_statuses,
           query='ids:[int]!', returns='@WorkflowStatusesResponse'),
-    Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete, returns='@IsCompleteResponse'),
-    Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized, returns='@IsUninitializedResponse'),
+    Route('is_workflow_complete',        'GET',    WF + '/is_complete',       is_workflow_complete,
+          returns='@IsCompleteResponse'),
+    Route('is_workflow_uninitialized',   'GET',    WF + '/is_uninitialized',  is_workflow_uninitialized,
+          returns='@IsUninitializedResponse'),
     Route('initialize_jobs',             'POST',   WF + '/initialize_jobs',   initialize_or_begin, '',
           'only_uninitialized:bool clear_ephemeral_user_data:bool async:bool', returns='@MessageResponse'),
-    Route('get_active_task_for_workflow', 'GET',   WF + '/active_task',       get_active_task_for_workflow, returns='@ActiveTaskResponse'),
-    Route('reset_workflow_status',       'POST',   WF + '/reset_status',      reset_workflow_status, '', 'force:bool', returns='@WorkflowModel'),
-    Route('reset_job_status',            'POST',   WF + '/reset_job_status',  reset_job_status, '', 'failed_only:bool', returns='@ResetJobStatusResponse'),
-    Route('process_changed_job_inputs',  'POST',   WF + '/process_changed_job_inputs', process_changed_job_inputs, '', 'dry_run:bool', returns='@ProcessChangedJobInputsResponse'),
-    Route('check_changes',               'POST',   WF + '/check_changes',     check_changes, '', '', 'CheckChangesRequest', returns='@CheckChangesResponse'),
-    Route('set_file_times',              'POST',   WF + '/set_file_times',    set_file_times, '', '', 'SetFileTimesRequest', returns='@SetFileTimesResponse'),
-    Route('list_required_existing_files', 'GET',   WF + '/required_existing_files', list_required_existing_files, returns='@ListRequiredExistingFilesResponse'),
-    Route('list_missing_user_data',      'GET',    WF + '/missing_user_data', list_missing_user_data, returns='@ListMissingUserDataResponse'),
-    Route('get_running_jobs',            'GET',    WF + '/running_jobs',      get_running_jobs, '', 'offset:int limit:int', returns='@RunningJobsResponse'),
-    Route('get_ready_job_requirements',  'GET',    WF + '/ready_job_requirements', get_ready_job_requirements, '', 'scheduler_config_id:int',
+    Route('get_active_task_for_workflow', 'GET',   WF + '/active_task',       get_active_task_for_workflow,
+          returns='@ActiveTaskResponse'),
+    Route('reset_workflow_status',       'POST',   WF + '/reset_status',      reset_workflow_status, '',
+          'force:bool', returns='@WorkflowModel'),
+    Route('reset_job_status',            'POST',   WF + '/reset_job_status',  reset_job_status, '',
+          'failed_only:bool', returns='@ResetJobStatusResponse'),
+    Route('process_changed_job_inputs',  'POST',   WF + '/process_changed_job_inputs',
+          process_changed_job_inputs, '', 'dry_run:bool', returns='@ProcessChangedJobInputsResponse'),
+    Route('check_changes',               'POST',   WF + '/check_changes',     check_changes, '', '',
+          'CheckChangesRequest', returns='@CheckChangesResponse'),
+    Route('set_file_times',              'POST',   WF + '/set_file_times',    set_file_times, '', '',
+          'SetFileTimesRequest', returns='@SetFileTimesResponse'),
+    Route('list_required_existing_files', 'GET',   WF + '/required_existing_files',
+          list_required_existing_files, returns='@ListRequiredExistingFilesResponse'),
+    Route('list_missing_user_data',      'GET',    WF + '/missing_user_data', list_missing_user_data,
+          returns='@ListMissingUserDataResponse'),
+    Route('get_running_jobs',            'GET',    WF + '/running_jobs',      get_running_jobs, '',
+          'offset:int limit:int', returns='@RunningJobsResponse'),
+    Route('get_ready_job_requirements',  'GET',    WF + '/ready_job_requirements',
+          get_ready_job_requirements, '', 'scheduler_config_id:int',
           returns='@GetReadyJobRequirementsResponse'),
-    Route('get_slurm_job_correlations',  'GET',    WF + '/slurm_job_correlations', get_slurm_job_correlations, '', 'offset:int limit:int',
-          returns='@SlurmJobCorrelationsResponse'),
-    Route('list_job_ids',                'GET',    WF + '/job_ids',           list_job_ids, returns='@ListJobIdsResponse'),
-    Route('list_job_dependencies',       'GET',    WF + '/job_dependencies',  list_relations, 'job', PAGE, returns='@ListJobDependenciesResponse'),
+    Route('get_slurm_job_correlations',  'GET',    WF + '/slurm_job_correlations',
+          get_slurm_job_correlations, '', 'offset:int limit:int', returns='@SlurmJobCorrelationsResponse'),
+    Route('list_job_ids',                'GET',    WF + '/job_ids',           list_job_ids,
+          returns='@ListJobIdsResponse'),
+    Route('list_job_dependencies',       'GET',    WF + '/job_dependencies',  list_relations, 'job', PAGE,
+          returns='@ListJobDependenciesResponse'),
     Route('get_dependency_graph',        'GET',    WF + '/dependency_graph',  get_dependency_graph,
           returns='@DependencyGraph'),
-    Route('list_job_file_relationships', 'GET',    WF + '/job_file_relationships', list_relations, 'file', PAGE, returns='@ListJobFileRelationshipsResponse'),
-    Route('list_job_user_data_relationships', 'GET', WF + '/job_user_data_relationships', list_relations, 'user_data', PAGE, returns='@ListJobUserDataRelationshipsResponse'),
+    Route('list_job_file_relationships', 'GET',    WF + '/job_file_relationships', list_relations, 'file',
+          PAGE, returns='@ListJobFileRelationshipsResponse'),
+    Route('list_job_user_data_relationships', 'GET', WF + '/job_user_data_relationships', list_relations,
+          'user_data', PAGE, returns='@ListJobUserDataRelationshipsResponse'),
 
-    Route('claim_jobs_based_on_resources', 'POST', WF + '/claim_jobs_based_on_resources/{limit}', claim_jobs_based_on_resources, '',
+    Route('claim_jobs_based_on_resources', 'POST', WF + '/claim_jobs_based_on_resources/{limit}',
+          claim_jobs_based_on_resources, '',
           'strict_scheduler_match:bool', 'ComputeNodesResources', returns='@ClaimJobsBasedOnResources'),
-    Route('claim_next_jobs',             'POST',   WF + '/claim_next_jobs',   claim_next_jobs, '', 'limit:int labels:str', returns='@ClaimNextJobsResponse'),
-    Route('batch_complete_jobs',         'POST',   WF + '/batch_complete_jobs', batch_complete_jobs, '', '', 'BatchCompleteJobsRequest', returns='@BatchCompleteJobsResponse'),
-    Route('runner_sync',                 'POST',   WF + '/runner_sync',       runner_sync, '', '', 'RunnerSyncRequest', returns='@RunnerSyncResponse'),
+    Route('claim_next_jobs',             'POST',   WF + '/claim_next_jobs',   claim_next_jobs, '',
+          'limit:int labels:str', returns='@ClaimNextJobsResponse'),
+    Route('batch_complete_jobs',         'POST',   WF + '/batch_complete_jobs', batch_complete_jobs, '', '',
+          'BatchCompleteJobsRequest', returns='@BatchCompleteJobsResponse'),
+    Route('runner_sync',                 'POST',   WF + '/runner_sync',       runner_sync, '', '',
+          'RunnerSyncRequest', returns='@RunnerSyncResponse'),
 
-    Route('create_job',           'POST',   '/jobs',          create_job, '', '', 'JobModel', returns='@JobModel'),
-    Route('create_jobs',          'POST',   '/bulk_jobs',     create_jobs, '', '', 'JobsModel', returns='@CreateJobsResponse'),
-    Route('list_jobs',            'GET',    '/jobs',          list_jobs, 'job', OF + PAGE + 'status:str needs_file_id:int '
+    Route('create_job',           'POST',   '/jobs',          create_job, '', '', 'JobModel',
+          returns='@JobModel'),
+    Route('create_jobs',          'POST',   '/bulk_jobs',     create_jobs, '', '', 'JobsModel',
+          returns='@CreateJobsResponse'),
+    Route('list_jobs',            'GET',    '/jobs',          list_jobs, 'job',
+          OF + PAGE + 'status:str needs_file_id:int '
           'upstream_job_id:int include_relationships:bool active_compute_node_id:int origin_is_set:bool '
           'name:str command:str labels:str resource_requirements_id:int'),
     Route('get_job',              'GET',    '/jobs/{job_id}', get_job, returns='@JobModel'),
     Route('explain_job',          'GET',    '/jobs/{job_id}/explanation', explain_job,
           returns='@JobExplanation'),
-    Route('update_job',           'PUT',    '/jobs/{job_id}', update_job, '', '', '?JobModel', returns='@JobModel'),
+    Route('update_job',           'PUT',    '/jobs/{job_id}', update_job, '', '', '?JobModel',
+          returns='@JobModel'),
     Route('delete_job',           'DELETE', '/jobs/{job_id}', delete_job, returns='@JobModel'),
     Route('delete_jobs',          'DELETE', '/jobs',          delete_rows, 'job', OF),
-    Route('start_job',            'PUT',    '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job, returns='@JobModel'),
-    Route('complete_job',         'POST',   '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, '', '', 'ResultModel', returns='@JobModel'),
-    Route('retry_job',            'POST',   '/jobs/{job_id}/retry/{run_id}', retry_job, '', 'max_retries:int!', returns='@JobModel'),
-    Route('manage_status_change', 'PUT',    '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change, returns='@JobModel'),
-    Route('spawn_jobs',           'POST',   '/jobs/{job_id}/spawn_jobs', spawn_jobs, '', '', 'SpawnJobsRequest', returns='@SpawnJobsResponse'),
+    Route('start_job',            'PUT',    '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job,
+          returns='@JobModel'),
+    Route('complete_job',         'POST',   '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job,
+          '', '', 'ResultModel', returns='@JobModel'),
+    Route('retry_job',            'POST',   '/jobs/{job_id}/retry/{run_id}', retry_job, '',
+          'max_retries:int!', returns='@JobModel'),
+    Route('manage_status_change', 'PUT',    '/jobs/{job_id}/manage_status_change/{status}/{run_id}',
+          manage_status_change, returns='@JobModel'),
+    Route('spawn_jobs',           'POST',   '/jobs/{job_id}/spawn_jobs', spawn_jobs, '', '',
+          'SpawnJobsRequest', returns='@SpawnJobsResponse'),
 
     Route('get_task',             'GET',    '/tasks/{task_id}', get_task, returns='@TaskModel'),
 
-    Route('create_file',  'POST',   '/files',          create_row, 'file', '', 'FileModel'),
-    Route('create_files', 'POST',   '/bulk_files',     create_rows, 'file', '', 'FilesModel', returns='@CreateFilesResponse'),
-    Route('list_files',   'GET',    '/files',          list_rows, 'file', OF + PAGE + 'produced_by_job_id:int name:str path:str is_output:bool'),
-    Route('get_file',     'GET',    '/files/{row_id}', read_row, 'file'),
-    Route('update_file',  'PUT',    '/files/{row_id}', update_row, 'file', '', '?FileModel'),
-    Route('delete_file',  'DELETE', '/files/{row_id}', delete_row, 'file'),
-    Route('delete_files', 'DELETE', '/files',          delete_rows, 'file', OF),
+    *usual_routes('file', 'files', 'produced_by_job_id:int name:str path:str is_output:bool'),
+    Route('create_files', 'POST', '/bulk_files', create_rows, 'file', '', 'FilesModel',
+          '@CreateFilesResponse'),
 
-    Route('create_user_data',      'POST',   '/user_data',          create_user_data, 'user_data', 'consumer_job_id:int producer_job_id:int', 'UserDataModel'),
-    Route('create_user_data_list', 'POST',   '/bulk_user_data',     create_rows, 'user_data', '', 'UserDataListModel', returns='@CreateUserDataListResponse'),
-    Route('list_user_data',        'GET',    '/user_data',          list_rows, 'user_data',
-          OF + PAGE + 'consumer_job_id:int producer_job_id:int name:str is_ephemeral:bool'),
-    Route('get_user_data',         'GET',    '/user_data/{row_id}', read_row, 'user_data'),
-    Route('update_user_data',      'PUT',    '/user_data/{row_id}', update_row, 'user_data', '', '?UserDataModel'),
-    Route('delete_user_data',      'DELETE', '/user_data/{row_id}', delete_row, 'user_data'),
-    Route('delete_all_user_data',  'DELETE', '/user_data',          delete_all_user_data, 'user_data', OF,
-          returns='@DeletedUserData'),
+    *usual_routes(
+        'user_data', 'user_data', 'consumer_job_id:int producer_job_id:int name:str is_ephemeral:bool',
+        create={'verb': create_user_data, 'query': 'consumer_job_id:int producer_job_id:int'},
+        delete_all={'name': 'delete_all_user_data', 'verb': delete_all_user_data,
+                    'returns': '@DeletedUserData'}),
+    Route('create_user_data_list', 'POST', '/bulk_user_data', create_rows, 'user_data', '',
+          'UserDataListModel', '@CreateUserDataListResponse'),
 
-    Route('create_resource_requirements', 'POST',   '/resource_requirements',          create_requirements, 'resource_requirements', '', 'ResourceRequirementsModel'),
-    Route('list_resource_requirements',   'GET',    '/resource_requirements',          list_rows, 'resource_requirements',
-          OF + PAGE + 'job_id:int name:str memory:str num_cpus:int num_gpus:int num_nodes:int runtime:str'),
-    Route('get_resource_requirements',    'GET',    '/resource_requirements/{row_id}', read_row, 'resource_requirements'),
-    Route('update_resource_requirements', 'PUT',    '/resource_requirements/{row_id}', update_requirements, 'resource_requirements', '', '?ResourceRequirementsModel'),
-    Route('delete_resource_requirement',  'DELETE', '/resource_requirements/{row_id}', delete_row, 'resource_requirements'),
-    Route('delete_resource_requirements', 'DELETE', '/resource_requirements',          delete_rows, 'resource_requirements', OF),
+    *usual_routes(
+        'resource_requirements', 'resource_requirements',
+        'job_id:int name:str memory:str num_cpus:int num_gpus:int num_nodes:int runtime:str',
+        create={'verb': create_requirements}, update={'verb': update_requirements},
+        delete={'name': 'delete_resource_requirement'}),
 
-    Route('create_failure_handler', 'POST',   '/failure_handlers',          create_row, 'failure_handler', '', 'FailureHandlerModel'),
-    Route('list_failure_handlers',  'GET',    WF + '/failure_handlers',     list_rows, 'failure_handler', PAGE),
-    Route('get_failure_handler',    'GET',    '/failure_handlers/{row_id}', read_row, 'failure_handler'),
-    Route('delete_failure_handler', 'DELETE', '/failure_handlers/{row_id}', delete_row, 'failure_handler'),
+    *usual_routes('failure_handler', 'failure_handlers', without=('update', 'delete_all'),
+                  list={'path': WF + '/failure_handlers', 'query': PAGE}),
 
-    Route('create_result',  'POST',   '/results',          create_result, 'result', '', 'ResultModel'),
-    Route('list_results',   'GET',    '/results',          list_results, 'result',
-          OF + PAGE + 'job_id:int run_id:int return_code:int status:str compute_node_id:int all_runs:bool'),
-    Route('get_result',     'GET',    '/results/{row_id}', read_row, 'result'),
-    Route('update_result',  'PUT',    '/results/{row_id}', update_row, 'result', '', '?ResultModel'),
-    Route('delete_result',  'DELETE', '/results/{row_id}', delete_row, 'result'),
-    Route('delete_results', 'DELETE', '/results',          delete_rows, 'result', OF),
+    *usual_routes('result', 'results',
+                  'job_id:int run_id:int return_code:int status:str compute_node_id:int all_runs:bool',
+                  create={'verb': create_result}, list={'verb': list_results}),
 
-    Route('create_event',  'POST',   '/events',          create_event, 'event', '', 'EventModel'),
-    Route('list_events',   'GET',    '/events',          list_rows, 'event', OF + PAGE + 'category:str after_timestamp:int'),
-    Route('get_event',     'GET',    '/events/{row_id}', read_row, 'event'),
-    Route('update_event',  'PUT',    '/events/{row_id}', update_event, 'event', '', '-'),
-    Route('delete_event',  'DELETE', '/events/{row_id}', delete_row, 'event'),
-    Route('delete_events', 'DELETE', '/events',          delete_rows, 'event', OF),
+    *usual_routes('event', 'events', 'category:str after_timestamp:int',
+                  create={'verb': create_event}, update={'verb': update_event, 'body': '-'}),
 
-    Route('create_compute_node',  'POST',   '/compute_nodes',           create_compute_node, '', '', 'ComputeNodeModel', returns='@ComputeNodeModel'),
-    Route('list_compute_nodes',   'GET',    '/compute_nodes',           list_rows, 'compute_node',
-          OF + PAGE + 'hostname:str is_active:bool scheduled_compute_node_id:int'),
-    Route('get_compute_node',     'GET',    '/compute_nodes/{row_id}',  read_row, 'compute_node'),
-    Route('update_compute_node',  'PUT',    '/compute_nodes/{node_id}', update_compute_node, '', '', '?ComputeNodeModel', returns='@ComputeNodeModel'),
-    Route('delete_compute_node',  'DELETE', '/compute_nodes/{node_id}', delete_compute_node, returns='@ComputeNodeModel'),
-    Route('delete_compute_nodes', 'DELETE', '/compute_nodes',           delete_compute_nodes, '', OF, returns='@DeleteCountResponse'),
+    Route('create_compute_node',  'POST',   '/compute_nodes',           create_compute_node, '', '',
+          'ComputeNodeModel', returns='@ComputeNodeModel'),
+    *usual_routes('compute_node', 'compute_nodes',
+                  'hostname:str is_active:bool scheduled_compute_node_id:int',
+                  without=('create', 'update', 'delete', 'delete_all')),
+    Route('update_compute_node',  'PUT',    '/compute_nodes/{node_id}', update_compute_node, '', '',
+          '?ComputeNodeModel', returns='@ComputeNodeModel'),
+    Route('delete_compute_node',  'DELETE', '/compute_nodes/{node_id}', delete_compute_node,
+          returns='@ComputeNodeModel'),
+    Route('delete_compute_nodes', 'DELETE', '/compute_nodes',           delete_compute_nodes, '', OF,
+          returns='@DeleteCountResponse'),
 
-    Route('create_slurm_scheduler',  'POST',   '/slurm_schedulers',          create_row, 'slurm_scheduler', '', 'SlurmSchedulerModel'),
-    Route('list_slurm_schedulers',   'GET',    '/slurm_schedulers',          list_rows, 'slurm_scheduler', OF + PAGE),
-    Route('get_slurm_scheduler',     'GET',    '/slurm_schedulers/{row_id}', read_row, 'slurm_scheduler'),
-    Route('update_slurm_scheduler',  'PUT',    '/slurm_schedulers/{row_id}', update_row, 'slurm_scheduler', '', '?SlurmSchedulerModel'),
-    Route('delete_slurm_scheduler',  'DELETE', '/slurm_schedulers/{row_id}', delete_row, 'slurm_scheduler'),
-    Route('delete_slurm_schedulers', 'DELETE', '/slurm_schedulers',          delete_rows, 'slurm_scheduler', OF),
+    *usual_routes('slurm_scheduler', 'slurm_schedulers'),
+    *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
+    *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
+                  'scheduler_id:int scheduler_config_id:int status:str'),
 
-    Route('create_local_scheduler',  'POST',   '/local_schedulers',          create_row, 'local_scheduler', '', 'LocalSchedulerModel'),
-    Route('list_local_schedulers',   'GET',    '/local_schedulers',          list_rows, 'local_scheduler', OF + PAGE + 'memory:str num_cpus:int'),
-    Route('get_local_scheduler',     'GET',    '/local_schedulers/{row_id}', read_row, 'local_scheduler'),
-    Route('update_local_scheduler',  'PUT',    '/local_schedulers/{row_id}', update_row, 'local_scheduler', '', '?LocalSchedulerModel'),
-    Route('delete_local_scheduler',  'DELETE', '/local_schedulers/{row_id}', delete_row, 'local_scheduler'),
-    Route('delete_local_schedulers', 'DELETE', '/local_schedulers',          delete_rows, 'local_scheduler', OF),
+    Route('create_workflow_action', 'POST', WF + '/actions',                   create_workflow_action, '',
+          '', 'WorkflowActionModel', returns='@WorkflowActionModel'),
+    Route('get_workflow_actions',   'GET',  WF + '/actions',                   get_workflow_actions,
+          returns='[@WorkflowActionModel]'),
+    Route('get_pending_actions',    'GET',  WF + '/actions/pending',           get_pending_actions, '',
+          'trigger_type:[str]', returns='[@WorkflowActionModel]'),
+    Route('claim_action',           'POST', WF + '/actions/{action_id}/claim', claim_action, '', '',
+          'ClaimActionRequest', returns='@ClaimActionResponse'),
+    Route('update_workflow_action', 'PUT',    WF + '/actions/{action_id}',     update_workflow_action, '',
+          '', '-', returns='@WorkflowActionModel'),
+    Route('delete_workflow_action', 'DELETE', WF + '/actions/{action_id}',     delete_workflow_action,
+          returns='@MessageResponse'),
 
-    Route('create_scheduled_compute_node',  'POST',   '/scheduled_compute_nodes',          create_row, 'scheduled_compute_node', '', 'ScheduledComputeNodesModel'),
-    Route('list_scheduled_compute_nodes',   'GET',    '/scheduled_compute_nodes',          list_rows, 'scheduled_compute_node',
-          OF + PAGE + 'scheduler_id:int scheduler_config_id:int status:str'),
-    Route('get_scheduled_compute_node',     'GET',    '/scheduled_compute_nodes/{row_id}', read_row, 'scheduled_compute_node'),
-    Route('update_scheduled_compute_node',  'PUT',    '/scheduled_compute_nodes/{row_id}', update_row, 'scheduled_compute_node', '', '?ScheduledComputeNodesModel'),
-    Route('delete_scheduled_compute_node',  'DELETE', '/scheduled_compute_nodes/{row_id}', delete_row, 'scheduled_compute_node'),
-    Route('delete_scheduled_compute_nodes', 'DELETE', '/scheduled_compute_nodes',          delete_rows, 'scheduled_compute_node', OF),
+    *usual_routes('slurm_stats', 'slurm_stats', 'job_id:int run_id:int attempt_id:int',
+                  without=('get', 'update', 'delete', 'delete_all'),
+                  list={'query': OF + 'offset:int limit:int '}),
 
-    Route('create_workflow_action', 'POST', WF + '/actions',                   create_workflow_action, '', '', 'WorkflowActionModel', returns='@WorkflowActionModel'),
-    Route('get_workflow_actions',   'GET',  WF + '/actions',                   get_workflow_actions, returns='[@WorkflowActionModel]'),
-    Route('get_pending_actions',    'GET',  WF + '/actions/pending',           get_pending_actions, '', 'trigger_type:[str]', returns='[@WorkflowActionModel]'),
-    Route('claim_action',           'POST', WF + '/actions/{action_id}/claim', claim_action, '', '', 'ClaimActionRequest', returns='@ClaimActionResponse'),
-    Route('update_workflow_action', 'PUT',    WF + '/actions/{action_id}',     update_workflow_action, '', '', '-', returns='@WorkflowActionModel'),
-    Route('delete_workflow_action', 'DELETE', WF + '/actions/{action_id}',     delete_workflow_action, returns='@MessageResponse'),
+    Route('create_remote_workers', 'POST',   WF + '/remote_workers',          create_remote_workers, '', '',
+          '[str]', returns='[@RemoteWorkerModel]'),
+    Route('list_remote_workers',   'GET',    WF + '/remote_workers',          list_remote_workers,
+          returns='[@RemoteWorkerModel]'),
+    Route('delete_remote_worker',  'DELETE', WF + '/remote_workers/{worker}', delete_remote_worker,
+          returns='@RemoteWorkerModel'),
 
-    Route('create_slurm_stats', 'POST', '/slurm_stats', create_row, 'slurm_stats', '', 'SlurmStatsModel'),
-    Route('list_slurm_stats',   'GET',  '/slurm_stats', list_rows, 'slurm_stats',
-          OF + 'offset:int limit:int job_id:int run_id:int attempt_id:int'),
+    *usual_routes('ro_crate_entity', 'ro_crate_entities', 'file_id:int entity_id:str',
+                  list={'path': WF + '/ro_crate_entities', 'query': PAGE},
+                  delete={'verb': delete_ro_crate_entity, 'returns': '@MessageResponse'},
+                  delete_all={'path': WF + '/ro_crate_entities', 'query': '',
+                              'verb': delete_ro_crate_entities, 'returns': '@DeleteRoCrateEntitiesResponse'}),
 
-    Route('create_remote_workers', 'POST',   WF + '/remote_workers',          create_remote_workers, '', '', '[str]', returns='[@RemoteWorkerModel]'),
-    Route('list_remote_workers',   'GET',    WF + '/remote_workers',          list_remote_workers, returns='[@RemoteWorkerModel]'),
-    Route('delete_remote_worker',  'DELETE', WF + '/remote_workers/{worker}', delete_remote_worker, returns='@RemoteWorkerModel'),
+    Route('stream_workflow_events', 'GET',  WF + '/events/stream',             stream_workflow_events, '',
+          'level:str', returns=STREAM),
+    Route('stream_api_events',      'GET',  '/admin/api-events/stream',        stream_api_events, '',
+          'include_bodies:bool', returns=STREAM),
+    Route('get_api_stats',          'GET',  '/admin/api-stats',                get_api_stats, '',
+          'window_seconds:int interval_seconds:int', returns='@ApiStatsResponse'),
+    Route('list_admin_audit_log',   'GET',  '/admin/audit-log',                list_admin_audit_log, '',
+          'offset:int limit:int', returns='@ListAdminAuditLogResponse'),
+    Route('admin_sql',              'POST', ADMIN_SQL_PATH,                    admin_sql, '', '',
+          'AdminSqlRequest', returns='@AdminSqlResponse'),
 
-    Route('create_ro_crate_entity',   'POST',   '/ro_crate_entities',          create_row, 'ro_crate_entity', '', 'RoCrateEntityModel'),
-    Route('list_ro_crate_entities',   'GET',    WF + '/ro_crate_entities',     list_rows, 'ro_crate_entity', PAGE + 'file_id:int entity_id:str'),
-    Route('get_ro_crate_entity',      'GET',    '/ro_crate_entities/{row_id}', read_row, 'ro_crate_entity'),
-    Route('update_ro_crate_entity',   'PUT',    '/ro_crate_entities/{row_id}', update_row, 'ro_crate_entity', '', '?RoCrateEntityModel'),
-    Route('delete_ro_crate_entity',   'DELETE', '/ro_crate_entities/{row_id}', delete_ro_crate_entity, 'ro_crate_entity', returns='@MessageResponse'),
-    Route('delete_ro_crate_entities', 'DELETE', WF + '/ro_crate_entities',     delete_ro_crate_entities, 'ro_crate_entity',
-          returns='@DeleteRoCrateEntitiesResponse'),
-
-    Route('stream_workflow_events', 'GET',  WF + '/events/stream',             stream_workflow_events, '', 'level:str', returns=STREAM),
-    Route('stream_api_events',      'GET',  '/admin/api-events/stream',        stream_api_events, '', 'include_bodies:bool', returns=STREAM),
-    Route('get_api_stats',          'GET',  '/admin/api-stats',                get_api_stats, '', 'window_seconds:int interval_seconds:int', returns='@ApiStatsResponse'),
-    Route('list_admin_audit_log',   'GET',  '/admin/audit-log',                list_admin_audit_log, '', 'offset:int limit:int', returns='@ListAdminAuditLogResponse'),
-    Route('admin_sql',              'POST', ADMIN_SQL_PATH,                    admin_sql, '', '', 'AdminSqlRequest', returns='@AdminSqlResponse'),
-
-    Route('create_access_group',        'POST',   '/access_groups',                     create_access_group, '', '', 'AccessGroupModel', returns='@AccessGroupModel'),
-    Route('list_access_groups',         'GET',    '/access_groups',                     list_access_groups, '', 'offset:int limit:int', returns='@ListAccessGroupsResponse'),
-    Route('get_access_group',           'GET',    '/access_groups/{group_id}',          get_access_group, returns='@AccessGroupModel'),
-    Route('delete_access_group',        'DELETE', '/access_groups/{group_id}',          delete_access_group, returns='@AccessGroupModel'),
-    Route('add_user_to_group',          'POST',   '/access_groups/{group_id}/members',  add_user_to_group, '', '', '?UserGroupMembershipModel', returns='@UserGroupMembershipModel'),
-    Route('list_group_members',         'GET',    '/access_groups/{group_id}/members',  list_group_members, '', 'offset:int limit:int', returns='@ListUserGroupMembershipsResponse'),
-    Route('remove_user_from_group',     'DELETE', '/access_groups/{group_id}/members/{user_name}', remove_user_from_group, returns='@UserGroupMembershipModel'),
-    Route('list_user_groups',           'GET',    '/users/{user_name}/groups',          list_user_groups, '', 'offset:int limit:int', returns='@ListAccessGroupsResponse'),
-    Route('list_workflow_groups',       'GET',    WF + '/access_groups',                list_workflow_groups, '', 'offset:int limit:int', returns='@ListAccessGroupsResponse'),
-    Route('add_workflow_to_group',      'POST',   WF + '/access_groups/{group_id}',     add_workflow_to_group, returns='@WorkflowAccessGroupModel'),
-    Route('remove_workflow_from_group', 'DELETE', WF + '/access_groups/{group_id}',     remove_workflow_from_group, returns='@WorkflowAccessGroupModel'),
-    Route('check_workflow_access',      'GET',    '/access_check/{workflow_id}/{user_name}', check_workflow_access, returns='@AccessCheckResponse'),
-    Route('reload_auth',                'POST',   '/admin/reload-auth',                 reload_auth, returns='@ReloadAuthResponse'),
+    Route('create_access_group',        'POST',   '/access_groups',                     create_access_group,
+          '', '', 'AccessGroupModel', returns='@AccessGroupModel'),
+    Route('list_access_groups',         'GET',    '/access_groups',                     list_access_groups,
+          '', 'offset:int limit:int', returns='@ListAccessGroupsResponse'),
+    Route('get_access_group',           'GET',    '/access_groups/{group_id}',          get_access_group,
+          returns='@AccessGroupModel'),
+    Route('delete_access_group',        'DELETE', '/access_groups/{group_id}',          delete_access_group,
+          returns='@AccessGroupModel'),
+    Route('add_user_to_group',          'POST',   '/access_groups/{group_id}/members',  add_user_to_group,
+          '', '', '?UserGroupMembershipModel', returns='@UserGroupMembershipModel'),
+    Route('list_group_members',         'GET',    '/access_groups/{group_id}/members',  list_group_members,
+          '', 'offset:int limit:int', returns='@ListUserGroupMembershipsResponse'),
+    Route('remove_user_from_group',     'DELETE', '/access_groups/{group_id}/members/{user_name}',
+          remove_user_from_group, returns='@UserGroupMembershipModel'),
+    Route('list_user_groups',           'GET',    '/users/{user_name}/groups',          list_user_groups, '',
+          'offset:int limit:int', returns='@ListAccessGroupsResponse'),
+    Route('list_workflow_groups',       'GET',    WF + '/access_groups',                list_workflow_groups,
+          '', 'offset:int limit:int', returns='@ListAccessGroupsResponse'),
+    Route('add_workflow_to_group',      'POST',   WF + '/access_groups/{group_id}',
+              add_workflow_to_group, returns='@WorkflowAccessGroupModel'),
+    Route('remove_workflow_from_group', 'DELETE', WF + '/access_groups/{group_id}',
+              remove_workflow_from_group, returns='@WorkflowAccessGroupModel'),
+    Route('check_workflow_access',      'GET',    '/access_check/{workflow_id}/{user_name}',
+          check_workflow_access, returns='@AccessCheckResponse'),
+    Route('reload_auth',                'POST',   '/admin/reload-auth',                 reload_auth,
+          returns='@ReloadAuthResponse'),
 )
 
 
@@ -11832,22 +11949,22 @@ def answer_type(route: Route) -> str:
 
 
 OPERATIONS = {route.name: route for route in ROUTES}
-BULK_PATHS = frozenset(API_PREFIX + path for path in ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/workflows/from_spec'))
+BULK_PATHS = frozenset(API_PREFIX + path for path in (
+    '/bulk_jobs', '/bulk_files', '/bulk_user_data', '/workflows/from_spec'))
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
-# Operations that are not about one workflow: their verbs decide who may. All others need access to the workflow they are about.
+# Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
     'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'list_workflows',
     'list_workflow_statuses',
     'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
-TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}   # first in a path; row_id: the route's resource
+# First parameter of a path -> table of what it names; row_id: the route's resource.
+TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}
 
 
 def body_limit(path: str) -> int:
-    """How many bytes the body of a request to this path may have. None where nobody has to say who they are."""
-    if path == '/healthz':
-        return 0
+    """How many bytes the body of a request to this path may have."""
     return MAX_BULK_BODY_BYTES if path in BULK_PATHS or path.endswith('/apply_spec') else MAX_BODY_BYTES
 
 
@@ -11877,14 +11994,17 @@ def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
         if allowed:
             raise BadInput(f"{printable(path)} takes {', '.join(sorted(allowed))}, not {method}", http=405)
         raise NotFound(f'there is nothing at {printable(path)}')
-    return route, {want[1:-1]: urllib.parse.unquote(part, errors='surrogateescape') for want, part in zip(route_parts(route), parts) if want[0] == '{'}
+    pairs = zip(route_parts(route), parts)
+    return route, {want[1:-1]: urllib.parse.unquote(part, errors='surrogateescape')
+                   for want, part in pairs if want[0] == '{'}
 
 
 @functools.lru_cache(maxsize=1000)
 def match_route(method: str, parts: Tuple[str, ...]) -> Optional[Route]:
     """The route for the parts of a path, in which a number may stand for any other; None if there is none."""
     for route in routes_by_shape().get((len(parts), parts[0]), ()):
-        if route.method == method and all(want == part or want[0] == '{' for want, part in zip(route_parts(route), parts)):
+        pairs = zip(route_parts(route), parts)
+        if route.method == method and all(want == part or want[0] == '{' for want, part in pairs):
             return route
     return None
 
@@ -11904,7 +12024,7 @@ def parse_parameter(name: str, kind: str, text: str) -> Any:
 
 
 def parse_query(route: Route, query: str) -> Dict[str, Any]:
-    """Query parameters of a request as values; those that the route does not know are passed over, as in Torc."""
+    """Query parameters of a request as values; those that the route does not know are ignored, as in Torc."""
     found = urllib.parse.parse_qs(query, keep_blank_values=True, errors='surrogateescape')
     values = {}
     for name, field in query_fields(route).items():
@@ -11929,7 +12049,7 @@ def path_parameters(route: Route) -> List[str]:
 
 
 def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
-    """A caller's parameters by the route's names: `id` may stand for the first one in the path. BadInput for unknown ones."""
+    """A caller's parameters by the route's names; `id` may stand for the first one in the path."""
     in_path = path_parameters(route)
     if 'id' in parameters and in_path:
         parameters = dict(parameters)
@@ -11937,11 +12057,13 @@ def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     known = [*in_path, *query_fields(route)]
     for name in parameters:
         if name not in known:
-            raise BadInput(f'{route.name} has no parameter {name!r}' + did_you_mean(name, known) + '; it takes ' + (', '.join(known) or 'none'))
+            raise BadInput(f'{route.name} has no parameter {name!r}' + did_you_mean(name, known)
+                           + '; it takes ' + (', '.join(known) or 'none'))
     missing = [name for name in in_path if parameters.get(name) is None]
     if missing:
         raise BadInput(f"{route.name} needs {', '.join(missing)}")
-    return {name: str(value) if name in TEXT_PARAMETERS and name in in_path else value for name, value in parameters.items()}
+    return {name: str(value) if name in TEXT_PARAMETERS and name in in_path else value
+            for name, value in parameters.items()}
 
 
 def call_route(context: Context, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
@@ -11959,15 +12081,16 @@ def call_route(context: Context, route: Route, parameters: Dict[str, Any], body:
     if is_limited(context) and route.name not in OPEN_OPERATIONS:
         check_route_access(context, route, arguments)
     if 'status' in arguments and '{status}' in route.path and arguments['status'] not in STATUS_CODES:
-        raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}", field='status')
+        raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}",
+                       field='status')
     if 'workflow_id' in arguments and route.name not in OPEN_OPERATIONS:
         context.state = workflow_state(context, arguments['workflow_id'])
-    return route.verb(context, route.resource, **arguments) if route.resource else route.verb(context, **arguments)
+    return route.verb(context, *([route.resource] if route.resource else ()), **arguments)
 
 
 def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]) -> None:
-    """Refuse a limited caller what is about a workflow that he has no access to, or about none that could be told."""
-    about = [(arguments['workflow_id'], f"workflow {arguments['workflow_id']}")] if 'workflow_id' in arguments else []
+    """Refuse a limited caller what is about a workflow that they have no access to, or about no workflow."""
+    about = [(number, f'workflow {number}') for name, number in arguments.items() if name == 'workflow_id']
     first = next((part[1:-1] for part in route_parts(route) if part[0] == '{'), '')
     table = RESOURCES[route.resource].table if first == 'row_id' else TABLES_BY_PARAMETER.get(first)
     if table:
@@ -11976,7 +12099,7 @@ def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]
         if table == 'task' and (found is None or not may_use(context, found, context.caller)):
             raise NotFound(f'there is no task {row_id}')    # as in Torc
         about.append((found, f"{table.replace('_', ' ')} {row_id}"))
-    about += [(workflow_id, f'workflow {workflow_id}') for workflow_id in named_workflows(arguments.get('body'))]
+    about += [(number, f'workflow {number}') for number in named_workflows(arguments.get('body'))]
     for workflow_id, what in about:
         check_may_use(context, workflow_id, what)
     if not about:
@@ -11987,7 +12110,8 @@ def named_workflows(body: Any) -> Set[int]:
     """Ids of the workflows that a checked body names, itself or in its lists."""
     if not isinstance(body, dict):
         return set()
-    rows = [body, *(row for value in body.values() if isinstance(value, list) for row in value if isinstance(row, dict))]
+    lists = (value for value in body.values() if isinstance(value, list))
+    rows = [body, *(row for row in itertools.chain.from_iterable(lists) if isinstance(row, dict))]
     return {row['workflow_id'] for row in rows if type(row.get('workflow_id')) is int}
 
 
@@ -12029,7 +12153,7 @@ def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def call_operation(context: Context, name: str, parameters: Dict[str, Any], body: Any = None) -> Any:
-    """Answer an operation for a caller in this process, within the caller's transaction, which goes on if the verb fails."""
+    """Answer an operation for a caller in this process, in their transaction, which survives a failure."""
     route = OPERATIONS[name]
     return carry_out(context, route, parse_values(route, name_parameters(route, parameters)), body)
 
@@ -12047,7 +12171,7 @@ def carry_out(context: Context, route: Route, parameters: Dict[str, Any], body: 
 
 def answer_request(service: Service, method: str, path: str, query: str, body: Union[bytes, CheckedBody],
                    caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
-    """Answer a request in a savepoint of its own, within the caller's transaction. (HTTP status, value); never raises.
+    """Answer a request in a savepoint of its own, in the caller's transaction: (HTTP status, value).
 
     `is_owner`: the caller has shown the server's token. They may be an administrator without it.
     """
@@ -12055,7 +12179,8 @@ def answer_request(service: Service, method: str, path: str, query: str, body: U
         context = service.context(caller, is_owner)
         context.is_admin = is_owner or is_system_admin(context, caller)
         route, found = find_route(method, path)
-        parameters = {name: text if name in TEXT_PARAMETERS else parse_parameter(name, 'int', text) for name, text in found.items()}
+        parameters = {name: text if name in TEXT_PARAMETERS else parse_parameter(name, 'int', text)
+                      for name, text in found.items()}
         parameters.update(parse_query(route, query))
         value = None if not route.body else body if isinstance(body, CheckedBody) else parse_body(body)
         answer = carry_out(context, route, parameters, value)
@@ -12063,12 +12188,14 @@ def answer_request(service: Service, method: str, path: str, query: str, body: U
     except TorcError as error:
         return error.http, format_error(error)
     except sqlite3.IntegrityError:
-        return 422, format_error(Refused('the request refers to something that does not exist, or to what exists already'))
+        return 422, format_error(Refused('the request refers to something that does not exist, '
+                                         'or to what exists already'))
     except sqlite3.Error as error:
         return 503, format_error(explain_database_error(error, service.store.path))
     except Exception:  # border: one request; a bug must not take the server and the other requests with it
         log.error('%s %s failed; please report this bug\n%s', method, printable(path), traceback.format_exc())
-        return 500, {'error': {'error': 'InternalServerError', 'message': "a bug in torc.py; the server's log has the traceback"}}
+        return 500, {'error': {'error': 'InternalServerError',
+                               'message': "a bug in torc.py; the server's log has the traceback"}}
 
 
 def parse_body(body: bytes) -> Any:
@@ -12086,13 +12213,14 @@ SOFT_HYPHEN = '\u00ad'      # no reader sees it
 
 
 def part_retry_words(text: str) -> str:
-    """Text in which Torc's clients find none of the words that make them repeat a request: a job may be called network_test."""
+    """Text without the words that make Torc's clients repeat a request: a job may be called network_test."""
     return RETRY_WORDS.sub(lambda match: match.group()[:2] + SOFT_HYPHEN + match.group()[2:], text)
 
 
 def format_error(error: TorcError) -> Dict[str, Any]:
     """An error as ErrorResponse."""
-    details = {key: part_retry_words(item) if key == 'value' and isinstance(item, str) else item for key, item in error.details.items()}
+    details = {key: part_retry_words(item) if key == 'value' and isinstance(item, str) else item
+               for key, item in error.details.items()}
     kinds = {401: 'Unauthorized', 403: 'Forbidden', 404: 'NotFound', 409: 'Conflict'}
     kind = details.pop('kind', None) or kinds.get(error.http, type(error).__name__)
     return {'error': dict(details, error=kind, message=part_retry_words(error.message))}
@@ -12100,40 +12228,22 @@ def format_error(error: TorcError) -> Dict[str, Any]:
 
 # -------- the interface, described for other programs --------
 
-def describe_row(*schemas: Dict[str, Any]) -> Dict[str, Any]:
-    """JSON Schema of a list whose places have a meaning each."""
-    return {'type': 'array', 'prefixItems': list(schemas), 'minItems': len(schemas), 'maxItems': len(schemas)}
-
-
-ANYTHING = {}  # type: Dict[str, Any]
-WHOLE = {'type': 'integer', 'format': 'int64'}
-TEXT = {'type': 'string'}
-TIME = {'type': 'string', 'format': 'date-time'}
-AMOUNT = {'type': 'number', 'format': 'double', 'minimum': 0}
-SCALAR_SCHEMAS = {  # type of MODELS -> JSON Schema; stream: server-sent events
-    'stream': TEXT, 'int': WHOLE, 'float': {'type': 'number', 'format': 'double'}, 'bool': {'type': 'boolean'}, 'str': TEXT, 'any': ANYTHING,
-    'object': {'type': 'object'}, 'name': {'type': 'string', 'maxLength': MAX_NAME_CHARACTERS}, 'time': TIME,
-    'rules': {'type': 'string', 'contentMediaType': 'application/json'}, 'minutes': AMOUNT, 'gigabytes': AMOUNT,
-    'nodes': dict(WHOLE, minimum=0), 'ordinal': dict(WHOLE, minimum=0), 'attempt': describe_row(WHOLE, WHOLE), 'start': describe_row(WHOLE, WHOLE, TIME),
-    'content': describe_row(WHOLE, {'type': 'number'}, WHOLE, TEXT),
-    'ended': describe_row(WHOLE, WHOLE, TEXT), 'capacity': describe_row(WHOLE, WHOLE, WHOLE),
-    'output': describe_row(WHOLE, TEXT),
-    'planned_jobs': {'type': 'array', 'items': describe_row(*[ANYTHING] * len(PLANNED_TYPES)),
-                     'description': 'each a list of: ' + ', '.join(PLANNED_TYPES)},
-    'planned_kind': dict(describe_row(*[ANYTHING] * 4), description='resource requirements, priority, scheduler, labels'),
-}
-TAGS = {    # part of a path -> group of its operations in the official interface, where it is not the first part
+TAGS = {    # part of a path -> group of its operations in the official interface, if not the first part
     'bulk_jobs': 'jobs', 'bulk_files': 'files', 'bulk_user_data': 'user_data', 'actions': 'workflow_actions',
-    'failure_handlers': 'failure_handlers', 'remote_workers': 'remote_workers', 'ro_crate_entities': 'ro_crate_entities',
-    'access_groups': 'access_control', 'access_check': 'access_control', 'users': 'access_control', 'admin': 'access_control',
+    'failure_handlers': 'failure_handlers', 'remote_workers': 'remote_workers',
+    'ro_crate_entities': 'ro_crate_entities',
+    'access_groups': 'access_control', 'access_check': 'access_control', 'users': 'access_control',
+    'admin': 'access_control',
     'ping': 'system', 'version': 'system', 'openapi.json': 'system',
 }
 
 
 def describe_type(kind: str) -> Dict[str, Any]:
     """A type of MODELS as JSON Schema."""
-    if kind in SCALAR_SCHEMAS:
-        return SCALAR_SCHEMAS[kind]
+    if kind in SCALARS:
+        return SCALARS[kind][1]
+    if kind == STREAM:
+        return TEXT     # of server-sent events
     if kind[0] == '[':
         return {'type': 'array', 'items': describe_type(kind[1:-1])}
     if kind[0] == '{':
@@ -12153,17 +12263,18 @@ def describe_model(model: str, is_partial: bool = False) -> Dict[str, Any]:
     """A model as JSON Schema. What is not required may be null or left out; partial: nothing is required."""
     fields = model_fields(model)
     required = [name for name, field in fields.items() if field.is_required and not is_partial]
-    properties = {name: describe_type(field.type) if name in required else allow_null(describe_type(field.type))
-                  for name, field in fields.items()}
+    properties = {name: describe_type(field.type) for name, field in fields.items()}
+    properties.update((name, allow_null(properties[name])) for name in fields if name not in required)
     return dict({'type': 'object', 'properties': properties}, **({'required': required} if required else {}))
 
 
 def describe_schemas() -> Dict[str, Any]:
     """All models and enums, and the models of which a part will do."""
     partial = set(re.findall(r'\?(\w+)', ' '.join([*MODELS.values(), *(route.body for route in ROUTES)])))
-    schemas = {name: {'type': 'string', 'enum': list(words)} for name, words in ENUMS.items()}  # type: Dict[str, Any]
+    schemas = {name: dict(TEXT, enum=list(words)) for name, words in ENUMS.items()}     # type: Dict[str, Any]
     schemas.update({name: describe_model(name) for name in MODELS})
-    schemas.update({'Partial' + name: describe_model(name, is_partial=True) for name in partial if name in MODELS})
+    schemas.update({'Partial' + name: describe_model(name, is_partial=True)
+                    for name in partial if name in MODELS})
     return schemas
 
 
@@ -12175,9 +12286,11 @@ def public_path(route: Route) -> str:
 def describe_parameters(route: Route) -> List[Dict[str, Any]]:
     """Parameters of a route, in its path and in its query."""
     in_path = [{'name': name, 'in': 'path', 'required': True,
-                'schema': describe_type('@JobStatus' if name == 'status' else 'str' if name in TEXT_PARAMETERS else 'int')}
+                'schema': describe_type('@JobStatus' if name == 'status' else
+                                        'str' if name in TEXT_PARAMETERS else 'int')}
                for name in re.findall(r'\{(\w+)\}', public_path(route))]
-    return in_path + [{'name': name, 'in': 'query', 'required': field.is_required, 'schema': describe_type(field.type)}
+    return in_path + [{'name': name, 'in': 'query', 'required': field.is_required,
+                       'schema': describe_type(field.type)}
                       for name, field in query_fields(route).items()]
 
 
@@ -12189,13 +12302,15 @@ def describe_content(description: str, kind: str) -> Dict[str, Any]:
 
 def describe_operation(route: Route) -> Dict[str, Any]:
     """A route as an operation of OpenAPI."""
-    answers = {'200': describe_content('done', answer_type(route)), '4XX': {'$ref': '#/components/responses/refused'},
+    answers = {'200': describe_content('done', answer_type(route)),
+               '4XX': {'$ref': '#/components/responses/refused'},
                '503': {'$ref': '#/components/responses/unavailable'}}
     if 'async' in query_fields(route):
         answers['202'] = describe_content('begun: ask for the task', '@TaskModel')
     tag = next((TAGS[part] for part in route_parts(route) if part in TAGS), route_parts(route)[0])
     operation = {'operationId': route.name, 'tags': [tag], 'summary': route.name.replace('_', ' '),
-                 'description': ' '.join((route.verb.__doc__ or '').split()), 'parameters': describe_parameters(route),
+                 'description': ' '.join((route.verb.__doc__ or '').split()),
+                 'parameters': describe_parameters(route),
                  'responses': answers}
     if route.body:
         kind = 'any' if route.body == '-' else route.body if route.body[0] in '?[' else '@' + route.body
@@ -12210,115 +12325,35 @@ def describe_interface() -> Dict[str, Any]:
         paths[public_path(route)][route.method.lower()] = describe_operation(route)
     return {
         'openapi': '3.1.0',
-        'info': {'title': 'torc.py', 'version': API_VERSION, 'description': 'Workflows, their jobs, and the runners at work on them.'},
+        'info': {'title': 'torc.py', 'version': API_VERSION,
+                 'description': 'Workflows, their jobs, and the runners at work on them.'},
         'servers': [{'url': API_PREFIX}],
         'security': [{'token': []}, {'password': []}],
         'paths': dict(paths),
         'components': {
             'schemas': describe_schemas(),
-            'responses': {'refused': describe_content('wrong, not allowed, or not possible as things are: mend it', '@ErrorResponse'),
+            'responses': {'refused': describe_content(
+                'wrong, not allowed, or not possible as things are: mend it', '@ErrorResponse'),
                           'unavailable': describe_content('not possible now: try again', '@ErrorResponse')},
-            'securitySchemes': {'token': {'type': 'http', 'scheme': 'bearer'}, 'password': {'type': 'http', 'scheme': 'basic'}},
+            'securitySchemes': {'token': {'type': 'http', 'scheme': 'bearer'},
+                                'password': {'type': 'http', 'scheme': 'basic'}},
         },
     }
 
 
-# ======== 10. Server: one selector loop, HTTP framing, state files ========
-#
-# One process, one thread, one database. Each turn of the loop reads what has arrived, runs every complete request
-# inside one transaction, commits once, and only then sends the answers: what a client was told is on disk, and under
-# load the commits batch themselves. Invariants:
-#
-#   * A connection has at most one request in a turn and is not read while an answer waits to be sent, so that no
-#     client, however slow or greedy, holds more memory than one request and one answer. Pipelined requests wait.
-#   * Who may ask is decided on the head alone, before the body is read and before any route is looked at: host and
-#     origin, then token or password. Only /healthz goes without. A password takes long to check, on purpose: that is
-#     done in one thread beside the loop (Users), while the connection is parked, neither read nor written.
-#     So is one that has shown a wrong password or token, for a second: who guesses is to wait.
-#   * Whatever begins has a deadline, a connection itself too, until its first request was let in; from then on a quiet
-#     one has none, for it is how a runner stays. Those not yet let in are few: the oldest make room for the next.
-#   * Over TLS the same happens one layer higher. What OpenSSL holds is read at once, for the selector cannot see it; and
-#     what it waits for (to read while we send, to send while we read) is what the selector waits for.
-#   * A connection's trouble ends that connection, never the loop.
-#   * A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; a reader has a place
-#     in it and one piece at most on the way. Who is too slow for the feed is told how much was missed, who takes nothing
-#     at all is given up like any other client. Nothing is sent before the commit, and nothing is kept where nobody listens.
-#   * A long body lies on disk until it is whole; then a child reads it and a thread has the store for its
-#     request, one at a time. Meanwhile the loop does not touch the store (has_store): pings are answered, other
-#     requests wait.
-#   * An administrator's SQL has a transaction of its own: whatever it does, it does not touch what others asked for.
+# ======== 10. State files: who serves a database, and how its clients find out ========
 #
 # Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts),
-# torc.db.connection (where the living server is; removed at its end), torc.db.lease (on file systems whose
+# torc.db.connection (where the running server is; removed at its end), torc.db.lease (on file systems whose
 # locks cannot be trusted), torc.db.memory (where a server has it in memory), and torc.db.log (of a server in
 # the background). An embedded server is forked by the first client that needs one and leaves when its last
 # connection has closed. Which process serves is decided by the database's lock and nothing else.
 
-CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
-SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate, as it arrives
-MAX_HELD_BYTES = 64 * 2 ** 20       # of bodies on their way, in memory; others, and all long ones, are on disk
-MAX_SPOOLED_BYTES = 2 ** 30         # ... there
-MAX_SPOOLED_OF_USER = 400 * 2 ** 20     # ... of one user
-SPOOL_RESERVE_BYTES = 64 * 2 ** 20  # that they leave free there
-TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, about
-MAX_BODY_VALUES = 20 * 10 ** 6      # of JSON in a long body, about: each takes some 60 bytes of memory
-READER_BYTES = 5 * 2 ** 29          # of memory that the process may take which reads one
-READER_CPU_S = 120                  # ... and of processor time
-READER_S = 600                      # ... and by the clock: others wait for it, and a disk may hang
-SLICE_VALUES = 500                  # of a long list are handed over at once
-READER_DONE = b'.'                  # ... with this on its pipe, if it could
-DRAIN_S = 2.0                       # reading on after a refusal: to close at once would destroy it (RFC 9112, 9.6)
-TICK_S = 5.0                        # between looks for lost nodes, and tries of a task
-ABSENCE_S = 2 * TICK_S              # a turn that takes so much longer than planned was no time to speak in
-EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
-EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
-START_DEADLINE_S = 30.0             # for an embedded server to answer
-MAX_REQUEST_LINE_BYTES = 16 * 1024
-MAX_HEAD_BYTES = 64 * 1024
-MAX_FIELDS = 100
-RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
-SEND_BYTES = 2 ** 18                # at once: to encrypt a long answer in one go would hold up the others
-MAX_STRANGERS = 4096                # connections none of whose requests was let in yet
-BACKLOG = 1024
-KEEP_ALIVE_S = 15.0                 # between signs of life on streams
-MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back; then the older half goes
-MAX_FEED_BYTES = 4 * 1024 ** 2      # ... and of them together
-PIECE_BYTES = 65536                 # sent to a reader at once, about
-RESUME_S = 600.0                    # a feed that nobody reads any more is kept so long, for those who come back
-MAX_IDLE_FEEDS = 20                 # ... unless there are more of them
-LARGE_BYTES = 2 ** 20               # of a request or an answer, after which memory is given back
-MAX_SHOWN_BODY_BYTES = 2 ** 20      # larger bodies are left out of the stream of requests
-SHOWN_BODY_BYTES = 8192             # ... and of others the beginning is shown
-MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
-LOGS_KEPT = 5
-MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
-SNAPSHOTS_KEPT = 5
 IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
 MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
 COPY_BYTES = 2 ** 20                # read and written at once
-REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
-FIELD_LINES = Expression(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
-HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
-SPAN_ID = Expression(r'[0-9A-Za-z_.:-]{1,100}\Z')
-SINGLE_FIELDS = frozenset([
-    'authorization', 'connection', 'content-length', 'expect', 'host', 'origin', 'sec-fetch-site', 'transfer-encoding'])
-STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # bytes on the wakeup descriptor; 0: stop()
-LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
-MAX_WAITING_CHECKS = 256            # passwords that wait for their check, of about 0.1 s; others get 429
-WRONGS_KEPT_S = 60.0                # wrong passwords count so long against their user and address
-WRONG_PASSWORD_S = 1.0              # from a wrong password or token to its 401, whatever was wrong with it
-WRONGS_PER_WAIT = 8                 # for so many of an address lately, the next are told as much later again
-MAX_WRONG_WAITS = 20                # ... but not later than so many times
-REFUSALS_TOLD_S = 60.0              # between log lines about refused requests
-MAX_TOLD_REFUSALS = 1000            # addresses that are told apart there
-DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
-MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
-WAKE = b'\xff'                      # on the wakeup descriptor: a thread has done its work
-ANSWER_FIELDS = 'x-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
 
-
-# -------- state files --------
 
 def state_directory() -> str:
     """Where a lasting server keeps its database: $XDG_STATE_HOME/torc, else ~/.local/state/torc."""
@@ -12329,7 +12364,7 @@ def state_directory() -> str:
 
 
 def default_database() -> str:
-    """Database of a lasting server that was told no other."""
+    """Database of a lasting server by default."""
     return os.path.join(state_directory(), 'torc.db')
 
 
@@ -12393,7 +12428,8 @@ def read_token(path: str) -> str:
     try:
         token = read_private(path).strip()
     except FileNotFoundError:
-        raise Denied(f'there is no token file {path}: TORC_TOKEN_FILE names that of a running server') from None
+        raise Denied(f'there is no token file {path}: '
+                     'TORC_TOKEN_FILE names that of a running server') from None
     if not re.match(r'[0-9A-Za-z_-]{32,200}\Z', token):
         raise Denied(f'{path} holds no token; `torc.py serve --new-token` makes one')
     return token
@@ -12415,7 +12451,7 @@ def describe_process() -> Dict[str, Any]:
 
 
 def process_lives(process: Dict[str, Any]) -> Optional[bool]:
-    """Whether a process described by describe_process() lives. None if it is of another host or container."""
+    """Whether a process described by describe_process() exists. None if of another host or container."""
     if process.get('host') != socket.gethostname():
         return None
     if process.get('boot_id') != read_boot_id():
@@ -12446,13 +12482,27 @@ def pid_exists(pid: int) -> bool:
     return True
 
 
+def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
+    """Whether a runner exists; None: unknown here. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE."""
+    boot_id, start_ticks, namespace = (identity.split('/') + ['', ''])[:3]
+    if not start_ticks.isdigit():
+        return None
+    lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks),
+                           'pid_namespace': int(namespace) if namespace.isdigit() else None})
+    if lives:       # a number alone proves nothing: it may be another process's by now
+        return True if int(start_ticks) else None
+    # Another user's process may be hidden (proc(5), hidepid); without descriptors no file can be opened.
+    is_hidden = lives is False and pid_exists(pid) and not read_process_start_ticks(pid)
+    return None if is_hidden else lives
+
+
 def list_of(value: Any) -> List[Any]:
     """A list as it is, nothing as an empty one, anything else as what no check lets through."""
     return value if isinstance(value, list) else [] if value is None else [None]
 
 
 def read_server_file(path: str) -> Optional[Dict[str, Any]]:
-    """What a connection file says of a server, living or dead. None if there is no such file."""
+    """What a connection file says of a server, running or not. None if there is no such file."""
     try:
         found = parse_json(read_private(path))
     except FileNotFoundError:
@@ -12469,13 +12519,13 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
 
 
 def read_living_server(path: str) -> Optional[Dict[str, Any]]:
-    """The same. None also if the server is known to be dead."""
+    """The same. None also if the server is known to have ended."""
     found = read_server_file(path)
     return None if found is None or process_lives(found) is False else found
 
 
 def read_connection_file(database: str) -> Optional[Dict[str, Any]]:
-    """Where a database is served, by its connection file. None if there is none, or its server is dead."""
+    """Where a database is served, by its connection file. None if there is none, or its server has ended."""
     return read_living_server(database + '.connection')
 
 
@@ -12509,7 +12559,7 @@ def is_own_file(path: str) -> bool:
 
 
 def list_registrations() -> Dict[str, Dict[str, Any]]:
-    """The registered servers, living or dead, by the paths of their files."""
+    """The registered servers, running or not, by the paths of their files."""
     found = {path: read_server_file(path) for path in registration_files()}
     return {path: server for path, server in found.items() if server is not None and server.get('database')}
 
@@ -12546,13 +12596,14 @@ def forget_server(database: str) -> None:
 
 
 class Lease:
-    """The word that this process serves a database, for file systems whose locks may hold on one host only.
+    """The claim of this process to serve a database, for file systems whose locks may hold on one host only.
 
-    A file `<database>.lease`, made with O_EXCL and renewed by rename. A lease is taken over at once from a dead
-    process of this host, and from another host's when it was not renewed for three periods by our own clock. Its
-    holder reads it again before it commits anything a period after its last look, and ends when it has lost it.
-    Who takes over from another host puts copies in the place of the database's files first: should the old
-    holder, stopped in the middle of a commit, wake up, it writes to files that have no name any more.
+    A file `<database>.lease`, made with O_EXCL and renewed by rename. A lease is taken over at once from a
+    dead process of this host, and from another host's when it was not renewed for three periods by our own
+    clock. Its holder reads it again before it commits anything a period after its last look, and ends when it
+    has lost it. Who takes over from another host puts copies in the place of the database's files first:
+    should the old holder, stopped in the middle of a commit, wake up, it writes to files that have no name
+    any more.
     """
     PERIOD_S = 10.0
 
@@ -12565,26 +12616,26 @@ class Lease:
         self.lock = threading.Lock()    # one thread renews it: the loop's, or that of a long request
 
     def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
-        """Become the holder. Conflict if another one lives: one of another host is watched for wait_s."""
-        first, seen_at, is_told = self.read(), self.clock(), False
+        """Become the holder. Conflict if there is another: one of another host is watched for wait_s."""
+        first, seen_at, is_logged = self.read(), self.clock(), False
         while True:
             found = self.read()
             if found is None and self.create():
                 return
             found = found or {}     # {}: it was made this moment
-            lives, silent_s = process_lives(found), self.clock() - seen_at
-            if lives is False or not lives and (takes_over or silent_s >= 3 * self.PERIOD_S):
+            lives, age_s = process_lives(found), self.clock() - seen_at
+            if lives is False or not lives and (takes_over or age_s >= 3 * self.PERIOD_S):
                 return self.replace(found, lives is False)
-            if lives or found != first or silent_s >= wait_s:
+            if lives or found != first or age_s >= wait_s:
                 raise Conflict(self.describe(found))
-            if not is_told:
-                is_told = True
-                log.warning('%s. Waiting for %g s to see whether it lives', self.describe(found), wait_s)
+            if not is_logged:
+                is_logged = True
+                log.warning('%s. Waiting for %g s to see whether it is renewed', self.describe(found), wait_s)
             time.sleep(0.2)
 
     def describe(self, found: Dict[str, Any]) -> str:
         """Who has it, and the cure."""
-        until = f' until {found["until"]}, or longer if it lives' if found.get('until') else ''
+        until = f' until {found["until"]}, or longer if it is still running' if found.get('until') else ''
         return (f'the database is served by process {found.get("pid")} on host {found.get("host")}{until} '
                 f'({self.path}): stop that one; if it is gone for certain, `torc.py serve --takeover` '
                 'takes its place')
@@ -12599,9 +12650,9 @@ class Lease:
             return {}
 
     def create(self) -> bool:
-        """Write a lease where there is none. False if somebody was faster."""
+        """Write a lease where there is none. False if another process was faster."""
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(self.path, NEW_FILE, 0o600)
         except FileExistsError:
             return False
         with os.fdopen(descriptor, 'wb') as file:
@@ -12618,9 +12669,10 @@ class Lease:
         """Write ours in place of one whose holder is dead, or may wake up. A second file guards this."""
         guard = self.path + '.takeover'
         try:
-            os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            os.close(os.open(guard, NEW_FILE, 0o600))
         except FileExistsError:
-            raise Conflict(f'another process is taking the database over; if none is, remove {guard}') from None
+            raise Conflict('another process is taking the database over; '
+                           f'if none is, remove {guard}') from None
         try:
             if self.read() != found:
                 raise Conflict(self.describe(found))
@@ -12639,11 +12691,11 @@ class Lease:
     def renew(self, is_sure: bool = False) -> None:
         """Once a period, or now: see that it is ours, and say so again. Conflict if it is lost or may be."""
         with self.lock:
-            silent_s = self.clock() - self.renewed_at
-            if silent_s >= self.PERIOD_S or is_sure:
-                self.renew_after(silent_s)
+            age_s = self.clock() - self.renewed_at
+            if age_s >= self.PERIOD_S or is_sure:
+                self.renew_after(age_s)
 
-    def renew_after(self, silent_s: float) -> None:
+    def renew_after(self, age_s: float) -> None:
         """See that it is still ours, so long after the last look."""
         begun = self.renewed_at
         try:
@@ -12652,14 +12704,15 @@ class Lease:
                 raise Conflict(f'the lease {self.path} was removed, so that others may have the database')
             if found.get('id') != self.mine['id']:
                 raise Conflict('another server has taken the database over: ' + self.describe(found))
-            if silent_s > 2 * self.PERIOD_S:    # somebody may be about to take it
+            if age_s > 2 * self.PERIOD_S:    # another process may be about to take it
                 self.replace(found)
             else:
                 self.write()
         except (OSError, Denied) as error:      # a full disk, or a file system that comes back
             self.renewed_at = begun
-            if silent_s > 2 * self.PERIOD_S:
-                raise Conflict(f'the lease {self.path} could not be renewed, others may take it: {error}') from None
+            if age_s > 2 * self.PERIOD_S:
+                raise Conflict(f'the lease {self.path} could not be renewed, '
+                               f'others may take it: {error}') from None
 
     def release(self) -> None:
         """Give it back, if it is ours."""
@@ -12669,7 +12722,7 @@ class Lease:
 
 
 def renew_files(database: str) -> None:
-    """Put copies of a database's files in their place. Nobody has them open who may write to them."""
+    """Put copies of a database's files in their place. No process has them open that may write to them."""
     for path in (database + '-wal', database):
         with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
             replace_database(file.fileno(), path)
@@ -12752,7 +12805,8 @@ def open_on_disk(database: str, takes_over: bool = False) -> Store:
             stack.pop_all()
             return store
         found = stack.enter_context(contextlib.closing(Store(live)))
-        store.freeze()      # a migration may have written: after a kill its log would be applied to the new file
+        # A migration may have written: after a kill its log would be applied to the new file.
+        store.freeze()
         found.freeze()
         replace_database(found.main_file(), database)
         os.unlink(database + '.memory')
@@ -12917,7 +12971,22 @@ def remove_memory_directory(store: Store) -> None:
         shutil.rmtree(os.path.dirname(store.path), ignore_errors=True)
 
 
-# -------- HTTP framing --------
+# ======== 10a. Framing: bytes <-> requests and answers, and what secures them on the way ========
+#
+# Functions from bytes to a RequestHead and from an answer to bytes, the signatures of our own clients, TLS
+# contexts, and the table of what is answered without a verb. Nothing here knows a socket, a store or a user.
+
+PING_PATH = API_PREFIX + '/ping'
+MAX_REQUEST_LINE_BYTES = 16 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+MAX_FIELDS = 100
+REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
+FIELD_LINES = Expression(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
+SINGLE_FIELDS = frozenset((
+    'authorization', 'connection', 'content-length', 'expect', 'host', 'origin', 'sec-fetch-site',
+    'transfer-encoding'))
+ANSWER_FIELDS = 'x-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
+
 
 class RequestHead(Row):
     """A request without its body."""
@@ -12935,17 +13004,56 @@ class Caller(Row):
     is_owner: bool      # has shown the server's token
 
 
+class Login(Row):
+    """A user and the password that they have sent."""
+    digest: bytes       # of both, by which a check of the same is found
+    user: str
+    password: bytes
+
+
+class Identity(Row):
+    """Who sends a request, and what secures it."""
+    caller: Caller
+    signer: Any = None          # the Signer that it was signed with, and that its answer is signed with
+    digest: str = ''            # SHA-256 that its body must have, as that was signed; '': any
+    proof: Optional[Dict[str, str]] = None  # what answers the client's challenge
+    refusal: str = ''           # why it is to be refused after a pause
+    login: Optional[Login] = None   # what is to be checked first
+
+
+
 class Request(Row):
     """A complete request."""
     head: RequestHead
     body: bytes                 # b'' if it is spooled
-    caller: Caller
-    signer: Any = None          # the Signer that it was signed with, and that its answer is signed with
+    identity: Identity
     spool: Any = None           # the Spool that holds its body
 
 
+class StaticAnswer:
+    """What is answered to GET at a path, without a verb and without the store."""
+
+    def __init__(self, media_type: str, is_open: bool, body: Callable[[Request], bytes]) -> None:
+        self.media_type = media_type
+        self.is_open = is_open      # to everybody: it needs neither token nor password
+        self.body = body
+
+
+STATIC_ANSWERS = {
+    '/healthz': StaticAnswer('application/json', True, lambda request: format_json(
+        dict({'status': 'ok'}, **request.identity.proof or {})).encode()),
+    PING_PATH:  StaticAnswer('application/json', False, lambda request: b'{"status":"ok"}'),
+}
+OPEN_PATHS = frozenset(path for path, static in STATIC_ANSWERS.items() if static.is_open)
+
+
+def find_static(head: RequestHead) -> Optional[StaticAnswer]:
+    """What answers a request without a verb; None if nothing does."""
+    return STATIC_ANSWERS.get(head.path) if head.method in ('GET', 'HEAD') else None
+
+
 def parse_head(data: bytes) -> RequestHead:
-    """Request line and header fields, without the empty line -> RequestHead. BadInput with the HTTP status."""
+    """Request line and header fields, without the empty line -> RequestHead. BadInput with a status."""
     line, separator, rest = data.decode('latin-1').partition('\r\n')
     rest = separator + rest
     match = REQUEST_LINE.match(line)
@@ -12976,7 +13084,7 @@ def parse_fields(text: str) -> Dict[str, str]:
 
 
 def parse_length(fields: Dict[str, str]) -> int:
-    """Length of the body that follows. Chunked bodies are refused: read as plain they would hide a second request."""
+    """Length of the body. Chunked bodies are refused: read as plain they would hide a second request."""
     if 'transfer-encoding' in fields:
         raise BadInput('Transfer-Encoding is not supported: send the body with a Content-Length', http=501)
     text = fields.get('content-length', '0')
@@ -12986,7 +13094,7 @@ def parse_length(fields: Dict[str, str]) -> int:
 
 
 def check_head_size(data: bytearray, end: int) -> None:
-    """Refuse a head that is too long, or no HTTP at all, whether it is complete (`end` of it) or not yet (-1)."""
+    """Refuse a head that is too long, or no HTTP at all, whether it is complete (`end` of it) or not (-1)."""
     if not 65 <= data[0] <= 90:
         hint = ' but a hello of TLS: write http:// in the address' if data[0] == 22 else ''
         raise BadInput(f'this is not a request of HTTP/1.1{hint}', http=400)
@@ -12996,81 +13104,14 @@ def check_head_size(data: bytearray, end: int) -> None:
         raise BadInput(f'the header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
 
 
-def format_answer(status: int, body: bytes, fields: str = '') -> bytes:
-    """One whole answer. `fields` are further header lines, each with its line end."""
-    if body:
-        fields += 'content-type: application/json\r\n'
-    reason = reason_phrase(status)
-    head = f'HTTP/1.1 {status} {reason}\r\n{ANSWER_FIELDS}{fields}content-length: {len(body)}\r\n\r\n'
-    return head.encode('latin-1') + body
-
-
-def format_signed(signer: Optional['Signer'], status: int, body: bytes, fields: str = '') -> bytes:
-    """The same, signed if there is a signer."""
-    signature = '' if signer is None else f'torc-signature: {signer.sign_answer(status, body)}\r\n'
-    return format_answer(status, body, fields + signature)
-
-
-def format_refusal(signer: Optional['Signer'], error: TorcError, fields: str = '') -> bytes:
-    """The answer to a request that no verb could answer."""
-    return format_signed(signer, error.http, format_json(format_error(error)).encode(), fields)
-
-
-# -------- who may ask --------
-
-NO_TOKEN = ('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
-            'or any user with the token as password')
-
-
-def holds_token(head: RequestHead, token: bytes) -> bool:
-    """Whether a request holds the token, or needs none. An empty token lets everybody in."""
-    offered = offered_token(head.fields.get('authorization', ''))
-    return not token or head.path == '/healthz' or hmac.compare_digest(token, offered)
-
-
-def check_sender(head: RequestHead, names: Set[str], scheme: str = 'http') -> None:
-    """Refuse a request whose Host is not ours, or that a page of another origin sends.
-
-    The Host check defeats names that an attacker's DNS points at us; browsers send Origin or Sec-Fetch-Site with
-    whatever a page of another site makes them ask.
-    """
-    host = HOST_TEXT.match(head.fields.get('host', ''))
-    if host is None:
-        raise BadInput('the header field Host is missing or malformed', http=400)
-    if host.group(1).strip('[]').rstrip('.').lower() not in names:
-        raise Denied(f'this server is not called {printable(host.group(1))!r}')
-    origin = head.fields.get('origin')
-    if origin is not None and origin.lower() != f"{scheme}://{head.fields.get('host', '').lower()}":
-        raise Denied('requests from pages of another origin are not answered')
-    if head.fields.get('sec-fetch-site', 'none') not in ('none', 'same-origin'):
-        raise Denied('requests from pages of another site are not answered')
-
-
-def offered_token(authorization: str) -> bytes:
-    """Token in an Authorization field: Bearer TOKEN, or Basic with the token as password. b'' if there is none."""
-    scheme, _, value = authorization.partition(' ')
-    return value.strip().encode('latin-1') if scheme.lower() == 'bearer' else offered_password(authorization)[1]
-
-
-def offered_password(authorization: str) -> Tuple[str, bytes]:
-    """User and password in an Authorization field of the scheme Basic (RFC 7617); ('', b'') if there are none."""
-    scheme, _, value = authorization.partition(' ')
-    if scheme.lower() != 'basic':
-        return '', b''
-    try:
-        user, _, password = base64.b64decode(value.strip().encode('latin-1'), validate=True).partition(b':')
-    except ValueError:
-        return '', b''
-    return user.decode('utf-8', 'surrogateescape'), password
-
-
 # -------- signatures --------
 #
-# Our own clients never send the token: whoever listens at an old address of the server could forward everything,
-# its proof of identity too, and would be shown the token next. Each end of a connection chooses a nonce instead, the
-# key of the connection is made of both, the server's id and the token, and with it every request is signed, its body
-# included, and every answer. Requests are counted, so that one that was seen on the way is worth nothing a second
-# time, and a signature is worth nothing on another connection. Header fields other than these are not signed.
+# Our own clients never send the token: whoever listens at an old address of the server could forward
+# everything, its proof of identity too, and would be shown the token next. Each end of a connection chooses a
+# nonce instead, the key of the connection is made of both, the server's id and the token, and with it every
+# request is signed, its body included, and every answer. Requests are counted, so that one that was seen on
+# the way is worth nothing a second time, and a signature is worth nothing on another connection. Header
+# fields other than these are not signed.
 #
 #     GET /healthz?challenge=NONCE    -> {"nonce": NONCE, "server_id": ID, "signed_proof": MAC, ...}
 #     authorization: Torc-HMAC SHA256_OF_BODY MAC(request, count, method, path?query, SHA256_OF_BODY)
@@ -13087,20 +13128,22 @@ class Signer:
 
     def __init__(self, token: bytes, challenge: str, nonce: str, server_id: str) -> None:
         """`challenge` is the client's nonce, `nonce` the server's."""
-        words = f'{challenge} {nonce} {server_id}'
+        session = f'{challenge} {nonce} {server_id}'
         self.nonce = nonce
-        self.proof = hmac.new(token, f'torc.py server {words}'.encode('utf-8', 'replace'), 'sha256').hexdigest()
-        key = hmac.new(token, f'torc.py session {words}'.encode('utf-8', 'replace'), 'sha256').digest()
-        # HMAC by its definition (RFC 2104), half done: copied for each signature, it takes a third of hmac's time.
+        proof = hmac.new(token, f'torc.py server {session}'.encode('utf-8', 'replace'), 'sha256')
+        self.proof = proof.hexdigest()
+        key = hmac.new(token, f'torc.py session {session}'.encode('utf-8', 'replace'), 'sha256').digest()
+        # HMAC by its definition (RFC 2104), half done: copied for each signature, it takes a third of hmac's
+        # time.
         self._inner, self._outer = (hashlib.sha256(bytes(byte ^ pad for byte in key.ljust(64, b'\0')))
                                     for pad in (0x36, 0x5c))
         self.requests = 0       # sent, or accepted
         self.pieces = 0         # of the stream that answers the last one
 
-    def sign(self, *words: Any) -> str:
-        """The signature of some words, none of which holds a line end but the last."""
+    def sign(self, *values: Any) -> str:
+        """The signature of some values, none of which holds a line end but the last."""
         inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update('\n'.join(map(str, words)).encode('latin-1', 'replace'))
+        inner.update('\n'.join(map(str, values)).encode('latin-1', 'replace'))
         outer.update(inner.digest())
         return outer.hexdigest()
 
@@ -13132,19 +13175,526 @@ class Signer:
 
 
 def prove_token(token: bytes, challenge: str, port: int) -> str:
-    """What clients of older versions ask for before they show the token: only its server on this port can know."""
+    """What older clients ask for before they send the token: only its server on this port can know it."""
     return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
+
+
+def format_answer(status: int, body: bytes, fields: str = '', media_type: str = 'application/json') -> bytes:
+    """One whole answer. `fields` are further header lines, each with its line end."""
+    if body:
+        fields += f'content-type: {media_type}\r\n'
+    reason = reason_phrase(status)
+    head = f'HTTP/1.1 {status} {reason}\r\n{ANSWER_FIELDS}{fields}content-length: {len(body)}\r\n\r\n'
+    return head.encode('latin-1') + body
+
+
+def format_signature(signer: Optional[Signer], status: int, body: bytes) -> str:
+    """The header line that signs an answer; '' if the request was not signed."""
+    return '' if signer is None else f'torc-signature: {signer.sign_answer(status, body)}\r\n'
+
+
+def format_refusal(signer: Optional[Signer], error: TorcError, fields: str = '') -> bytes:
+    """The answer to a request that no verb could answer."""
+    body = format_json(format_error(error)).encode()
+    return format_answer(error.http, body, fields + format_signature(signer, error.http, body))
+
+
+# -------- TLS --------
+
+def open_tls(certificate: str, key: str) -> Any:
+    """What TLS connections are made from (an ssl.SSLContext): a certificate with its chain and its key.
+
+    TLS 1.2 or newer, with the ciphers that Python thinks safe. BadInput for files that do not fit.
+    """
+    ssl = load_ssl()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    if hasattr(context, 'minimum_version'):
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+    else:       # before Python 3.7
+        context.options |= ssl.OP_NO_TLSv1 | ssl.OP_NO_TLSv1_1
+    context.options |= getattr(ssl, 'OP_NO_RENEGOTIATION', 0)   # it costs a client nothing and us a signature
+    # A client that closes without a notice is no error: HTTP states lengths.
+    context.options |= getattr(ssl, 'OP_IGNORE_UNEXPECTED_EOF', 0)
+    check_key_file(key or certificate)
+    try:
+        context.load_cert_chain(
+            certificate, key or None, functools.partial(refuse_encrypted, key or certificate))
+    except ssl.SSLError as error:
+        if error.reason == 'KEY_VALUES_MISMATCH':
+            raise BadInput(f'the key in {key} is not that of the certificate in {certificate}') from None
+        raise BadInput(f'{certificate} and {key or "no --tls-key"} are not a certificate '
+                       'and its key in PEM form') from None
+    except OSError as error:
+        raise BadInput(f'cannot read {certificate} or {key}: {error.strerror}') from None
+    return context
+
+
+def check_key_file(path: str) -> None:
+    """Refuse a private key that everybody can read. A group may: services share certificates that way."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise BadInput(f'cannot read {path}: {error.strerror}') from None
+    if mode & 0o007:
+        raise Denied(f'other users can read the key in {path}: `chmod o= {shlex.quote(path)}`; '
+                     'it may be known already')
+
+
+def refuse_encrypted(path: str) -> str:
+    """Called for the password of a key: there is no terminal to ask at."""
+    raise BadInput(f'the key in {path} is encrypted: `openssl pkey -in {shlex.quote(path)}` writes it '
+                   'without a password')
+
+
+def read_fingerprint(path: str) -> str:
+    """SHA-256 of the first certificate in a PEM file that open_tls() has read."""
+    with open(path, encoding='latin-1') as file:
+        found = re.search(r'-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----', file.read(), re.DOTALL)
+    return hashlib.sha256(load_ssl().PEM_cert_to_DER_cert(found.group())).hexdigest() if found else ''
+
+
+# ======== 10b. Connections: accepted, read, written and closed, each in its time ========
+#
+# Invariants:
+#
+#   * A connection is in one of CONNECTION_STATES. What has arrived is reported to the owner of Connections,
+#     who moves it from READING on; this section only takes it from accepting to READING, and from CLOSING to
+#     its end.
+#   * It is not read while an answer waits to be sent, so that no client, however slow or greedy, holds more
+#     memory than one request and one answer. Pipelined requests wait.
+#   * Whatever begins has a deadline, a connection itself too, until its first request was let in; from then
+#     on a quiet one has none, for it is how a runner stays. Those not yet let in are few: the oldest make
+#     room for the next.
+#   * Over TLS the same happens one layer higher. What OpenSSL holds is read at once, for the selector cannot
+#     see it; and what it waits for (to read while we send, to send while we read) is what the selector waits
+#     for.
+#   * An error of a connection closes that connection, and nothing else.
+
+CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
+DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
+RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
+SEND_BYTES = 2 ** 18                # at once: to encrypt a long answer in one go would hold up the others
+MAX_UNAUTHENTICATED = 4096          # connections none of whose requests was let in yet
+BACKLOG = 1024
+
+
+class ConnectionState:
+    """One state of a connection."""
+
+    def __init__(self, name: str, on_data: str, at_deadline: str, meaning: str) -> None:
+        self.name = name
+        self.on_data = on_data          # when the client sends: keep, discard or leave it, or negotiate TLS
+        self.at_deadline = at_deadline  # close; or refuse, if something of a request has come
+        self.meaning = meaning
+
+
+CONNECTION_STATES = (
+    #               name         on data      at deadline
+    ConnectionState('hello',     'negotiate', 'close',  "its first byte is awaited, which is TLS's or not"),
+    ConnectionState('handshake', 'negotiate', 'close',  'keys of TLS are exchanged'),
+    ConnectionState('reading',   'keep',      'refuse', 'a request is awaited or on its way'),
+    ConnectionState('checking',  'leave',     'refuse', 'its password is being checked'),
+    ConnectionState('refusing',  'leave',     'refuse', 'its token or password was wrong: the answer waits'),
+    ConnectionState('waiting',   'leave',     'close',  'its request is complete and waits for its answer'),
+    ConnectionState('streaming', 'discard',   'close',  'its answer is a stream of events'),
+    ConnectionState('closing',   'leave',     'close',  'its last answer is being sent'),
+    ConnectionState('draining',  'discard',   'close',  'everything is sent; the client is to close it, too'),
+)
+HELLO, HANDSHAKE, READING, CHECKING, REFUSING, WAITING, STREAMING, CLOSING, DRAINING = CONNECTION_STATES
+
+
+class Connection:
+    """One client: its socket, what was read and not yet used, and what is still to be sent."""
+
+    def __init__(self, client: socket.socket, state: ConnectionState, peer: str) -> None:
+        self.socket = client
+        self.state = state
+        self.peer = peer            # see peer_of()
+        self.is_tls = False         # the socket is TLS's
+        self.mask = selectors.EVENT_READ    # what the selector waits for; 0: nothing
+        self.received = bytearray()
+        self.unsent = memoryview(b'')
+        self.deadline = math.inf    # when it is closed or refused (monotonic); inf while nothing is under way
+        self.signer = None          # type: Any  # the Signer of the requests that follow a challenge
+        self.identity = None        # type: Optional[Identity]  # who sends this request; None: not known
+        self.head = None            # type: Optional[RequestHead]  # of the request whose body is coming
+        self.spool = None           # type: Any  # ... the Spool of a body that is too long for memory
+        self.asked_at = 0.0         # when the last request was complete (monotonic)
+        self.check = None           # type: Any  # the LoginCheck that it waits for, or that found it wrong
+        self.refusal = None         # type: Optional[TorcError]  # to be sent at the deadline
+        self.reader = None          # type: Any  # the StreamReader of its stream of events
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    return address == '::1' or address.startswith('127.')
+
+
+def peer_of(address: str) -> str:
+    """Whom an address stands for: a host reaches itself under many, and has a whole network of IPv6 ones."""
+    address = address[7:] if address.startswith('::ffff:') else address
+    if is_loopback(address):
+        return '127.0.0.1'
+    return address if ':' not in address else socket.inet_ntop(socket.AF_INET6, socket.inet_pton(
+        socket.AF_INET6, address.partition('%')[0])[:8] + bytes(8)) + '/64'
+
+
+class Connections:
+    """The connections to a listening socket. What comes of each is reported to the functions on_..."""
+
+    def __init__(self, selector: selectors.BaseSelector, listener: socket.socket, tls: Any,
+                 traffic: Traffic) -> None:
+        self.selector = selector
+        self.listener = listener
+        self.tls = tls                  # an ssl.SSLContext, or None
+        self.traffic = traffic          # bytes are counted there
+        self.all = set()                # type: Set[Connection]
+        self.unauthenticated = {}       # type: Dict[Connection, None]  # no request let in yet; oldest first
+        self.timed = set()              # type: Set[Connection]  # those that have a deadline, or had one
+        self.sweep_at = math.inf        # when the first of them is due
+        self.accept_at = math.inf       # when to listen again, after descriptors ran out
+        self.reserve = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]    # closed to refuse a client then
+        self.wants_read = () if tls is None else (load_ssl().SSLWantReadError,)     # raised to wait
+        self.wants_write = () if tls is None else (load_ssl().SSLWantWriteError,)
+        self.on_received = lambda connection: None      # type: Callable[[Connection], Any]  # more is there
+        self.on_sent = lambda connection: None          # type: Callable[[Connection], Any]  # maybe not all
+        # gets one that is to be refused, and why
+        self.on_error = lambda connection, error: None  # type: Callable[[Connection, TorcError], Any]
+        self.on_closed = lambda connection: None        # type: Callable[[Connection], Any]
+        selector.register(listener, selectors.EVENT_READ, self.accept)
+
+    def accept(self, mask: int = 0) -> None:
+        """Accept the pending connections."""
+        for _ in range(BACKLOG):
+            try:
+                client, address = self.listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                return self.on_exhaustion(error)
+            client.setblocking(False)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(client, READING if self.tls is None else HELLO, peer_of(address[0]))
+            self.all.add(connection)
+            self.selector.register(client, selectors.EVENT_READ, functools.partial(self.on_ready, connection))
+            self.unauthenticated[connection] = None
+            self.set_deadline(connection, CLIENT_DEADLINE_S)
+            if len(self.unauthenticated) > MAX_UNAUTHENTICATED:
+                self.close_oldest()
+
+    def close_oldest(self) -> None:
+        """Make room: the oldest of the peer that has most connections without a request that was let in."""
+        counts = collections.Counter(connection.peer for connection in self.unauthenticated)
+        most = max(counts.values(), default=0)
+        for connection in self.unauthenticated:
+            if counts[connection.peer] == most:
+                return self.close(connection)
+
+    def on_exhaustion(self, error: OSError) -> None:
+        """No descriptors left: refuse one client with the one in reserve, then let the others wait."""
+        log.error('cannot accept a connection: %s', error.strerror)
+        self.close_oldest()
+        try:
+            while self.reserve:
+                os.close(self.reserve.pop())
+            self.listener.accept()[0].close()
+            self.reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            pass    # it has gone, or there is no descriptor even so
+        self.selector.unregister(self.listener)     # it stays readable: the loop would spin
+        self.accept_at = time.monotonic() + 0.1
+
+    def on_ready(self, connection: Connection, mask: int) -> None:
+        """A client sent something, went away, or can take more of its answer."""
+        self.contain(connection, self.on_writable if connection.unsent else self.on_readable)
+
+    def contain(self, connection: Connection, step: Callable[..., Any], *arguments: Any) -> None:
+        """Do something with a connection. An error closes only this one."""
+        try:
+            step(connection, *arguments)
+        except BlockingIOError:
+            pass    # woken for nothing, which select(2) allows
+        except self.wants_read:
+            self.watch(connection, selectors.EVENT_READ)
+        except self.wants_write:
+            self.watch(connection, selectors.EVENT_WRITE)
+        except OSError:
+            self.close(connection)
+        except Exception:   # border: a bug costs one connection, not the server
+            log.exception('a bug in torc.py: one client was cut off')
+            self.close(connection)
+
+    # ---- reading ----
+
+    def on_readable(self, connection: Connection) -> None:
+        """Read what a client sent."""
+        on_data = connection.state.on_data
+        if on_data == 'leave':
+            return
+        if on_data == 'negotiate':
+            return self.on_hello(connection) if connection.state is HELLO else self.on_handshake(connection)
+        data = connection.socket.recv(RECEIVE_BYTES)
+        if connection.is_tls:
+            self.watch(connection, selectors.EVENT_READ)
+            while connection.socket.pending():      # the selector does not see it
+                data += connection.socket.recv(RECEIVE_BYTES)
+        self.traffic.row[2] += len(data)
+        if not data:
+            self.close(connection)
+        elif on_data == 'keep':
+            connection.received += data
+            self.on_received(connection)
+
+    def on_hello(self, connection: Connection) -> None:
+        """A client's first byte shows whether it speaks TLS; a plain request gets a plain answer."""
+        first = connection.socket.recv(1, socket.MSG_PEEK)
+        connection.state = READING
+        if not first:
+            self.close(connection)
+        elif first.isalpha():
+            error = BadInput('this port speaks TLS: write https:// in the address', http=400)
+            self.on_error(connection, error)
+        else:
+            connection.socket = self.tls.wrap_socket(
+                connection.socket, server_side=True, do_handshake_on_connect=False)
+            connection.is_tls, connection.state = True, HANDSHAKE
+            self.on_handshake(connection)
+
+    def on_handshake(self, connection: Connection) -> None:
+        """Go on with a TLS handshake; when it is done, the first request may be here already."""
+        connection.socket.do_handshake()
+        connection.state = READING
+        self.watch(connection, selectors.EVENT_READ)
+        self.on_readable(connection)
+
+    # ---- writing ----
+
+    def deliver(self, connection: Connection, answer: bytes) -> None:
+        """Send an answer, and go on with what the client has sent meanwhile."""
+        self.send(connection, answer)
+        self.on_sent(connection)
+
+    def send(self, connection: Connection, data: bytes) -> None:
+        """Send now what the client takes now, and the rest when it takes more."""
+        connection.unsent = memoryview(bytes(connection.unsent) + data if connection.unsent else data)
+        self.flush(connection)
+
+    def flush(self, connection: Connection) -> None:
+        """Send more of what is unsent. A connection whose client takes nothing for a while is closed."""
+        mask = selectors.EVENT_WRITE
+        try:
+            count = connection.socket.send(connection.unsent[:SEND_BYTES])
+            connection.unsent = connection.unsent[count:]
+            self.traffic.row[3] += count
+        except (BlockingIOError,) + self.wants_write:
+            pass    # nothing fits now
+        except self.wants_read:
+            mask = selectors.EVENT_READ
+        if connection.unsent:
+            self.set_deadline(connection, CLIENT_DEADLINE_S)
+            self.watch(connection, mask)
+        else:
+            connection.deadline = math.inf
+            if connection in self.unauthenticated:
+                self.set_deadline(connection, CLIENT_DEADLINE_S)
+            self.watch(connection, selectors.EVENT_READ)
+
+    def on_writable(self, connection: Connection) -> None:
+        """A client takes more."""
+        self.flush(connection)
+        self.on_sent(connection)
+
+    def watch(self, connection: Connection, mask: int) -> None:
+        """Wait for the client to send, to receive, or (0) neither: never both, which bounds what we hold."""
+        if connection.mask == mask:
+            return
+        if connection.mask and mask:
+            self.selector.modify(connection.socket, mask, functools.partial(self.on_ready, connection))
+        elif mask:
+            self.selector.register(connection.socket, mask, functools.partial(self.on_ready, connection))
+        else:
+            self.selector.unregister(connection.socket)
+        connection.mask = mask
+
+    # ---- deadlines and ends ----
+
+    def set_deadline(self, connection: Connection, wait_s: float) -> None:
+        """Allow the client so long for what is under way."""
+        connection.deadline = time.monotonic() + wait_s
+        self.timed.add(connection)
+        self.sweep_at = min(self.sweep_at, connection.deadline)
+
+    def pause(self, connection: Connection, state: ConnectionState, wait_s: float) -> None:
+        """Neither read nor write for so long, unless resume() comes first."""
+        connection.state = state
+        self.set_deadline(connection, wait_s)
+        self.watch(connection, 0)
+
+    def resume(self, connection: Connection) -> None:
+        """Read again after a pause."""
+        connection.state, connection.deadline = READING, math.inf
+        self.watch(connection, selectors.EVENT_READ)
+
+    def on_clock(self, now: float) -> None:
+        """Act on the deadlines that have passed, and listen again when it is time."""
+        if self.sweep_at <= now:
+            for connection in [connection for connection in self.timed if connection.deadline <= now]:
+                self.on_deadline(connection)
+            self.timed = {connection for connection in self.timed if connection.deadline < math.inf}
+            self.sweep_at = min((connection.deadline for connection in self.timed), default=math.inf)
+        if self.accept_at <= now:
+            self.accept_at = math.inf
+            self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+
+    def on_deadline(self, connection: Connection) -> None:
+        """A client took too long."""
+        is_idle = not connection.received and connection.head is None
+        if connection.unsent or is_idle or connection.state.at_deadline == 'close':
+            return self.close(connection)
+        connection.deadline = math.inf
+        late = BadInput('the request did not arrive within its time', http=408)
+        self.contain(connection, self.on_error, connection.refusal or late)
+
+    def finish(self, connection: Connection) -> None:
+        """Everything is sent: close our side, and wait for the client's."""
+        connection.state = DRAINING
+        self.set_deadline(connection, DRAIN_S)
+        self.end_tls(connection)
+        connection.socket.shutdown(socket.SHUT_WR)
+
+    def end_tls(self, connection: Connection) -> None:
+        """Say in TLS that nothing more comes, which is no cut then (close_notify, RFC 8446, 6.1)."""
+        if connection.is_tls:
+            connection.is_tls = False
+            with contextlib.suppress(OSError, ValueError):      # it has not said so itself; or it is gone
+                connection.socket.unwrap()
+
+    def close(self, connection: Connection) -> None:
+        """Close a connection, whatever it is at."""
+        if connection not in self.all:
+            return
+        self.all.discard(connection)
+        self.timed.discard(connection)
+        self.unauthenticated.pop(connection, None)
+        self.watch(connection, 0)
+        self.end_tls(connection)
+        connection.socket.close()
+        self.on_closed(connection)
+
+    def stop_accepting(self) -> None:
+        """No more connections."""
+        if self.accept_at == math.inf:
+            self.selector.unregister(self.listener)
+
+    def close_all(self) -> None:
+        """Close everything but the selector."""
+        for connection in list(self.all):
+            self.close(connection)
+        for descriptor in self.reserve:
+            os.close(descriptor)
+        self.listener.close()
+
+
+# ======== 10c. Access: hosts, tokens, passwords, and who is refused ========
+#
+# Who may ask is decided on the head alone, before the body is read and before any route is looked at: host
+# and origin, then token or password. Only OPEN_PATHS need neither. A password takes long to check, on
+# purpose: that is done in one thread beside the loop (Users), while the connection is paused, neither read
+# nor written. So is one that has shown a wrong password or token, for a second: who guesses is to wait.
+
+HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
+LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
+MAX_WAITING_CHECKS = 256            # passwords that wait for their check, of about 0.1 s; others get 429
+WRONGS_KEPT_S = 60.0                # wrong passwords count so long against their user and address
+WRONG_PASSWORD_S = 1.0              # from a wrong password or token to its 401, whatever was wrong with it
+WRONGS_PER_WAIT = 8                 # for so many of an address lately, the next wait as much longer again
+MAX_WRONG_WAITS = 20                # ... but not longer than so many times
+REFUSALS_REPORTED_S = 60.0          # between log lines about refused requests
+MAX_REFUSED_PEERS = 1000            # addresses that have lines of their own there
+DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
+MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
+
+
+# -------- who may ask --------
+
+NO_TOKEN = ('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
+            'or any user with the token as password')
+LOG_IN = 'log in: send a user and a password (Basic), or the token of the server'
+
+
+def holds_token(head: RequestHead, token: bytes) -> bool:
+    """Whether a request holds the token, or needs none. An empty token admits every request."""
+    offered = offered_token(head.fields.get('authorization', ''))
+    return not token or head.path in OPEN_PATHS or hmac.compare_digest(token, offered)
+
+
+def check_sender(head: RequestHead, names: Set[str], scheme: str = 'http') -> None:
+    """Refuse a request whose Host is not ours, or that a page of another origin sends.
+
+    The Host check defeats names that an attacker's DNS points at us; browsers send Origin or Sec-Fetch-Site
+    with whatever a page of another site makes them ask.
+    """
+    host = HOST_TEXT.match(head.fields.get('host', ''))
+    if host is None:
+        raise BadInput('the header field Host is missing or malformed', http=400)
+    if host.group(1).strip('[]').rstrip('.').lower() not in names:
+        raise Denied(f'this server is not called {printable(host.group(1))!r}')
+    origin = head.fields.get('origin')
+    if origin is not None and origin.lower() != f"{scheme}://{head.fields.get('host', '').lower()}":
+        raise Denied('requests from pages of another origin are not answered')
+    if head.fields.get('sec-fetch-site', 'none') not in ('none', 'same-origin'):
+        raise Denied('requests from pages of another site are not answered')
+
+
+def take_head(received: bytearray, names: Set[str], scheme: str) -> Optional[RequestHead]:
+    """Cut the next complete head from what was received, and check it; None while it is not complete."""
+    if received[:2] == b'\r\n':     # left over from a sloppy client's last request (RFC 9112, 2.2)
+        del received[:2]
+    if not received or received == b'\r':
+        return None
+    end = received.find(b'\r\n\r\n')
+    check_head_size(received, end)
+    if end < 0:
+        return None
+    head = parse_head(bytes(received[:end]))
+    check_sender(head, names, scheme)
+    if head.fields.get('expect', '100-continue').lower() != '100-continue':
+        raise BadInput('this expectation cannot be met', http=417)
+    del received[:end + 4]
+    return head
+
+
+def offered_token(authorization: str) -> bytes:
+    """Token in an Authorization field: Bearer TOKEN, or Basic with the token as password; b'' for none."""
+    scheme, _, value = authorization.partition(' ')
+    is_bearer = scheme.lower() == 'bearer'
+    return value.strip().encode('latin-1') if is_bearer else offered_password(authorization)[1]
+
+
+def offered_password(authorization: str) -> Tuple[str, bytes]:
+    """User and password in an Authorization field of the scheme Basic (RFC 7617); ('', b'') for none."""
+    scheme, _, value = authorization.partition(' ')
+    if scheme.lower() != 'basic':
+        return '', b''
+    try:
+        user, _, password = base64.b64decode(value.strip().encode('latin-1'), validate=True).partition(b':')
+    except ValueError:
+        return '', b''
+    return user.decode('utf-8', 'surrogateescape'), password
 
 
 # -------- passwords --------
 #
-# A password file is one of Apache's htpasswd: a line USER:HASH for each user, and comments. HASH is either bcrypt's
-# (`$2b$12$...`, also 2a and 2y), checked by the system's libcrypt, or ours: `$scrypt$ln=15,r=8,p=1$SALT$HASH`, where
-# ln is the base 2 logarithm of scrypt's N (RFC 7914), SALT and HASH are base64 without padding.
+# A password file is one of Apache's htpasswd: a line USER:HASH for each user, and comments. HASH is either
+# bcrypt's (`$2b$12$...`, also 2a and 2y), checked by the system's libcrypt, or ours:
+# `$scrypt$ln=15,r=8,p=1$SALT$HASH`, where ln is the base 2 logarithm of scrypt's N (RFC 7914), SALT and HASH
+# are base64 without padding.
 
 BCRYPT_LINE = Expression(r'\$2[aby]\$(?:0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}\Z')
-SCRYPT_LINE = Expression(r'\$scrypt\$ln=([0-9]{1,2}),r=([0-9]{1,2}),p=([0-9]{1,6})\$([A-Za-z0-9+/]+)\$([A-Za-z0-9+/]+)\Z')
-BCRYPT_PROOF = b'$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW'     # of b'U*U', from the tests of crypt_blowfish
+SCRYPT_LINE = Expression(r'\$scrypt\$ln=([0-9]{1,2}),r=([0-9]{1,2}),p=([0-9]{1,6})'
+                         r'\$([A-Za-z0-9+/]+)\$([A-Za-z0-9+/]+)\Z')
+# of b'U*U', from the tests of crypt_blowfish
+BCRYPT_PROOF = b'$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW'
 BCRYPT_ALPHABET = './ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789'
 MOST_SCRYPT_LN = 17                 # 128 MiB
 DEFAULT_PASSWORD_COST = 12
@@ -13153,7 +13703,7 @@ MOST_PASSWORD_COST = 16             # some seconds, in which no other password i
 
 @functools.lru_cache(maxsize=None)
 def find_bcrypt() -> Optional[Callable[[bytes, bytes], Optional[bytes]]]:
-    """crypt(3), where the system's knows bcrypt; else None. For one thread at a time: its answer lies in a static buffer."""
+    """crypt(3), where the system's knows bcrypt; else None. One thread at a time: it uses a static buffer."""
     for name in ('libcrypt.so.2', 'libcrypt.so.1', None):   # None: musl and the BSDs have it in libc
         try:
             crypt = ctypes.CDLL(name).crypt
@@ -13166,7 +13716,7 @@ def find_bcrypt() -> Optional[Callable[[bytes, bytes], Optional[bytes]]]:
 
 
 def hash_password(password: bytes, cost: int = DEFAULT_PASSWORD_COST) -> str:
-    """What a password file holds of a password: scrypt, or bcrypt where Python has no scrypt. Each cost doubles the work."""
+    """The hash of a password: scrypt, or bcrypt where Python has no scrypt. Each cost doubles the work."""
     if hasattr(hashlib, 'scrypt'):      # not with an OpenSSL before 1.1
         salt, ln, p = secrets.token_bytes(16), min(cost, 14) + 3, 2 ** max(0, cost - 14)
         digest = run_scrypt(password, salt, ln, 8, p)
@@ -13174,14 +13724,17 @@ def hash_password(password: bytes, cost: int = DEFAULT_PASSWORD_COST) -> str:
     crypt = find_bcrypt()
     if crypt is None or len(password) > 72:     # bcrypt looks at no more
         raise BadInput('this Python has no scrypt (its OpenSSL is too old)' + (
-            '; the system has no bcrypt either: use another Python' if crypt is None else ', and bcrypt takes at most 72 bytes'))
-    salt_text = ''.join(secrets.choice(BCRYPT_ALPHABET) for _ in range(21)) + secrets.choice('.Oeu')   # 128 bits
+            '; the system has no bcrypt either: use another Python' if crypt is None else
+            ', and bcrypt takes at most 72 bytes'))
+    salt_text = ''.join(secrets.choice(BCRYPT_ALPHABET) for _ in range(21))
+    salt_text += secrets.choice('.Oeu')     # 128 bits
     return crypt(password, f'$2y${cost:02}${salt_text}'.encode()).decode()
 
 
 def run_scrypt(password: bytes, salt: bytes, ln: int, r: int, p: int, length: int = 32) -> bytes:
     """RFC 7914, allowed the memory that it needs."""
-    return hashlib.scrypt(password, salt=salt, n=2 ** ln, r=r, p=p, maxmem=128 * r * (2 ** ln + p + 4) + 2 ** 20, dklen=length)
+    most = 128 * r * (2 ** ln + p + 4) + 2 ** 20
+    return hashlib.scrypt(password, salt=salt, n=2 ** ln, r=r, p=p, maxmem=most, dklen=length)
 
 
 def format_base64(data: bytes) -> str:
@@ -13205,7 +13758,8 @@ def matches_password(stored: str, password: bytes) -> bool:
         # 2a and 2b name the algorithm that 2y names; old versions of libcrypt know no 2b, and alter 2a.
         wanted = stored[4:].encode()
         found = (find_bcrypt()(password.partition(b'\0')[0], b'$2y$' + stored[4:29].encode()) or b'')[4:]
-    # A NUL ends C's text, and fills up a short key of HMAC, which scrypt is made of: 'x' and 'x\0' would be the same.
+    # A NUL ends C's text, and fills up a short key of HMAC, which scrypt is made of: 'x' and 'x\0' would be
+    # the same.
     return hmac.compare_digest(found, wanted) and b'\0' not in password
 
 
@@ -13214,7 +13768,8 @@ def explain_hash(stored: str) -> str:
     match = SCRYPT_LINE.match(stored)
     if match:
         ln, r, p = (int(text) for text in match.groups()[:3])
-        if not (1 <= ln <= MOST_SCRYPT_LN and 1 <= r <= 16 and p >= 1) or any(len(text) % 4 == 1 for text in match.groups()[3:]):
+        is_base64 = all(len(text) % 4 != 1 for text in match.groups()[3:])
+        if not (1 <= ln <= MOST_SCRYPT_LN and 1 <= r <= 16 and p >= 1 and is_base64):
             return 'its scrypt is malformed, or takes too much memory'
         if 2 ** ln * r * p > 8 * 2 ** (MOST_PASSWORD_COST + 3):
             return 'its scrypt takes too long'
@@ -13229,20 +13784,21 @@ def explain_hash(stored: str) -> str:
 def check_user_name(name: str) -> None:
     """Refuse names that no password file can hold, or that are not a person's."""
     if name_error(name) or ':' in name or name[0] == '#' or name != name.strip():
-        raise BadInput(f'{printable(name)!r} is no user name: it must not be empty, hold a colon, a control character or what is not UTF-8, '
-                       'begin with # or have blanks around it')
+        raise BadInput(f'{printable(name)!r} is not a valid user name: it must not be empty, hold a colon, a '
+                       'control character or what is not UTF-8, begin with # or have blanks around it')
     if name == ANONYMOUS:
-        raise BadInput(f'{ANONYMOUS!r} cannot be a user: it is who asks without a name')
+        raise BadInput(f'{ANONYMOUS!r} cannot be a user: the name is reserved for unauthenticated requests')
 
 
 def parse_users(text: str, path: str) -> Dict[str, str]:
-    """Text of a password file -> hashes by user. BadInput with every line that cannot be used, and the cure."""
+    """Text of a password file -> hashes by user. BadInput with every line that cannot be used."""
     users, problems = {}, []    # type: Dict[str, str], List[Problem]
     for number, line in enumerate(text.splitlines(), 1):
         user, colon, stored = line.strip().partition(':')
         if not user.strip() or user.startswith('#'):
             continue
-        cause = 'it is not USER:HASH' if not colon else 'the user stands in two lines' if user in users else explain_hash(stored)
+        cause = 'the user stands in two lines' if user in users else explain_hash(stored)
+        cause = cause if colon else 'it is not USER:HASH'
         if cause:
             problems.append(Problem(f'user {printable(user)!r}: {cause}', number, 0, path))
         users[user] = stored
@@ -13256,14 +13812,20 @@ def parse_users(text: str, path: str) -> Dict[str, str]:
     return users
 
 
+def open_at_once(path: str, flags: int) -> int:
+    """An opener that does not wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def read_password_file(path: str) -> str:
     """Text of a password file that nobody but its owner can change. FileNotFoundError if there is none."""
     try:
-        with open(path, encoding='utf-8-sig', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        with open(path, encoding='utf-8-sig', opener=open_at_once) as file:
             found = os.fstat(file.fileno())
-            if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022 and not is_private_group(found, file.fileno()) or not stat.S_ISREG(found.st_mode):
-                raise Denied(f'other users may change {path}, and let themselves in: it must be a file of yours, '
-                             f'`chmod go-w {shlex.quote(path)}`')
+            is_ours = found.st_uid in (os.geteuid(), 0) and stat.S_ISREG(found.st_mode)
+            if not is_ours or found.st_mode & 0o022 and not is_private_group(found, file.fileno()):
+                raise Denied(f'other users may change {path}, and let themselves in: it must be a file of '
+                             f'yours, `chmod go-w {shlex.quote(path)}`')
             return file.read()
     except FileNotFoundError:
         raise
@@ -13276,7 +13838,9 @@ def read_users(path: str) -> Dict[str, str]:
     try:
         return parse_users(read_password_file(path), path)
     except FileNotFoundError:
-        raise BadInput(f'there is no password file {path}; `torc.py htpasswd add -f {shlex.quote(path)} USER` makes one') from None
+        raise BadInput(f'there is no password file {path}; '
+                       f'`torc.py htpasswd add -f {shlex.quote(path)} USER` '
+                       'makes one') from None
 
 
 class PasswordCheck(Row):
@@ -13284,7 +13848,7 @@ class PasswordCheck(Row):
     digest: bytes       # of user and password, by which those who wait for the verdict are found
     user: str
     peer: str           # who has shown it first, as peer_of() has it
-    stored: str         # the hash that it is compared with; a stranger's is somebody's, for it must take as long
+    stored: str         # the hash that it is compared with; for an unknown user somebody's, to take as long
     password: bytes
     is_right: bool = False
 
@@ -13292,9 +13856,10 @@ class PasswordCheck(Row):
 class CheckQueue:
     """Passwords that wait for their check. One thread takes them.
 
-    Every other time the oldest is next, else the one whose user has shown the fewest wrong passwords lately from
-    that address, then the one whose address has: who guesses waits for others who do, and hardly anybody for them.
-    If there are too many, who would come last must go. Who has logged in before from an address comes first.
+    Every other time the oldest is next, else the one whose user has shown the fewest wrong passwords lately
+    from that address, then the one whose address has: who guesses waits for others who do, and hardly anybody
+    for them. If there are too many, who would come last must go. Who has logged in before from an address
+    comes first.
     """
 
     def __init__(self) -> None:
@@ -13318,8 +13883,8 @@ class CheckQueue:
             self.condition.notify()
             if len(self.waiting) <= MAX_WAITING_CHECKS:
                 return None
-            place = max(range(len(self.waiting)), key=lambda place: (self.rank(self.waiting[place]), place))
-            return self.waiting.pop(place)
+            last = max(range(len(self.waiting)), key=lambda index: (self.rank(self.waiting[index]), index))
+            return self.waiting.pop(last)
 
     def take(self) -> Optional[PasswordCheck]:
         """The next one, as soon as there is one; None after close()."""
@@ -13328,7 +13893,7 @@ class CheckQueue:
             if self.is_closed:
                 return None
             self.taken += 1
-            best = min(range(len(self.waiting)), key=lambda place: self.rank(self.waiting[place]))
+            best = min(range(len(self.waiting)), key=lambda index: self.rank(self.waiting[index]))
             return self.waiting.pop(0 if self.taken % 2 else best)
 
     def judge(self, check: PasswordCheck, is_right: bool, now: float) -> None:
@@ -13348,7 +13913,7 @@ class CheckQueue:
                 self.forget_at = min(self.forget_at, now + WRONGS_KEPT_S)
 
     def wrong_wait_s(self, peer: str) -> float:
-        """How long a wrong password waits for its answer: the queue is to be short while somebody guesses."""
+        """How long a wrong password waits for its answer: guesses are not to fill the queue."""
         return WRONG_PASSWORD_S * min(MAX_WRONG_WAITS, 1 + self.wrong[peer] // WRONGS_PER_WAIT)
 
     def close(self) -> None:
@@ -13361,17 +13926,17 @@ class CheckQueue:
 class Users:
     """The users of a password file, and one thread that checks their passwords.
 
-    A right password is known for a while after its last use, so that clients who ask often wait for one check only,
-    and a flood of wrong ones does not keep them out. Everything but work() runs in the server's thread.
+    A right password is known for a while after its last use, so that clients who ask often wait for one check
+    only, and a flood of wrong ones does not keep them out. Everything but work() runs in the server's thread.
     """
 
     def __init__(self, path: str, known_s: float) -> None:
         self.path = path
         self.known_s = known_s                      # 0: every request is checked
         self.hashes = read_users(path)              # by user
-        self.key = secrets.token_bytes(32)          # of the digests: what is kept of passwords is worth nothing elsewhere
-        self.known = collections.OrderedDict()      # type: collections.OrderedDict[bytes, float]  # digest -> when to forget it
-        self.wake = lambda: None                    # type: Callable[[], Any]  # called in the thread after each check
+        self.key = secrets.token_bytes(32)          # of the digests, which are worth nothing elsewhere
+        self.known = collections.OrderedDict()      # type: Any  # digest -> when to forget it
+        self.wake = lambda: None                    # type: Callable[[], Any]  # called after each check
         self.verdicts = collections.deque()         # type: collections.deque[PasswordCheck]
         self.queue = CheckQueue()
         self._thread = None                         # type: Optional[threading.Thread]
@@ -13384,7 +13949,8 @@ class Users:
 
     def digest(self, user: str, password: bytes) -> bytes:
         """What stands for a user with a password."""
-        return hmac.new(self.key, user.encode('utf-8', 'surrogateescape') + b':' + password, hashlib.sha256).digest()
+        pair = user.encode('utf-8', 'surrogateescape') + b':' + password
+        return hmac.new(self.key, pair, hashlib.sha256).digest()
 
     def knows(self, digest: bytes, now: float) -> bool:
         """Whether user and password were found right not long ago."""
@@ -13402,11 +13968,11 @@ class Users:
                 self.known.popitem(last=False)
 
     def begin(self, digest: bytes, user: str, password: bytes, peer: str) -> Optional[PasswordCheck]:
-        """Have a password checked; its verdict comes later. The check that is not made for it, if there are too many."""
+        """Have a password checked, for a verdict later. The check that is dropped for it, if there is one."""
         stored = self.hashes.get(user)
         if stored is None:      # like one of the users, always the same one
-            place = int.from_bytes(self.digest(user, b''), 'big')
-            stored = sorted(self.hashes.values())[place % len(self.hashes)]
+            number = int.from_bytes(self.digest(user, b''), 'big')
+            stored = sorted(self.hashes.values())[number % len(self.hashes)]
         if self._thread is None:
             self._thread = threading.Thread(target=self.work, name='passwords', daemon=True)
             self._thread.start()
@@ -13417,7 +13983,7 @@ class Users:
         for check in iter(self.queue.take, None):
             try:
                 is_right = matches_password(check.stored, check.password)
-            except Exception:   # border: a check that fails is a wrong password, and the next one is made all the same
+            except Exception:   # border: a check that fails is a wrong password, and the next one is made
                 log.exception('a password could not be checked')
                 is_right = False
             self.verdicts.append(check._replace(is_right=is_right, password=b''))
@@ -13434,14 +14000,207 @@ class Users:
             self._thread.join(5.0)
 
 
-# -------- streams of events --------
+class LoginCheck:
+    """A password that is being checked, or was found wrong a moment ago, and its connections."""
 
-PING_PATH = API_PREFIX + '/ping'
+    def __init__(self, digest: bytes, now: float) -> None:
+        self.digest = digest        # of user and password
+        self.begun_at = now         # monotonic
+        self.ends_at = now + WRONG_PASSWORD_S   # if it is wrong, the answer is sent then
+        self.is_wrong = False
+        self.clients = set()        # type: Set[Connection]
 
 
-def is_free(head: RequestHead) -> bool:
-    """Whether a request needs no store."""
-    return head.path in ('/healthz', PING_PATH) and head.method == 'GET'
+class AccessPolicy(Row):
+    """Whom a server lets in."""
+    token: str = ''                         # the owner's; '': every request is answered
+    names: Iterable[str] = LOOPBACK_NAMES   # that Host may say
+    users: Optional[Users] = None           # who may ask with a password, beside the owner
+    lets_anonymous: bool = False            # ... and whoever shows neither token nor password
+
+
+class Authenticator:
+    """Judges by the head of a request who has sent it. Holds the secrets, and no connection."""
+
+    def __init__(self, policy: AccessPolicy, server_id: str, port: int) -> None:
+        self.token = policy.token.encode()
+        self.users = policy.users
+        self.lets_anonymous = policy.lets_anonymous
+        self.server_id, self.port = server_id, port
+        self.nobody = Identity(Caller(ANONYMOUS, False))
+        # who asks with the token, or where there is none
+        self.owner = Identity(Caller(user_name(), True)) if self.token else self.nobody
+
+    def identify(self, head: RequestHead, signer: Optional[Signer], now: float) -> Identity:
+        """Who sends a request on a connection with this signer, if any. Denied for one that shows nothing."""
+        authorization = head.fields.get('authorization', '')
+        if head.path in OPEN_PATHS and self.token:
+            challenge = CHALLENGE.match(head.query)
+            if challenge:
+                return self.answer_challenge(challenge.group(1))
+        if signer is not None and authorization.startswith(SIGNATURE_SCHEME):
+            digest = signer.check_request(authorization, head.method, f'{head.path}?{head.query}')
+            if digest:
+                return self.owner._replace(signer=signer, digest=digest)
+            return self.owner._replace(refusal='the request was altered on its way, or sent before')
+        if self.users is None or head.path in OPEN_PATHS:
+            if holds_token(head, self.token):
+                return self.owner
+            return self.refuse(authorization, NO_TOKEN)
+        if self.token and hmac.compare_digest(self.token, offered_token(authorization)):
+            return self.owner
+        if self.lets_anonymous and not authorization:
+            return self.nobody
+        user, password = offered_password(authorization)
+        if not user:
+            return self.refuse(authorization, LOG_IN)
+        digest = self.users.digest(user, password)
+        is_known = self.users.knows(digest, now)
+        return Identity(Caller(user, False), login=None if is_known else Login(digest, user, password))
+
+    def refuse(self, authorization: str, message: str) -> Identity:
+        """Who has shown nothing is refused at once, who has shown something wrong after a pause."""
+        if not authorization:
+            raise Denied(message, http=401)
+        return self.nobody._replace(refusal=message)
+
+    def answer_challenge(self, challenge: str) -> Identity:
+        """A client wants a proof that we know the token, and to sign from then on."""
+        signer = Signer(self.token, challenge, secrets.token_hex(16), self.server_id)
+        return self.owner._replace(signer=signer, proof={
+            'nonce': signer.nonce, 'server_id': self.server_id, 'signed_proof': signer.proof,
+            'proof': prove_token(self.token, challenge, self.port)})
+
+    def stored_hash(self, caller: Caller) -> bytes:
+        """What the password file holds for who asks; nothing if the token lets them in, or nothing has to."""
+        is_open = self.users is None or caller.is_owner
+        return b'' if is_open else self.users.hashes.get(caller.name, '').encode()
+
+
+class Logins:
+    """Connections whose password is being checked, or was wrong. All that show the same wait for one check.
+
+    `resume` gets a connection whose password was right, `refuse` one that is to be refused at once, and why.
+    """
+
+    def __init__(self, users: Optional[Users], connections: Connections, resume: Callable[[Connection], Any],
+                 refuse: Callable[[Connection, TorcError], Any]) -> None:
+        self.users = users
+        self.connections = connections
+        self.resume = resume
+        self.refuse = refuse
+        self.checks = {}            # type: Dict[bytes, LoginCheck]  # by digest
+
+    def begin(self, connection: Connection, login: Login) -> None:
+        """Have a password checked, and leave the connection alone meanwhile."""
+        check = self.checks.get(login.digest)
+        is_new = check is None
+        if is_new:
+            check = self.checks[login.digest] = LoginCheck(login.digest, time.monotonic())
+        check.clients.add(connection)
+        connection.check = check
+        self.connections.pause(connection, CHECKING, 2 * CLIENT_DEADLINE_S)
+        if is_new:
+            abandoned = self.users.begin(login.digest, login.user, login.password, connection.peer)
+            if abandoned is not None:
+                self.abandon(self.checks.pop(abandoned.digest))
+        elif check.is_wrong:
+            self.on_wrong(connection)
+
+    def abandon(self, check: LoginCheck) -> None:
+        """Refuse those who wait for a check that is not going to be made."""
+        for connection in list(check.clients):
+            error = Denied('too many passwords are being checked: try again in a moment', http=429)
+            self.connections.contain(connection, self.refuse, error)
+
+    def on_verdicts(self) -> None:
+        """Act on the checks that the thread has made."""
+        while self.users is not None and self.users.verdicts:
+            self.on_verdict(self.users.verdicts.popleft())
+
+    def on_verdict(self, verdict: PasswordCheck) -> None:
+        """A password has been checked: let in who has shown it, or see that the refusal comes late."""
+        check = self.checks[verdict.digest]
+        check.is_wrong, now = not self.users.is_valid(verdict), time.monotonic()
+        self.users.queue.judge(verdict, not check.is_wrong, now)
+        if not check.is_wrong:
+            self.users.learn(verdict.digest, now)
+        check.ends_at = check.begun_at + self.users.queue.wrong_wait_s(verdict.peer)
+        for connection in list(check.clients):
+            self.connections.contain(connection, self.on_wrong if check.is_wrong else self.on_right)
+        if not check.clients:
+            del self.checks[verdict.digest]
+
+    def on_right(self, connection: Connection) -> None:
+        """A connection is whose it says."""
+        connection.check.clients.discard(connection)
+        connection.check = None
+        self.connections.resume(connection)
+        self.resume(connection)
+
+    def on_wrong(self, connection: Connection) -> None:
+        """A password was wrong: refuse it when its time has come."""
+        self.refuse_late(connection, 'user or password is wrong', connection.check.ends_at - time.monotonic())
+
+    def refuse_late(self, connection: Connection, message: str, wait_s: float = WRONG_PASSWORD_S) -> None:
+        """Have a request refused later whose token or password is wrong: who guesses is to wait."""
+        connection.refusal = Denied(message, http=401)
+        self.connections.pause(connection, REFUSING, max(0.0, wait_s))
+
+    def leave(self, connection: Connection) -> None:
+        """A connection no longer waits for what comes of its password."""
+        check, connection.check = connection.check, None
+        if check is not None:
+            check.clients.discard(connection)
+            if check.is_wrong and not check.clients:
+                del self.checks[check.digest]
+
+
+REFUSALS = {    # status -> what was wrong with requests that were refused so, for the log
+    400: 'malformed', 401: 'without the right token or password', 403: 'of another site, or without access',
+    408: 'not whole within their time', 413: 'too long', 414: 'too long', 429: 'too many at once',
+    431: 'with too long a head', 503: 'too many at once',
+}
+
+
+class RefusalLog:
+    """Counts refused requests by address and status, for a line each a minute: nobody can fill the log."""
+
+    def __init__(self) -> None:
+        self.counts = collections.Counter()     # type: Dict[Tuple[str, int], int]  # by (peer, status)
+        self.reported_at = -math.inf            # monotonic
+        self.due_at = math.inf
+
+    def add(self, peer: str, status: int) -> None:
+        """One more."""
+        is_known = (peer, status) in self.counts or len(self.counts) < MAX_REFUSED_PEERS
+        self.counts[peer if is_known else 'other addresses', status] += 1
+        self.due_at = self.reported_at + REFUSALS_REPORTED_S
+
+    def report(self, now: float) -> None:
+        """Write the lines."""
+        for (peer, status), count in sorted(self.counts.items()):
+            reason = REFUSALS.get(status, reason_phrase(status))
+            log.warning('refused requests of %s: %d %s (%d)', peer, count, reason, status)
+        self.counts.clear()
+        self.reported_at, self.due_at = now, math.inf
+
+
+# ======== 10d. Streams: events, numbered, for those who read them ========
+#
+# A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; a reader
+# has a position in it and one piece at most on the way. A reader too slow for the feed gets the number of
+# events that it has missed; one that takes nothing is closed like any other client. Nothing is sent before
+# the commit, and nothing is kept without readers.
+
+KEEP_ALIVE_S = 15.0                 # between comments on streams
+MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back; then the older half goes
+MAX_FEED_BYTES = 4 * 1024 ** 2      # ... and of them together
+PIECE_BYTES = 65536                 # sent to a reader at once, about
+RESUME_S = 600.0                    # a feed without readers is kept so long, for those who come back
+MAX_IDLE_FEEDS = 20                 # ... unless there are more of them
+MAX_SHOWN_BODY_BYTES = 2 ** 20      # larger bodies are left out of the stream of requests
+SHOWN_BODY_BYTES = 8192             # ... and of others the beginning is shown
 
 
 class StreamStart(Row):
@@ -13452,15 +14211,15 @@ class StreamStart(Row):
 
 
 class Feed:
-    """The latest events on one subject, numbered, for all who read it. An id is EPOCH-NUMBER; no two feeds have one epoch."""
+    """The latest events on one subject, for all its readers. Ids are EPOCH-NUMBER; each feed has an epoch."""
 
     def __init__(self, subject: Any) -> None:
         self.subject = subject
         self.epoch = secrets.token_hex(6)
         self.first = 1              # number of events[0]
-        self.events = []            # type: List[Tuple[int, bytes]]  # severity as index in SEVERITIES, the event as it is sent
+        self.events = []            # type: List[Tuple[int, bytes]]  # (index in SEVERITIES, bytes sent)
         self.size = 0               # of all their bytes
-        self.pieces = {}            # type: Dict[Tuple[int, int], Tuple[int, bytes]]  # what piece() gave since the last add()
+        self.pieces = {}            # type: Dict[Tuple[int, int], Tuple[int, bytes]]  # from piece()
         self.readers = set()        # type: Set[Connection]
         self.left_at = math.inf     # when the last reader went away (monotonic)
 
@@ -13482,21 +14241,23 @@ class Feed:
 
     def format(self, number: int, event_type: str, data: Any) -> bytes:
         """An event as it is sent. JSON has no line ends, so that one line of data will do."""
-        return f'id: {self.epoch}-{number}\nevent: {event_type}\ndata: {format_json(data)}\n\n'.encode('utf-8', 'replace')
+        text = f'id: {self.epoch}-{number}\nevent: {event_type}\ndata: {format_json(data)}\n\n'
+        return text.encode('utf-8', 'replace')
 
     def find(self, last_id: str) -> Tuple[int, bytes]:
-        """Where a reader begins, and what it is told first: its place, and whether something was missed that nobody can count."""
+        """Number of a reader's first event, and what it gets before: its id, or that something was missed."""
         epoch, _, number = last_id.partition('-')
         if epoch == self.epoch and re.match(r'[0-9]{1,15}\Z', number) and int(number) < self.end():
             return int(number) + 1, b''
         if last_id:
             message = 'events were missed: the server was restarted, or too much time has passed'
             return self.end(), self.format(self.end() - 1, 'warning', {'dropped': None, 'message': message})
-        return self.end(), f'id: {self.epoch}-{self.end() - 1}\n\n'.encode()     # no event, but a place to come back to
+        # no event, but an id to resume from
+        return self.end(), f'id: {self.epoch}-{self.end() - 1}\n\n'.encode()
 
     def piece(self, number: int, least: int) -> Tuple[int, bytes]:
-        """What to send to a reader whose next event has this number, and the number that is its next one then."""
-        if (number, least) not in self.pieces:      # most readers are at the same place
+        """The number of a reader's next event -> that of the one after, and what to send before that."""
+        if (number, least) not in self.pieces:      # most readers are at the same position
             if len(self.pieces) > 16:
                 self.pieces.clear()
             self.pieces[number, least] = self.cut_piece(number, least)
@@ -13521,7 +14282,7 @@ class Feeds:
 
     def __init__(self) -> None:
         self.by_subject = {}        # type: Dict[Any, Feed]
-        self.idle = {}              # type: Dict[Any, Feed]  # those that nobody reads any more, in the order in which that began
+        self.idle = {}              # type: Dict[Any, Feed]  # those without readers, the longest idle first
         self.changed = set()        # type: Set[Feed]  # those with events that readers have not been sent
 
     def join(self, subject: Any, reader: 'Connection') -> Feed:
@@ -13543,11 +14304,11 @@ class Feeds:
             self.forget(next(iter(self.idle)))
 
     def forget(self, subject: Any) -> None:
-        """Nobody has come back."""
+        """Drop a feed: no reader has come back."""
         del self.idle[subject], self.by_subject[subject]
 
     def add(self, subject: Any, severity: int, event_type: str, data: Any) -> None:
-        """Something happened. Nothing is kept if nobody reads of the subject."""
+        """Add an event to a feed, if there is one on the subject."""
         feed = self.by_subject.get(subject)
         if feed is None:
             return
@@ -13560,24 +14321,269 @@ class Feeds:
         """What a transaction announced."""
         for item in updates:
             if not isinstance(item, int):
-                value = {'workflow_id': item.workflow_id, 'timestamp': item.timestamp, 'event_type': item.event_type,
+                value = {'workflow_id': item.workflow_id, 'timestamp': item.timestamp,
+                         'event_type': item.event_type,
                          'severity': item.severity, 'data': item.data}
                 self.add(item.workflow_id, SEVERITIES.index(item.severity), item.event_type, value)
-        for workflow_id, count in collections.Counter(item for item in updates if isinstance(item, int)).items():
+        lost = collections.Counter(item for item in updates if isinstance(item, int))
+        for workflow_id, count in lost.items():
             self.add(workflow_id, len(SEVERITIES), 'warning', {'dropped': count})
 
 
 def show_body(body: bytes) -> Optional[str]:
     """The beginning of a body, for the stream of requests; None if there is none, or it is large."""
-    return body[:SHOWN_BODY_BYTES].decode('utf-8', 'replace') if 0 < len(body) <= MAX_SHOWN_BODY_BYTES else None
+    is_shown = 0 < len(body) <= MAX_SHOWN_BODY_BYTES
+    return body[:SHOWN_BODY_BYTES].decode('utf-8', 'replace') if is_shown else None
 
 
-# -------- long bodies --------
+class StreamReader:
+    """A reader of a feed: its position there, and its request, which is judged again now and then."""
+
+    def __init__(self, feed: Feed, start: StreamStart, stored: bytes) -> None:
+        self.feed = feed
+        self.request = start.request
+        self.least = start.wanted.least     # severity that it wants
+        self.stored = stored                # hash of its user's password when it began
+        self.next_event, self.first = feed.find(start.request.head.fields.get('last-event-id', ''))
+
+    def take(self) -> bytes:
+        """What it has not had yet: a piece; b'' if there is nothing now."""
+        while self.next_event < self.feed.end():
+            self.next_event, data = self.feed.piece(self.next_event, self.least)
+            if data:
+                return self.sign(data)
+        return b''
+
+    def sign(self, data: bytes) -> bytes:
+        """A piece, with its signature behind it if its reader signs."""
+        signer = self.request.identity.signer
+        return data if signer is None or not data else data + f': {signer.sign_piece(data)}\n\n'.encode()
+
+
+class Streams:
+    """Sends events to the connections that read them. Nothing here waits: what does not fit is sent later."""
+
+    def __init__(self, connections: Connections, stored_hash: Callable[[Caller], bytes],
+                 may_subscribe: Callable[[Request], bool]) -> None:
+        self.connections = connections
+        self.stored_hash = stored_hash          # of a caller's password, now
+        self.may_subscribe = may_subscribe      # whether a request for a stream is still answered with one
+        self.feeds = Feeds()
+        self.keep_alive_at = math.inf           # when readers get their next comment
+
+    def open(self, connection: Connection, start: StreamStart) -> None:
+        """Begin to answer with a stream."""
+        if start.wanted is None:
+            connection.state = CLOSING
+            return self.connections.deliver(connection, start.head)
+        connection.received.clear()
+        connection.state = STREAMING
+        feed = self.feeds.join(start.wanted.subject, connection)
+        stored = self.stored_hash(start.request.identity.caller)
+        reader = connection.reader = StreamReader(feed, start, stored)
+        self.keep_alive_at = min(self.keep_alive_at, time.monotonic() + KEEP_ALIVE_S)
+        self.connections.deliver(connection, start.head + reader.sign(reader.first))
+
+    def pump(self, connection: Connection) -> None:
+        """Send a reader what it has not had yet, as soon as it has taken what it was sent before."""
+        while not connection.unsent and connection.reader is not None:
+            data = connection.reader.take()
+            if not data:
+                return
+            self.connections.send(connection, data)
+
+    def pump_changed(self) -> None:
+        """Send the readers of all feeds what was added to them."""
+        while self.feeds.changed:
+            for connection in list(self.feeds.changed.pop().readers):
+                self.connections.contain(connection, self.pump)
+
+    def keep_alive(self, now: float) -> None:
+        """Send all readers a comment, which shows who is gone. Close those that may not read any more."""
+        readers = [connection for feed in self.feeds.by_subject.values() for connection in feed.readers]
+        self.keep_alive_at = now + KEEP_ALIVE_S if readers else math.inf
+        for connection in readers:
+            if not self.may_read_on(connection.reader):
+                self.connections.close(connection)
+            elif not connection.unsent:
+                self.connections.contain(connection, self.connections.send, connection.reader.sign(b':\n\n'))
+
+    def may_read_on(self, reader: StreamReader) -> bool:
+        """Whether it would be let in again: its workflow, its access or its password may be gone by now."""
+        is_same = hmac.compare_digest(self.stored_hash(reader.request.identity.caller), reader.stored)
+        return is_same and self.may_subscribe(reader.request)
+
+    def leave(self, connection: Connection) -> None:
+        """A connection was closed."""
+        if connection.reader is not None:
+            self.feeds.leave(connection.reader.feed, connection)
+            connection.reader = None
+
+    def add_request(self, request: Request, answer: bytes, latency_s: float, now: float) -> None:
+        """An event for those who watch requests. Header fields are never shown: they prove who asks."""
+        for subject in API_SUBJECTS:
+            if subject in self.feeds.by_subject:
+                head = request.head
+                event = {'timestamp_ms': int(now * 1000), 'method': head.method, 'path': head.path,
+                         'query': head.query or None, 'status': int(answer[9:12]),
+                         'latency_ms': round(latency_s * 1000, 3), 'request_id': head.fields.get('x-span-id'),
+                         'user': request.identity.caller.name}
+                if subject == API_SUBJECTS[True]:
+                    event.update(request_body=show_body(request.body),
+                                 response_body=show_body(answer.partition(b'\r\n\r\n')[2]))
+                event = {key: value for key, value in event.items() if value is not None}
+                self.feeds.add(subject, 0, 'api', event)
+
+
+# ======== 10e. Bodies: on their way, and those that would hold up all others ========
 #
-# A body of more than MAX_BODY_BYTES would hold up all others for many seconds: while it is read and checked, and
-# while its verb is carried out. A forked child reads and checks it, and writes what the verb is to get in slices; a
-# thread takes these and has the store until the verb is done. Meanwhile the loop answers what needs no store
-# (is_free), and lets all other requests wait. There is one such request at a time.
+# A body of more than MAX_BODY_BYTES would hold up all others for many seconds: while it is read and checked,
+# and while its verb is carried out. It lies on disk until it is whole. A forked child reads and checks it,
+# and writes what the verb is to get in slices; a thread takes these and has the store until the verb is done.
+# Meanwhile the loop does not touch the store (has_store): it answers what needs none (STATIC_ANSWERS), and
+# lets all other requests wait. There is one such request at a time.
+
+SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate, as it arrives
+MAX_HELD_BYTES = 64 * 2 ** 20       # of bodies on their way, in memory; others, and long ones, are on disk
+MAX_SPOOLED_BYTES = 2 ** 30         # ... there
+MAX_SPOOLED_OF_USER = 400 * 2 ** 20     # ... of one user
+SPOOL_RESERVE_BYTES = 64 * 2 ** 20  # that they leave free there
+MAX_BODY_VALUES = 20 * 10 ** 6      # of JSON in a long body, about: each takes some 60 bytes of memory
+READER_BYTES = 5 * 2 ** 29          # of memory that the process may take which reads one
+READER_CPU_S = 120                  # ... and of processor time
+READER_S = 600                      # ... and by the clock: others wait for it, and a disk may hang
+SLICE_VALUES = 500                  # of a long list are handed over at once
+READER_DONE = b'.'                  # ... with this on its pipe, if it could
+STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # on the wakeup descriptor; 0: stop()
+
+
+class Spool:
+    """The body of a request on its way to us, in a file without a name."""
+
+    def __init__(self, directory: str, user: str, length: int) -> None:
+        self.user = user
+        self.length = length
+        self.received = 0
+        self.digest = hashlib.sha256()
+        self.begun_at = time.monotonic()
+        self.file = tempfile.TemporaryFile(dir=directory, prefix='torc-')   # private, like all of this module
+
+    def take(self, received: bytearray) -> None:
+        """Move what belongs to the body out of what was received."""
+        size = min(len(received), self.length - self.received)
+        data = bytes(received[:size])
+        del received[:size]
+        try:
+            self.file.write(data)
+            if self.received + size == self.length:
+                self.file.flush()
+        except OSError as error:
+            raise Unreachable(f'the body cannot be kept: {error.strerror}', http=503) from None
+        self.digest.update(data)
+        self.received += size
+
+    def deadline(self) -> float:
+        """When more must have come."""
+        return self.begun_at + CLIENT_DEADLINE_S + self.received / SLOWEST_BYTES_PER_S
+
+    def read(self) -> bytes:
+        """All of it."""
+        self.file.seek(0)
+        return self.file.read()
+
+
+def spool_directory(store: Store, length: int) -> str:
+    """Where there is room for a body: beside the database or in $TMPDIR, on a disk if possible."""
+    found = []      # type: List[str]
+    for directory in (os.path.dirname(store.file_path), tempfile.gettempdir()):
+        with contextlib.suppress(OSError):      # it is gone
+            free = os.statvfs(directory)
+            if free.f_bavail * free.f_frsize >= length + SPOOL_RESERVE_BYTES:
+                found.append(directory)
+    if not found:
+        room = format_memory(length)
+        raise Unreachable(f'the disk of the server has no room for a body of {room}', http=503)
+    return next((directory for directory in found if filesystem_type(directory) != 'tmpfs'), found[0])
+
+
+class Bodies:
+    """Takes the bodies of requests as they arrive, in memory or, beyond its limits, on disk."""
+
+    def __init__(self, connections: Connections, find_directory: Callable[[int], str],
+                 waiting_bytes: Callable[[], int]) -> None:
+        self.connections = connections
+        self.find_directory = find_directory    # which has room for so many bytes; Unreachable if none has
+        self.waiting_bytes = waiting_bytes      # of complete requests, in memory
+        self.spools = set()                     # type: Set[Spool]
+
+    def expect(self, connection: Connection) -> None:
+        """See that the body is not too long. If it is still to come, ask for it, and give it its time."""
+        head = connection.head
+        limit = 0 if head.path in OPEN_PATHS else body_limit(head.path)     # who fills the disk is known
+        if head.length > limit:
+            raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
+        if head.length > min(RECEIVE_BYTES, MAX_BODY_BYTES):
+            self.make_room(connection, head.length)
+        if len(connection.received) < head.length:
+            if 'expect' in head.fields:
+                self.connections.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
+            self.connections.set_deadline(connection, CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S)
+
+    def make_room(self, connection: Connection, length: int) -> None:
+        """Find room for a body, in memory or on disk."""
+        # this one too
+        held = sum(other.head.length for other in self.connections.all if other.head and not other.spool)
+        if length <= MAX_BODY_BYTES and held + self.waiting_bytes() <= MAX_HELD_BYTES:
+            return
+        user = connection.identity.caller.name
+        mine = sum(spool.length for spool in self.spools if spool.user == user)
+        if mine + length > MAX_SPOOLED_OF_USER:
+            raise Denied(f'bodies of {format_memory(mine)} of {printable(user)} are on their way; at most '
+                         f'{format_memory(MAX_SPOOLED_OF_USER)} may be: send this one when they have arrived',
+                         http=429)
+        directory = self.find_directory(length)
+        if sum(spool.length for spool in self.spools) + length > MAX_SPOOLED_BYTES:
+            raise Unreachable('too many long bodies are on their way: try again in a moment', http=503)
+        try:
+            connection.spool = Spool(directory, user, length)
+        except OSError as error:
+            raise Unreachable(f'the body cannot be kept in {directory}: {error.strerror}', http=503) from None
+        self.spools.add(connection.spool)
+
+    def take(self, connection: Connection) -> Optional[Request]:
+        """Cut the body from what was received: the whole request, or None while it is not complete."""
+        head, spool, identity = connection.head, connection.spool, connection.identity
+        if spool is not None:
+            spool.take(connection.received)
+            self.connections.set_deadline(connection, spool.deadline() - time.monotonic())
+        if spool.received < spool.length if spool else len(connection.received) < head.length:
+            return None
+        body = b''
+        if spool is None and head.length:
+            with memoryview(connection.received) as view:
+                body = bytes(view[:head.length])
+            del connection.received[:head.length]
+        if identity.digest:
+            digest = hashlib.sha256(body) if spool is None else spool.digest
+            if not hmac.compare_digest(digest.hexdigest(), identity.digest):
+                connection.identity = identity._replace(signer=None)
+                raise Denied('the body is not the one that was signed', http=401)
+        connection.head = connection.spool = None
+        return Request(head, body, identity, spool)
+
+    def forget(self, spool: Optional[Spool]) -> None:
+        """A body is no longer needed."""
+        if spool is not None:
+            self.spools.discard(spool)
+            spool.file.close()
+
+    def leave(self, connection: Connection) -> None:
+        """A connection sends no more of its body."""
+        self.forget(connection.spool)
+        connection.spool = None
+
+
+# -------- the child that reads one --------
 
 ERRORS_OF_BODIES = {kind.__name__: kind for kind in (TorcError, BadInput, Refused, NotFound, Denied)}
 
@@ -13600,10 +14606,10 @@ def read_long_body(head: RequestHead, source: Any, target: Any) -> None:
     if not isinstance(body, dict):
         return write(['', body])
     for key, item in body.items():
-        places = range(0, len(item), SLICE_VALUES) if isinstance(item, list) else ()
+        starts = range(0, len(item), SLICE_VALUES) if isinstance(item, list) else ()
         write([key, [] if isinstance(item, list) else item])
-        for place in places:
-            write([key, item[place:place + SLICE_VALUES]])
+        for start in starts:
+            write([key, item[start:start + SLICE_VALUES]])
 
 
 def load_checked(source: Any) -> CheckedBody:
@@ -13626,7 +14632,7 @@ def load_checked(source: Any) -> CheckedBody:
 
 
 def run_reader(head: RequestHead, source: Any, target: Any, pipe: int) -> None:
-    """The child: let go of everything that is the server's, and read a body. Never returns."""
+    """The child: close everything that is the server's, and read a body. Never returns."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (*STOP_NUMBERS[1:], signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM):
@@ -13634,7 +14640,8 @@ def run_reader(head: RequestHead, source: Any, target: Any, pipe: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.alarm(READER_S)
         keep = (0, 1, 2, source.fileno(), target.fileno(), pipe)
-        for name in os.listdir('/dev/fd'):      # a client's end must not stay open here; no lock is this process's
+        # A client's end must not stay open here; no lock is this process's.
+        for name in os.listdir('/dev/fd'):
             if int(name) not in keep:
                 with contextlib.suppress(OSError):      # the one that listed the directory
                     os.close(int(name))
@@ -13667,7 +14674,7 @@ def read_virtual_bytes() -> int:
 
 
 def format_long(value: Any) -> bytes:
-    """A long answer as JSON. Its lists are used up in slices: to write or free them at once would hold up the loop."""
+    """A long answer as JSON. Lists are used up in slices: one at once would hold up the loop."""
     if not isinstance(value, dict) or not any(isinstance(item, list) for item in value.values()):
         return format_json(value).encode()
     parts = []
@@ -13735,73 +14742,123 @@ class LongRequest:
             self.result.close()
 
 
-# -------- TLS --------
+class LongRequests:
+    """Carries out the requests with long bodies, one at a time: see the section's preface.
 
-def open_tls(certificate: str, key: str) -> Any:
-    """What TLS connections are made from (an ssl.SSLContext): a certificate with its chain, and its key, as PEM files.
-
-    TLS 1.2 or newer, with the ciphers that Python thinks safe. BadInput for files that do not fit.
+    `answer` carries one out, in the thread; `finish` gets its connection, the request and the answer, in the
+    loop.
     """
-    ssl = load_ssl()
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    if hasattr(context, 'minimum_version'):
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-    else:       # before Python 3.7
-        context.options |= ssl.OP_NO_TLSv1 | ssl.OP_NO_TLSv1_1
-    context.options |= getattr(ssl, 'OP_NO_RENEGOTIATION', 0)       # which costs a client nothing and us a signature
-    context.options |= getattr(ssl, 'OP_IGNORE_UNEXPECTED_EOF', 0)  # a client that just hangs up is no error: HTTP tells lengths
-    check_key_file(key or certificate)
-    try:
-        context.load_cert_chain(certificate, key or None, functools.partial(refuse_encrypted, key or certificate))
-    except ssl.SSLError as error:
-        if error.reason == 'KEY_VALUES_MISMATCH':
-            raise BadInput(f'the key in {key} is not that of the certificate in {certificate}') from None
-        raise BadInput(f'{certificate} and {key or "no --tls-key"} are not a certificate and its key in PEM form') from None
-    except OSError as error:
-        raise BadInput(f'cannot read {certificate} or {key}: {error.strerror}') from None
-    return context
+
+    def __init__(self, selector: selectors.BaseSelector, bodies: Bodies, wake: Callable[[], Any],
+                 answer: Callable[[Request], Any], finish: Callable[[Connection, Request, Any], Any]) -> None:
+        self.selector = selector
+        self.bodies = bodies
+        self.wake = wake                        # called in the thread, at its end, for on_wake() in the loop
+        self.answer = answer
+        self.finish = finish
+        self.current = None                     # type: Optional[LongRequest]
+        self.waiting = collections.deque()      # type: Any  # (connection, request)
+        self.has_store = True                   # the loop, and no thread
+
+    def add(self, connection: Connection, request: Request) -> None:
+        """One more; it begins when those before it are over."""
+        self.waiting.append((connection, request))
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the next one, if none is under way."""
+        if self.current is not None or not self.waiting:
+            return
+        self.current = LongRequest(*self.waiting.popleft())
+        request = self.current.request
+        try:
+            pipe = self.current.start_reading(self.bodies.find_directory(request.head.length))
+            self.selector.register(pipe, selectors.EVENT_READ, self.on_read)
+        except (OSError, Unreachable) as error:     # no process, descriptor or room
+            self.bodies.forget(request.spool)
+            failure = Unreachable(f'the body cannot be read now: {error}', http=503)
+            self.end(format_refusal(request.identity.signer, failure, 'retry-after: 5\r\n'))
+
+    def on_read(self, mask: int) -> None:
+        """The child has ended: let a thread carry the request out."""
+        long = self.current
+        self.selector.unregister(long.pipe)
+        is_done = long.end_reading()
+        self.bodies.forget(long.request.spool)
+        if not is_done:
+            error = BadInput('the body takes too much memory, time or disk space to be read: '
+                             'send it in parts', http=413)
+            return self.end(format_refusal(long.request.identity.signer, error))
+        self.has_store = False
+        long.thread = threading.Thread(target=self.carry_out, args=(long,), daemon=True)
+        long.thread.start()
+
+    def carry_out(self, long: LongRequest) -> None:
+        """The thread."""
+        gc.disable()        # it would look at millions of values again and again, and hold up the loop
+        try:
+            request = long.request._replace(body=load_checked(long.result))
+            long.answer = self.answer(request)
+            for item in request.body.value.values() if isinstance(request.body.value, dict) else ():
+                collections.deque(use_up(item) if isinstance(item, list) else (), maxlen=0)
+        except TorcError as error:
+            if isinstance(error, Conflict):     # the database is another's now: that ends the server
+                long.failure = error
+            long.answer = format_refusal(long.request.identity.signer, error)
+        except BaseException as error:      # border: it is the loop's, which ends as if it had met it itself
+            long.failure = error
+        finally:
+            gc.enable()
+            long.is_over = True
+            self.wake()
+
+    def on_wake(self) -> None:
+        """See whether the thread is done."""
+        if self.current is not None and self.current.is_over:
+            self.end(self.current.answer)
+
+    def end(self, answer: Union[bytes, StreamStart]) -> None:
+        """Send the answer, and go on with the next one."""
+        long, self.current = self.current, None
+        long.stop()
+        self.has_store = True
+        if long.failure is not None:
+            raise long.failure
+        self.finish(long.connection, long.request, answer)
+        self.begin()
+
+    def stop(self) -> None:
+        """See that nothing goes on."""
+        if self.current is not None:
+            self.current.stop()
 
 
-def check_key_file(path: str) -> None:
-    """Refuse a private key that everybody can read. A group may: that is how certificates are shared between services."""
-    try:
-        mode = os.stat(path).st_mode
-    except OSError as error:
-        raise BadInput(f'cannot read {path}: {error.strerror}') from None
-    if mode & 0o007:
-        raise Denied(f'other users can read the key in {path}: `chmod o= {shlex.quote(path)}`; it may be known already')
+# ======== 10f. Server: one selector loop ========
+#
+# One process, one thread, one database. Each turn of the loop reads what has arrived, runs every complete
+# request inside one transaction, commits once, and only then sends the answers: what a client has read is on
+# disk, and under load the commits batch themselves. Invariants:
+#
+#   * A connection has at most one request in a turn.
+#   * While a thread has the store, for a long request, the loop does not touch it (LongRequests.has_store).
+#   * An administrator's SQL has a transaction of its own: whatever it does, it does not touch what others
+#     asked for.
 
-
-def refuse_encrypted(path: str) -> str:
-    """Called for the password of a key: nobody is there to type it."""
-    raise BadInput(f'the key in {path} is encrypted: `openssl pkey -in {shlex.quote(path)}` writes it without a password')
-
-
-def read_fingerprint(path: str) -> str:
-    """SHA-256 of the first certificate in a PEM file that open_tls() has read."""
-    with open(path, encoding='latin-1') as file:
-        found = re.search(r'-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----', file.read(), re.DOTALL)
-    return hashlib.sha256(load_ssl().PEM_cert_to_DER_cert(found.group())).hexdigest() if found else ''
-
-
-# -------- the loop --------
-
-def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
-    """Whether a runner lives; None: unknown here. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE."""
-    boot_id, start_ticks, namespace = (identity.split('/') + ['', ''])[:3]
-    if not start_ticks.isdigit():
-        return None
-    lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks),
-                           'pid_namespace': int(namespace) if namespace.isdigit() else None})
-    if lives:       # a number alone proves no life: it may be another process's by now
-        return True if int(start_ticks) else None
-    # Another user's process may be hidden (proc(5), hidepid); without descriptors no file can be opened.
-    is_hidden = lives is False and pid_exists(pid) and not read_process_start_ticks(pid)
-    return None if is_hidden else lives
+TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, about
+TICK_S = 5.0                        # between checks for lost nodes, and tries of a task
+ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no runner could reach us
+EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
+EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
+LARGE_BYTES = 2 ** 20               # of a request or an answer, after which memory is given back
+SPAN_ID = Expression(r'[0-9A-Za-z_.:-]{1,100}\Z')
+WAKE = b'\xff'                      # on the wakeup descriptor: a thread has done its work
+REFUSAL_FIELDS = {                  # status -> header lines of a refusal
+    401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}
+BUG_BODY = b'{"error":{"error":"InternalServerError","message":"a bug in torc.py"}}'
 
 
 def tend(service: Service) -> bool:
-    """What the server does by itself: the tasks that wait, and a look for lost nodes. True while there are nodes to watch."""
+    """Periodic work: tasks that wait, and a check for lost nodes. True while there are nodes to watch."""
     run_tasks(service)
     return watch_nodes(service)
 
@@ -13812,189 +14869,161 @@ def watch_nodes(service: Service) -> bool:
     return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
-class LoginCheck:
-    """A password that is being checked, or was found wrong a moment ago, and the clients that have shown it."""
+class Responder:
+    """Carries out requests on a store: all of a turn in one transaction. Knows no connection."""
 
-    def __init__(self, digest: bytes, now: float) -> None:
-        self.digest = digest        # of user and password
-        self.begun_at = now         # monotonic
-        self.ends_at = now + WRONG_PASSWORD_S   # if it is wrong, this is told then
-        self.is_wrong = False
-        self.clients = set()        # type: Set[Connection]
+    def __init__(self, service: Service) -> None:
+        self.service, self.store = service, service.store
+        self.has_task = False               # a task was accepted, which is to be begun
+        self.failures = 0                   # requests that could not be stored, not yet reported
+        self.failures_reported_at = -math.inf
 
-
-class Spool:
-    """The body of a request on its way to us, in a file without a name."""
-
-    def __init__(self, directory: str, user: str, length: int) -> None:
-        self.user = user
-        self.length = length
-        self.received = 0
-        self.digest = hashlib.sha256()
-        self.begun_at = time.monotonic()
-        self.file = tempfile.TemporaryFile(dir=directory, prefix='torc-')   # private, like all of this module
-
-    def take(self, received: bytearray) -> None:
-        """Move what belongs to the body out of what was received."""
-        size = min(len(received), self.length - self.received)
-        data = bytes(received[:size])
-        del received[:size]
+    def answer_all(self, requests: List[Request]) -> List[Union[bytes, StreamStart]]:
+        """Answers to requests that share one transaction. If they cannot, each is tried alone."""
+        if len(requests) > 1 and any(ADMIN_SQL_PATH in request.head.path for request in requests):
+            return [answer for request in requests for answer in self.answer_all([request])]
+        is_reading = all(request.head.method in ('GET', 'HEAD') for request in requests)
         try:
-            self.file.write(data)
-            if self.received + size == self.length:
-                self.file.flush()
-        except OSError as error:
-            raise Unreachable(f'the body cannot be kept: {error.strerror}', http=503) from None
-        self.digest.update(data)
-        self.received += size
+            with self.store.reading() if is_reading else self.service.transaction():
+                answers = [self.answer(request) for request in requests]
+            if not is_reading and self.failures_reported_at > -math.inf:
+                log.warning('requests are carried out again')
+                self.failures, self.failures_reported_at = 0, -math.inf
+            return answers
+        except (sqlite3.Error, TorcError) as error:
+            self.store.check_in_place()     # if that is the reason, it is the end
+            self.report_failure(len(requests) == 1, error)
+            reason = error
+        if len(requests) == 1:
+            failure = Unreachable(f'the database could not be written ({reason}); nothing was changed')
+            return [format_refusal(requests[0].identity.signer, failure, 'retry-after: 1\r\n')]
+        return [answer for request in requests for answer in self.answer_all([request])]
 
-    def deadline(self) -> float:
-        """When more must have come."""
-        return self.begun_at + CLIENT_DEADLINE_S + self.received / SLOWEST_BYTES_PER_S
+    def answer_one(self, request: Request) -> Union[bytes, StreamStart]:
+        """The answer to one request, in a transaction of its own."""
+        return self.answer_all([request])[0]
 
-    def read(self) -> bytes:
-        """All of it."""
-        self.file.seek(0)
-        return self.file.read()
+    def report_failure(self, count: int, reason: Exception) -> None:
+        """Log that requests cannot be stored: at once, then once a minute, as clients ask again."""
+        self.failures += count
+        if time.monotonic() >= self.failures_reported_at + REFUSALS_REPORTED_S:
+            log.error('%d requests could not be carried out: %s', self.failures, reason)
+            self.failures, self.failures_reported_at = 0, time.monotonic()
 
+    def answer(self, request: Request) -> Union[bytes, StreamStart]:
+        """Run one request inside the turn's transaction."""
+        static = find_static(request.head)
+        if static is not None:
+            return self.format(request, 200, static.body(request), static.media_type)
+        status, value = self.call_verb(request)
+        self.has_task = self.has_task or status == 202
+        if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
+            raise Unreachable(value['error']['message'])
+        if isinstance(value, Subscription):
+            return self.start_stream(request, value)
+        try:
+            is_long = request.head.length > MAX_BODY_BYTES
+            body = b'' if value is None else format_long(value) if is_long else format_json(value).encode()
+        except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
+            log.exception('%s %s: a bug in torc.py: its answer cannot be sent', *request.head[:2])
+            status, body = 500, BUG_BODY
+        return self.format(request, status, body)
 
-def spool_directory(store: Store, length: int) -> str:
-    """Where there is room for a body: beside the database or in $TMPDIR, on a disk if possible."""
-    found = []      # type: List[str]
-    for directory in (os.path.dirname(store.file_path), tempfile.gettempdir()):
-        with contextlib.suppress(OSError):      # it is gone
-            free = os.statvfs(directory)
-            if free.f_bavail * free.f_frsize >= length + SPOOL_RESERVE_BYTES:
-                found.append(directory)
-    if not found:
-        raise Unreachable(f'the disk of the server has no room for a body of {format_memory(length)}', http=503)
-    return next((directory for directory in found if filesystem_type(directory) != 'tmpfs'), found[0])
+    @staticmethod
+    def format(request: Request, status: int, body: bytes, media_type: str = 'application/json') -> bytes:
+        """An answer as it is sent."""
+        head = request.head
+        log.debug('%s %s %d', head.method, head.path, status)
+        fields = '' if head.keeps_alive else 'connection: close\r\n'
+        if head.keeps_alive and 'connection' in head.fields:
+            fields = 'connection: keep-alive\r\n'      # HTTP/1.0 needs it
+        if SPAN_ID.match(head.fields.get('x-span-id', '')):
+            fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
+        fields += format_signature(request.identity.signer, status, body)
+        answer = format_answer(status, body, fields, media_type)
+        return answer[:len(answer) - len(body)] if head.method == 'HEAD' else answer
 
+    @staticmethod
+    def start_stream(request: Request, wanted: Subscription) -> StreamStart:
+        """The head of a stream. Its end is that of the connection, which HTTP/1.0 knows, too."""
+        text = (f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{format_signature(request.identity.signer, 200, b"")}'
+                'content-type: text/event-stream\r\nconnection: close\r\n\r\n')
+        return StreamStart(text.encode(), None if request.head.method == 'HEAD' else wanted, request)
 
-class Connection:
-    """One client: its socket, what was read and not yet used, and what is still to be sent."""
+    def call_verb(self, request: Request) -> Tuple[int, Any]:
+        """Status and value for one request."""
+        head = request.head
+        method = 'GET' if head.method == 'HEAD' else head.method
+        return answer_request(
+            self.service, method, head.path, head.query, request.body, *request.identity.caller)
 
-    def __init__(self, client: socket.socket, step: Callable[['Connection'], Any], peer: str) -> None:
-        self.socket = client
-        self.peer = peer            # see peer_of()
-        self.step = step            # what to do when it can be read
-        self.is_tls = False         # the socket is TLS's
-        self.is_stranger = True     # no request was let in yet
-        self.received = bytearray()
-        self.head = None            # type: Optional[RequestHead]  # of the request whose body is coming
-        self.spool = None           # type: Optional[Spool]  # ... which is too long for memory
-        self.unsent = memoryview(b'')
-        self.deadline = math.inf    # when to give the client up (monotonic); inf while nothing is under way
-        self.mask = selectors.EVENT_READ
-        self.signer = None         # type: Optional[Signer]  # signs what is said on it
-        self.is_signed = False      # the last request was, and its answer is to be
-        self.digest = ''            # ... that its body must have
-        self.caller = None          # type: Optional[Caller]  # of that request
-        self.attempt = None         # type: Optional[LoginCheck]  # ... whose password is being checked, or was wrong
-        self.refusal = None         # type: Optional[TorcError]  # to be told at the deadline
-        self.is_queued = False      # a complete request waits for its turn: nothing more is read
-        self.is_last = False        # close when everything is sent
-        self.is_draining = False    # all is said; read on until the client has closed too
-        self.asked_at = 0.0         # when the last request was complete (monotonic)
-        self.feed = None            # type: Optional[Feed]  # that it reads, when its answer is a stream
-        self.next_event = 0         # ... its place there
-        self.least = 0              # ... and the least severity that it wants
-        self.request = None         # type: Optional[Request]  # ... what it asked, to see now and then whether it still may
-        self.stored = b''           # ... and the hash of its user's password then
-
-
-def peer_of(address: str) -> str:
-    """Whom an address stands for: a host reaches itself under many, and has a whole network of IPv6 ones."""
-    address = address[7:] if address.startswith('::ffff:') else address
-    if is_loopback(address):
-        return '127.0.0.1'
-    return address if ':' not in address else socket.inet_ntop(socket.AF_INET6, socket.inet_pton(
-        socket.AF_INET6, address.partition('%')[0])[:8] + bytes(8)) + '/64'
-
-
-REFUSALS = {    # status -> what was wrong with requests that were refused so, for the log
-    400: 'malformed', 401: 'without the right token or password', 403: 'of another site, or without access',
-    408: 'not whole within their time', 413: 'too long', 414: 'too long', 429: 'too many at once',
-    431: 'with too long a head', 503: 'too many at once',
-}
-
-
-class AccessPolicy(Row):
-    """Whom a server lets in."""
-    token: str = ''                         # the owner's; '': everybody may ask
-    names: Iterable[str] = LOOPBACK_NAMES   # that Host may say
-    users: Optional[Users] = None           # who may ask with a password, beside the owner
-    lets_anonymous: bool = False            # ... and whoever shows neither token nor password
+    def may_subscribe(self, request: Request) -> bool:
+        """Whether a request for a stream would be answered with one now."""
+        with self.store.reading():
+            return isinstance(self.call_verb(request)[1], Subscription)
 
 
 class Server:
     """Answers HTTP on a listening socket, with the verbs on a store. See the section's preface."""
 
-    def __init__(self, store: Store, listener: socket.socket, admission: AccessPolicy = AccessPolicy(),
+    def __init__(self, store: Store, listener: socket.socket, policy: Optional[AccessPolicy] = None,
                  is_embedded: bool = False, tick: Callable[[Service], bool] = tend, tls: Any = None) -> None:
+        policy = policy or AccessPolicy()
         self.store = store
-        self.id = secrets.token_hex(16)
-        self.listener = listener
-        self.token = admission.token.encode()
-        self.names = {name.lower() for name in admission.names}
-        self.users = admission.users
-        self.lets_anonymous = admission.lets_anonymous
-        self.owner = Caller(user_name(), True) if self.token else Caller(ANONYMOUS, False)    # who asks with the token, or where there is none
-        self.tick = tick                        # called now and then inside a transaction; true: call again soon
-        self.attempts = {}                      # type: Dict[bytes, LoginCheck]  # by digest
-        self.refusals = collections.Counter()   # type: Dict[Tuple[str, int], int]  # (peer, status), not yet told
-        self.refusals_told_at = -math.inf
-        self.is_swollen = False                 # by a large request or answer
-        self.failures = 0                       # requests that could not be stored, not yet told
-        self.failures_told_at = -math.inf
-        self.tell_refusals_at = math.inf
-        self.feeds = Feeds()                    # what is told to open streams
         self.service = Service(store)
-        self.traffic = self.service.traffic = Traffic(store.now)
-        self.service.watched = self.feeds.by_subject
-        self.keep_alive_at = math.inf           # when streams get their next sign of life
-        self.tls = tls                          # an ssl.SSLContext, or None
-        self.wants_read = () if tls is None else (load_ssl().SSLWantReadError,)     # what TLS raises to wait for the client
-        self.wants_write = () if tls is None else (load_ssl().SSLWantWriteError,)
-        self.connections = set()                # type: Set[Connection]
-        self.strangers = {}                     # type: Dict[Connection, None]  # of them; the oldest first
-        self.timed = set()                      # type: Set[Connection]  # those that have a deadline, or had one
-        self.sweep_at = math.inf                # when the first of them is due
-        self.complete = []                      # type: List[Tuple[Connection, Request]]  # for this turn or the next
-        self.spools = set()                     # type: Set[Spool]
-        self.long = None                        # type: Optional[LongRequest]  # that is being carried out
-        self.long_ones = collections.deque()    # type: Any  # (connection, request) of those that wait for it
-        self.put_off = []                       # type: List[Callable[[], Any]]  # calls of signals, for the store
-        self.is_leaving = False
+        self.id = secrets.token_hex(16)
+        self.names = {name.lower() for name in policy.names}
+        self.scheme = 'http' if tls is None else 'https'
         self.is_embedded = is_embedded
+        self.tick = tick                        # called now and then in a transaction; true: again soon
+        self.complete = []                      # type: List[Tuple[Connection, Request]]  # for the next turn
+        self.put_off = []                       # type: List[Callable[[], Any]]  # signal_calls to be made
+        self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # by further signals
+        self.has_grown = False                 # by a large request or answer
+        self.is_leaving = False
+        # unless there are connections then
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
         self.clocks = read_clocks()             # when this turn began
-        # Leases end by this moment only: if we are stopped in the middle of a turn, that is seen before any ends.
-        self.service.clock = lambda: self.clocks.running
-        self.accept_at = math.inf               # when to listen again, after descriptors ran out
-        self.reserve = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]    # given up to refuse a client when they do
-        self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # further signals, and what they mean
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
             sock.setblocking(False)
-        self.service.knows_users = self.users is not None
-        if self.users is not None:
-            self.service.is_user = lambda name: name in self.users.hashes
-            self.service.reload_users = self.users.reload
-            self.users.wake = self.wake
         self.selector.register(self.wake_reader, selectors.EVENT_READ, self.on_wake)
-        self.selector.register(listener, selectors.EVENT_READ, self.on_accept)
+        self.traffic = Traffic(store.now)
+        self.refusals = RefusalLog()
+        self.responder = Responder(self.service)
+        self.access = Authenticator(policy, self.id, listener.getsockname()[1])
+        self.connections = Connections(self.selector, listener, tls, self.traffic)
+        self.connections.on_received, self.connections.on_sent = self.read_request, self.on_sent
+        self.connections.on_error, self.connections.on_closed = self.refuse, self.on_closed
+        self.logins = Logins(policy.users, self.connections, self.on_known, self.refuse)
+        self.bodies = Bodies(self.connections, functools.partial(spool_directory, store),
+                             lambda: sum(len(request.body) for _, request in self.complete))
+        self.long = LongRequests(self.selector, self.bodies, self.wake, self.responder.answer_one, self.give)
+        self.streams = Streams(self.connections, self.access.stored_hash, self.responder.may_subscribe)
+        self.inform_service(policy.users)
+
+    def inform_service(self, users: Optional[Users]) -> None:
+        """Give the service what only a server knows."""
+        # Leases end by this moment only: if we are stopped in the middle of a turn, that is seen before any
+        # ends.
+        self.service.clock = lambda: self.clocks.running
+        self.service.traffic, self.service.watched = self.traffic, self.streams.feeds.by_subject
+        self.service.knows_users = users is not None
+        if users is not None:
+            self.service.is_user = lambda name: name in users.hashes
+            self.service.reload_users = users.reload
+            users.wake = self.wake
 
     def serve_forever(self) -> None:
         """Answer until stop(), a signal under signals(), or, embedded, until the last client has left."""
-        while not self.is_leaving or not self.has_store:
+        while not self.is_leaving or not self.long.has_store:
             self.turn()
-        if self.accept_at == math.inf:
-            self.selector.unregister(self.listener)
+        self.connections.stop_accepting()
         deadline = time.monotonic() + DRAIN_S
-        while any(connection.unsent and connection.feed is None for connection in self.connections) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and any(
+                one.unsent and one.state is not STREAMING for one in self.connections.all):
             for key, mask in self.selector.select(0.1):
                 if mask & selectors.EVENT_WRITE:
                     key.data(mask)
@@ -14009,7 +15038,7 @@ class Server:
         before = signal.set_wakeup_fd(self.wake_writer.fileno())
         numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
         numbers += self.signal_calls
-        # handlers do nothing: it is the wakeup descriptor that tells
+        # handlers do nothing: the wakeup descriptor gets the number
         handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
         handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
         try:
@@ -14021,20 +15050,18 @@ class Server:
 
     def close(self) -> None:
         """Close all sockets. The store is the caller's."""
-        self.tell_refusals(time.monotonic())
-        if self.users is not None:
-            self.users.close()
-        if self.long is not None:
-            self.long.stop()
-        for connection in list(self.connections):
-            self.drop(connection)
-        for spool in list(self.spools):
-            self.forget_spool(spool)
+        self.refusals.report(time.monotonic())
+        if self.access.users is not None:
+            self.access.users.close()
+        self.long.stop()
+        self.connections.close_all()
+        for spool in list(self.bodies.spools):
+            self.bodies.forget(spool)
         self.selector.close()
-        for descriptor in self.reserve:
-            os.close(descriptor)
-        for sock in (self.listener, self.wake_reader, self.wake_writer):
+        for sock in (self.wake_reader, self.wake_writer):
             sock.close()
+
+    # ---- the loop ----
 
     def turn(self) -> None:
         """Wait for something, read it, answer what is complete."""
@@ -14047,14 +15074,15 @@ class Server:
         if self.complete:
             self.answer_complete()
         self.on_clock(time.monotonic())
-        if self.has_store and (self.service.updates or self.feeds.changed):
-            self.publish()
-        if self.is_swollen and not any(connection.unsent for connection in self.connections):
-            self.is_swollen = False
+        if self.long.has_store and (self.service.updates or self.streams.feeds.changed):
+            self.streams.feeds.add_updates(self.service.take_updates())     # committed since the last time
+            self.streams.pump_changed()
+        if self.has_grown and not any(connection.unsent for connection in self.connections.all):
+            self.has_grown = False
             give_memory_back()
 
     def look_at_clocks(self, planned_s: float) -> None:
-        """Begin all leases anew if no runner could be heard: this process or machine was stopped or busy.
+        """Renew all leases if no runner could reach us: this process or machine was stopped or busy.
 
         A machine whose hypervisor had stopped it may know that by its wall clock alone, once that is set.
         """
@@ -14070,21 +15098,16 @@ class Server:
             log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.service.leases))
         self.service.leases.clear()
 
-    @property
-    def has_store(self) -> bool:
-        """Whether the store is the loop's now, not that of the thread of a long request."""
-        return self.long is None or self.long.thread is None
-
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
-        if self.complete and self.has_store:
+        if self.complete and self.long.has_store:
             return 0.0
         now = time.monotonic()
-        times = [self.accept_at, self.sweep_at, self.tell_refusals_at]
-        if not self.is_leaving:     # otherwise for the thread of a long request only
+        times = [self.connections.accept_at, self.connections.sweep_at, self.refusals.due_at]
+        if not self.is_leaving and not self.connections.all:    # if it is leaving, a thread is waited for
             times.append(self.leave_at)
-        if self.has_store:
-            times += [self.tick_at, self.keep_alive_at]
+        if self.long.has_store:
+            times += [self.tick_at, self.streams.keep_alive_at]
             if self.store.snapshots is not None:
                 times.append(self.store.snapshots.next_at())
         if self.store.lease is not None:
@@ -14092,31 +15115,60 @@ class Server:
         first = min(times)
         return None if first == math.inf else max(0.0, first - now)
 
+    def on_clock(self, now: float) -> None:
+        """Do what is due."""
+        self.store.check_lease()
+        self.connections.on_clock(now)
+        if self.tick_at <= now and self.long.has_store:
+            self.on_tick(now)
+        if self.streams.keep_alive_at <= now and self.long.has_store:
+            self.streams.keep_alive(now)
+        if self.refusals.due_at <= now:
+            self.refusals.report(now)
+        if self.store.snapshots is not None and self.long.has_store:
+            self.store.snapshots.act(now)
+        if self.leave_at <= now and not self.connections.all:
+            self.connections.accept()       # the last look: who has connected meanwhile is let in
+            self.is_leaving = self.is_leaving or not self.connections.all
+
+    def on_tick(self, now: float) -> None:
+        """Run the periodic work of the service."""
+        try:
+            with self.service.transaction():
+                goes_on = self.tick(self.service)
+        except (sqlite3.Error, TorcError) as error:     # a full disk
+            self.store.check_in_place()
+            self.responder.report_failure(0, error)
+            goes_on = True
+        except Exception:  # border: one time; the server goes on, and tries again
+            log.exception('the look for lost nodes failed')
+            goes_on = True
+        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
+
     def on_wake(self, mask: int) -> None:
-        """A signal came, or stop() was called."""
+        """A signal came, a thread has done its work, or stop() was called."""
         for number in set(self.wake_reader.recv(4096)):
             if number in self.signal_calls:
                 self.put_off.append(self.signal_calls[number])
             elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
                 self.is_leaving = True
-        while self.users is not None and self.users.verdicts:
-            self.on_verdict(self.users.verdicts.popleft())
-        if self.long is not None and self.long.is_over:
-            self.end_long(self.long.answer)
-        while self.has_store and self.put_off:
+        self.logins.on_verdicts()
+        self.long.on_wake()
+        while self.long.has_store and self.put_off:
             self.put_off.pop(0)()
 
     def wake(self) -> None:
         """Called in the threads that check passwords and write snapshots, when they have done so."""
-        with contextlib.suppress(OSError):      # full: the loop is about to wake anyway; closed: nobody waits any more
+        with contextlib.suppress(OSError):      # full: the loop wakes anyway; closed: the server has ended
             self.wake_writer.send(WAKE)
 
     def end_with_input(self, descriptor: int) -> None:
         """Stop when a descriptor comes to its end: who started us holds the other side, and has gone."""
         try:
-            self.selector.register(descriptor, selectors.EVENT_READ, functools.partial(self.on_input, descriptor))
-        except OSError:     # a file, or /dev/null: it is never waited for (epoll_ctl(2), EPERM), and ends at once
+            on_input = functools.partial(self.on_input, descriptor)
+            self.selector.register(descriptor, selectors.EVENT_READ, on_input)
+        except OSError:     # a file, or /dev/null, cannot be waited for (epoll_ctl(2), EPERM): it ends now
             self.is_leaving = True
 
     def on_input(self, descriptor: int, mask: int) -> None:
@@ -14126,734 +15178,147 @@ class Server:
             self.selector.unregister(descriptor)
             self.is_leaving = True
 
-    def on_accept(self, mask: int) -> None:
-        """Take the clients that knock."""
-        for _ in range(BACKLOG):
-            try:
-                client, address = self.listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                return self.on_exhaustion(error)
-            client.setblocking(False)
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            step = self.on_readable if self.tls is None else self.on_hello
-            connection = Connection(client, step, peer_of(address[0]))
-            self.connections.add(connection)
-            self.selector.register(client, selectors.EVENT_READ, functools.partial(self.on_ready, connection))
-            self.leave_at = math.inf
-            self.strangers[connection] = None
-            self.set_deadline(connection, CLIENT_DEADLINE_S)
-            if len(self.strangers) > MAX_STRANGERS:
-                self.drop_oldest_stranger()
+    # ---- from bytes to a request, and to its answer ----
 
-    def drop_oldest_stranger(self) -> None:
-        """Make room: the oldest of the peer that has most connections without a request that was let in."""
-        counts = collections.Counter(connection.peer for connection in self.strangers)
-        most = max(counts.values(), default=0)
-        for connection in self.strangers:
-            if counts[connection.peer] == most:
-                return self.drop(connection)
-
-    def on_exhaustion(self, error: OSError) -> None:
-        """No descriptors left: refuse one client with the one in reserve, then let the others knock for a while."""
-        log.error('cannot take another client: %s', error.strerror)
-        self.drop_oldest_stranger()
-        try:
-            while self.reserve:
-                os.close(self.reserve.pop())
-            self.listener.accept()[0].close()
-            self.reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError:
-            pass    # it has gone, or there is no descriptor even so
-        self.selector.unregister(self.listener)     # it stays readable: the loop would spin
-        self.accept_at = time.monotonic() + 0.1
-
-    def on_ready(self, connection: Connection, mask: int) -> None:
-        """A client sent something, went away, or can take more of its answer."""
-        self.attempt(connection, self.on_writable if connection.unsent else connection.step)
-
-    def attempt(self, connection: Connection, step: Callable[..., Any], *arguments: Any) -> None:
-        """Do something with a client, whose trouble is its own."""
-        try:
-            step(connection, *arguments)
-        except BlockingIOError:
-            pass    # woken for nothing, which select(2) allows
-        except self.wants_read:
-            self.watch(connection, selectors.EVENT_READ)
-        except self.wants_write:
-            self.watch(connection, selectors.EVENT_WRITE)
-        except OSError:
-            self.drop(connection)
-        except Exception:   # border: a bug costs one connection, not the server
-            log.exception('a bug in torc.py: one client was cut off')
-            self.drop(connection)
-
-    def on_hello(self, connection: Connection) -> None:
-        """A client's first byte shows whether it speaks TLS; a plain request gets an answer that its sender can read."""
-        first = connection.socket.recv(1, socket.MSG_PEEK)
-        connection.step = self.on_readable
-        if not first:
-            self.drop(connection)
-        elif first.isalpha():
-            self.refuse(connection, BadInput('this port speaks TLS: write https:// in the address', http=400))
-        else:
-            connection.socket = self.tls.wrap_socket(connection.socket, server_side=True, do_handshake_on_connect=False)
-            connection.is_tls = True
-            connection.step = self.on_handshake
-            self.on_handshake(connection)
-
-    def on_handshake(self, connection: Connection) -> None:
-        """Go on with a TLS handshake; when it is done, the first request may be here already."""
-        connection.socket.do_handshake()
-        connection.step = self.on_readable
-        self.watch(connection, selectors.EVENT_READ)
-        self.on_readable(connection)
-
-    def on_readable(self, connection: Connection) -> None:
-        """Read what a client sent."""
-        if connection.is_queued:
-            return
-        data = connection.socket.recv(RECEIVE_BYTES)
-        if connection.is_tls:
-            self.watch(connection, selectors.EVENT_READ)
-            while connection.socket.pending():      # the selector does not see it
-                data += connection.socket.recv(RECEIVE_BYTES)
-        self.traffic.row[2] += len(data)
-        if not data:
-            self.drop(connection)
-        elif not connection.is_draining and connection.feed is None:
-            connection.received += data
-            self.look(connection)
-
-    def look(self, connection: Connection) -> None:
+    def read_request(self, connection: Connection) -> None:
         """See whether a client's request is complete, and whether it may be asked at all."""
+        request = None
         try:
-            request = self.take_request(connection)
+            if connection.head is not None or self.read_head(connection):
+                request = self.bodies.take(connection)
         except TorcError as error:
             return self.refuse(connection, error)
         if request is not None:
-            connection.deadline = math.inf
-            connection.asked_at = time.monotonic()
-            if connection.is_stranger and request.head.path != '/healthz':
-                connection.is_stranger = False
-                del self.strangers[connection]
-            connection.is_queued = True
-            if request.head.length > MAX_BODY_BYTES:
-                self.watch(connection, 0)
-                self.long_ones.append((connection, request))
-                self.begin_long()
-            else:
-                self.complete.append((connection, request))
+            self.queue(connection, request)
         elif connection.deadline == math.inf and connection.received:
-            self.set_deadline(connection, CLIENT_DEADLINE_S)
+            self.connections.set_deadline(connection, CLIENT_DEADLINE_S)
 
-    def take_request(self, connection: Connection) -> Optional[Request]:
-        """Cut the next complete request from what was read; None if there is none yet."""
-        head = connection.head
+    def read_head(self, connection: Connection) -> bool:
+        """Begin with the next request. False if its head is not complete, or its sender is not known yet."""
+        connection.identity = None
+        head = connection.head = take_head(connection.received, self.names, self.scheme)
         if head is None:
-            connection.is_signed = False
-            head = connection.head = self.take_head(connection.received)
-            if head is None or not self.identify(connection, head):
-                return None
-            self.await_body(connection, head)
-        spool = connection.spool
-        if spool is not None:
-            spool.take(connection.received)
-            self.set_deadline(connection, spool.deadline() - time.monotonic())
-        if spool.received < spool.length if spool else len(connection.received) < head.length:
-            return None
-        body = b''
-        if spool is None:
-            with memoryview(connection.received) as view:
-                body = bytes(view[:head.length])
-            del connection.received[:head.length]
-        digest = hashlib.sha256(body) if spool is None else spool.digest
-        if connection.digest and digest.hexdigest() != connection.digest:
-            connection.is_signed = False
-            raise Denied('the body is not the one that was signed', http=401)
-        connection.head = connection.spool = None
-        signer = connection.signer if connection.is_signed else None
-        return Request(head, body, connection.caller, signer, spool)
-
-    def await_body(self, connection: Connection, head: RequestHead) -> None:
-        """See that the body is not too long. If it is still to come, ask for it, and give it its time."""
-        limit = body_limit(head.path)
-        if head.length > limit:
-            raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
-        if head.length > min(RECEIVE_BYTES, MAX_BODY_BYTES):
-            self.make_room(connection, head.length)
-        if len(connection.received) < head.length:
-            if 'expect' in head.fields:
-                self.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
-            self.set_deadline(connection, CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S)
-
-    def make_room(self, connection: Connection, length: int) -> None:
-        """See that a body finds its place, in memory or on disk."""
-        held = sum(other.head.length for other in self.connections if other.head and not other.spool)   # this one too
-        held += sum(len(request.body) for _, request in self.complete)
-        if length <= MAX_BODY_BYTES and held <= MAX_HELD_BYTES:
-            return
-        user = connection.caller.name
-        mine = sum(spool.length for spool in self.spools if spool.user == user)
-        if mine + length > MAX_SPOOLED_OF_USER:
-            raise Denied(f'bodies of {format_memory(mine)} of {printable(user)} are on their way; at most '
-                         f'{format_memory(MAX_SPOOLED_OF_USER)} may be: send this one when they have arrived', http=429)
-        directory = spool_directory(self.store, length)
-        if sum(spool.length for spool in self.spools) + length > MAX_SPOOLED_BYTES:
-            raise Unreachable('too many long bodies are on their way: try again in a moment', http=503)
-        try:
-            connection.spool = Spool(directory, user, length)
-        except OSError as error:
-            raise Unreachable(f'the body cannot be kept in {directory}: {error.strerror}', http=503) from None
-        self.spools.add(connection.spool)
-
-    def forget_spool(self, spool: Optional[Spool]) -> None:
-        """A body is no longer needed."""
-        if spool is not None:
-            self.spools.discard(spool)
-            spool.file.close()
-
-    def identify(self, connection: Connection, head: RequestHead) -> bool:
-        """See who asks. False if that is not known before a password has been checked."""
-        connection.caller, connection.is_signed, connection.digest = self.owner, False, ''
-        challenge = CHALLENGE.match(head.query) if head.path == '/healthz' and self.token else None
-        if challenge:
-            connection.signer = Signer(self.token, challenge.group(1), secrets.token_hex(16), self.id)
-            connection.is_signed = True
-            return True
-        authorization = head.fields.get('authorization', '')
-        if connection.signer is not None and authorization.startswith(SIGNATURE_SCHEME):
-            target = f'{head.path}?{head.query}'
-            connection.digest = connection.signer.check_request(authorization, head.method, target)
-            connection.is_signed = bool(connection.digest)
-            altered = 'the request was altered on its way, or sent before'
-            return connection.is_signed or self.refuse_late(connection, altered)
-        if self.users is None or head.path == '/healthz':
-            if holds_token(head, self.token):
-                return True
-            if not authorization:
-                raise Denied(NO_TOKEN, http=401)
-            return self.refuse_late(connection, NO_TOKEN)
-        if self.token and hmac.compare_digest(self.token, offered_token(authorization)):
-            return True
-        connection.caller = Caller(ANONYMOUS, False)
-        if self.lets_anonymous and not authorization:
-            return True
-        user, password = offered_password(authorization)
-        if not user:
-            log_in = 'log in: send a user and a password (Basic), or the token of the server'
-            if not authorization:
-                raise Denied(log_in, http=401)
-            return self.refuse_late(connection, log_in)
-        connection.caller = Caller(user, False)
-        digest = self.users.digest(user, password)
-        if self.users.knows(digest, time.monotonic()):
-            return True
-        self.park(connection, digest, user, password)
-        return False
-
-    def park(self, connection: Connection, digest: bytes, user: str, password: bytes) -> None:
-        """Have a password checked, and leave the client alone meanwhile. All that show the same wait for one check."""
-        attempt = self.attempts.get(digest)
-        is_new = attempt is None
-        if is_new:
-            attempt = self.attempts[digest] = LoginCheck(digest, time.monotonic())
-        attempt.clients.add(connection)
-        connection.attempt = attempt
-        self.set_deadline(connection, 2 * CLIENT_DEADLINE_S)
-        self.watch(connection, 0)
-        if is_new:
-            given_up = self.users.begin(digest, user, password, connection.peer)
-            if given_up is not None:
-                self.give_up(self.attempts.pop(given_up.digest))
-        elif attempt.is_wrong:
-            self.on_wrong(connection)
-
-    def give_up(self, attempt: LoginCheck) -> None:
-        """Send away those who wait for a check that is not going to be made."""
-        for connection in list(attempt.clients):
-            error = Denied('too many passwords are being checked: try again in a moment', http=429)
-            self.attempt(connection, self.refuse, error)
-
-    def on_wrong(self, connection: Connection) -> None:
-        """A password was wrong: tell it when its time has come."""
-        self.refuse_late(connection, 'user or password is wrong', connection.attempt.ends_at - time.monotonic())
-
-    def refuse_late(self, connection: Connection, message: str, wait_s: Optional[float] = None) -> bool:
-        """Let on_deadline() refuse a request whose token or password is wrong: who guesses is to wait. False."""
-        connection.refusal = Denied(message, http=401)
-        self.set_deadline(connection, WRONG_PASSWORD_S if wait_s is None else max(0.0, wait_s))
-        self.watch(connection, 0)
-        return False
-
-    def on_verdict(self, verdict: PasswordCheck) -> None:
-        """A password has been checked: let in who has shown it, or see that the refusal comes late."""
-        attempt = self.attempts[verdict.digest]
-        attempt.is_wrong, now = not self.users.is_valid(verdict), time.monotonic()
-        self.users.queue.judge(verdict, not attempt.is_wrong, now)
-        if not attempt.is_wrong:
-            self.users.learn(verdict.digest, now)
-        attempt.ends_at = attempt.begun_at + self.users.queue.wrong_wait_s(verdict.peer)
-        for connection in list(attempt.clients):
-            self.attempt(connection, self.on_wrong if attempt.is_wrong else self.on_known)
-        if not attempt.clients:
-            del self.attempts[verdict.digest]
+            return False
+        identity = connection.identity = self.access.identify(head, connection.signer, time.monotonic())
+        if identity.proof is not None:
+            connection.signer = identity.signer
+        if identity.refusal:
+            self.logins.refuse_late(connection, identity.refusal)
+            return False
+        if identity.login is not None:
+            self.logins.begin(connection, identity.login)
+            return False
+        self.bodies.expect(connection)
+        return True
 
     def on_known(self, connection: Connection) -> None:
-        """A parked client is who it says: go on with its request."""
-        connection.attempt.clients.discard(connection)
-        connection.attempt = None
-        connection.deadline = math.inf
-        self.watch(connection, selectors.EVENT_READ)
+        """The password of a request was right: go on with it."""
         try:
-            self.await_body(connection, connection.head)
+            self.bodies.expect(connection)
         except TorcError as error:
             return self.refuse(connection, error)
-        self.look(connection)
+        self.read_request(connection)
 
-    def leave_attempt(self, connection: Connection) -> None:
-        """A client no longer waits for what comes of its password."""
-        attempt, connection.attempt = connection.attempt, None
-        if attempt is not None:
-            attempt.clients.discard(connection)
-            if attempt.is_wrong and not attempt.clients:
-                del self.attempts[attempt.digest]
-
-    def take_head(self, received: bytearray) -> Optional[RequestHead]:
-        """Cut the next complete head, and judge it."""
-        if received[:2] == b'\r\n':     # left over from a sloppy client's last request (RFC 9112, 2.2)
-            del received[:2]
-        if not received or received == b'\r':
-            return None
-        end = received.find(b'\r\n\r\n')
-        check_head_size(received, end)
-        if end < 0:
-            return None
-        head = parse_head(bytes(received[:end]))
-        check_sender(head, self.names, 'http' if self.tls is None else 'https')     # who it is: see identify()
-        if head.fields.get('expect', '100-continue').lower() != '100-continue':
-            raise BadInput('this expectation cannot be met', http=417)
-        del received[:end + 4]
-        return head
-
-    def refuse(self, connection: Connection, error: TorcError) -> None:
-        """Answer a request that is not even read, and hang up."""
-        self.forget_spool(connection.spool)
-        connection.spool = None
-        log.debug('refused with %d: %s', error.http, error.message)
-        connection.is_last = True
-        self.leave_attempt(connection)
-        fields = {401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n',
-                  503: 'retry-after: 5\r\n'}.get(error.http, '')
-        self.count_refusal(connection.peer, error.http)
-        signer = connection.signer if connection.is_signed else None
-        answer = format_refusal(signer, error, 'connection: close\r\n' + fields)
-        self.traffic.add_answer(answer)
-        self.deliver(connection, answer)
-
-    def count_refusal(self, peer: str, status: int) -> None:
-        """Have it told in the log, by and by."""
-        is_known = (peer, status) in self.refusals or len(self.refusals) < MAX_TOLD_REFUSALS
-        self.refusals[peer if is_known else 'other addresses', status] += 1
-        self.tell_refusals_at = self.refusals_told_at + REFUSALS_TOLD_S
-
-    def tell_refusals(self, now: float) -> None:
-        """Write the log lines about refused requests."""
-        for (peer, status), count in sorted(self.refusals.items()):
-            reason = REFUSALS.get(status, reason_phrase(status))
-            log.warning('refused requests of %s: %d %s (%d)', peer, count, reason, status)
-        self.refusals.clear()
-        self.refusals_told_at, self.tell_refusals_at = now, math.inf
+    def queue(self, connection: Connection, request: Request) -> None:
+        """A request is complete: it waits for its turn, and nothing more is read."""
+        connection.state = WAITING
+        connection.deadline = math.inf
+        connection.asked_at = time.monotonic()
+        if request.head.path not in OPEN_PATHS:
+            self.connections.unauthenticated.pop(connection, None)
+        if request.head.length > MAX_BODY_BYTES:
+            self.connections.watch(connection, 0)
+            self.long.add(connection, request)
+        else:
+            self.complete.append((connection, request))
 
     def answer_complete(self) -> None:
         """Run this turn's requests, and when all that they did is on disk, send the answers."""
-        if not self.has_store:
-            return self.answer_free()
+        if not self.long.has_store:
+            return self.answer_static()
         self.store.check_in_place()
         batch, size = [], 0     # type: List[Tuple[Connection, Request]], int
         while self.complete and size < TURN_BYTES:
             connection, request = self.complete.pop(0)
             size += request.head.length
             if request.spool is not None:
-                request = request._replace(body=request.spool.read(), spool=self.forget_spool(request.spool))
+                request = request._replace(body=request.spool.read(), spool=self.bodies.forget(request.spool))
             batch.append((connection, request))
         self.tick_at = min(self.tick_at, time.monotonic() + TICK_S)
-        answers = self.answer_all([request for _, request in batch])
+        answers = self.responder.answer_all([request for _, request in batch])
         for (connection, request), answer in zip(batch, answers):
             self.give(connection, request, answer)
 
-    def give(self, connection: Connection, request: Request, answer: Union[bytes, 'StreamStart']) -> None:
-        """Send the answer to a request, if its client is still there."""
-        connection.is_queued = False
-        connection.is_last = not request.head.keeps_alive
-        self.is_swollen = self.is_swollen or max(len(request.body), len(answer)) > LARGE_BYTES
-        self.note_request(connection, request, answer)
-        self.attempt(connection, self.open_stream if isinstance(answer, StreamStart) else self.deliver, answer)
-
-    def answer_free(self) -> None:
+    def answer_static(self) -> None:
         """Answer what needs no store, which a thread has; the others wait."""
         waiting, self.complete = self.complete, []
         for connection, request in waiting:
-            if is_free(request.head):
-                self.give(connection, request, self.answer(request))
+            if find_static(request.head) is not None:
+                self.give(connection, request, self.responder.answer(request))
             else:
-                self.watch(connection, 0)
+                self.connections.watch(connection, 0)
                 self.complete.append((connection, request))
 
-    def begin_long(self) -> None:
-        """Begin with the next request that has a long body, if none is under way."""
-        if self.long is not None or not self.long_ones:
-            return
-        self.long = LongRequest(*self.long_ones.popleft())
-        request = self.long.request
-        try:
-            pipe = self.long.start_reading(spool_directory(self.store, request.head.length))
-            self.selector.register(pipe, selectors.EVENT_READ, self.on_read)
-        except (OSError, Unreachable) as error:     # no process, descriptor or room
-            self.forget_spool(request.spool)
-            failure = Unreachable(f'the body cannot be read now: {error}', http=503)
-            self.end_long(format_refusal(request.signer, failure, 'retry-after: 5\r\n'))
-
-    def on_read(self, mask: int) -> None:
-        """The child that reads a long body has ended: let a thread carry the request out."""
-        self.selector.unregister(self.long.pipe)
-        is_done = self.long.end_reading()
-        self.forget_spool(self.long.request.spool)
-        if not is_done:
-            error = BadInput('the body takes too much memory, time or disk space to be read: '
-                             'send it in parts', http=413)
-            return self.end_long(format_refusal(self.long.request.signer, error))
-        self.long.thread = threading.Thread(target=self.carry_out_long, args=(self.long,), daemon=True)
-        self.long.thread.start()
-
-    def carry_out_long(self, long: LongRequest) -> None:
-        """The thread."""
-        gc.disable()        # it would look at millions of values again and again, and hold up the loop
-        try:
-            request = long.request._replace(body=load_checked(long.result))
-            long.answer, = self.answer_all([request])
-            for item in request.body.value.values() if isinstance(request.body.value, dict) else ():
-                collections.deque(use_up(item) if isinstance(item, list) else (), maxlen=0)
-        except TorcError as error:
-            if isinstance(error, Conflict):     # the database is another's now: that ends the server
-                long.failure = error
-            long.answer = format_refusal(long.request.signer, error)
-        except BaseException as error:      # border: it is the loop's, which ends as if it had met it itself
-            long.failure = error
-        finally:
-            gc.enable()
-            long.is_over = True
-            self.wake()
-
-    def end_long(self, answer: Union[bytes, 'StreamStart']) -> None:
-        """A long request is over: send its answer, and go on with the next one."""
-        long, self.long = self.long, None
-        self.is_swollen = True
-        long.stop()
-        if long.failure is not None:
-            raise long.failure
-        self.give(long.connection, long.request, answer)
-        self.begin_long()
-
-    def deliver(self, connection: Connection, answer: bytes) -> None:
-        """Send an answer, and go on with what the client has sent meanwhile."""
-        self.send(connection, answer)
-        self.on_sent(connection)
-
-    def answer_all(self, requests: List[Request]) -> List[Union[bytes, StreamStart]]:
-        """Answers to requests that share one transaction. If they cannot, each is tried alone."""
-        if len(requests) > 1 and any(ADMIN_SQL_PATH in request.head.path for request in requests):
-            return [answer for request in requests for answer in self.answer_all([request])]
-        is_reading = all(request.head.method in ('GET', 'HEAD') for request in requests)
-        try:
-            with self.store.reading() if is_reading else self.service.transaction():
-                answers = [self.answer(request) for request in requests]
-            if not is_reading and self.failures_told_at > -math.inf:
-                log.warning('requests are carried out again')
-                self.failures, self.failures_told_at = 0, -math.inf
-            return answers
-        except (sqlite3.Error, TorcError) as error:
-            self.store.check_in_place()     # if that is the reason, it is the end
-            self.on_failure(len(requests) == 1, error)
-            reason = error
-        if len(requests) == 1:
-            failure = Unreachable(f'the database could not be written ({reason}); nothing was changed')
-            return [format_refusal(requests[0].signer, failure, 'retry-after: 1\r\n')]
-        return [answer for request in requests for answer in self.answer_all([request])]
-
-    def on_failure(self, count: int, reason: Exception) -> None:
-        """Tell that requests cannot be stored: at once, then once a minute, as clients ask again."""
-        self.failures += count
-        if time.monotonic() >= self.failures_told_at + REFUSALS_TOLD_S:
-            log.error('%d requests could not be carried out: %s', self.failures, reason)
-            self.failures, self.failures_told_at = 0, time.monotonic()
-
-    def answer(self, request: Request) -> Union[bytes, StreamStart]:
-        """Run one request inside the turn's transaction."""
-        head = request.head
-        status, value = self.ask_verb(request)
-        if status == 202:
-            self.tick_at = 0.0      # a task waits: it is the next thing, once this turn's answers are sent
-        if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
-            raise Unreachable(value['error']['message'])
-        if isinstance(value, Subscription):
-            return self.answer_stream(request, value)
-        try:
-            is_long = head.length > MAX_BODY_BYTES
-            body = b'' if value is None else format_long(value) if is_long else format_json(value).encode()
-        except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
-            log.exception('%s %s: a bug in torc.py: its answer cannot be sent', head.method, head.path)
-            status, body = 500, b'{"error":{"error":"InternalServerError","message":"a bug in torc.py"}}'
-        log.debug('%s %s %d', head.method, head.path, status)
-        fields = '' if head.keeps_alive else 'connection: close\r\n'
-        if head.keeps_alive and 'connection' in head.fields:
-            fields = 'connection: keep-alive\r\n'      # HTTP/1.0 wants to be told
-        if SPAN_ID.match(head.fields.get('x-span-id', '')):
-            fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
-        answer = format_signed(request.signer, status, body, fields)
-        return answer[:len(answer) - len(body)] if head.method == 'HEAD' else answer
-
-    def ask_verb(self, request: Request) -> Tuple[int, Any]:
-        """Status and value for one request."""
-        head = request.head
-        method = 'GET' if head.method == 'HEAD' else head.method
-        if head.path == PING_PATH and method == 'GET':
-            return 200, ping(self.service.context())
-        if head.path != '/healthz' or method != 'GET':
-            return answer_request(self.service, method, head.path, head.query, request.body, *request.caller)
-        challenge = CHALLENGE.match(head.query)
-        if not challenge or request.signer is None:
-            return 200, {'status': 'ok'}
-        return 200, {'status': 'ok', 'nonce': request.signer.nonce, 'server_id': self.id,
-                     'signed_proof': request.signer.proof, 'proof': prove_token(
-                         self.token, challenge.group(1), self.listener.getsockname()[1])}
-
-    # ---- streams ----
-
-    def answer_stream(self, request: Request, wanted: Subscription) -> StreamStart:
-        """The head of a stream. Its end is that of the connection: HTTP/1.0 knows no other way, and none is simpler."""
-        signer = request.signer
-        signature = '' if signer is None else f'torc-signature: {signer.sign_answer(200, b"")}\r\n'
-        text = (f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{signature}'
-                'content-type: text/event-stream\r\nconnection: close\r\n\r\n').encode()
-        return StreamStart(text, None if request.head.method == 'HEAD' else wanted, request)
-
-    def open_stream(self, connection: Connection, opening: StreamStart) -> None:
-        """Begin to answer with a stream."""
-        if opening.wanted is None:
-            connection.is_last = True
-            return self.deliver(connection, opening.head)
-        connection.received.clear()
-        connection.feed = self.feeds.join(opening.wanted.subject, connection)
-        connection.least = opening.wanted.least
-        connection.request, connection.stored = opening.request, self.stored_hash(opening.request)
-        connection.next_event, first = connection.feed.find(opening.request.head.fields.get('last-event-id', ''))
-        self.keep_alive_at = min(self.keep_alive_at, time.monotonic() + KEEP_ALIVE_S)
-        self.deliver(connection, opening.head + self.signed_piece(connection, first))
-
-    def pump(self, connection: Connection) -> None:
-        """Send a reader what it has not had yet, as soon as it has taken what it was sent before."""
-        while connection.feed is not None and not connection.unsent:
-            if connection.next_event >= connection.feed.end():
-                return
-            connection.next_event, data = connection.feed.piece(connection.next_event, connection.least)
-            if data:
-                self.send(connection, self.signed_piece(connection, data))
-
-    def signed_piece(self, connection: Connection, data: bytes) -> bytes:
-        """A piece of a stream, with its signature behind it if its reader signs."""
-        if not connection.is_signed or not data:
-            return data
-        return data + f': {connection.signer.sign_piece(data)}\n\n'.encode()
-
-    def publish(self) -> None:
-        """Send the readers of streams what has been committed since the last time."""
-        self.feeds.add_updates(self.service.take_updates())
-        while self.feeds.changed:
-            for connection in list(self.feeds.changed.pop().readers):
-                self.attempt(connection, self.pump)
-
-    def keep_alive(self, now: float) -> None:
-        """Give all readers a sign of life, which also tells us who is gone."""
-        readers = [connection for feed in self.feeds.by_subject.values() for connection in feed.readers]
-        self.keep_alive_at = now + KEEP_ALIVE_S if readers else math.inf
-        for connection in readers:
-            if not self.may_read_on(connection):
-                self.drop(connection)
-            elif not connection.unsent:
-                self.attempt(connection, self.send, self.signed_piece(connection, b':\n\n'))
-
-    def may_read_on(self, connection: Connection) -> bool:
-        """Whether the reader of a stream would be let in again: its workflow may be gone by now, or its access, or its password."""
-        request = connection.request
-        if not hmac.compare_digest(self.stored_hash(request), connection.stored):
-            return False
-        with self.store.reading():
-            return isinstance(self.ask_verb(request)[1], Subscription)
-
-    def stored_hash(self, request: Request) -> bytes:
-        """What the password file holds for who asks; nothing if the token lets him in, or nothing has to."""
-        return b'' if self.users is None or request.caller.is_owner else self.users.hashes.get(request.caller.name, '').encode()
-
-    def note_request(self, connection: Connection, request: Request, answer: Union[bytes, StreamStart]) -> None:
-        """Count a request, and tell those who watch them. What proves who asks stands in header fields, which are never told."""
-        data = answer.head if isinstance(answer, StreamStart) else answer
+    def give(self, connection: Connection, request: Request, answer: Union[bytes, StreamStart]) -> None:
+        """Send the answer to a request, if its client is still there."""
+        is_stream = isinstance(answer, StreamStart)
+        connection.state = READING if request.head.keeps_alive else CLOSING
+        self.has_grown = self.has_grown or max(request.head.length, len(answer)) > LARGE_BYTES
+        if self.responder.has_task:     # it is the next thing, once this turn's answers are sent
+            self.responder.has_task, self.tick_at = False, 0.0
+        data = answer.head if is_stream else answer
         self.traffic.add_answer(data)
         if data[9:12] == b'403':
-            self.count_refusal(connection.peer, 403)
-        for subject in API_SUBJECTS if self.feeds.by_subject else ():
-            if subject in self.feeds.by_subject:
-                event = {'timestamp_ms': int(self.store.now() * 1000), 'method': request.head.method, 'path': request.head.path,
-                         'query': request.head.query or None, 'status': int(data[9:12]),
-                         'latency_ms': round((time.monotonic() - connection.asked_at) * 1000, 3),
-                         'request_id': request.head.fields.get('x-span-id'), 'user': request.caller.name}
-                if subject == API_SUBJECTS[True]:
-                    event.update(request_body=show_body(request.body), response_body=show_body(data.partition(b'\r\n\r\n')[2]))
-                self.feeds.add(subject, 0, 'api', {key: value for key, value in event.items() if value is not None})
+            self.refusals.add(connection.peer, 403)
+        if self.streams.feeds.by_subject:
+            self.streams.add_request(request, data, time.monotonic() - connection.asked_at, self.store.now())
+        step = self.streams.open if is_stream else self.connections.deliver
+        self.connections.contain(connection, step, answer)
 
-    # ---- sending ----
-
-    def send(self, connection: Connection, data: bytes) -> None:
-        """Send now what the client takes now, and the rest when it takes more."""
-        connection.unsent = memoryview(bytes(connection.unsent) + data if connection.unsent else data)
-        self.flush(connection)
-
-    def flush(self, connection: Connection) -> None:
-        """Send more of what is unsent. A client that takes nothing for a while is given up."""
-        mask = selectors.EVENT_WRITE
-        try:
-            count = connection.socket.send(connection.unsent[:SEND_BYTES])
-            connection.unsent = connection.unsent[count:]
-            self.traffic.row[3] += count
-        except (BlockingIOError,) + self.wants_write:
-            pass    # nothing fits now
-        except self.wants_read:
-            mask = selectors.EVENT_READ
-        if connection.unsent:
-            self.set_deadline(connection, CLIENT_DEADLINE_S)
-            self.watch(connection, mask)
-        else:
-            connection.deadline = math.inf
-            if connection.is_stranger:
-                self.set_deadline(connection, CLIENT_DEADLINE_S)
-            self.watch(connection, selectors.EVENT_READ)
-
-    def on_writable(self, connection: Connection) -> None:
-        """A client takes more."""
-        self.flush(connection)
-        self.on_sent(connection)
-
-    def watch(self, connection: Connection, mask: int) -> None:
-        """Wait for the client to send, or to receive, or (0) for neither: never both, which bounds what it can make us hold."""
-        if connection.mask == mask:
-            return
-        if connection.mask and mask:
-            self.selector.modify(connection.socket, mask, functools.partial(self.on_ready, connection))
-        elif mask:
-            self.selector.register(connection.socket, mask, functools.partial(self.on_ready, connection))
-        else:
-            self.selector.unregister(connection.socket)
-        connection.mask = mask
+    def refuse(self, connection: Connection, error: TorcError) -> None:
+        """Answer a request that is not even read, and close the connection."""
+        log.debug('refused with %d: %s', error.http, error.message)
+        self.bodies.leave(connection)
+        self.logins.leave(connection)
+        self.refusals.add(connection.peer, error.http)
+        fields = 'connection: close\r\n' + REFUSAL_FIELDS.get(error.http, '')
+        signer = connection.identity.signer if connection.identity is not None else None
+        answer = format_refusal(signer, error, fields)
+        self.traffic.add_answer(answer)
+        connection.state = CLOSING
+        self.connections.deliver(connection, answer)
 
     def on_sent(self, connection: Connection) -> None:
-        """An answer may be sent as a whole: hang up, or look for the next request."""
-        if connection.feed is not None:
-            return self.pump(connection)
-        if connection.unsent:
+        """An answer may be sent as a whole: close, or look for the next request."""
+        if connection.reader is not None:
+            self.streams.pump(connection)
+        elif connection.unsent:
             return
-        if not connection.is_last:
-            if connection.received or connection.head:
-                self.look(connection)
-            return
-        connection.is_draining = True
-        self.set_deadline(connection, DRAIN_S)
-        self.end_tls(connection)
-        connection.socket.shutdown(socket.SHUT_WR)
+        elif connection.state is CLOSING:
+            self.connections.finish(connection)
+        elif connection.received or connection.head:
+            self.read_request(connection)
 
-    def end_tls(self, connection: Connection) -> None:
-        """Say in TLS that nothing more comes, so that the client knows it from a cut (close_notify, RFC 8446, 6.1)."""
-        if connection.is_tls:
-            connection.is_tls = False
-            with contextlib.suppress(OSError, ValueError):      # it has not said so itself; or it is gone
-                connection.socket.unwrap()
-
-    def set_deadline(self, connection: Connection, wait_s: float) -> None:
-        """Give the client so long for what it is at."""
-        connection.deadline = time.monotonic() + wait_s
-        self.timed.add(connection)
-        self.sweep_at = min(self.sweep_at, connection.deadline)
-
-    def drop(self, connection: Connection) -> None:
-        """Forget a client."""
-        if connection not in self.connections:
-            return
-        self.connections.discard(connection)
-        self.timed.discard(connection)
-        if connection.feed is not None:
-            self.feeds.leave(connection.feed, connection)
-        self.forget_spool(connection.spool)
-        self.strangers.pop(connection, None)
-        self.leave_attempt(connection)
-        self.watch(connection, 0)
-        self.end_tls(connection)
-        connection.socket.close()
-        if self.is_embedded and not self.connections:
+    def on_closed(self, connection: Connection) -> None:
+        """A connection is gone, with all that belongs to it."""
+        self.streams.leave(connection)
+        self.bodies.leave(connection)
+        self.logins.leave(connection)
+        if self.is_embedded and not self.connections.all:
             self.leave_at = time.monotonic() + EMBEDDED_GRACE_S
 
-    def on_clock(self, now: float) -> None:
-        """Do what is due."""
-        self.store.check_lease()
-        if self.sweep_at <= now:
-            self.sweep(now)
-        if self.accept_at <= now:
-            self.accept_at = math.inf
-            self.selector.register(self.listener, selectors.EVENT_READ, self.on_accept)
-        if self.tick_at <= now and self.has_store:
-            self.on_tick(now)
-        if self.keep_alive_at <= now and self.has_store:
-            self.keep_alive(now)
-        if self.tell_refusals_at <= now:
-            self.tell_refusals(now)
-        if self.store.snapshots is not None and self.has_store:
-            self.store.snapshots.act(now)
-        if self.leave_at <= now:
-            self.on_accept(0)       # the last look: who knocked meanwhile is let in
-            self.is_leaving = self.is_leaving or self.leave_at <= now
 
-    def sweep(self, now: float) -> None:
-        """See whose time is over."""
-        for connection in [connection for connection in self.timed if connection.deadline <= now]:
-            self.on_deadline(connection)
-        self.timed = {connection for connection in self.timed if connection.deadline < math.inf}
-        self.sweep_at = min((connection.deadline for connection in self.timed), default=math.inf)
+# ======== 10g. Serving: a database until a signal, log files, servers in the background ========
+#
+# What a `serve` command and an embedded server have in common: the database is taken, the socket opened, the
+# files written that lead clients to it, and all of that undone in the opposite order at every end.
 
-    def on_deadline(self, connection: Connection) -> None:
-        """A client took too long."""
-        is_silent = not connection.received and connection.head is None
-        if connection.unsent or connection.is_draining or is_silent:
-            self.drop(connection)
-        else:
-            connection.deadline = math.inf
-            late = BadInput('the request did not arrive within its time', http=408)
-            self.attempt(connection, self.refuse, connection.refusal or late)
+START_DEADLINE_S = 30.0             # for an embedded server to answer
+MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
+LOGS_KEPT = 5
+MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
+SNAPSHOTS_KEPT = 5
 
-    def on_tick(self, now: float) -> None:
-        """Let the service look at its clock."""
-        try:
-            with self.service.transaction():
-                goes_on = self.tick(self.service)
-        except (sqlite3.Error, TorcError) as error:     # a full disk
-            self.store.check_in_place()
-            self.on_failure(0, error)
-            goes_on = True
-        except Exception:  # border: one look at the clock; the server goes on, and looks again
-            log.exception('the look for lost nodes failed')
-            goes_on = True
-        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
-
-
-# -------- serving a database --------
 
 class ServerOptions(Row):
     """How a database is served. Paths are absolute: a detached server lives in another directory."""
@@ -14885,7 +15350,7 @@ class ServerOptions(Row):
 
 
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
-    """Serve a database until a signal. `announce` gets lines for stdout, the first as soon as the server answers."""
+    """Serve a database until a signal. `announce` gets lines for stdout, first when the server answers."""
     raise_descriptor_limit()
     users = Users(options.auth_file, options.known_s) if options.auth_file else None
     tls = open_tls(options.tls_certificate, options.tls_key) if options.tls_certificate else None
@@ -14917,12 +15382,14 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
         stack.enter_context(server.signals())
         scheme = 'http' if tls is None else 'https'
-        urls = [f'{scheme}://{f"[{name}]" if ":" in name else name}:{port}{API_PREFIX}' for name in candidates]
+        hosts = [f'[{name}]' if ':' in name else name for name in candidates]
+        urls = [f'{scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
         stack.enter_context(connection_file(options, urls, server.id))
         if options.pid_file:
             stack.enter_context(pid_file(options.pid_file))
         log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
-                 'this machine only' if is_loopback(host) else 'everybody who reaches this machine and has a token or password')
+                 'this machine only' if is_loopback(host) else
+                 'everybody who reaches this machine and has a token or password')
         announce(f'torc: serving {urls[0]}\nTORC_SERVER_PORT={port}\n')
         if options.ends_with_input:
             server.end_with_input(0)
@@ -14946,7 +15413,7 @@ def last_change(database: str) -> float:
 
 
 def note_absence(store: Store, changed_at: float) -> None:
-    """Say since when nobody served a database whose runners go on. Their leases begin with this server."""
+    """Log since when a database whose runners go on was not served. Their leases begin with this server."""
     count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
     if count:
         log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
@@ -14999,18 +15466,14 @@ def open_listener(host: str, port: int, needs_token: bool) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        cure = '--port 0 takes any free one' if error.errno == errno.EADDRINUSE else '--host and --port choose another'
+        is_used = error.errno == errno.EADDRINUSE
+        cure = '--port 0 takes any free one' if is_used else '--host and --port choose another'
         raise Conflict(f'cannot listen at {host} port {port}: {error.strerror}; {cure}') from None
     return listener
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address is reached from this machine only."""
-    return address == '::1' or address.startswith('127.')
-
-
 def list_candidates(address: str, host: str) -> List[str]:
-    """Names and addresses of a server that listens at `address`, which was given as `host`; the best first."""
+    """Names and addresses of a server that listens at `address`, given as `host`; the best first."""
     if address not in ('0.0.0.0', '::'):
         return [address] + ([host] if host != address else [])
     name = socket.gethostname()
@@ -15025,7 +15488,8 @@ def own_addresses() -> List[str]:
             found = re.findall(r'\|-- ([0-9.]+)\n\s+/32 host LOCAL', file.read())
         with open('/proc/net/if_inet6') as file:
             rows = [line.split() for line in file]
-        found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[3] == '00']   # global
+        rows = [row for row in rows if row[3] == '00']      # of global scope
+        found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows]
     except OSError:
         return []
     return [address for address in sorted(set(found), key=found.index) if not is_loopback(address)]
@@ -15033,7 +15497,7 @@ def own_addresses() -> List[str]:
 
 @contextlib.contextmanager
 def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> Iterator[None]:
-    """While the block runs, the files that tell clients where the database is served."""
+    """While the block runs, the files that lead clients to the server of a database."""
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
@@ -15062,13 +15526,13 @@ def pid_file(path: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):      # somebody else has removed it
+        with contextlib.suppress(OSError):      # it was removed already
             os.unlink(path)
 
 
 @contextlib.contextmanager
 def memory_database() -> Iterator[str]:
-    """A database that lasts as long as the block: a file in memory, where there is such a place."""
+    """A database that lasts as long as the block: a file in memory, if possible."""
     directory = make_memory_directory(0)
     try:
         yield os.path.join(directory, 'torc.db')
@@ -15092,7 +15556,7 @@ def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str]
 
 
 def push_back(path: str, kept: int) -> None:
-    """Make room for a new file of a series: PATH becomes PATH.1, that one PATH.2, and so on; `kept` with the new one."""
+    """Rotate a series of files: PATH becomes PATH.1, that one PATH.2, and so on; `kept` with the new one."""
     names = [path] + [f'{path}.{number}' for number in range(1, kept)]
     for older, newer in zip(names[:0:-1], names[-2::-1]):
         if os.path.lexists(newer):
@@ -15120,7 +15584,7 @@ class LogStream(logging.StreamHandler):
 
 
 class LogFile(LogStream):
-    """Log lines in a private file, which makes room for a new one when it has grown long: FILE.1 is the one before."""
+    """Log lines in a private file, which is rotated when it has grown long: FILE.1 is the one before."""
 
     def __init__(self, path: str, limit_bytes: int = MAX_LOG_BYTES, kept: int = LOGS_KEPT) -> None:
         self.path, self.limit_bytes, self.kept = path, limit_bytes, kept
@@ -15135,7 +15599,7 @@ class LogFile(LogStream):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         if os.fstat(self.stream.fileno()).st_size > self.limit_bytes:
-            with contextlib.suppress(OSError, Denied):      # a full disk, or the directory is gone: the old file goes on
+            with contextlib.suppress(OSError, Denied):      # a full disk, or no directory: the file goes on
                 self.begin_anew()
         super().emit(record)
 
@@ -15194,8 +15658,8 @@ def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = 
 def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     """Fork a server that outlives us; what it announced. Conflict if another process has the database.
 
-    A fork without exec: nothing is compiled again, and the command line shows no secret. Callers hold no open Store.
-    `log_to` makes its logging handler: a class and its arguments.
+    A fork without exec: nothing is compiled again, and the command line shows no secret. Callers hold no open
+    Store. `log_to` makes its logging handler: a class and its arguments.
     """
     if options.database != IN_MEMORY:
         prepare_database_directory(options.database)
@@ -15212,23 +15676,23 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
         wait_s = START_DEADLINE_S + lease_wait_s(options)
         answered, _, _ = select.select([pipe], [], [], wait_s)
         said = pipe.read() if answered else f'no answer within {wait_s:g} s'
-    word, _, rest = said.partition(' ')
-    if word == 'ready':
+    outcome, _, rest = said.partition(' ')
+    if outcome == 'ready':
         return rest
-    if word == 'taken':
+    if outcome == 'taken':
         raise Conflict(rest)
-    why = rest if word == 'refused' else f'{said or "it died"}; see {log_to[1]}'
+    why = rest if outcome == 'refused' else f'{said or "it died"}; see {log_to[1]}'
     raise Unreachable(f'the server for {options.database} did not start: {why}')
 
 
 def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to: Any) -> None:
-    """In the forked child: leave the caller's session and be the server. Never returns into the caller's code."""
+    """In the forked child: leave the caller's session and be the server. Never returns."""
     try:
         os.setsid()
         if os.fork() == 0:
             leave_caller(pipe.fileno(), *log_to)
             if options.is_embedded:
-                log.setLevel(logging.INFO)      # whatever the command that needed it tells
+                log.setLevel(logging.INFO)      # whatever the command that needed it logs
             serve_database(options, functools.partial(say_once, pipe, 'ready '))
     except Conflict as error:
         if pipe.closed:     # it has served, and another process has the database now
@@ -15247,21 +15711,21 @@ def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to:
 
 
 def say_once(pipe: io.TextIOWrapper, *texts: str) -> None:
-    """Tell the process that waits for us how it went, if it was not told before."""
+    """Report to the process that waits for us, once."""
     if not pipe.closed:
-        with contextlib.suppress(OSError):      # nobody waits any more
+        with contextlib.suppress(OSError):      # it does not wait any more
             pipe.write(''.join(texts))
             pipe.close()
 
 
 def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -> None:
-    """Let go of everything that was inherited: signals, directory, umask, terminal, pipes, logging.
+    """Drop everything that was inherited: signals, directory, umask, terminal, pipes, logging.
 
-    Inherited descriptors are pointed at /dev/null, not closed: objects of the caller's that die in this process close
-    their numbers, which might be ours by then.
+    Inherited descriptors are pointed at /dev/null, not closed: objects of the caller's that die in this
+    process close their numbers, which might be ours by then.
     """
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*STOP_NUMBERS[1:], signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.chdir('/')
@@ -15280,35 +15744,17 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
     log.handlers, log.propagate = [handler], False
 
 
-# ======== 11. Client: the verbs of the service from anywhere ========
+# ======== 11. HTTP client: one connection to a server ========
 #
-# One class, two transports, the same values. Through HTTP, on one kept-alive connection, when a server is there; and
-# directly, on a Store of its own, when there is only a database and nobody else has it: then a command costs no socket
-# and no process. Where to look, first found first taken: a URL or database that was named; TORC_API_URL; the lasting
-# server that this account has registered, wherever its database is; the embedded database of this directory.
-#
-# A connection file is believed only after its server has proved that it knows the token, for a port may have changed
-# hands; from then on requests and answers are signed with it (Signer), and it is never sent, but to a server of
-# an older torc.py, which a connection file without `signs` is of. That exchange also makes sure that an embedded
-# server on the point of leaving has let us in: from then on it stays until we close. Who knows the user by a
-# password only cannot prove anything: a password goes to a server that was named, and to no other. What was sent
-# once is not sent again by itself, unless it only reads: the caller knows better.
-# A stream of events takes a connection of its own, and goes on where it left off when that is lost.
-#
-# Over https a connection file names the one certificate to believe; without one it is as with any other https server.
+# A request goes out, its answer comes back. Errors are OSErrors, but for those of the verb: TorcErrors of the
+# same kind as where they were raised. Once a server has proved that it knows the token, requests and answers
+# are signed with it (Signer).
 
-EMBEDDED_DATABASE = os.path.join(DEFAULT_OUTPUT_DIR, 'torc.db')
 CONNECT_DEADLINE_S = 3.0            # for one address to accept
-FIND_DEADLINE_S = 10.0              # for a server that just starts or leaves, or another command with the database
-NAMED_DEADLINE_S = 1.0              # at first, for an address that was named: it is sooner mistyped than just starting
-CALL_DEADLINE_S = 600.0             # for one answer, if the caller names no other; large workflows take their time
-SILENCE_S = 45.0                    # a stream gives a sign of life every KEEP_ALIVE_S; after so much silence it is dead
-STREAM_PATIENCE_S = 60.0            # for the server of a stream to come back
-LEAVE_DEADLINE_S = 2.0              # for an embedded server in memory to end, if we were its last client
-LEAVE_PAUSE_S = 0.02
-STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
+CALL_DEADLINE_S = 600.0             # for one answer, by default; large workflows take their time
+STREAM_DEADLINE_S = 45.0            # for more of a stream, which gets a comment every KEEP_ALIVE_S
 MAX_EVENT_BYTES = 16 * 1024 ** 2
-MAX_PROOF_BYTES = 65536             # of the first answer of a server: who sends more is somebody else
+MAX_PROOF_BYTES = 65536             # of the first answer of a server: what sends more is another program
 CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
     9: 'is not valid yet: is the clock right?',
     10: 'has expired: the server wants a new one',
@@ -15339,8 +15785,10 @@ def parse_url(url: str) -> Address:
         port = parts.port or (443 if parts.scheme == 'https' else 80)
     except ValueError:
         parts, port = urllib.parse.urlsplit(''), 0
-    if parts.scheme not in ('http', 'https') or not parts.hostname or parts.username or not re.match(r'[!-~]+\Z', url):
-        raise BadInput(f'{printable(url)!r} is not the address of a server: write http://HOST:PORT{API_PREFIX}')
+    is_http = parts.scheme in ('http', 'https') and parts.hostname and not parts.username
+    if not is_http or not re.match(r'[!-~]+\Z', url):
+        raise BadInput(f'{printable(url)!r} is not the address of a server: '
+                       f'write http://HOST:PORT{API_PREFIX}')
     return Address(url, parts.scheme == 'https', parts.hostname, port, parts.path.rstrip('/') or API_PREFIX)
 
 
@@ -15356,23 +15804,25 @@ def parse_answer(status: int, body: bytes) -> Any:
     found = value.get('error') if isinstance(value, dict) else None
     found = found if isinstance(found, dict) else {'message': found} if isinstance(found, str) else {}
     reason = reason_phrase(status)
-    message = str(found.get('message') or f'the server answered {status} {reason}'.strip()).replace(SOFT_HYPHEN, '')
+    message = str(found.get('message') or f'the server answered {status} {reason}'.strip())
+    message = message.replace(SOFT_HYPHEN, '')
     if status >= 500 or status == 429:
         raise Unreachable(f'the server cannot answer now: {message}', http=status)
     kind = ERROR_KINDS_BY_STATUS.get(status) or ERROR_KINDS.get(str(found.get('error')), Refused)
-    details = {name: item for name, item in found.items() if name not in ('error', 'message', 'http', 'problems')}
+    details = {name: item for name, item in found.items()
+               if name not in ('error', 'message', 'http', 'problems')}
     raise kind(message, http=status, **details)
 
 
 class StreamEvent(Row):
     """One event of a stream."""
     id: str
-    type: str       # '' if there is nothing but an id, or a sign of life
+    type: str       # '' if there is nothing but an id or a comment
     data: Any
 
 
 def parse_event(block: bytes) -> StreamEvent:
-    """The lines of one server-sent event -> StreamEvent (WHATWG HTML, 9.2.6). ConnectionError if its data are no JSON."""
+    """The lines of one server-sent event (WHATWG HTML, 9.2.6). ConnectionError if its data are not JSON."""
     fields = {}     # type: Dict[str, str]
     for line in block.decode('utf-8', 'replace').split('\n'):
         name, _, value = line.partition(':')
@@ -15393,41 +15843,47 @@ class Credentials(Row):
 
 
 def check_credentials(url: str, given: Credentials) -> Credentials:
-    """What was given, else TORC_PASSWORD and TORC_COOKIE_HEADER; nothing without a URL. BadInput for what no header can hold."""
+    """What was given, else TORC_PASSWORD and TORC_COOKIE_HEADER. BadInput for what no header can hold."""
     if not url:
         if given.password or given.cookie:
-            raise BadInput('a password or cookie is shown only to a server that was named: give --url too, or set TORC_API_URL')
+            raise BadInput('a password or cookie is sent only to a server that was named: '
+                           'give --url too, or set TORC_API_URL')
         return given
-    found = Credentials(given.password or os.environ.get('TORC_PASSWORD', ''), given.cookie or os.environ.get('TORC_COOKIE_HEADER', ''))
+    found = Credentials(given.password or os.environ.get('TORC_PASSWORD', ''),
+                        given.cookie or os.environ.get('TORC_COOKIE_HEADER', ''))
     if not re.match(r'[ -~]*\Z', found.cookie):
         raise BadInput('the cookie holds a character that no header field can hold')
     if found.password and ':' in user_name():
-        raise BadInput(f'{printable(user_name())!r} cannot log in: a user name holds no colon; set TORC_USERNAME')
+        raise BadInput(f'{printable(user_name())!r} cannot log in: a user name holds no colon; '
+                       'set TORC_USERNAME')
     address = parse_url(url)
-    if found.password and not address.is_tls and not is_loopback(address.host) and address.host not in LOOPBACK_NAMES:
+    is_here = is_loopback(address.host) or address.host in LOOPBACK_NAMES
+    if found.password and not address.is_tls and not is_here:
         log.warning('the password travels to %s unencrypted: others on the way can read it', address.host)
     return found
 
 
 class TlsSettings(Row):
-    """Which servers are believed over https: by default those that this machine's own list of authorities vouches for."""
-    ca_file: str = ''           # certificates to believe instead; ''
-    is_insecure: bool = False   # believe any
-    fingerprint: str = ''       # SHA-256 of the one certificate to believe, as a connection file has it; ''
+    """Which servers are accepted over https: by default those with a certificate of a known authority."""
+    ca_file: str = ''           # certificates to accept instead; ''
+    is_insecure: bool = False   # accept any
+    fingerprint: str = ''       # SHA-256 of the one certificate to accept, from a connection file; ''
 
     def wrap(self, plain: socket.socket, host: str) -> Any:
-        """Make a connected socket speak TLS. OSError, or ValueError, for a server that is not believed."""
+        """Make a connected socket speak TLS. OSError, or ValueError, for a server that is not accepted."""
         ssl = load_ssl()
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
         except OSError as error:
-            raise BadInput(f'cannot use the certificates in {self.ca_file}: {error.strerror or "not in PEM form"}') from None
+            reason = error.strerror or 'not in PEM form'
+            raise BadInput(f'cannot use the certificates in {self.ca_file}: {reason}') from None
         is_pinned = bool(self.fingerprint) and not self.ca_file
         if self.is_insecure or is_pinned:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         secured = context.wrap_socket(plain, server_hostname=host)
-        if is_pinned and hashlib.sha256(secured.getpeercert(binary_form=True)).hexdigest() != self.fingerprint:
+        found = hashlib.sha256(secured.getpeercert(binary_form=True)).hexdigest()
+        if is_pinned and found != self.fingerprint:
             secured.close()
             raise ConnectionError('its certificate is not that of the server that was started here')
         return secured
@@ -15440,7 +15896,7 @@ class HttpConnection:
     Proxies named in the environment are not used: they seldom lead to a login node's ports.
     """
 
-    def __init__(self, address: Address, trust: TlsSettings = TlsSettings()) -> None:
+    def __init__(self, address: Address, tls: Optional[TlsSettings] = None) -> None:
         """Connect. OSError if nobody accepts."""
         self.address = address
         name = f'[{address.host}]' if ':' in address.host else address.host
@@ -15454,7 +15910,7 @@ class HttpConnection:
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if address.is_tls:
-                self.socket = trust.wrap(self.socket, address.host)
+                self.socket = (tls or TlsSettings()).wrap(self.socket, address.host)
         except BaseException:
             self.close()
             raise
@@ -15472,18 +15928,18 @@ class HttpConnection:
             self.fields += f'cookie: {credentials.cookie}\r\n'
 
     def close(self) -> None:
-        """Hang up."""
+        """Close it."""
         self.is_closed = True
         self.socket.close()
 
     def is_alive(self) -> bool:
-        """Whether the next request may go out: the server has not hung up, and no answer is still to come."""
+        """Whether the next request may go out: the server has not closed it, and no answer is pending."""
         if self.is_closed or self.is_waiting:
             return False
         return not select_readable(self.socket) or self.address.is_tls and self.is_only_tls()
 
     def is_only_tls(self) -> bool:
-        """Whether what can be read is TLS's own (session tickets come after its handshake), not the end, nor rubbish."""
+        """Whether what can be read is TLS's own, such as session tickets, and not the end, nor data."""
         self.socket.settimeout(0)
         try:
             self.socket.recv(1)
@@ -15498,7 +15954,7 @@ class HttpConnection:
         return self.read_answer(deadline_s)
 
     def send(self, method: str, target: str, body: Optional[bytes], deadline_s: float) -> None:
-        """Let a request go out; read_answer() is to follow. After an error the wire is closed."""
+        """Let a request go out; read_answer() is to follow. After an error the connection is closed."""
         fields = self.fields
         if self.signer is not None:
             path, _, query = target.partition('?')
@@ -15506,17 +15962,19 @@ class HttpConnection:
         if body is not None:
             fields += f'content-type: application/json\r\ncontent-length: {len(body)}\r\n'
         self.is_waiting = True
-        gone = (BrokenPipeError, ConnectionResetError) + ((load_ssl().SSLEOFError,) if self.address.is_tls else ())
+        gone = (BrokenPipeError, ConnectionResetError)      # type: Tuple[Any, ...]
+        gone += (load_ssl().SSLEOFError,) if self.address.is_tls else ()
         try:
             self.socket.settimeout(deadline_s)
             with contextlib.suppress(*gone):    # a refusal may be there to read
-                self.socket.sendall(f'{method} {target} HTTP/1.1\r\n{fields}\r\n'.encode('ascii') + (body or b''))
+                head = f'{method} {target} HTTP/1.1\r\n{fields}\r\n'.encode('ascii')
+                self.socket.sendall(head + (body or b''))
         except BaseException:
             self.close()
             raise
 
     def read_answer(self, deadline_s: float) -> Tuple[int, bytes]:
-        """Status and body of the answer to the request that is out. After an error the wire is closed."""
+        """Status and body of the answer to the request that is out. After an error it is closed."""
         try:
             answer = self.receive_answer(time.monotonic() + deadline_s)
         except BaseException:
@@ -15539,14 +15997,14 @@ class HttpConnection:
         return status, body
 
     def check_signature(self, status: int, head: bytes, body: bytes) -> None:
-        """See that an answer is our server's, to our last request, if the wire signs. ConnectionError."""
+        """ConnectionError unless an answer is our server's, to our last request, if requests are signed."""
         if self.signer is None:
             return
         found = SIGNATURE_FIELD.search(head)
         wanted = self.signer.sign_answer(status, body)
         if not found or not hmac.compare_digest(found.group(1).decode(), wanted):
             raise ConnectionError(f'its answer ({status}) is not signed by the server of the token: '
-                                  'somebody else answers at this address, or alters what passes')
+                                  'another program answers at this address, or alters what passes')
 
     def receive_head(self, deadline: float) -> Tuple[int, bytes, bytes]:
         """Status and head of an answer, and what has come of its body."""
@@ -15564,14 +16022,15 @@ class HttpConnection:
         return status, head, data
 
     def stream(self, target: str, last_id: str, until: float) -> Iterator[StreamEvent]:
-        """Ask for a stream of events; they come until the time is over (monotonic) or the server hangs up. The wire is used up."""
+        """Ask for a stream of events, until some time (monotonic) or its end. No request can follow."""
         if last_id:
             self.fields += f'last-event-id: {last_id}\r\n'
-        self.send('GET', target, None, SILENCE_S)
-        status, head, data = self.receive_head(time.monotonic() + SILENCE_S)
+        self.send('GET', target, None, STREAM_DEADLINE_S)
+        status, head, data = self.receive_head(time.monotonic() + STREAM_DEADLINE_S)
         if b'text/event-stream' not in head:
             length = LENGTH_FIELD.search(head)
-            body = self.read_body(data, int(length.group(1)) if length else 0, time.monotonic() + SILENCE_S)
+            size = int(length.group(1)) if length else 0
+            body = self.read_body(data, size, time.monotonic() + STREAM_DEADLINE_S)
             self.check_signature(status, head, body)
             parse_answer(status if status >= 300 else 502, body)
         self.check_signature(status, head, b'')
@@ -15591,7 +16050,7 @@ class HttpConnection:
             if len(data) + len(held) > MAX_EVENT_BYTES:
                 raise ConnectionError('an event without end')
             try:
-                data += self.receive(min(until, time.monotonic() + SILENCE_S))
+                data += self.receive(min(until, time.monotonic() + STREAM_DEADLINE_S))
             except socket.timeout:
                 if time.monotonic() < until:
                     raise
@@ -15605,7 +16064,7 @@ class HttpConnection:
         self.socket.settimeout(left_s)
         data = self.socket.recv(size)
         if not data:
-            raise ConnectionResetError(errno.ECONNRESET, 'the server hung up')
+            raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection')
         return data
 
     def read_body(self, data: bytes, length: int, deadline: float) -> bytes:
@@ -15622,433 +16081,25 @@ class HttpConnection:
 
 
 def select_readable(sock: socket.socket) -> bool:
-    """Whether something can be read at once; between two requests that is the end, or rubbish."""
+    """Whether something can be read at once; between two requests that is the end, or unexpected data."""
     poll = select.poll()    # select() knows no descriptors from 1024 on
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
 
 
-def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
-    """Path and query of an operation."""
-    params = dict(params)
-    path = re.sub(r'\{(\w+)\}', lambda match: urllib.parse.quote(str(params.pop(match.group(1))), safe=''), route.path)
-    pairs = []
-    for name, value in params.items():
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            pairs.append((name, format_parameter(item)))
-    return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
-
-
-class PendingCall:
-    """An operation that was asked for; finish() waits for what came of it. A selector may watch it meanwhile."""
-
-    def __init__(self, value: Any = None, wire: Optional[HttpConnection] = None) -> None:
-        self.value = value      # the answer of a direct client
-        self.wire = wire        # on which the answer is to come
-
-    def fileno(self) -> int:
-        """Descriptor that gets readable with the answer; -1 if the answer is here."""
-        return -1 if self.wire is None or self.wire.is_closed else self.wire.socket.fileno()
-
-    def finish(self, deadline_s: float = CALL_DEADLINE_S) -> Any:
-        """The answer. Raises what call() raises."""
-        if self.wire is None:
-            return self.value
-        try:
-            status, answer = self.wire.read_answer(deadline_s)
-        except (OSError, ValueError) as error:
-            raise Unreachable(f'no answer from {self.wire.address.url}: {explain(error)}') from None
-        return parse_answer(status, answer)
-
-
-def name_values(route: Route, values: Sequence[Any], params: Dict[str, Any]) -> Dict[str, Any]:
-    """Values without a name: first those of the path, in its order, then the body."""
-    names = path_parameters(route)[1 if 'id' in params else 0:] + (['body'] if route.body else [])
-    names = [name for name in names if name not in params]
-    if len(values) > len(names):
-        raise BadInput(f"{route.name} takes at most {len(names)} values without a name" + (': ' + ', '.join(names) if names else ''))
-    return dict(params, **dict(zip(names, values)))
-
-
-def client_method(route: Route) -> Callable[..., Any]:
-    """The method of a client that carries out an operation, with the rows of the tables as its docstring."""
-    def carry_out(self: 'Client', *values: Any, **params: Any) -> Any:
-        return self.call(route.name, **name_values(route, values, params))
-    carry_out.__name__ = carry_out.__qualname__ = route.name
-    query = '\n        '.join(['\n    query:', *route.query.split()]) if route.query else ''
-    body = '\n        '.join(['\n    body: ' + route.body, *MODELS.get(route.body.lstrip('?'), '').split()]) if route.body else ''
-    carry_out.__doc__ = f'{route.verb.__doc__}\n\n    {route.method} {route.path}{query}{body}\n    answer: {answer_type(route)}'
-    return carry_out
-
-
-Operations = type('Operations', (), {route.name: client_method(route) for route in ROUTES})
-
-
-class Client(Operations):
-    """Every operation of the API by its name, with plain dicts and lists going in and coming out.
-
-        with torc.Client.connect() as client:
-            workflow = client.create_workflow({'name': 'study', 'user': 'me'})
-            client.create_job({'workflow_id': workflow['id'], 'name': 'first', 'command': 'echo hello'})
-            client.initialize_jobs(workflow['id'])
-            for job in client.pages('list_jobs', workflow_id=workflow['id']):
-                print(job['name'], job['status'])
-
-    Parameters have names; those of the path may stand without, in their order, and then the body. help(client.create_job)
-    tells an operation's path, query and body: name:type, with ! where it must be given, and ? before the model of a body
-    of which a part will do. A list answers with its first 100,000 items at most; pages() goes through all.
-
-    What the server refuses is a TorcError: `message` tells what and why, `http` the status, `details` the field, say, and
-    `exit` how a command would end. Its kinds: BadInput, Refused, NotFound, Conflict, Denied, and Unreachable, which says
-    that nobody answered: it may have been done or not.
-
-    Made by connect(). A client that is closed, or whose server went away, finds its way again with the next call. It is
-    for one thread at a time, and not for both sides of a fork: make another one there.
-    """
-
-    def __init__(self, url: str = '', database: str = '', token_file: str = '', trust: TlsSettings = TlsSettings(),
-                 needs_server: bool = False, credentials: Credentials = Credentials()) -> None:
-        self.named_url = url                    # the only server that will do; ''
-        self.credentials = credentials          # for that one
-        self.database = database                # or the database whose server, or whose file, will do
-        self.token_file = token_file            # path of the token's file, or ''
-        self.trust = trust                      # for https
-        self.needs_server = needs_server        # fork an embedded server rather than open the database
-        self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
-        self.in_memory = False                  # the embedded server in use has its database in memory
-        self.has_changed = False                # something was asked for that is more than reading
-        self.server_file = ''                   # registration of the lasting server; '': none
-        self.servers_started = 0                # embedded ones, by this client
-        self.was_open = False                   # before: what it used is not to be made anew
-        self.is_lasting = False                 # the database was served by a lasting server: wait for it, fork none
-        self._wire = None                       # type: Optional[HttpConnection]
-        self._store = None                      # type: Optional[Store]
-        self._lease = None                      # type: Optional[Lease]
-        self._service = None                    # type: Optional[Service]  # on the store
-
-    @classmethod
-    def connect(cls, url: Optional[str] = None, database: Optional[str] = None, token_file: str = '', ca_file: str = '',
-                is_insecure: bool = False, needs_server: bool = False, is_reading: bool = False,
-                credentials: Credentials = Credentials()) -> 'Client':
-        """Find a server or a database: as commands do, unless one is named.
-
-        url           http://HOST:PORT, and token_file, the path of its token's file (else TORC_TOKEN_FILE); ca_file: whose
-                      certificates are believed, for https (else TORC_TLS_CA_CERT, else this machine's); is_insecure: believe
-                      all (or TORC_TLS_INSECURE)
-        database      path of a database: its server if it has one, else the file itself, which nobody else can use then
-        needs_server  fork a server, which leaves after us, rather than take the file: runners and other programs can
-                      use it at the same time
-        is_reading    make no new database
-        credentials   password and cookie for the server that url names (else TORC_PASSWORD, TORC_COOKIE_HEADER)
-        Without url and database: TORC_API_URL, the lasting server of this account (BadInput if there are
-        several, Unreachable if it was killed), torc_output/torc.db.
-        """
-        trust = TlsSettings(ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
-                      is_insecure or os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true'))
-        token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
-        url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
-        credentials = check_credentials(url, credentials)
-        if url:
-            known = find_server_file(url, token_file)
-            token_file = '' if credentials.password else token_file or known.get('token_file') or ''
-            client = cls(url=parse_url(url).url, token_file=token_file, trust=trust._replace(fingerprint=known.get('fingerprint') or ''),
-                         credentials=credentials)
-        else:
-            database, server_file = (os.path.abspath(database), '') if database else find_database()
-            if not server_file and is_reading and not os.path.exists(database):
-                raise NotFound(f'there is no server and no database {database}: '
-                               '`torc.py run FILE` or `torc.py create FILE` makes one')
-            client = cls(database=database, needs_server=needs_server, trust=trust)
-            client.server_file, client.is_lasting = server_file, bool(server_file)
-        client.reconnect(NAMED_DEADLINE_S if url else FIND_DEADLINE_S)
-        return client
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the verbs run in this process, on the database itself."""
-        return self._store is not None
-
-    @property
-    def location(self) -> str:
-        """Where its workflows are stored, for messages."""
-        if self.named_url:
-            return f'the server {self.named_url}'
-        return f'the database {self.database}' + (f' (served at {self.url})' if self.is_lasting else '')
-
-    @property
-    def url(self) -> str:
-        """The server's address, for TORC_API_URL; '' if the client is direct."""
-        return self._wire.address.url if self._wire is not None else self.named_url
-
-    def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
-        """Carry out an operation: body as the model says, path and query parameters by name. TorcErrors are the verb's.
-
-        `id` stands for the first parameter of the path. Unreachable: nobody answered, and it may have been done or not.
-        """
-        deadline_s = deadline_s or CALL_DEADLINE_S
-        try:
-            return self.begin(op, body, deadline_s, **params).finish(deadline_s)
-        except Unreachable:
-            if OPERATIONS[op].method != 'GET' or self._wire is None or not self._wire.is_closed:
-                raise
-        return self.begin(op, body, deadline_s, **params).finish(deadline_s)
-
-    def begin(self, op: str, body: Any = None, deadline_s: float = CALL_DEADLINE_S, **params: Any) -> PendingCall:
-        """Ask for an operation, wherever it can be carried out now; its answer may be fetched later, before the next call."""
-        route = OPERATIONS.get(op)
-        if route is None:
-            raise BadInput(f'there is no operation {op!r}' + did_you_mean(op, OPERATIONS))
-        if route.returns == STREAM:
-            raise BadInput(f'{op} is a stream without end: client.stream({op!r}, ...) gives its events')
-        params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
-        self.has_changed = self.has_changed or route.method != 'GET'
-        if self._store is None and (self._wire is None or not self._wire.is_alive()):
-            self.reconnect(min(FIND_DEADLINE_S, deadline_s))
-        if self._store is not None:
-            return PendingCall(self.call_direct(self._service, route, body, params))
-        data = None if body is None else format_body(body)
-        wire = self._wire
-        target = format_target(route, wire.address.prefix, params)
-        try:
-            wire.send(route.method, target, data, deadline_s)
-        except (OSError, ValueError) as error:
-            raise Unreachable(f'no answer from {self.url}: {explain(error)}') from None
-        return PendingCall(wire=wire)
-
-    @staticmethod
-    def call_direct(service: Service, route: Route, body: Any, params: Dict[str, Any]) -> Any:
-        """Carry out an operation on our own store."""
-        store, context = service.store, service.context(user_name())
-        failure = None      # of the verb: what it has asked to be stored all the same is committed
-        try:
-            with store.reading() if route.method == 'GET' else store.transaction():
-                try:
-                    answer = call_operation(context, route.name, params, body)
-                except TorcError as error:
-                    failure = error
-            if failure is None and isinstance(answer, Accepted):    # no server is there to go on with the task
-                with store.transaction():
-                    run_tasks(service)
-                    answer = get_task(context, answer['id'])
-        except sqlite3.Error as error:
-            raise explain_database_error(error, store.path) from None
-        if failure is not None:
-            raise failure
-        return answer
-
-    def stream(self, op: str, until: float = math.inf, **params: Any) -> Iterator[StreamEvent]:
-        """Events of a stream operation as they come, for ever, or until time.monotonic() says so. Needs a server, and gets one.
-
-        A server that goes away is found again, and goes on where it left off, if it can; what was missed comes as an event of
-        type 'warning' whose data tell how many were `dropped`. Unreachable when it stays away for STREAM_PATIENCE_S.
-        """
-        route = OPERATIONS[op]
-        params = name_parameters(route, params)
-        self.need_server()
-        last_id = ''
-        while time.monotonic() < until:
-            if self._wire is None or not self._wire.is_alive():
-                self.reconnect(min(STREAM_PATIENCE_S, until - time.monotonic()))
-            wire, self._wire = self._wire, None     # other calls get another one
-            with contextlib.closing(wire), contextlib.suppress(OSError):      # it went away: another try
-                for event in wire.stream(format_target(route, wire.address.prefix, params), last_id, until):
-                    last_id = event.id or last_id
-                    if event.type:
-                        yield event
-            time.sleep(max(0.0, min(STREAM_PAUSE_S, until - time.monotonic())))
-
-    def pages(self, op: str, **params: Any) -> Iterator[Any]:
-        """All items of a list operation from `offset` on, fetched page by page, `limit` at a time."""
-        offset = params.pop('offset', 0)
-        while True:
-            page = self.call(op, offset=offset, **params)
-            if not isinstance(page, dict) or not isinstance(page.get('items'), list):
-                raise Unreachable(f'what answers at {self.url} is no server of torc.py or Torc')
-            yield from page['items']
-            offset += len(page['items'])
-            if not page['has_more'] or not page['items']:
-                return
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f'a client has no operation {name!r}' + did_you_mean(name, OPERATIONS))
-
-    def __enter__(self) -> 'Client':
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the connection or the database back. The next call opens it again."""
-        wire, store, lease = self._wire, self._store, self._lease
-        self._wire = self._store = self._lease = None
-        if wire is not None:
-            wire.close()
-        if store is not None:
-            store.close()
-        if lease is not None:
-            lease.release()
-
-    def leave(self) -> None:
-        """Close. After a change, an embedded server in memory has written everything to its file before.
-
-        It may be killed as soon as we have left: batch systems do so at the end of a script. If nobody else
-        uses it, its end is waited for too.
-        """
-        if self.in_memory and self.has_changed and self._wire is not None:
-            try:
-                self.await_snapshot()
-            except TorcError as error:
-                log.warning('the snapshot %s could not be written: %s', self.database, error)
-            self.close()
-            deadline = time.monotonic() + LEAVE_DEADLINE_S
-            while os.path.exists(self.database + '.memory') and time.monotonic() < deadline:
-                time.sleep(LEAVE_PAUSE_S)
-        self.close()
-
-    def await_snapshot(self) -> None:
-        """Wait until the database file holds everything that was done."""
-        wanted = answer = self.call('snapshot_database')
-        while answer['saved'] < wanted['changes']:
-            if answer.get('error'):
-                raise Refused(answer['error'])
-            time.sleep(LEAVE_PAUSE_S)
-            answer = self.call('snapshot_database')
-
-    def need_server(self) -> None:
-        """From now on through a server: a direct client gives its database to an embedded one and joins it."""
-        if self.database and not self.needs_server:
-            self.needs_server = True
-            if self.is_direct:
-                self.reconnect()
-
-    def reconnect(self, wait_s: float = FIND_DEADLINE_S) -> None:
-        """Find the server or the database again; an embedded server that died is started anew.
-
-        Waits for what passes by itself: a server that starts or leaves, another command that has the database.
-        """
-        self.close()
-        deadline, pause_s = time.monotonic() + wait_s, 0.005
-        while True:
-            try:
-                self.open()
-                self.was_open = True
-                return
-            except (Unreachable, Conflict):
-                if time.monotonic() + pause_s > deadline:
-                    raise
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.25)
-
-    def open(self) -> None:
-        """One try to find what reconnect() wants."""
-        if self.named_url:
-            wire = self.open_wire([self.named_url])
-            wire.show(self.credentials)
-            if self.token_file:
-                server = find_server_file(self.named_url, self.token_file)
-                wire = self.ask_proof(wire, server if server.get('token_file') == self.token_file else {})
-            self._wire = wire
-            return
-        found = read_living_server(self.server_file or self.database + '.connection')
-        if found is not None:
-            was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
-            self.in_memory = bool(found.get('in_memory')) and not self.is_lasting
-            self.token_file = found.get('token_file') or ''
-            self.trust = self.trust._replace(fingerprint=found.get('fingerprint') or '')
-            try:
-                self._wire = self.open_proven(found)
-                return
-            except Unreachable as error:
-                lives = process_lives(found)
-                if self.server_file and not lives:
-                    reason = f'cannot be reached ({error.message})'
-                    raise absent(explain_dead_server(self.server_file, found, reason)) from None
-                if lives or not was_here(found):
-                    raise
-            self.is_lasting = was_lasting   # killed with its container; if not, it has a lock on the database
-        if self.is_lasting:
-            raise absent(f'the server of {self.database} is gone; start it again with '
-                         f'`torc.py serve -d {shlex.quote(self.database)}`')
-        elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
-            raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
-        elif not self.needs_server:
-            self._store, self._lease = hold_database(self.database)
-            self._service = Service(self._store)
-            forget_server(self.database)
-        elif start_embedded_server(self.database, self.snapshot_interval_s):
-            self.servers_started += 1
-            forget_server(self.database)
-            self.open()
-        else:
-            raise Conflict(f'the database {self.database} is in use by another torc.py; stop it, '
-                           'or give another place with --db')
-
-    def open_wire(self, urls: Sequence[str]) -> HttpConnection:
-        """Connect to the first address that accepts."""
-        reasons, kind = [], Unreachable     # type: List[str], Callable[[str], Unreachable]
-        for url in urls:
-            try:
-                return HttpConnection(parse_url(url), self.trust)
-            except (OSError, ValueError) as error:      # a wrong certificate is a ValueError before Python 3.7
-                reasons.append(f'{url} does not answer: {explain(error)}')
-                kind = absent if isinstance(error, (ConnectionError, socket.timeout)) else kind
-        raise kind('; '.join(reasons) + '; is the server running?')
-
-    def open_proven(self, found: Dict[str, Any]) -> HttpConnection:
-        """Connect to the server of a connection file, if it is the one that wrote it: only then it gets the token."""
-        urls = found.get('candidates') or [found['url']]
-        if not was_here(found):
-            urls = [url for url in urls if not is_loopback(parse_url(url).host)]
-            if not urls:
-                raise Unreachable(f"the server of {self.database} runs on host {found['host']} and answers there only; "
-                                  'start it with --host to reach it from here')
-        return self.ask_proof(self.open_wire(urls), found)
-
-    def ask_proof(self, wire: HttpConnection, server: Dict[str, Any]) -> HttpConnection:
-        """Let the server prove that it knows the token, and sign from now on. Without one: see that it lets us in.
-
-        `server` is what its connection file says; {} if there is none.
-        """
-        challenge = secrets.token_hex(16)
-        wire.most_bytes = MAX_PROOF_BYTES
-        try:
-            status, body = wire.ask('GET', f'/healthz?challenge={challenge}', deadline_s=FIND_DEADLINE_S)
-            if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
-                parse_answer(status, body)
-            said = {key: ascii(item) if not isinstance(item, str) else item.encode('ascii', 'replace').decode()
-                    for key, item in json.loads(body.decode()).items()}
-            wire.most_bytes = math.inf
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            wire.close()
-            raise absent(f'no answer from {wire.address.url}: {explain(error)}') from None
-        if not self.token_file:
-            return wire
-        token = read_token(self.token_file)
-        signer = Signer(token.encode(), challenge, said.get('nonce', ''), said.get('server_id', ''))
-        is_old = bool(server) and not server.get('signs')
-        old_proof = prove_token(token.encode(), challenge, wire.address.port)
-        if is_old and hmac.compare_digest(said.get('proof', ''), old_proof):
-            wire.show_token(token)
-        elif not is_old and hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
-                and server.get('server_id') in (None, said['server_id']):
-            wire.signer = signer
-        else:
-            wire.close()
-            raise Unreachable(f'what answers at {wire.address.url} is not the server of the token '
-                              f'in {self.token_file}')
-        return wire
-
-
 def explain(error: Exception) -> str:
-    """Why a connection failed, in words."""
+    """Why a connection failed, as text."""
     if isinstance(error, socket.timeout):
         return 'too slow'
     reason = getattr(error, 'reason', '')
-    if reason == 'CERTIFICATE_VERIFY_FAILED' or type(error).__name__ == 'CertificateError':    # the second before Python 3.7
+    # the second before Python 3.7
+    if reason == 'CERTIFICATE_VERIFY_FAILED' or type(error).__name__ == 'CertificateError':
         code = getattr(error, 'verify_code', 0)
-        cure = CERTIFICATE_CURES.get(code, 'is not one that is believed here: give that of its authority with --tls-ca-cert FILE')
-        return f'its certificate {cure}' if code else f'{error}: its certificate {cure}, or is for another name, or has expired'
+        cure = CERTIFICATE_CURES.get(code, 'is not accepted here: '
+                                     'give that of its authority with --tls-ca-cert FILE')
+        if code:
+            return f'its certificate {cure}'
+        return f'{error}: its certificate {cure}, or is for another name, or has expired'
     if reason in ('WRONG_VERSION_NUMBER', 'UNKNOWN_PROTOCOL', 'HTTP_REQUEST', 'RECORD_LAYER_FAILURE'):
         return 'it does not speak TLS: write http:// in the address'
     return getattr(error, 'strerror', None) or str(error) or type(error).__name__
@@ -16058,8 +16109,37 @@ def format_body(body: Any) -> bytes:
     """A request's body. BadInput for what JSON cannot say."""
     try:
         return format_json(body).encode()
-    except (TypeError, ValueError, RecursionError) as error:    # of them UnicodeEncodeError: half of a surrogate pair
+    # A UnicodeEncodeError, half of a surrogate pair, is a ValueError.
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f'the body cannot be sent as JSON: {error}') from None
+
+
+# ======== 11a. Client: the verbs of the service from anywhere ========
+#
+# One class, two transports, the same values. Through HTTP, on one kept-alive connection, when a server is
+# there; and directly, on a Store of its own, when there is only a database and nobody else has it: then a
+# command costs no socket and no process. Where to look, first found first taken: a URL or database that was
+# named; TORC_API_URL; the lasting server that this account has registered, wherever its database is; the
+# embedded database of this directory.
+#
+# A connection file is trusted only after its server has proved that it knows the token, for a port may have
+# changed hands; from then on requests and answers are signed with it (Signer), and it is never sent, but to a
+# server of an older torc.py, which a connection file without `signs` is of. That exchange also makes sure
+# that an embedded server on the point of leaving has let us in: from then on it stays until we close. Who
+# knows the user by a password only cannot prove anything: a password goes to a server that was named, and to
+# no other. What was sent once is not sent again by itself, unless it only reads: the caller knows better. A
+# stream of events takes a connection of its own, and goes on where it left off when that is lost.
+#
+# Over https a connection file names the one certificate to accept; without one it is as with any https
+# server.
+
+EMBEDDED_DATABASE = os.path.join(DEFAULT_OUTPUT_DIR, 'torc.db')
+FIND_DEADLINE_S = 10.0              # for a server that starts or leaves, or another command with the database
+NAMED_DEADLINE_S = 1.0              # at first, for a given address: it is mistyped rather than just starting
+STREAM_PATIENCE_S = 60.0            # for the server of a stream to come back
+LEAVE_DEADLINE_S = 2.0              # for an embedded server in memory to end, if we were its last client
+LEAVE_PAUSE_S = 0.02
+STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
 
 
 def find_database() -> Tuple[str, str]:
@@ -16110,8 +16190,10 @@ def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
 
 
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
-    """What the connection file says of the server that answers at a URL: the one beside the token's file, that of the
-    embedded server, or a registered one. {} if none names it."""
+    """What a connection file says of the server that answers at a URL; {} if none names it.
+
+    Of these: that beside the token's file, the usual ones, and those of registered servers.
+    """
     beside = [token_file[:-len('.token')]] if token_file.endswith('.token') else []
     databases = beside + [default_database(), os.path.abspath(EMBEDDED_DATABASE)]
     address = parse_url(url)
@@ -16119,7 +16201,7 @@ def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
         try:
             server = read_living_server(path)
         except (Denied, OSError):
-            continue    # not ours to trust
+            continue    # not ours to tls
         if server is not None and serves_address(server, address):
             return server
     return {}
@@ -16144,7 +16226,454 @@ def is_own_name(host: str) -> bool:
     return any(map(is_loopback, found)) or not found.isdisjoint(own_addresses())
 
 
-# ======== 11a. Steps: what several commands do with a workflow ========
+class Connector:
+    """Finds the server or the database of a client, and connects to it: the only code that tries again."""
+
+    def __init__(self, url: str = '', database: str = '', token_file: str = '',
+                 tls: Optional[TlsSettings] = None, credentials: Optional[Credentials] = None,
+                 needs_server: bool = False) -> None:
+        self.named_url = url                    # the only server that will do; ''
+        self.credentials = credentials or Credentials()     # for that one
+        self.database = database                # or the database whose server, or whose file, will do
+        self.token_file = token_file            # path of the token's file, or ''
+        self.tls = tls or TlsSettings()
+        self.needs_server = needs_server        # fork an embedded server rather than open the database
+        self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
+        self.in_memory = False                  # the embedded server in use has its database in memory
+        self.server_file = ''                   # registration of the lasting server; '': none
+        self.servers_started = 0                # embedded ones, by this client
+        self.was_open = False                   # before: what it used is not to be made anew
+        self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
+        self._connection = None                 # type: Optional[HttpConnection]
+        self._store = None                      # type: Optional[Store]
+        self._lease = None                      # type: Optional[Lease]
+        self._service = None                    # type: Optional[Service]  # on the store
+
+    @classmethod
+    def connect(cls, *where: Any, **how: Any) -> Any:
+        """Find a server or a database, as commands do unless one is named, and connect to it.
+
+        url           http://HOST:PORT
+        database      path of a database: its server if it has one, else the file, for this client alone
+        token_file    path of the token's file of the server that url names (else TORC_TOKEN_FILE)
+        tls           TlsSettings(ca_file, is_insecure): which certificates are accepted, for https
+                      (else TORC_TLS_CA_CERT, TORC_TLS_INSECURE, and the authorities of this machine)
+        credentials   Credentials(password, cookie) for the server that url names (else TORC_PASSWORD,
+                      TORC_COOKIE_HEADER)
+        needs_server  fork a server, which leaves after its last client, rather than take the file
+        Without url and database: TORC_API_URL, the lasting server of this account (BadInput if there are
+        several, Unreachable if it was killed), torc_output/torc.db.
+        """
+        client = cls.find(*where, **how)
+        client.reconnect()
+        return client
+
+    @classmethod
+    def find(cls, url: str = '', database: str = '', token_file: str = '', tls: Optional[TlsSettings] = None,
+             credentials: Optional[Credentials] = None, needs_server: bool = False) -> Any:
+        """The client that connect() makes, before it connects."""
+        is_insecure = os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true')
+        tls = tls or TlsSettings()
+        ca_file = tls.ca_file or os.environ.get('TORC_TLS_CA_CERT', '')
+        tls = TlsSettings(ca_file, tls.is_insecure or is_insecure)
+        token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
+        url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
+        credentials = check_credentials(url, credentials or Credentials())
+        if url:
+            known = find_server_file(url, token_file)
+            token_file = '' if credentials.password else token_file or known.get('token_file') or ''
+            tls = tls._replace(fingerprint=known.get('fingerprint') or '')
+            return cls(parse_url(url).url, token_file=token_file, tls=tls, credentials=credentials)
+        database, server_file = (os.path.abspath(database), '') if database else find_database()
+        client = cls(database=database, needs_server=needs_server, tls=tls)
+        client.server_file, client.is_lasting = server_file, bool(server_file)
+        return client
+
+    def check_exists(self) -> None:
+        """NotFound if a database would be made."""
+        if not self.named_url and not self.server_file and not os.path.exists(self.database):
+            raise NotFound(f'there is no server and no database {self.database}: '
+                           '`torc.py run FILE` or `torc.py create FILE` makes one')
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the verbs run in this process, on the database itself."""
+        return self._store is not None
+
+    @property
+    def location(self) -> str:
+        """Where its workflows are stored, for messages."""
+        if self.named_url:
+            return f'the server {self.named_url}'
+        return f'the database {self.database}' + (f' (served at {self.url})' if self.is_lasting else '')
+
+    @property
+    def url(self) -> str:
+        """The server's address, for TORC_API_URL; '' if the client is direct."""
+        return self._connection.address.url if self._connection is not None else self.named_url
+
+    def close(self) -> None:
+        """Give the connection or the database back. The next call opens it again."""
+        connection, store, lease = self._connection, self._store, self._lease
+        self._connection = self._store = self._lease = None
+        if connection is not None:
+            connection.close()
+        if store is not None:
+            store.close()
+        if lease is not None:
+            lease.release()
+
+    def need_server(self) -> None:
+        """From now on through a server: a direct client hands its database to an embedded one."""
+        if self.database and not self.needs_server:
+            self.needs_server = True
+            if self.is_direct:
+                self.reconnect()
+
+    def ensure_connected(self, wait_s: float) -> None:
+        """See that the connection or the database can be used now."""
+        if self._store is None and (self._connection is None or not self._connection.is_alive()):
+            self.reconnect(wait_s)
+
+    def reconnect(self, wait_s: Optional[float] = None) -> None:
+        """Find the server or the database again; an embedded server that has ended is started again.
+
+        Waits for what passes by itself: a server that starts or leaves, another command that has the
+        database.
+        """
+        self.close()
+        if wait_s is None:
+            wait_s = NAMED_DEADLINE_S if self.named_url and not self.was_open else FIND_DEADLINE_S
+        deadline, pause_s = time.monotonic() + wait_s, 0.005
+        while True:
+            try:
+                self.open()
+                self.was_open = True
+                return
+            except (Unreachable, Conflict):
+                if time.monotonic() + pause_s > deadline:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.25)
+
+    def open(self) -> None:
+        """One try to find what reconnect() wants."""
+        if self.named_url:
+            connection = self.open_connection([self.named_url])
+            connection.show(self.credentials)
+            if self.token_file:
+                server = find_server_file(self.named_url, self.token_file)
+                is_its = server.get('token_file') == self.token_file
+                connection = self.ask_proof(connection, server if is_its else {})
+            self._connection = connection
+            return
+        found = read_living_server(self.server_file or self.database + '.connection')
+        if found is not None:
+            was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
+            self.in_memory = bool(found.get('in_memory')) and not self.is_lasting
+            self.token_file = found.get('token_file') or ''
+            self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or '')
+            try:
+                self._connection = self.open_proven(found)
+                return
+            except Unreachable as error:
+                lives = process_lives(found)
+                if self.server_file and not lives:
+                    reason = f'cannot be reached ({error.message})'
+                    raise absent(explain_dead_server(self.server_file, found, reason)) from None
+                if lives or not was_here(found):
+                    raise
+            self.is_lasting = was_lasting   # killed with its container; if not, it has a lock on the database
+        if self.is_lasting:
+            raise absent(f'the server of {self.database} is gone; start it again with '
+                         f'`torc.py serve -d {shlex.quote(self.database)}`')
+        elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
+            raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
+        elif not self.needs_server:
+            self._store, self._lease = hold_database(self.database)
+            self._service = Service(self._store)
+            forget_server(self.database)
+        elif start_embedded_server(self.database, self.snapshot_interval_s):
+            self.servers_started += 1
+            forget_server(self.database)
+            self.open()
+        else:
+            raise Conflict(f'the database {self.database} is in use by another torc.py; stop it, '
+                           'or give another place with --db')
+
+    def open_connection(self, urls: Sequence[str]) -> HttpConnection:
+        """Connect to the first address that accepts."""
+        reasons, kind = [], Unreachable     # type: List[str], Callable[[str], Unreachable]
+        for url in urls:
+            try:
+                return HttpConnection(parse_url(url), self.tls)
+            except (OSError, ValueError) as error:  # a wrong certificate is a ValueError before Python 3.7
+                reasons.append(f'{url} does not answer: {explain(error)}')
+                kind = absent if isinstance(error, (ConnectionError, socket.timeout)) else kind
+        raise kind('; '.join(reasons) + '; is the server running?')
+
+    def open_proven(self, found: Dict[str, Any]) -> HttpConnection:
+        """Connect to the server of a connection file, if it is the one that wrote it."""
+        urls = found.get('candidates') or [found['url']]
+        if not was_here(found):
+            urls = [url for url in urls if not is_loopback(parse_url(url).host)]
+            if not urls:
+                raise Unreachable(f"the server of {self.database} runs on host {found['host']} and answers "
+                                  'there only; '
+                                  'start it with --host to reach it from here')
+        return self.ask_proof(self.open_connection(urls), found)
+
+    def ask_proof(self, connection: HttpConnection, server: Dict[str, Any]) -> HttpConnection:
+        """Have the server prove that it knows the token, and sign from now on; or just see that it answers.
+
+        `server` is what its connection file says; {} if there is none.
+        """
+        challenge = secrets.token_hex(16)
+        connection.most_bytes = MAX_PROOF_BYTES
+        try:
+            target = f'/healthz?challenge={challenge}'
+            status, body = connection.ask('GET', target, deadline_s=FIND_DEADLINE_S)
+            if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
+                parse_answer(status, body)
+            said = {key: item.encode('ascii', 'replace').decode() if isinstance(item, str) else ascii(item)
+                    for key, item in json.loads(body.decode()).items()}
+            connection.most_bytes = math.inf
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            connection.close()
+            raise absent(f'no answer from {connection.address.url}: {explain(error)}') from None
+        if not self.token_file:
+            return connection
+        token = read_token(self.token_file)
+        signer = Signer(token.encode(), challenge, said.get('nonce', ''), said.get('server_id', ''))
+        is_old = bool(server) and not server.get('signs')
+        old_proof = prove_token(token.encode(), challenge, connection.address.port)
+        if is_old and hmac.compare_digest(said.get('proof', ''), old_proof):
+            connection.show_token(token)
+        elif not is_old and hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
+                and server.get('server_id') in (None, said['server_id']):
+            connection.signer = signer
+        else:
+            connection.close()
+            raise Unreachable(f'what answers at {connection.address.url} is not the server of the token '
+                              f'in {self.token_file}')
+        return connection
+
+
+def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
+    """Path and query of an operation."""
+    params = dict(params)
+    path = re.sub(r'\{(\w+)\}', lambda match: urllib.parse.quote(str(params.pop(match.group(1))), safe=''),
+                  route.path)
+    pairs = []
+    for name, value in params.items():
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            pairs.append((name, format_parameter(item)))
+    return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
+
+
+class PendingCall:
+    """An operation that was asked for; finish() waits for its answer. A selector may watch it meanwhile."""
+
+    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None) -> None:
+        self.value = value      # the answer of a direct client
+        self.connection = connection        # on which the answer is to come
+
+    def fileno(self) -> int:
+        """Descriptor that gets readable with the answer; -1 if the answer is here."""
+        return -1 if self.connection is None or self.connection.is_closed else self.connection.socket.fileno()
+
+    def finish(self, deadline_s: float = CALL_DEADLINE_S) -> Any:
+        """The answer. Raises what call() raises."""
+        if self.connection is None:
+            return self.value
+        try:
+            status, answer = self.connection.read_answer(deadline_s)
+        except (OSError, ValueError) as error:
+            raise Unreachable(f'no answer from {self.connection.address.url}: {explain(error)}') from None
+        return parse_answer(status, answer)
+
+
+def name_values(route: Route, values: Sequence[Any], params: Dict[str, Any]) -> Dict[str, Any]:
+    """Values without a name: first those of the path, in its order, then the body."""
+    names = path_parameters(route)[1 if 'id' in params else 0:] + (['body'] if route.body else [])
+    names = [name for name in names if name not in params]
+    if len(values) > len(names):
+        raise BadInput(f'{route.name} takes at most {len(names)} values without a name'
+                       + (': ' + ', '.join(names) if names else ''))
+    return dict(params, **dict(zip(names, values)))
+
+
+def client_method(route: Route) -> Callable[..., Any]:
+    """The method of a client that carries out an operation, with the rows of the tables as its docstring."""
+    def carry_out(self: 'Client', *values: Any, **params: Any) -> Any:
+        return self.call(route.name, **name_values(route, values, params))
+    carry_out.__name__ = carry_out.__qualname__ = route.name
+    query = '\n        '.join(['\n    query:', *route.query.split()]) if route.query else ''
+    model = MODELS.get(route.body.lstrip('?'), '').split()
+    body = ['\n    body: ' + route.body, *model] if route.body else []
+    carry_out.__doc__ = (f'{route.verb.__doc__}\n\n    {route.method} {route.path}{query}'
+                         + '\n        '.join(body) + f'\n    answer: {answer_type(route)}')
+    return carry_out
+
+
+Operations = type('Operations', (), {route.name: client_method(route) for route in ROUTES})
+
+
+class Client(Connector, Operations):
+    """Every operation of the API by its name, with plain dicts and lists going in and coming out.
+
+        with torc.Client.connect() as client:
+            workflow = client.create_workflow({'name': 'study', 'user': 'me'})
+            client.create_job({'workflow_id': workflow['id'], 'name': 'first', 'command': 'echo hello'})
+            client.initialize_jobs(workflow['id'])
+            for job in client.pages('list_jobs', workflow_id=workflow['id']):
+                print(job['name'], job['status'])
+
+    Parameters have names; those of the path may stand without, in their order, and then the body.
+    help(client.create_job) shows an operation's path, query and body: name:type, with ! where it must be
+    given, and ? before the model of a body of which a part will do. A list answers with its first 100,000
+    items at most; pages() goes through all.
+
+    What the server refuses is a TorcError: `message` says what and why, `http` the status, `details` the
+    field, say, and `exit` how a command would end. Its kinds: BadInput, Refused, NotFound, Conflict, Denied,
+    and Unreachable, which says that nobody answered: it may have been done or not.
+
+    Made by connect(). A client that is closed, or whose server went away, finds its way again with the next
+    call. It is for one thread at a time, and not for both sides of a fork: make another one there.
+    """
+
+    def __init__(self, *where: Any, **how: Any) -> None:
+        super().__init__(*where, **how)
+        self.has_changed = False                # something was asked for that is more than reading
+
+    def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
+        """Carry out an operation: body as the model says, path and query parameters by name.
+
+        `id` stands for the first parameter of the path. Unreachable: nobody answered, and it may have been
+        done or not.
+        """
+        deadline_s = deadline_s or CALL_DEADLINE_S
+        try:
+            return self.begin(op, body, deadline_s, **params).finish(deadline_s)
+        except Unreachable:
+            if OPERATIONS[op].method != 'GET' or self._connection is None or not self._connection.is_closed:
+                raise
+        return self.begin(op, body, deadline_s, **params).finish(deadline_s)
+
+    def begin(self, op: str, body: Any = None, deadline_s: float = CALL_DEADLINE_S,
+              **params: Any) -> PendingCall:
+        """Ask for an operation; its answer may be fetched later, before the next call."""
+        route = OPERATIONS.get(op)
+        if route is None:
+            raise BadInput(f'there is no operation {op!r}' + did_you_mean(op, OPERATIONS))
+        if route.returns == STREAM:
+            raise BadInput(f'{op} is a stream without end: client.stream({op!r}, ...) gives its events')
+        params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
+        self.has_changed = self.has_changed or route.method != 'GET'
+        self.ensure_connected(min(FIND_DEADLINE_S, deadline_s))
+        if self._store is not None:
+            return PendingCall(self.call_direct(self._service, route, body, params))
+        data = None if body is None else format_body(body)
+        connection = self._connection
+        target = format_target(route, connection.address.prefix, params)
+        try:
+            connection.send(route.method, target, data, deadline_s)
+        except (OSError, ValueError) as error:
+            raise Unreachable(f'no answer from {self.url}: {explain(error)}') from None
+        return PendingCall(connection=connection)
+
+    @staticmethod
+    def call_direct(service: Service, route: Route, body: Any, params: Dict[str, Any]) -> Any:
+        """Carry out an operation on our own store."""
+        store, context = service.store, service.context(user_name())
+        failure = None      # of the verb: what it has asked to be stored all the same is committed
+        try:
+            with store.reading() if route.method == 'GET' else store.transaction():
+                try:
+                    answer = call_operation(context, route.name, params, body)
+                except TorcError as error:
+                    failure = error
+            if failure is None and isinstance(answer, Accepted):    # no server is there to run the task
+                with store.transaction():
+                    run_tasks(service)
+                    answer = get_task(context, answer['id'])
+        except sqlite3.Error as error:
+            raise explain_database_error(error, store.path) from None
+        if failure is not None:
+            raise failure
+        return answer
+
+    def stream(self, op: str, until: float = math.inf, **params: Any) -> Iterator[StreamEvent]:
+        """Events of a stream operation as they come, for ever or until some time (monotonic).
+
+        A server that goes away is found again, and goes on where it left off, if it can; what was missed
+        comes as an event of type 'warning' whose data say how many were `dropped`. Unreachable when it stays
+        away for STREAM_PATIENCE_S.
+        """
+        route = OPERATIONS[op]
+        params = name_parameters(route, params)
+        self.need_server()
+        last_id = ''
+        while time.monotonic() < until:
+            self.ensure_connected(min(STREAM_PATIENCE_S, until - time.monotonic()))
+            connection, self._connection = self._connection, None     # other calls get another one
+            with contextlib.closing(connection), contextlib.suppress(OSError):  # it went away: another try
+                target = format_target(route, connection.address.prefix, params)
+                for event in connection.stream(target, last_id, until):
+                    last_id = event.id or last_id
+                    if event.type:
+                        yield event
+            time.sleep(max(0.0, min(STREAM_PAUSE_S, until - time.monotonic())))
+
+    def pages(self, op: str, **params: Any) -> Iterator[Any]:
+        """All items of a list operation from `offset` on, fetched page by page, `limit` at a time."""
+        offset = params.pop('offset', 0)
+        while True:
+            page = self.call(op, offset=offset, **params)
+            if not isinstance(page, dict) or not isinstance(page.get('items'), list):
+                raise Unreachable(f'what answers at {self.url} is no server of torc.py or Torc')
+            yield from page['items']
+            offset += len(page['items'])
+            if not page['has_more'] or not page['items']:
+                return
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f'a client has no operation {name!r}' + did_you_mean(name, OPERATIONS))
+
+    def __enter__(self) -> 'Client':
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def leave(self) -> None:
+        """Close. After a change, an embedded server in memory has written everything to its file before.
+
+        It may be killed as soon as we have left: batch systems do so at the end of a script. If no other
+        client uses it, its end is waited for too.
+        """
+        if self.in_memory and self.has_changed and self._connection is not None:
+            try:
+                self.await_snapshot()
+            except TorcError as error:
+                log.warning('the snapshot %s could not be written: %s', self.database, error)
+            self.close()
+            deadline = time.monotonic() + LEAVE_DEADLINE_S
+            while os.path.exists(self.database + '.memory') and time.monotonic() < deadline:
+                time.sleep(LEAVE_PAUSE_S)
+        self.close()
+
+    def await_snapshot(self) -> None:
+        """Wait until the database file holds everything that was done."""
+        wanted = answer = self.call('snapshot_database')
+        while answer['saved'] < wanted['changes']:
+            if answer.get('error'):
+                raise Refused(answer['error'])
+            time.sleep(LEAVE_PAUSE_S)
+            answer = self.call('snapshot_database')
+
+
+# ======== 11b. Steps: what several commands do with a workflow ========
 #
 # Commands consist of these, and so does what goes on with a workflow by itself, such as recovery.
 # A step takes a Client, returns or raises, and asks nothing; what the user should know goes to
@@ -16326,7 +16855,7 @@ def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, repo
     report(f'{count} jobs run again: what did not complete or has changed, and what depends on it')
 
 
-# ======== 11b. Installation: a compiled copy of this file, and what starts it ========
+# ======== 11c. Installation: a compiled copy of this file, and what starts it ========
 #
 # Python compiles a script at every start, and a module once. So what starts torc.py again and
 # again, people or scripts, should start an installation: a copy of this file as a module,
@@ -17643,8 +18172,8 @@ def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> 
                  'TORC_OUTPUT_DIR': output_dir,
                  'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'),
                  'TORC_API_URL': client.url, 'TORC_TOKEN_FILE': client.token_file,
-                 'TORC_TLS_CA_CERT': client.trust.ca_file and os.path.abspath(client.trust.ca_file),
-                 'TORC_TLS_INSECURE': '1' if client.trust.is_insecure else ''}
+                 'TORC_TLS_CA_CERT': client.tls.ca_file and os.path.abspath(client.tls.ca_file),
+                 'TORC_TLS_INSECURE': '1' if client.tls.is_insecure else ''}
     return {name: str(value) for name, value in variables.items() if value not in (None, '')}
 
 
@@ -20149,11 +20678,12 @@ class Session:
         if self._client is None:
             interval_s = self.snapshot_interval_s
             is_reading = self.is_reading or self.command.name not in MAKERS
-            self._client = Client.connect(url=self.options['url'], database=self.database,
-                                          is_reading=is_reading,
-                                          ca_file=self.options['tls_ca_cert'] or '',
-                                          is_insecure=bool(self.options['tls_insecure']),
-                                          credentials=self.credentials)
+            tls = TlsSettings(self.options['tls_ca_cert'] or '', bool(self.options['tls_insecure']))
+            client = Client.find(self.options['url'] or '', self.database or '', '', tls, self.credentials)
+            if is_reading:
+                client.check_exists()
+            client.reconnect()
+            self._client = client
             self._client.snapshot_interval_s = interval_s
         return self._client
 
@@ -22097,7 +22627,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         record_contents(session.client, workflow)
         initialize_for_run(session, workflow, status)
     if not target.is_new:       # of a new one the file's warnings say it
-        report_pending(session, workflow)
+        report_stored_pending(session, workflow)
     session.client.need_server()    # the runner, and others that join it, speak to one
     report_location(session, workflow)
     style = style_of(session.err, os.environ)
@@ -22124,7 +22654,7 @@ def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
     return any(action['action_type'] == 'run_commands' and not action['persistent'] for action in due)
 
 
-def report_pending(session: Session, workflow: Dict[str, Any]) -> None:
+def report_stored_pending(session: Session, workflow: Dict[str, Any]) -> None:
     """Say once what a stored workflow asks for that this version does not carry out."""
     context = SpecContext(Document({}, '', '', {}), '', 0)
     read_block(context, 'execution_config', workflow.get('execution_config') or {})
