@@ -16237,8 +16237,8 @@ class PasswordCommandTest(CommandTest):
             self.assertRegex(self.feed('open-sesame', 'hash', '-c', '4', *words).out, wanted)
 
     def test_what_cannot_be_a_user_or_a_password_is_refused(self):
-        for password, user, text in (('short', 'ann', 'at least 8 characters'), ('open-sesame', 'a:b', 'no user name'), ('open-sesame', '#a', 'no user name'),
-                                     ('open-sesame', 'a\x1bb', 'no user name'), ('open-sesame', '', 'no user name'), ('open-sesame', 'anonymous', 'cannot be a user')):
+        for password, user, text in (('short', 'ann', 'at least 8 characters'), ('open-sesame', 'a:b', 'not a valid user name'), ('open-sesame', '#a', 'not a valid user name'),
+                                     ('open-sesame', 'a\x1bb', 'not a valid user name'), ('open-sesame', '', 'not a valid user name'), ('open-sesame', 'anonymous', 'cannot be a user')):
             self.assertExit(2, self.feed(password, 'add', '-f', 'users', '-c', '4', user), text)
         self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '3', 'ann'), 'not between 4 and 16')
         self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'no/users', '-c', '4', 'ann'), 'cannot write no/users')
