@@ -15360,11 +15360,13 @@ class ReasonTest(CommandTest):
         self.assertEqual(80, max(map(len, text.splitlines())))
 
     def test_a_server_without_explanations_will_do(self):
-        def call(session: Any, op: str, body: Any = None, **params: Any) -> Any:
+        original = torc.Client.call
+
+        def call(client: Any, op: str, *values: Any, **params: Any) -> Any:
             if op in ('explain_job', 'explain_workflow', 'list_workflow_statuses', 'get_database'):
                 raise torc.NotFound('there is nothing at ' + op)
-            return session.client.call(op, body, **params)
-        with unittest.mock.patch.object(torc.Session, 'call', call):
+            return original(client, op, *values, **params)
+        with unittest.mock.patch.object(torc.Client, 'call', call):
             self.assertIn('Workflow ended: 1 completed, 4 failed, 2 canceled', self.text('status 1'))
             self.assertIn('depends_on: ', self.text('jobs get 6'))
             self.assertIn('│ w    │', self.text('workflows list'))
@@ -15818,9 +15820,9 @@ class AdminCommandTest(CommandTest):
     def test_a_change_is_asked_for(self):
         self.make()
         sql = "UPDATE workflow SET description = 'new' WHERE id = 1"
-        outcome = self.assertExit(2, self.world.main('admin', 'sql', '--write', sql), 'give -y')
+        outcome = self.assertExit(2, self.world.main('admin', 'sql', '--write', sql), 'pass -y')
         self.assertEqual('', outcome.out)
-        self.assertExit(2, self.world.main('-f', 'json', 'admin', 'sql', '--write', sql), 'give -y')
+        self.assertExit(2, self.world.main('-f', 'json', 'admin', 'sql', '--write', sql), 'pass -y')
         for typed, expected, code in (('n\n', 'one of each', 0), ('y\n', 'new', 0)):
             with self.world.inside(), contextlib.closing(self.session(typed)) as session:
                 args = {'sql': sql, 'write': True, 'allow_full_table': None, 'yes': None, 'limit': None}

@@ -16901,7 +16901,7 @@ def refuse_open_directory(path: str) -> None:
     """Refuse a directory in which others may put what is then run as this user."""
     with contextlib.suppress(FileNotFoundError):
         found = os.stat(path)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found):
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found, path):
             raise Refused(printable(f'others may write to {path}: give another --prefix'))
 
 
