@@ -20405,6 +20405,12 @@ class CodeLaws(unittest.TestCase):
                  if getattr(node, 'id', '') == 'SystemExit' or getattr(node, 'attr', '') == 'exit' and getattr(node.value, 'id', '') == 'sys']
         self.assertEqual([], [self.torc.place(node) for node in calls if self.torc.section(node.lineno) != 'Main'])
 
+    def test_what_it_starts_of_itself_is_forked_and_not_compiled_again(self):
+        found = [node for node in self.torc.walk(ast.Attribute) if getattr(node.value, 'id', '') in ('sys', 'os')
+                 and (node.attr == 'executable' or node.attr.startswith('exec'))]
+        # a launcher starts the compiled module; nothing else may name the interpreter
+        self.assertEqual({'write_installation', 'cmd_install'}, {self.torc.owner(node) for node in found})
+
     def test_the_standard_library_is_enough(self):
         known = getattr(sys, 'stdlib_module_names', None)
         for source in (self.torc, self.tests):
