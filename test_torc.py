@@ -17900,6 +17900,8 @@ class RecordedSpecTest(FlowTest):
             text = self.ABSOLUTE.sub(r'top/\1', file.read())
         folder = self.world.path('specs', name)
         shutil.copytree(os.path.join(self.folder, 'examples'), os.path.join(folder, 'examples'))
+        for directory, _, _ in os.walk(folder):     # the recordings may be read-only
+            os.chmod(directory, 0o755)
         with open(os.path.join(folder, name), 'w', encoding='utf-8') as file:
             file.write(text)
         self.make_scripts(folder, name)
