@@ -752,8 +752,10 @@ def name_error(text: str) -> str:
 
 def are_names(texts: Sequence[str]) -> bool:
     """Whether name_error() finds nothing in any text: faster than to ask for each of 100,000."""
-    is_short = max(map(len, texts), default=0) <= MAX_NAME_CHARACTERS
-    return is_short and all(map(str.strip, texts)) and not UNSAFE_IN_NAME.search(''.join(texts))
+    sizes = set(map(len, texts))
+    if 0 in sizes or max(sizes, default=0) > MAX_NAME_CHARACTERS or any(map(str.isspace, texts)):
+        return False
+    return not UNSAFE_IN_NAME.search(''.join(texts))
 
 
 def label_error(text: str) -> str:
@@ -1673,8 +1675,7 @@ class YamlText(TextReader):
         match = TEXT_HEADER.match(self.text, at)
         if not match:
             self.fail(at, 'only an indentation digit, - or + may follow | or >; the text begins on the next '
-                          'line; '
-                          'put text that starts with | or > in quotes')
+                          'line; put text that starts with | or > in quotes')
         digit, chomp = match.group(2) or match.group(5), match.group(3) or match.group(4)
         if digit:
             indent = max(parent, 0) + int(digit)
@@ -1733,8 +1734,7 @@ class YamlText(TextReader):
         for line in UNDENTED.finditer(match.group()):
             if len(line.group(1)) <= parent:
                 self.fail(at + line.end(), 'each line of a text in quotes must be indented more than its '
-                                           'key; '
-                                           'is a quote missing?')
+                                           'key; is a quote missing?')
         return self.unquote(at, match.group(1)), match.end()
 
     def unquote(self, at: int, text: str) -> str:
@@ -3694,7 +3694,7 @@ PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
 
 
 class SpecContext:
-    """One reading of a spec: what all of its steps share, and where problems and warnings gather."""
+    """What all steps of reading a spec share; they add the problems and warnings that they find to it."""
 
     def __init__(self, document: Document, directory: str, max_instances: int) -> None:
         self.document = document
@@ -3995,8 +3995,7 @@ def check_instances(count: int, limit: int) -> None:
     """Refuse what would make more instances than the limit, before it makes them."""
     if count > limit:
         raise ValueError(f'would make {count:,} instances, more than the limit of {limit:,}: use fewer '
-                         'values, '
-                         'or raise the limit with --max-instances')
+                         'values, or raise the limit with --max-instances')
 
 
 def parse_value(text: str) -> Value:
@@ -4038,14 +4037,12 @@ def expand_range(text: str, limit: int) -> List[Value]:
     parts = [part.strip() for part in text.split(':')]
     if not 2 <= len(parts) <= 3:
         raise ValueError(f"Invalid range format: '{shorten(text)}'. Expected 'start:end' or "
-                         "'start:end:step', "
-                         'or a list in [ ] for text')
+                         "'start:end:step', or a list in [ ] for text")
     if len(parts) == 2 or not parts[2]:
         parts[2:] = ['1']
     if not all(NUMBER_TEXT.match(part) and math.isfinite(float(part)) for part in parts):
         raise ValueError(f"Invalid range values: '{shorten(text)}'. Could not parse as integer or float "
-                         "range: "
-                         "put text with a colon in a list, ['a:b']")
+                         "range: put text with a colon in a list, ['a:b']")
     # Decimal arithmetic, so that 0:1:0.1 gives 0.3 and not 0.30000000000000004.
     start, end, step = (decimal.Decimal(part) for part in parts)
     if step == 0:
@@ -4256,10 +4253,8 @@ class Expansion:
         self.block = block
         self.instances = instances
         self.count = instances.count
-        # Names of the workflow's parameters: an unused one in a template is an error.
-        self.shared = shared
-        # Of parameters, by name, format and is_regex.
-        self.columns: Dict[Tuple[str, str, bool], Varying] = {}
+        self.shared = shared        # names of the workflow's parameters, to be used only if the block says so
+        self.columns: Dict[Tuple[str, str, bool], Varying] = {}     # by parameter, format and is_regex
 
     def text(self, template: str, key: str, is_regex: bool = False) -> Column:
         """Column of a text. Values that go into a regular expression are escaped."""
@@ -4276,7 +4271,11 @@ class Expansion:
                 self.report_leftover(match.group(), name, key)
         if not columns:
             return template
-        form = '%s'.join(part.replace('%', '%%') for part in parts + [template[position:]])
+        parts.append(template[position:])
+        if len(columns) == 1:       # mostly, and so it is faster
+            before, after = parts
+            return Varying([before + text + after for text in columns[0]])
+        form = '%s'.join(part.replace('%', '%%') for part in parts)
         return Varying(map(form.__mod__, zip(*columns)))
 
     def values(self, name: str, spec: str, is_regex: bool, key: str) -> Varying:
@@ -4417,8 +4416,8 @@ class Planner:
         self.jobs: List[PlannedJob] = []
         self.stdio: Dict[str, Dict[str, Any]] = {}      # by job name
         self.sets: Dict[Tuple[int, ...], int] = {}      # dependency sets
-        self.kinds: Dict[Tuple[Any, ...], int] = {}
-        self.kind_columns: Dict[Tuple[Any, ...], Column] = {}       # by the fields as they are written
+        self.job_classes: Dict[Tuple[Any, ...], int] = {}
+        self.class_columns: Dict[Tuple[Any, ...], Column] = {}       # by the fields as they are written
         self.matches: Dict[Tuple[str, str], Tuple[int, ...]] = {}   # (noun, regex) -> indexes
         self.sorted_names: Dict[str, List[str]] = {}
         self.templates: List[Block] = []                # of jobs
@@ -4436,8 +4435,8 @@ class Planner:
             limit = self.context.max_instances
             if counted > limit:
                 self.workflow.error(f'{LISTS[where]} would make {counted:,} instances or more: the limit is '
-                                    f'{limit:,}. '
-                                    'Use fewer values, or raise the limit with --max-instances', LISTS[where])
+                                    f'{limit:,}. Use fewer values, or raise the limit with --max-instances',
+                                    LISTS[where])
                 break
             expansion = Expansion(block, instances, self.shared)
             column = expansion.text(block.get('name', ''), 'name')
@@ -4466,9 +4465,8 @@ class Planner:
         if len(set(names)) < len(names):
             twice = collections.Counter(names).most_common(1)[0][0]
             block.error(f"parameters make several with the name '{shorten(twice)}': put every parameter into "
-                        "the name, "
-                        'or collect with depends_on_regexes or input_file_regexes instead of parameters',
-                        'name')
+                        'the name, or collect with depends_on_regexes or input_file_regexes instead of '
+                        'parameters', 'name')
         elif twice is not None:
             line = self.context.document.find_position(seen[twice].raw, 'name')[0]
             shown = f', in line {line}' if line else ''
@@ -4598,7 +4596,7 @@ class Planner:
         related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
                    if tokens or given in block or regexes in block else ()
                    for noun, way, given, regexes in RELATED]
-        columns = (names, command, script, env, self.kind(expansion),
+        columns = (names, command, script, env, self.job_class(expansion),
                    self.intern(related[0], self.sets, sort=True),
                    self.named(expansion, 'failure_handler', 'failure_handler'),
                    block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'),
@@ -4633,9 +4631,8 @@ class Planner:
             record = self.user_data[index]
             if 'data' not in record:
                 raise ValueError(f"{key}: user_data '{shorten(record['name'])}' has no data to put here: "
-                                 "list it under "
-                                 'input_user_data or output_user_data, and read or write it while the job '
-                                 'runs')
+                                 'list it under input_user_data or output_user_data, and read or write it '
+                                 'while the job runs')
             return format_json(record['data'])
         try:
             return '' if found is None else each(text, found)
@@ -4643,16 +4640,16 @@ class Planner:
             expansion.block.error(str(error), key)
             return ''
 
-    def kind(self, expansion: Expansion) -> Column:
-        """Column of indexes into the kinds of jobs."""
+    def job_class(self, expansion: Expansion) -> Column:
+        """Column of indexes into the job classes."""
         block = expansion.block
         key = (block.get('resource_requirements'), block.get('priority'), block.get('scheduler'),
                block.get('labels'))
-        if key not in self.kind_columns or expansion.instances is not NO_PARAMETERS:
-            self.kind_columns[key] = self.find_kind(expansion)
-        return self.kind_columns[key]
+        if key not in self.class_columns or expansion.instances is not NO_PARAMETERS:
+            self.class_columns[key] = self.find_job_class(expansion)
+        return self.class_columns[key]
 
-    def find_kind(self, expansion: Expansion) -> Column:
+    def find_job_class(self, expansion: Expansion) -> Column:
         """The same, for fields that have not been seen yet."""
         block = expansion.block
         resources = self.named(expansion, 'resource_requirements', 'resource_requirements')
@@ -4660,7 +4657,8 @@ class Planner:
         labels = self.labels(expansion)
         if labels and 'scheduler' in block:
             expansion.block.error('a job with labels cannot name a scheduler: remove one', 'scheduler')
-        return self.intern(side_by_side((resources, block.value('priority'), scheduler, labels)), self.kinds)
+        columns = (resources, block.value('priority'), scheduler, labels)
+        return self.intern(side_by_side(columns), self.job_classes)
 
     def named(self, expansion: Expansion, noun: str, key: str) -> Column:
         """Column of indexes (or None) for a field that holds one name."""
@@ -4668,8 +4666,8 @@ class Planner:
             return None
         name = expansion.block[key]
         names = expansion.text(name, key) if FIELDS_OF['job'][key].is_template else name
-        if noun == 'resource_requirements' and names == DEFAULT_REQUIREMENTS['name'] \
-                and names not in self.names[noun]:
+        is_default = noun == 'resource_requirements' and names == DEFAULT_REQUIREMENTS['name']
+        if is_default and names not in self.names[noun]:
             return None
         return self.find(expansion, noun, names, key)
 
@@ -4716,15 +4714,13 @@ def check_producers(planner: Planner) -> None:
             if first != index:
                 name, other = shorten(planner.files[file]['name']), shorten(planner.jobs[first].name)
                 planner.job_block(index).error(f"file '{name}' is written by both '{other}' and "
-                                               f"'{shorten(job.name)}': "
-                                               'give each its own file')
+                                               f"'{shorten(job.name)}': give each its own file")
     paths: Dict[str, str] = {}
     for file in planner.files:
         other = paths.setdefault(file['path'], file['name'])
         if other != file['name']:
             planner.workflow.warn(f"files '{shorten(other)}' and '{shorten(file['name'])}' have the same "
-                                  "path: "
-                                  'jobs are linked by the name of a file only', 'files')
+                                  'path: jobs are linked by the name of a file only', 'files')
 
 
 def check_cycles(planner: Planner) -> None:
@@ -4778,7 +4774,7 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
     first_jobs: Dict[int, int] = {}
     for index, job in enumerate(planner.jobs if schedulers else ()):
         first_jobs.setdefault(job.kind, index)
-    for kind, (resources, _, scheduler, _) in enumerate(planner.kinds if schedulers else ()):
+    for kind, (resources, _, scheduler, _) in enumerate(planner.job_classes if schedulers else ()):
         if resources is not None:
             requirements = planner.workflow['resource_requirements'][resources]
             candidates = schedulers if scheduler is None else [schedulers[scheduler]]
@@ -4818,7 +4814,7 @@ def check_node_counts(planner: Planner, skip_checks: bool) -> None:
     workflow = planner.workflow
     started = {action.get('scheduler') for action in workflow.get('actions', ())
                if action.get('action_type') == 'schedule_nodes'}
-    for resources, _, scheduler, _ in planner.kinds:
+    for resources, _, scheduler, _ in planner.job_classes:
         if resources is None or scheduler is None:
             continue
         requirements = workflow['resource_requirements'][resources]
@@ -4827,8 +4823,7 @@ def check_node_counts(planner: Planner, skip_checks: bool) -> None:
         if 1 < nodes < given and allocation.get('name') in started:
             note = requirements.warn if skip_checks else requirements.error
             note(f"num_nodes {nodes} is neither 1 nor nodes {given} of scheduler "
-                 f"'{shorten(allocation['name'])}': "
-                 'make them equal, or use --skip-checks', 'num_nodes')
+                 f"'{shorten(allocation['name'])}': make them equal, or use --skip-checks", 'num_nodes')
 
 
 # (field of execution_config, mode that refuses it, the value that it refuses or None: any)
@@ -5077,7 +5072,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
         'resource_requirements': [complete(block) for block in requirements],
         'slurm_schedulers': [complete(block) for block in schedulers],
         'failure_handlers': [{'name': block.get('name'), 'rules': plan_rules(block)} for block in handlers],
-        'kinds': [[*kind[:3], list(kind[3]) if kind[3] else None] for kind in planner.kinds],
+        'kinds': [[*kind[:3], list(kind[3]) if kind[3] else None] for kind in planner.job_classes],
         'dependency_sets': [list(members) for members in planner.sets],
         'jobs': planner.jobs,
         'actions': [plan_action(planner, action) for action in workflow.get('actions', ())],
