@@ -7424,8 +7424,8 @@ class SqlTest(LiveTest):
 
     def ask(self, method: str, path: str, body: Any = None, query: str = '') -> Tuple[int, Any]:
         """Ask, and take it all back."""
-        with contextlib.suppress(LookupError), self.store.transaction():
-            answer = torc.answer_request(self.store, method, torc.API_PREFIX + path, query, body, 'tester')
+        with contextlib.suppress(LookupError), self.service.transaction():
+            answer = torc.answer_request(self.service, method, torc.API_PREFIX + path, query, body, 'tester')
             raise LookupError
         return answer
 
@@ -7438,8 +7438,8 @@ class SqlTest(LiveTest):
                 yield dict(value, **{key: other}) if isinstance(value, dict) else value[:key] + [other] + value[key + 1:]
 
     def test_no_text_of_a_request_becomes_sql(self):
-        recorder = self.store._db = self.Recorder(self.store._db)
-        self.addCleanup(setattr, self.store, '_db', recorder.connection)
+        recorder = self.store.connection = self.Recorder(self.store.connection)
+        self.addCleanup(setattr, self.store, 'connection', recorder.connection)
         taken = set()
         for route in torc.ROUTES:
             good, body = self.parameters(route), self.body(route)
