@@ -8788,7 +8788,8 @@ class Kind(Row):
 
 
 ALL_KINDS_QUERY = (
-    'SELECT kind.id, kind.priority, needs.num_gpus, needs.runtime_s, needs.memory_bytes, needs.num_cpus, needs.num_nodes, '
+    'SELECT kind.id, kind.priority, needs.num_gpus, needs.runtime_s, needs.memory_bytes, needs.num_cpus, '
+    'needs.num_nodes, '
     'kind.scheduler_id, kind.labels FROM job_kind kind '
     'CROSS JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
     'WHERE kind.workflow_id = ?')
@@ -8797,8 +8798,10 @@ KIND_QUERY = (f'{ALL_KINDS_QUERY} AND EXISTS '
 
 
 def ready_kinds(context: Context, workflow_id: int, labels: Optional[Sequence[str]]) -> List[Kind]:
-    """Kinds with ready jobs that a node with these labels may take: it must have all of a job's, and labelled nodes take
-    labelled jobs only."""
+    """Job classes with ready jobs that a node with these labels may take.
+
+    It must have all of a job's labels, and labelled nodes take labelled jobs only.
+    """
     check_labels(labels)
     mine = set(labels or ())
     kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
@@ -8812,7 +8815,8 @@ def matches_labels(mine: Set[str], labels: Optional[str]) -> bool:
 
 def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> List[int]:
     """Ids of the first ready jobs of a kind."""
-    return context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} AND id > ? ORDER BY id LIMIT ?', (kind_id, after, count))
+    return context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} AND id > ? '
+                       'ORDER BY id LIMIT ?', (kind_id, after, count))
 
 
 Placement = Dict[int, Tuple[int, ...]]      # job id -> indexes of its nodes, among those of who claims
@@ -8826,7 +8830,8 @@ def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any])
     """
     free, sizes = free_nodes(want), node_sizes(want)
     limit_s = parse_time_limit(want.get('time_limit'))
-    kinds = [kind for kind in ready_kinds(context, workflow_id, want.get('labels')) if limit_s is None or kind.runtime_s <= limit_s]
+    kinds = [kind for kind in ready_kinds(context, workflow_id, want.get('labels'))
+             if limit_s is None or kind.runtime_s <= limit_s]
     kinds = kinds_by_turn(kinds, want)
     chosen = {}  # type: Placement
     last = {}    # type: Dict[int, int]
@@ -8887,7 +8892,8 @@ def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool
     for group in kinds:
         room = min(limit - len(chosen), pool.room(group[0]))
         if room > 0:
-            ready = sorted((job_id, kind.id) for kind in group for job_id in take_ready(context, kind.id, room, last.get(kind.id, 0)))
+            ready = sorted((job_id, kind.id) for kind in group
+                           for job_id in take_ready(context, kind.id, room, last.get(kind.id, 0)))
             for (job_id, kind_id), nodes in zip(ready, pool.place(group[0], min(room, len(ready)))):
                 last[kind_id], chosen[job_id] = job_id, nodes
     return chosen
@@ -11575,7 +11581,8 @@ SCALARS = {     # type of MODELS -> (what refuses other values, JSON Schema)
         describe_row(*[ANYTHING] * 4), description='resource requirements, priority, scheduler, labels')),
 }
 SCALARS.update({    # lists that stand for objects where there may be many
-    'attempt': row_of('int', 'int'), 'capacity': row_of('int', 'int', 'int'), 'start': row_of('int', 'int', 'time'),
+    'attempt': row_of('int', 'int'), 'capacity': row_of('int', 'int', 'int'),
+    'start': row_of('int', 'int', 'time'),
     'ended': row_of('int', 'int', 'str'), 'content': row_of('int', 'float', 'int', 'str'),
     'output': row_of('int', 'str')})
 
