@@ -16394,6 +16394,21 @@ class InstallTest(WorldTest):
                          'it was compiled again')
         self.assertEqual(1, len(self.compiled()))
 
+    def test_it_is_compiled_for_the_launcher_whatever_the_flags_of_its_installation(self):
+        self.assertExit(0, self.run_program([sys.executable, '-OO', TORC, 'install', '--prefix',
+                                             self.prefix]))
+        wanted = f'lib/torc/__pycache__/torc.{sys.implementation.cache_tag}.pyc'
+        self.assertEqual([wanted], self.compiled())
+        self.assertEqual(f'torc {torc.__version__}\n', self.run_program([self.launcher, '--version']).out)
+        self.assertEqual([wanted], self.compiled())     # it was used: another name would stand beside it
+        with open(TORC, 'rb') as file:
+            done = subprocess.run([sys.executable, '-', 'install', '--prefix', self.prefix], stdin=file,
+                                  timeout=60,
+                                  env=self.world.environment, cwd=self.world.directory,
+                                  stderr=subprocess.PIPE)
+        self.assertEqual(2, done.returncode)
+        self.assertIn(b'install from a file that is there', done.stderr)
+
     def test_arguments_exits_and_streams_pass_through(self):
         self.assertExit(0, self.install())
         self.assertExit(2, self.run_program([self.launcher, 'nonsense']), "there is no command 'nonsense'",

@@ -16926,7 +16926,9 @@ def write_installation(made: Installation) -> None:
     for path in compiled_modules(made):     # they look right if they are of the same second and size
         os.unlink(path)
     try:
-        py_compile.compile(made.module, doraise=True)
+        name = f'torc.{sys.implementation.cache_tag}.pyc'   # without -O, as the launcher starts it
+        compiled = os.path.join(os.path.dirname(made.module), '__pycache__', name)
+        py_compile.compile(made.module, compiled, doraise=True, optimize=0)
     except (SyntaxError, ValueError) as error:      # it was changed while this program ran
         raise BadInput(printable(f'cannot compile {made.module}: {error}')) from None
     launcher = LAUNCHER.format(python=python, not_found=COMMAND_NOT_FOUND)
