@@ -7328,6 +7328,7 @@ WRONG = {   # type of MODELS -> values that it must refuse
     'any': [DEEP, {'a': '\ud800'}, {'\0': 1}, [2 ** 64], 'a\0', float('nan')],
     'start': [[], [1], [1, 1, 'soon'], ['x', 1, '2026-01-01T00:00:00Z'], 5], 'attempt': [[], [1], ['x', 1], [1, None], 5, {}],
     'content': [[], [1], [1, 1, 1], ['x', 1, 1, 'x'], [1, 'x', 1, 'x'], [1, 1, 1.5, 'x'], [1, 1, 1, 5], [1, 1, 1, None], 5, {}],
+    'capacity': [[], [1], [1, 1], [1, 1, 1, 1], ['x', 1, 1], [1, None, 1], 5, {}],
     'planned_jobs': [5, {}, [[1]], 'x'], 'planned_kind': [5, [], [None, 'x', None, None], 'x'],
 }
 WRONG_FOR_FIELD = { # field -> further values that it must refuse
