@@ -2820,6 +2820,18 @@ class StoreTest(unittest.TestCase):
             self.add(store, 'late')
         self.assertFalse(os.path.exists(self.path + '.rescued'))
 
+    def test_of_a_directory_that_was_moved_away_it_is_said_to_move_it_back(self):
+        self.path = os.path.join(self.directory, 'place', 'torc.db')
+        os.mkdir(os.path.dirname(self.path))
+        store = self.open()
+        self.add(store, 'first')
+        os.rename(os.path.dirname(self.path), os.path.join(self.directory, 'away'))
+        with self.assertRaisesRegex(torc.Conflict, 'its directory is gone: move it back'):
+            self.add(store, 'second')
+        store.close()
+        os.rename(os.path.join(self.directory, 'away'), os.path.dirname(self.path))
+        self.assertEqual(['first'], self.open().ids(self.BY_AGE))
+
     def test_a_log_that_was_removed_or_replaced_is_written_to_its_database_and_work_goes_on(self):
         self.other()
         store = self.open()
@@ -8623,6 +8635,18 @@ class ServerTest(WorldTest):
                 answer = read_all(client)   # until the server closes
             self.assertIn(b'\r\nconnection: close\r\n', answer)
             self.assertTrue(answer.endswith(b'{"status":"ok"}'))
+
+    def test_memory_is_given_back_after_a_turn_that_changed_many_rows(self) -> None:
+        calls = []      # type: List[int]
+        self.set_constant('give_memory_back', lambda: calls.append(1))
+        self.set_constant('MANY_ROWS', 50)
+        api = '/torc-service/v1'
+        jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(60)]
+        for path, body, expected in (('workflows', {'name': 'w', 'user': 'u'}, 0), ('bulk_jobs', {'jobs': jobs}, 1)):
+            answer = self.server.ask(http_request('POST', f'{api}/{path}', json.dumps(body).encode()))
+            self.assertEqual([200], statuses(answer))
+            self.server.ask(http_request())     # the turn has ended
+            self.assertEqual(expected, len(calls), path)
 
     def test_head_answers_without_the_body(self) -> None:
         answer = self.server.ask(http_request('HEAD'))

@@ -6252,8 +6252,11 @@ class Store(Statements):
         except (sqlite3.Error, OSError) as error:
             with contextlib.suppress(OSError):
                 os.unlink(copy)
-            cure = (f'. What it held could not be saved ({error}): '
-                    f'go back to a copy, and rm {shlex.quote(note)}')
+            cure = f'. What it held could not be saved ({error}): '
+            if os.path.isdir(os.path.dirname(self.path)):
+                cure += f'go back to a copy, and rm {shlex.quote(note)}'
+            else:       # nothing can be noted there
+                cure += 'its directory is gone: move it back to where it was, or go back to a copy'
         with contextlib.suppress(OSError):
             write_atomically(note, (self.loss + cure).encode())
         return cure
@@ -14829,6 +14832,7 @@ ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no r
 EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
 EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
 LARGE_BYTES = 2 ** 20               # of a request or an answer, after which memory is given back
+MANY_ROWS = 5000                    # changed in a turn, after which it is given back, too
 SPAN_ID = Expression(r'[0-9A-Za-z_.:-]{1,100}\Z')
 WAKE = b'\xff'                      # on the wakeup descriptor: a thread has done its work
 REFUSAL_FIELDS = {                  # status -> header lines of a refusal
@@ -14958,7 +14962,8 @@ class Server:
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for the next turn
         self.put_off = []                       # type: List[Callable[[], Any]]  # signal_calls to be made
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # by further signals
-        self.has_grown = False                 # by a large request or answer
+        self.has_grown = False                  # by a large request or answer, or many rows
+        self.changed_rows = 0                   # of the store, when that was last looked at
         self.is_leaving = False
         # unless there are connections then
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
@@ -15056,6 +15061,9 @@ class Server:
         if self.long.has_store and (self.service.updates or self.streams.feeds.changed):
             self.streams.feeds.add_updates(self.service.take_updates())     # committed since the last time
             self.streams.pump_changed()
+        if self.long.has_store:
+            changed, self.changed_rows = self.changed_rows, self.store.connection.total_changes
+            self.has_grown = self.has_grown or self.changed_rows - changed > MANY_ROWS
         if self.has_grown and not any(connection.unsent for connection in self.connections.all):
             self.has_grown = False
             give_memory_back()
