@@ -3,7 +3,7 @@
 
     python3 test_torc.py --all                 those too (classes marked @slow)
     python3 test_torc.py [-v] [PATTERN...]     tests whose 'Class.test' holds a pattern (* and ? as in file names)
-    python3 test_torc.py --jobs N              so many processes at a time; otherwise one a core
+    python3 test_torc.py --jobs N              so many processes at a time; otherwise one a core, and one more
     python3 test_torc.py --python PATH         on another interpreter
     python3 test_torc.py --require shared,python36    a skip of these groups is a failure
     python3 test_torc.py bench [--quick] [--python PATH]    measurements beside this machine's xargs and make
@@ -21733,9 +21733,9 @@ def figures_by_name(names: Dict[str, str], is_quick: bool) -> List[List[str]]:
 
 # ======== Main: choosing, running and counting ========
 #
-# Forked workers, one a core, take class after class; what they report is shown in the order of the file. Each has a HOME
-# of its own. A worker that ends or hangs fails the test that it was at, and another takes the rest. A skip is counted by
-# its group, and the last line is the sum.
+# Forked workers take class after class: one more than there are cores, since tests wait half of their time. What they
+# report is shown in the order of the file. Each has a HOME of its own. A worker that ends or hangs fails the test that it
+# was at, and another takes the rest. A skip is counted by its group, and the last line is the sum.
 
 PR_SET_PDEATHSIG = 1    # linux/prctl.h: a signal for this process when its parent has died
 TEST_LIMIT_S = 300      # a test that takes longer hangs: where is shown, and its worker ends
@@ -21995,8 +21995,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument('--require', default='', metavar='GROUP,...', help='groups whose skip is a failure')
     parser.add_argument('--all', action='store_true', help='the tests that take long, too')
     parser.add_argument('--fast', action='store_true', help=argparse.SUPPRESS)      # what is done without it, too
-    parser.add_argument('--jobs', type=int, default=min(CORES, 8), metavar='N',
-                        help='so many processes at a time (default: one a core, at most 8)')
+    parser.add_argument('--jobs', type=int, default=min(CORES + 1, 8), metavar='N',
+                        help='so many processes at a time (default: one a core and one more, at most 8)')
     parser.add_argument('--shuffle', type=int, metavar='SEED', help='classes in another order, since each is to need no other')
     parser.add_argument('--python', metavar='PATH', help='another interpreter (bench: beside this one)')
     parser.add_argument('--quick', action='store_true', help='bench, faults: small sizes')
