@@ -8889,6 +8889,111 @@ class SpoolTest(WorldTest):
         self.assertLess(grown_kb, 20000)
 
 
+class LongAnswerTest(WorldTest):
+    """Answers that their clients do not take."""
+    set_constant = ServerTest.set_constant
+    LIST = torc.API_PREFIX + '/user_data?workflow_id=1'
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.set_constant('MAX_UNSENT_OF_USER', 2 ** 20)
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        self.connections = self.server.server.connections
+        bodies = [('/workflows', {'name': 'w', 'user': 'u'})]
+        bodies += [('/user_data', {'workflow_id': 1, 'name': f'd{number}', 'data': 'x' * 2 * 10 ** 6})
+                   for number in range(5)]      # what the system takes from the server is less
+        for path, body in bodies:
+            data = torc.format_json(body).encode()
+            answer = self.server.ask(http_request('POST', torc.API_PREFIX + path, data))
+            self.assertEqual([200], statuses(answer))
+
+    def ask(self, stack: contextlib.ExitStack, *requests: bytes) -> socket.socket:
+        """A client that asks, and does not read."""
+        client = stack.enter_context(self.server.connect())
+        client.settimeout(30)
+        client.sendall(b''.join(requests))
+        return client
+
+    def await_arrival(self, count: int) -> None:
+        """Wait until one long answer is held, and so many wait."""
+        self.world.wait(lambda: len(list(self.server.server.backlog)) == count and self.server.server.is_held_up,
+                        20, 'all to arrive')
+
+    def test_a_user_who_takes_none_gets_no_more_and_holds_nobody_up(self) -> None:
+        with contextlib.ExitStack() as stack:
+            clients = [self.ask(stack, http_request(path=self.LIST), http_request()) for _ in range(6)]
+            self.await_arrival(5)
+            self.assertLess(sum(self.connections.unsent_by_user().values()), 1.1e7)
+            for path in ('/ping', '/workflows/1', '/workflows/1/status'):
+                self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.API_PREFIX + path))))
+            made = http_request('POST', torc.API_PREFIX + '/workflows', b'{"name":"x","user":"u"}')
+            self.assertEqual([200], statuses(self.server.ask(made)))
+            self.assertEqual(5, len(list(self.server.server.backlog)))
+            gone = clients.pop()
+            gone.close()
+            for client in clients:      # all get theirs in the end, and what they have asked for after it
+                self.assertEqual([200, 200], statuses(read_answers(client, 2)))
+            self.assertEqual({}, self.connections.unsent_by_user())
+            held = [one for one in self.connections.all if one.unsent.obj]
+            self.assertEqual([], held)      # a connection that is kept alive keeps no answer
+        self.assertEqual([200], statuses(self.server.ask(http_request(path=self.LIST))))
+
+    def test_a_request_with_a_long_body_waits_for_what_is_unsent_too(self) -> None:
+        self.set_constant('MAX_BODY_BYTES', 2000)
+        jobs = {'jobs': [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(100)]}
+        body = torc.format_json(jobs).encode()
+        with contextlib.ExitStack() as stack:
+            greedy = self.ask(stack, http_request(path=self.LIST))
+            self.world.wait(lambda: self.connections.unsent_by_user(), 20, 'the answer')
+            makes = self.ask(stack, http_request('POST', torc.API_PREFIX + '/bulk_jobs', body))
+            self.world.wait(lambda: self.server.server.long.waiting, 20, 'the body')
+            self.assertIsNone(self.server.server.long.current)
+            self.assertEqual([200], statuses(read_answers(greedy, 1)))
+            self.assertEqual([200], statuses(read_answers(makes, 1)))
+
+    def test_users_take_turns(self) -> None:
+        """By user; what is unsent to each changes in between."""
+        backlog = torc.Backlog()
+        for number, user in enumerate('aaabbc'):
+            head = torc.parse_head(b'GET /x HTTP/1.1\r\nhost: h')
+            backlog.add(number, torc.Request(head, b'', torc.Identity(torc.Caller(user, False))))
+        total, own = torc.MAX_UNSENT_BYTES, torc.MAX_UNSENT_OF_USER
+        taken = []
+        for unsent in ({}, {}, {'c': own, 'a': 1}, {'b': own}, {'x': total // 2, 'b': 1}, {'x': total},
+                       {'b': own - 1}, {}):
+            found = backlog.take(unsent)
+            taken.append(None if found is None else found[0])
+        self.assertEqual([0, 3, 1, 5, 2, None, 4, None], taken)
+        self.assertFalse(backlog)
+
+    def test_which_answers_may_be_long(self) -> None:
+        rows = rows_of('''
+            method  path                          length   long
+            GET     /jobs                         0        yes
+            HEAD    /jobs                         0        yes
+            GET     /user_data/1                  0        yes
+            GET     /workflows/1/job_ids          0        yes
+            GET     /workflows/1/actions          0        yes
+            POST    /admin/sql                    10       yes
+            POST    /bulk_jobs                    1000000  yes
+            POST    /bulk_jobs                    1000     -
+            POST    /workflows/1/runner_sync      1000000  -
+            POST    /user_data                    1000000  yes
+            GET     /ping                         0        -
+            GET     /openapi.json                 0        -
+            GET     /jobs/1                       0        -
+            GET     /workflows/1                  0        -
+            GET     /workflows/1/status           0        -
+            GET     /workflows/1/is_complete      0        -
+            GET     /nothing/there                0        -
+            ''')
+        for row in rows:
+            head = torc.parse_head(f"{row['method']} {torc.API_PREFIX}{row['path']} HTTP/1.1\r\nhost: h".encode())
+            with self.subTest(row):
+                self.assertEqual(bool(row['long']), torc.may_be_long(head._replace(length=int(row['length']))))
+
+
 class LongBodyTest(WorldTest):
     """Requests whose bodies are read by a child and carried out by a thread."""
     set_constant = ServerTest.set_constant
@@ -8967,13 +9072,15 @@ class LongBodyTest(WorldTest):
             second.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))    # there are such jobs then
             third.sendall(http_request(path=path) + http_request())
             gone.sendall(http_request(path=path))
-            self.world.wait(lambda: len(self.server.server.complete) == 2 and self.server.server.long.waiting, 10, 'all to arrive')
+            server = self.server.server
+            self.world.wait(lambda: len([*server.complete, *server.backlog]) == 2 and server.long.waiting,
+                            10, 'all to arrive')
             gone.close()
             for _ in range(3):
                 self.assertEqual([200, 200], statuses(self.server.ask(http_request() + http_request(path='/healthz'))))
             self.server.server.tick_at = self.server.server.streams.keep_alive_at = 0.0     # not now
             self.assertEqual([200], statuses(self.server.ask(http_request())))
-            self.assertEqual(2, len(self.server.server.complete))
+            self.assertEqual(2, len([*server.complete, *server.backlog]))
             gate.set()
             self.assertEqual([200], statuses(read_answers(first, 1)))
             answer = read_answers(third, 2)

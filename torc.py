@@ -13461,6 +13461,14 @@ class Connections:
         connection.unsent = memoryview(bytes(connection.unsent) + data if connection.unsent else data)
         self.flush(connection)
 
+    def unsent_by_user(self) -> Dict[str, int]:
+        """Bytes of memory that answers to each user take which are not sent as a whole."""
+        found = collections.Counter()   # type: Dict[str, int]
+        for connection in self.all:
+            if connection.unsent and connection.identity is not None:
+                found[connection.identity.caller.name] += len(connection.unsent.obj)
+        return found
+
     def flush(self, connection: Connection) -> None:
         """Send more of what is unsent. A connection whose client takes nothing for a while is closed."""
         mask = selectors.EVENT_WRITE
@@ -13476,6 +13484,7 @@ class Connections:
             self.set_deadline(connection, CLIENT_DEADLINE_S)
             self.watch(connection, mask)
         else:
+            connection.unsent = memoryview(b'')     # an empty slice would keep the whole answer
             connection.deadline = math.inf
             if connection in self.unauthenticated:
                 self.set_deadline(connection, CLIENT_DEADLINE_S)
@@ -14424,6 +14433,9 @@ class Streams:
 # and writes what the verb is to get in slices; a thread takes these and has the store until the verb is done.
 # Meanwhile the loop does not touch the store (has_store): it answers what needs none (STATIC_ANSWERS), and
 # lets all other requests wait. There is one such request at a time.
+#
+# Long answers are held in memory until their clients have taken them. So whoever asks for one waits while too
+# much is unsent (Backlog); what is asked for by runners, and what has a short answer, never does.
 
 SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate, as it arrives
 MAX_HELD_BYTES = 64 * 2 ** 20       # of bodies on their way, in memory; others, and long ones, are on disk
@@ -14436,6 +14448,9 @@ READER_CPU_S = 120                  # ... and of processor time
 READER_S = 600                      # ... and by the clock: others wait for it, and a disk may hang
 SLICE_VALUES = 500                  # of a long list are handed over at once
 READER_DONE = b'.'                  # ... with this on its pipe, if it could
+MAX_UNSENT_BYTES = 256 * 2 ** 20    # of answers, beyond which nobody gets another long one
+MAX_UNSENT_OF_USER = 32 * 2 ** 20   # ... beyond which their user gets no other
+LIST_BODY_BYTES = 65536             # of a request that makes many things: its answer lists them
 STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # on the wakeup descriptor; 0: stop()
 
 
@@ -14563,6 +14578,63 @@ class Bodies:
         """A connection sends no more of its body."""
         self.forget(connection.spool)
         connection.spool = None
+
+
+# -------- answers that may be long --------
+
+@functools.lru_cache(maxsize=None)
+def has_long_answer(route: Route) -> bool:
+    """Whether the answer of an operation may be much longer than a record: a list, or any JSON."""
+    kind = answer_type(route)
+    if kind[:1] != '@':
+        return kind[:1] == '['
+    fields = model_fields(kind[1:])
+    return 'data' in fields or 'metadata' in fields and 'name' not in fields or 'id' not in fields and any(
+        field.type[0] == '[' for field in fields.values())
+
+
+def may_be_long(head: RequestHead) -> bool:
+    """Whether a request is to wait while many answers are unsent. Those of runners are short."""
+    if head.method not in ('GET', 'HEAD') and head.length < LIST_BODY_BYTES and ADMIN_SQL_PATH not in head.path:
+        return False
+    try:
+        route, _ = find_route('GET' if head.method == 'HEAD' else head.method, head.path)
+    except TorcError:
+        return False
+    return has_long_answer(route) and route.name != 'runner_sync' and find_static(head) is None
+
+
+class Backlog:
+    """Requests that wait for those before them and for what is unsent: users take turns.
+
+    Half of what may be unsent is left to users to whom nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.by_user = collections.OrderedDict()    # type: Any  # user -> deque of (connection, request)
+
+    def __bool__(self) -> bool:
+        return bool(self.by_user)
+
+    def __iter__(self) -> Iterator[Tuple[Connection, Request]]:
+        return itertools.chain.from_iterable(self.by_user.values())
+
+    def add(self, connection: Connection, request: Request) -> None:
+        """One more, behind those of the same user."""
+        self.by_user.setdefault(request.identity.caller.name, collections.deque()).append((connection, request))
+
+    def take(self, unsent: Dict[str, int]) -> Optional[Tuple[Connection, Request]]:
+        """The next request that may be answered, given what is unsent to each user."""
+        total = sum(unsent.values())
+        for user, waiting in self.by_user.items():
+            held = unsent.get(user, 0)
+            if total < MAX_UNSENT_BYTES // (2 if held else 1) and held < MAX_UNSENT_OF_USER:
+                found = waiting.popleft()
+                self.by_user.move_to_end(user)
+                if not waiting:
+                    del self.by_user[user]
+                return found
+        return None
 
 
 # -------- the child that reads one --------
@@ -14739,19 +14811,22 @@ class LongRequests:
         self.answer = answer
         self.finish = finish
         self.current = None                     # type: Optional[LongRequest]
-        self.waiting = collections.deque()      # type: Any  # (connection, request)
+        self.waiting = Backlog()
         self.has_store = True                   # the loop, and no thread
 
     def add(self, connection: Connection, request: Request) -> None:
         """One more; it begins when those before it are over."""
-        self.waiting.append((connection, request))
+        self.waiting.add(connection, request)
         self.begin()
 
     def begin(self) -> None:
-        """Begin with the next one, if none is under way."""
+        """Begin with the next one, if none is under way, and not too much is unsent."""
         if self.current is not None or not self.waiting:
             return
-        self.current = LongRequest(*self.waiting.popleft())
+        found = self.waiting.take(self.bodies.connections.unsent_by_user())
+        if found is None:
+            return
+        self.current = LongRequest(*found)
         request = self.current.request
         try:
             pipe = self.current.start_reading(self.bodies.find_directory(request.head.length))
@@ -14826,7 +14901,8 @@ class LongRequests:
 #   * An administrator's SQL has a transaction of its own: whatever it does, it does not touch what others
 #     asked for.
 
-TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, about
+TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, or of long answers, about
+TURN_S = 0.1                        # that long answers take in one turn, about
 TICK_S = 5.0                        # between checks for lost nodes, and tries of a task
 ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no runner could reach us
 EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
@@ -14960,6 +15036,8 @@ class Server:
         self.is_embedded = is_embedded
         self.tick = tick                        # called now and then in a transaction; true: again soon
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for the next turn
+        self.backlog = Backlog()                # the same, whose answers may be long
+        self.is_held_up = False                 # ... and are not to be made until more is sent
         self.put_off = []                       # type: List[Callable[[], Any]]  # signal_calls to be made
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # by further signals
         self.has_grown = False                  # by a large request or answer, or many rows
@@ -14983,7 +15061,7 @@ class Server:
         self.connections.on_error, self.connections.on_closed = self.refuse, self.on_closed
         self.logins = Logins(policy.users, self.connections, self.on_known, self.refuse)
         self.bodies = Bodies(self.connections, functools.partial(spool_directory, store),
-                             lambda: sum(len(request.body) for _, request in self.complete))
+                             lambda: sum(len(request.body) for _, request in [*self.complete, *self.backlog]))
         self.long = LongRequests(self.selector, self.bodies, self.wake, self.responder.answer_one, self.give)
         self.streams = Streams(self.connections, self.access.stored_hash, self.responder.may_subscribe)
         self.inform_service(policy.users)
@@ -15055,7 +15133,8 @@ class Server:
         self.traffic.begin_turn()
         for key, mask in ready:
             key.data(mask)
-        if self.complete:
+        self.long.begin()
+        if self.complete or self.backlog:
             self.answer_complete()
         self.on_clock(time.monotonic())
         if self.long.has_store and (self.service.updates or self.streams.feeds.changed):
@@ -15087,7 +15166,7 @@ class Server:
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
-        if self.complete and self.long.has_store:
+        if (self.complete or self.backlog and not self.is_held_up) and self.long.has_store:
             return 0.0
         now = time.monotonic()
         times = [self.connections.accept_at, self.connections.sweep_at, self.refusals.due_at]
@@ -15216,6 +15295,10 @@ class Server:
         if request.head.length > MAX_BODY_BYTES:
             self.connections.watch(connection, 0)
             self.long.add(connection, request)
+        elif may_be_long(request.head):
+            self.connections.watch(connection, 0)
+            self.is_held_up = False
+            self.backlog.add(connection, request)
         else:
             self.complete.append((connection, request))
 
@@ -15226,15 +15309,37 @@ class Server:
         self.store.check_in_place()
         batch, size = [], 0     # type: List[Tuple[Connection, Request]], int
         while self.complete and size < TURN_BYTES:
-            connection, request = self.complete.pop(0)
-            size += request.head.length
-            if request.spool is not None:
-                request = request._replace(body=request.spool.read(), spool=self.bodies.forget(request.spool))
-            batch.append((connection, request))
+            batch.append(self.complete.pop(0))
+            size += batch[-1][1].head.length
         self.tick_at = min(self.tick_at, time.monotonic() + TICK_S)
-        answers = self.responder.answer_all([request for _, request in batch])
-        for (connection, request), answer in zip(batch, answers):
+        if batch:
+            self.answer_batch(batch)
+        self.answer_backlog()
+
+    def answer_batch(self, batch: Sequence[Tuple[Connection, Request]]) -> None:
+        """Answer requests in one transaction."""
+        requests = [request if request.spool is None else
+                    request._replace(body=request.spool.read(), spool=self.bodies.forget(request.spool))
+                    for _, request in batch]
+        for (connection, _), request, answer in zip(batch, requests, self.responder.answer_all(requests)):
             self.give(connection, request, answer)
+
+    def answer_backlog(self) -> None:
+        """Answer requests whose answers may be long, one by one, until it is the others' turn."""
+        unsent = self.connections.unsent_by_user() if self.backlog else {}
+        size, end = 0, time.monotonic() + TURN_S
+        self.is_held_up = False
+        while self.backlog and size < TURN_BYTES and time.monotonic() < end:
+            found = self.backlog.take(unsent)
+            self.is_held_up = found is None
+            if found is None:
+                return
+            connection, user = found[0], found[1].identity.caller.name
+            if connection in self.connections.all or found[1].head.method == 'POST':
+                self.answer_batch([found])
+            if connection.unsent:
+                unsent[user] = unsent.get(user, 0) + len(connection.unsent.obj)
+            size += len(connection.unsent)
 
     def answer_static(self) -> None:
         """Answer what needs no store, which a thread has; the others wait."""
