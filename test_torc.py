@@ -9088,6 +9088,87 @@ class LongBodyTest(WorldTest):
             self.assertEqual([422], statuses(read_answers(second, 1)))
         self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
 
+    def test_a_list_is_carried_out_in_pieces_and_all_or_nothing(self) -> None:
+        self.set_constant('SLICE_BYTES', 1500)
+        pieces, create = [], torc.insert_jobs    # type: List[int], Any
+        self.set_constant('insert_jobs', lambda *given: pieces.append(len(given[2])) or create(*given))
+        self.json('POST', '/jobs', {'workflow_id': self.workflow_id, 'name': 'job 90', 'command': 'x'})
+        status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
+        self.assertEqual((422, True), (status, "'job 90'" in value['error']['message']), value)
+        self.assertEqual(1, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+        other = self.json('POST', '/workflows', {'name': 'x', 'user': 'u'})['id']
+        mixed = self.jobs(100)
+        mixed['jobs'][-1]['workflow_id'] = other
+        status, value = self.ask('POST', '/bulk_jobs', mixed)
+        self.assertEqual((422, True), (status, 'must belong to one workflow' in value['error']['message']))
+        del pieces[:]
+        made = self.json('POST', '/bulk_jobs', dict(self.jobs(90), more=1))['jobs']
+        self.assertEqual([f'job {number}' for number in range(90)], [job['name'] for job in made])
+        self.assertEqual((90, True), (sum(pieces), 2 < len(pieces) < 20), pieces)
+        for path, key, more in (('/bulk_files', 'files', {'path': 'p'}),
+                                ('/bulk_user_data', 'user_data', {'data': {'a': [1.5, None]}})):
+            rows = [dict({'workflow_id': other, 'name': f'n{number}'}, **more) for number in range(150)]
+            found = self.json('POST', path, {key: rows})[key]
+            self.assertEqual(rows, [{name: row[name] for name in rows[0]} for row in found])
+
+    def test_limits_of_values_and_of_a_record(self) -> None:
+        def send(data: Any, *names: str) -> Tuple[int, Any]:
+            rows = [{'workflow_id': self.workflow_id, 'name': name, 'data': data} for name in names]
+            return self.ask('POST', '/bulk_user_data', {'user_data': rows})
+        self.set_constant('MAX_RECORD_VALUES', 1000)
+        self.set_constant('MAX_RECORD_BYTES', 10000)
+        for data, text in (([[]] * 1000, 'user_data[1] holds more than 1,000 values'),
+                           ({str(number): [] for number in range(600)}, 'user_data[1] holds more than 1,000'),
+                           ('x' * 10000, 'user_data[1] has 9')):
+            rows = [{'workflow_id': self.workflow_id, 'name': str(number), 'data': data if number else 1}
+                    for number in range(2)]
+            status, value = self.ask('POST', '/bulk_user_data', {'user_data': rows})
+            self.assertEqual((413, True), (status, text in value['error']['message']), value)
+        self.assertEqual(0, self.json('GET', f'/user_data?workflow_id={self.workflow_id}')['total_count'])
+        self.assertEqual(200, send(',[{' * 3000, 'commas in a text', 'are no values')[0])
+        self.set_constant('MAX_PLAN_VALUES', 500)
+        status, value = self.ask('POST', '/workflows/from_spec', {'jobs': [[]] * 1000})
+        self.assertEqual((413, True), (status, 'holds more than 500 values' in value['error']['message']))
+
+    def test_memory_does_not_grow_with_a_list(self) -> None:
+        need('proc', os.path.exists('/proc/self/status'), '/proc, to see the memory of a process')
+        self.world.serve('--db', 'other.db', '--no-auth')
+        url = torc.read_connection_file(self.world.path('other.db'))['url']
+        with contextlib.closing(torc.HttpConnection(torc.parse_url(url))) as wire:
+            wire.ask('POST', torc.API_PREFIX + '/workflows', b'{"name":"w","user":"u"}')
+
+            def peak_mb() -> int:
+                with open(f'/proc/{self.world.server.pid}/status') as file:
+                    return int(re.search('VmHWM:\\s*([0-9]+)', file.read()).group(1)) // 1024
+            before = peak_mb()
+            jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': f'{number} ' * 250}
+                    for number in range(12000)]
+            body = torc.format_json({'jobs': jobs}).encode()
+            status, answer = wire.ask('POST', torc.API_PREFIX + '/bulk_jobs', body, 60)
+        self.assertEqual((200, 12000), (status, len(json.loads(answer.decode())['jobs'])))
+        self.assertGreater(len(body), 15 * 2 ** 20)
+        self.assertLess(peak_mb() - before, 40)     # with all of the list, 140 MB
+
+    def test_an_answer_in_a_file_is_sent_and_signed_as_bytes_are(self) -> None:
+        def make() -> torc.LongAnswer:
+            answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))
+            for number in range(3):
+                answer.take({'jobs': [{'id': number}]})
+            return answer.finish()
+        data = b'{"jobs":[{"id":0},{"id":1},{"id":2}]}'
+        signer = torc.Signer(b'token', 'challenge', 'nonce', 'id')
+        self.assertEqual(signer.sign_answer(200, data), signer.sign_answer(200, make()))
+        whole, found = torc.format_answer(200, data, 'x: y\r\n'), torc.format_answer(200, make(), 'x: y\r\n')
+        self.assertEqual((len(whole), whole[:-len(data)]), (len(found), found.head))
+        parts = []
+        while found:
+            parts.append(found[:7])
+            found = found[len(parts[-1]):]
+        self.assertEqual(whole, b''.join(parts))
+        self.assertEqual([], [name for name in os.listdir(self.world.directory) if name.startswith('torc-')])
+        with self.assertRaisesRegex(torc.Unreachable, 'the answer cannot be kept: No such file'):
+            torc.NamelessFile(self.world.path('gone'))
+
     def test_a_child_that_dies_is_an_error_and_the_next_body_is_read(self) -> None:
         read, os_kill = torc.read_long_body, os.kill
         torc.read_long_body = lambda *_: os_kill(os.getpid(), signal.SIGKILL)

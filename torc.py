@@ -12102,6 +12102,15 @@ class CheckedBody(Row):
     value: Any
 
 
+class Pieces(Row):
+    """A checked body that is one list, in pieces: the verb gets one after the other, in one savepoint.
+
+    So neither the list nor its answer is in memory as a whole.
+    """
+    values: Iterable[Any]
+    sink: Any = None                # whose take() gets the answer to each
+
+
 def check_body(model: str, body: Any) -> Any:
     """What a route's verb gets of a body."""
     if isinstance(body, CheckedBody):
@@ -12144,15 +12153,20 @@ def carry_out(context: Context, route: Route, parameters: Dict[str, Any], body: 
     """Answer in a savepoint: of a verb that fails only what it has asked for in on_failure stays."""
     try:
         with context.savepoint():
-            return call_route(context, route, parameters, body)
+            if not isinstance(body, Pieces):
+                return call_route(context, route, parameters, body)
+            for value in body.values:
+                body.sink.take(call_route(context, route, parameters, CheckedBody(value)))
+            return body
     except TorcError:
         if context.on_failure is not None:
             context.on_failure()
         raise
 
 
-def answer_request(service: Service, method: str, path: str, query: str, body: Union[bytes, CheckedBody],
-                   caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
+def answer_request(service: Service, method: str, path: str, query: str,
+                   body: Union[bytes, CheckedBody, Pieces], caller: str = '',
+                   is_owner: bool = True) -> Tuple[int, Any]:
     """Answer a request in a savepoint of its own, in the caller's transaction: (HTTP status, value).
 
     `is_owner`: the caller has shown the server's token. They may be an administrator without it.
@@ -12164,7 +12178,8 @@ def answer_request(service: Service, method: str, path: str, query: str, body: U
         parameters = {name: text if name in TEXT_PARAMETERS else parse_parameter(name, 'int', text)
                       for name, text in found.items()}
         parameters.update(parse_query(route, query))
-        value = None if not route.body else body if isinstance(body, CheckedBody) else parse_body(body)
+        is_checked = isinstance(body, (CheckedBody, Pieces))
+        value = None if not route.body else body if is_checked else parse_body(body)
         answer = carry_out(context, route, parameters, value)
         return 202 if isinstance(answer, Accepted) else 200, answer
     except TorcError as error:
@@ -13146,9 +13161,10 @@ class Signer:
         self.pieces = 0
         return digest
 
-    def sign_answer(self, status: int, body: bytes) -> str:
+    def sign_answer(self, status: int, body: Any) -> str:
         """The signature of the answer to the last request."""
-        return self.sign('answer', self.requests, status, hashlib.sha256(body).hexdigest())
+        digest = body.digest if isinstance(body, LongAnswer) else hashlib.sha256(body)
+        return self.sign('answer', self.requests, status, digest.hexdigest())
 
     def sign_piece(self, data: bytes) -> str:
         """The signature of the next piece of a stream."""
@@ -13161,16 +13177,88 @@ def prove_token(token: bytes, challenge: str, port: int) -> str:
     return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
 
 
-def format_answer(status: int, body: bytes, fields: str = '', media_type: str = 'application/json') -> bytes:
+class NamelessFile:
+    """A temporary file as long as something refers to it."""
+
+    def __init__(self, directory: str) -> None:
+        try:
+            with tempfile.TemporaryFile(dir=directory, prefix='torc-') as file:
+                self.descriptor = os.dup(file.fileno())
+        except OSError as error:
+            raise Unreachable(f'the answer cannot be kept: {error.strerror}', http=503) from None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):   # none could be made
+            os.close(self.descriptor)
+
+
+class LongAnswer:
+    """An answer that is written to a file without a name, piece by piece, and sent from there.
+
+    It is sliced as a memoryview is: its beginning is bytes, what follows it another LongAnswer.
+    """
+    HEAD_BYTES = 2 ** 16    # are left free for its head, which is known last
+
+    def __init__(self, file: NamelessFile, start: int = HEAD_BYTES, end: int = HEAD_BYTES) -> None:
+        self.file = file
+        self.start, self.end = start, end
+        self.digest = hashlib.sha256()
+        self.key = ''               # of the list in it
+        self.obj = self             # what holds the memory, as in a memoryview; here it is disk
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __getitem__(self, part: slice) -> Any:
+        if part.stop is None:
+            return LongAnswer(self.file, self.start + part.start, self.end)
+        return os.pread(self.file.descriptor, min(part.stop, len(self)), self.start)
+
+    def write(self, data: bytes) -> None:
+        """Add to the body."""
+        try:
+            while data:
+                count = os.pwrite(self.file.descriptor, data, self.end)
+                self.digest.update(data[:count])
+                self.end, data = self.end + count, data[count:]
+        except OSError as error:
+            raise Unreachable(f'the answer cannot be kept: {error.strerror}', http=503) from None
+
+    def take(self, answer: Dict[str, List[Any]]) -> None:
+        """Add what is in the one list of an answer."""
+        (key, items), = answer.items()
+        begin = f'{format_json(key)}:['
+        self.write(('{' + begin if not self.key else ',').encode() + format_json(items)[1:-1].encode())
+        self.key = key
+
+    def finish(self) -> 'LongAnswer':
+        """End the body."""
+        self.write(b']}')
+        return self
+
+    def begin_with(self, head: bytes) -> 'LongAnswer':
+        """Put the head before the body."""
+        self.start -= len(head)
+        os.pwrite(self.file.descriptor, head, self.start)
+        return self
+
+    @property
+    def head(self) -> bytes:
+        """The head alone."""
+        return self[:self.HEAD_BYTES - self.start]
+
+
+def format_answer(status: int, body: Any, fields: str = '', media_type: str = 'application/json') -> Any:
     """One whole answer. `fields` are further header lines, each with its line end."""
     if body:
         fields += f'content-type: {media_type}\r\n'
     reason = reason_phrase(status)
     head = f'HTTP/1.1 {status} {reason}\r\n{ANSWER_FIELDS}{fields}content-length: {len(body)}\r\n\r\n'
-    return head.encode('latin-1') + body
+    data = head.encode('latin-1')
+    return body.begin_with(data) if isinstance(body, LongAnswer) else data + body
 
 
-def format_signature(signer: Optional[Signer], status: int, body: bytes) -> str:
+def format_signature(signer: Optional[Signer], status: int, body: Any) -> str:
     """The header line that signs an answer; '' if the request was not signed."""
     return '' if signer is None else f'torc-signature: {signer.sign_answer(status, body)}\r\n'
 
@@ -13295,7 +13383,7 @@ class Connection:
         self.is_tls = False         # the socket is TLS's
         self.mask = selectors.EVENT_READ    # what the selector waits for; 0: nothing
         self.received = bytearray()
-        self.unsent = memoryview(b'')
+        self.unsent = memoryview(b'')   # type: Any  # or the rest of a LongAnswer
         self.deadline = math.inf    # when it is closed or refused (monotonic); inf while nothing is under way
         self.signer = None          # type: Any  # the Signer of the requests that follow a challenge
         self.identity = None        # type: Optional[Identity]  # who sends this request; None: not known
@@ -13456,8 +13544,11 @@ class Connections:
         self.send(connection, answer)
         self.on_sent(connection)
 
-    def send(self, connection: Connection, data: bytes) -> None:
+    def send(self, connection: Connection, data: Any) -> None:
         """Send now what the client takes now, and the rest when it takes more."""
+        if isinstance(data, LongAnswer):
+            connection.unsent = data
+            return self.flush(connection)
         connection.unsent = memoryview(bytes(connection.unsent) + data if connection.unsent else data)
         self.flush(connection)
 
@@ -14442,11 +14533,15 @@ MAX_HELD_BYTES = 64 * 2 ** 20       # of bodies on their way, in memory; others,
 MAX_SPOOLED_BYTES = 2 ** 30         # ... there
 MAX_SPOOLED_OF_USER = 400 * 2 ** 20     # ... of one user
 SPOOL_RESERVE_BYTES = 64 * 2 ** 20  # that they leave free there
-MAX_BODY_VALUES = 20 * 10 ** 6      # of JSON in a long body, about: each takes some 60 bytes of memory
+MAX_BODY_VALUES = 20 * 10 ** 6      # of JSON in a long body, about: each takes some 60 bytes in the child
+MAX_PLAN_VALUES = 4 * 10 ** 6       # ... in that of a workflow, which our own process has to hold
+MAX_RECORD_VALUES = 10 ** 6         # ... in one record
+MAX_RECORD_BYTES = 16 * 2 ** 20     # of its JSON
 READER_BYTES = 5 * 2 ** 29          # of memory that the process may take which reads one
 READER_CPU_S = 120                  # ... and of processor time
 READER_S = 600                      # ... and by the clock: others wait for it, and a disk may hang
 SLICE_VALUES = 500                  # of a long list are handed over at once
+SLICE_BYTES = 2 ** 20               # ... or fewer, if their JSON is longer
 READER_DONE = b'.'                  # ... with this on its pipe, if it could
 MAX_UNSENT_BYTES = 256 * 2 ** 20    # of answers, beyond which nobody gets another long one
 MAX_UNSENT_OF_USER = 32 * 2 ** 20   # ... beyond which their user gets no other
@@ -14644,38 +14739,89 @@ ERRORS_OF_BODIES = {kind.__name__: kind for kind in (TorcError, BadInput, Refuse
 
 def read_long_body(head: RequestHead, source: Any, target: Any) -> None:
     """In the child: parse and check a body, and write what came of it, a line of JSON each."""
-    def write(value: Any) -> None:
-        target.write(format_json(value).encode('utf-8', 'surrogatepass') + b'\n')
     try:
         route, _ = find_route(head.method, head.path)
         source.seek(0)
         data = source.read()
-        if data.count(b',') + data.count(b'[') + data.count(b'{') > MAX_BODY_VALUES:
-            raise BadInput(f'the body holds more than {MAX_BODY_VALUES:,} values', http=413)
+        is_list = route.path.startswith('/bulk_')
+        most = MAX_BODY_VALUES if is_list else MAX_PLAN_VALUES
+        count = data.count(b',') + data.count(b'[') + data.count(b'{')     # fewer if they stand in texts
+        if count > most and count_values(parse_body(data)) > most:
+            raise BadInput(f'the body holds more than {most:,} values', http=413)
         body = check_body(route.body, parse_body(data)) if route.body else None
+        del data
+        if is_list:
+            (key, rows), = body.items()
+            check_bulk([row['workflow_id'] for row in rows], [row['name'] for row in rows], key)
+        write_checked({'pieces': is_list}, body, target)
     except TorcError as error:
-        return write({'kind': type(error).__name__, 'message': error.message, 'http': error.http,
-                      'details': error.details})
-    write(None)     # no error
-    if not isinstance(body, dict):
-        return write(['', body])
-    for key, item in body.items():
-        starts = range(0, len(item), SLICE_VALUES) if isinstance(item, list) else ()
-        write([key, [] if isinstance(item, list) else item])
-        for start in starts:
-            write([key, item[start:start + SLICE_VALUES]])
+        target.seek(0)
+        target.truncate()
+        write_line(target, format_json({'kind': type(error).__name__, 'message': error.message,
+                                        'http': error.http, 'details': error.details}))
 
 
-def load_checked(source: Any) -> CheckedBody:
+def write_line(target: Any, text: str) -> None:
+    """Write a line of JSON."""
+    target.write(text.encode('utf-8', 'surrogatepass') + b'\n')
+
+
+def write_checked(first: Any, body: Any, target: Any) -> None:
+    """Write a checked body: a line, then pairs of key and value, lists in slices."""
+    write_line(target, format_json(first))
+    for key, item in body.items() if isinstance(body, dict) else [('', body)]:
+        is_list = isinstance(item, list) and isinstance(body, dict)
+        write_line(target, format_json([key, [] if is_list else item]))
+        for text in slices(key, item) if is_list else ():
+            write_line(target, f'[{format_json(key)}, [{text}]]')
+
+
+def slices(key: str, items: Sequence[Any]) -> Iterator[str]:
+    """JSON of some items of a list at a time, without brackets. BadInput for a record that is too large."""
+    texts, size = [], 0     # type: List[str], int
+    for index, item in enumerate(items):
+        text = format_json(item)
+        count = text.count(',') + text.count('[') + text.count('{')
+        if count > MAX_RECORD_VALUES and count_values(item) > MAX_RECORD_VALUES:
+            raise BadInput(f'{key}[{index}] holds more than {MAX_RECORD_VALUES:,} values', http=413)
+        if len(text) > MAX_RECORD_BYTES:
+            raise BadInput(f'{key}[{index}] has {format_memory(len(text))}; at most '
+                           f'{format_memory(MAX_RECORD_BYTES)} are possible', http=413)
+        if texts and (size + len(text) > SLICE_BYTES or len(texts) == SLICE_VALUES):
+            yield ','.join(texts)
+            texts, size = [], 0
+        texts.append(text)
+        size += len(text)
+    if texts:
+        yield ','.join(texts)
+
+
+def count_values(value: Any) -> int:
+    """How many values of JSON there are in one, about, with itself."""
+    count, left = 0, [value]
+    while left:
+        item = left.pop()
+        count += 1
+        if isinstance(item, dict):
+            count += len(item)
+            left += item.values()
+        elif isinstance(item, (list, tuple)):
+            left += item
+    return count
+
+
+def load_checked(source: Any) -> Union[CheckedBody, Pieces]:
     """What read_long_body() has written -> the body, or its error."""
     source.seek(0)
-    error = json.loads(source.readline().decode('utf-8', 'surrogatepass'))
-    if error:
-        kind = ERRORS_OF_BODIES.get(error['kind'], BadInput)
-        raise kind(error['message'], http=error['http'], **error['details'])
+    first = json.loads(source.readline().decode('utf-8', 'surrogatepass'))
+    if 'kind' in first:
+        kind = ERRORS_OF_BODIES.get(first['kind'], BadInput)
+        raise kind(first['message'], http=first['http'], **first['details'])
+    pairs = (json.loads(line.decode('utf-8', 'surrogatepass')) for line in source)
+    if first['pieces']:
+        return Pieces({key: items} for key, items in pairs if items)
     body = {}   # type: Dict[str, Any]
-    for line in source:
-        key, item = json.loads(line.decode('utf-8', 'surrogatepass'))
+    for key, item in pairs:
         if key == '':
             return CheckedBody(item)
         if isinstance(body.get(key), list):
@@ -14752,6 +14898,7 @@ class LongRequest:
     def __init__(self, connection: 'Connection', request: Request) -> None:
         self.connection = connection
         self.request = request
+        self.directory = ''         # with room for temporary files
         self.result = None          # type: Any  # file of what the child has made of the body
         self.pid = 0                # of the child; 0: none
         self.pipe = -1              # whose end is the child's
@@ -14762,6 +14909,7 @@ class LongRequest:
 
     def start_reading(self, directory: str) -> int:
         """Fork the child; a descriptor that can be read when it has ended."""
+        self.directory = directory
         self.result = tempfile.TemporaryFile(dir=directory, prefix='torc-')
         self.pipe, end = os.pipe()
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_NUMBERS[1:])
@@ -14854,9 +15002,12 @@ class LongRequests:
         """The thread."""
         gc.disable()        # it would look at millions of values again and again, and hold up the loop
         try:
-            request = long.request._replace(body=load_checked(long.result))
-            long.answer = self.answer(request)
-            for item in request.body.value.values() if isinstance(request.body.value, dict) else ():
+            body = load_checked(long.result)
+            if isinstance(body, Pieces):
+                body = body._replace(sink=LongAnswer(NamelessFile(long.directory)))
+            long.answer = self.answer(long.request._replace(body=body))
+            plan = body.value if isinstance(body, CheckedBody) else {}
+            for item in plan.values() if isinstance(plan, dict) else ():
                 collections.deque(use_up(item) if isinstance(item, list) else (), maxlen=0)
         except TorcError as error:
             if isinstance(error, Conflict):     # the database is another's now: that ends the server
@@ -14980,6 +15131,8 @@ class Responder:
             raise Unreachable(value['error']['message'])
         if isinstance(value, Subscription):
             return self.start_stream(request, value)
+        if isinstance(value, Pieces):
+            return self.format(request, status, value.sink.finish())
         try:
             is_long = request.head.length > MAX_BODY_BYTES
             body = b'' if value is None else format_long(value) if is_long else format_json(value).encode()
@@ -14989,7 +15142,7 @@ class Responder:
         return self.format(request, status, body)
 
     @staticmethod
-    def format(request: Request, status: int, body: bytes, media_type: str = 'application/json') -> bytes:
+    def format(request: Request, status: int, body: Any, media_type: str = 'application/json') -> Any:
         """An answer as it is sent."""
         head = request.head
         log.debug('%s %s %d', head.method, head.path, status)
@@ -15358,7 +15511,7 @@ class Server:
         self.has_grown = self.has_grown or max(request.head.length, len(answer)) > LARGE_BYTES
         if self.responder.has_task:     # it is the next thing, once this turn's answers are sent
             self.responder.has_task, self.tick_at = False, 0.0
-        data = answer.head if is_stream else answer
+        data = answer.head if is_stream or isinstance(answer, LongAnswer) else answer
         self.traffic.add_answer(data)
         if data[9:12] == b'403':
             self.refusals.add(connection.peer, 403)
