@@ -20987,6 +20987,95 @@ class CommandExampleLaws(WorldTest):
                     self.assertExit(0, run(*shlex.split(row.example)))
 
 
+class Stranger(threading.Thread):
+    """A server of something else: it answers every operation with JSON, which answer(route) makes."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        super().__init__(daemon=True)
+        self.answer = answer
+        self.listener = Impostor.listen()
+        self.url = f'http://127.0.0.1:{self.listener.getsockname()[1]}/torc-service/v1'
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):      # stop() ends it
+            while True:
+                threading.Thread(target=self.serve, args=(self.listener.accept()[0],), daemon=True).start()
+
+    def serve(self, client: socket.socket) -> None:
+        """Answer one client until it hangs up."""
+        with client, contextlib.suppress(OSError):
+            reader = client.makefile('rb')
+            for line in iter(reader.readline, b''):
+                fields = list(iter(reader.readline, b'\r\n'))
+                lengths = [field.split(b':')[1] for field in fields if field.startswith(b'content-length')]
+                reader.read(sum(map(int, lengths)))
+                method, target = line.decode().split()[:2]
+                path = target.partition('?')[0]
+                answer = {} if path == '/healthz' else self.answer(torc.find_route(method, path)[0])
+                client.sendall(torc.format_answer(200, json.dumps(answer).encode()))
+
+    def stop(self) -> None:
+        """Accept nobody any more."""
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+
+def least_answer(kind: str) -> Any:
+    """A value of a type of MODELS that says as little as it may."""
+    plain = {'int': 1, 'float': 1.5, 'bool': True, 'any': None, 'object': {}, 'time': '2026-01-01T00:00:00Z',
+             'rules': '[]', 'minutes': 1, 'gigabytes': 1, 'nodes': 1, 'ordinal': 1, 'attempt': [1, 1],
+             'ended': [1, 1, 'x'], 'output': [1, 'x']}
+    if kind[0] == '[':
+        return [least_answer(kind[1:-1])]
+    if kind[0] == '{':
+        return {'x': least_answer(kind[1:-1].rstrip('?'))}
+    if kind[1:] in torc.ENUMS:
+        return torc.ENUMS[kind[1:]][-1]
+    if kind[1:] not in torc.MODELS:
+        return plain.get(kind, 'x')
+    answer = {name: least_answer(field.type) for name, field in torc.model_fields(kind[1:]).items()
+              if field.is_required or name == 'id'}
+    fixed = {'has_more': False, 'action_config': {}}
+    return {name: fixed.get(name, value) for name, value in answer.items()}
+
+
+class StrangeServerLaws(WorldTest):
+    """Whatever answers at the address that a command is given, it ends with a message, and not as a bug."""
+
+    OWN_PROCESS = ('run', 'exec')       # with signals and runners of their own
+    ANSWERS = ({}, [], {'items': [{}], 'has_more': False, 'id': 'x'})
+
+    def setUp(self) -> None:
+        super().setUp()
+        os.symlink(EXAMPLES, self.world.path('examples'))
+        self.world.write('data.csv', '1')
+        self.world.write('commands.txt', 'echo 1\n')
+
+    def walk(self, answer: Callable[[Any], Any]) -> None:
+        """Give every command a server that answers so."""
+        stranger = Stranger(answer)
+        self.addCleanup(stranger.stop)
+        for row in torc.COMMANDS:
+            if row.name != 'serve' and not row.name.startswith('htpasswd'):
+                with self.subTest(row.name):
+                    run = self.world.cli if row.name in self.OWN_PROCESS else self.world.main
+                    outcome = run('--url', stranger.url, *shlex.split(row.example))
+                    self.assertNotIn('Traceback', outcome.err)
+                    self.assertIn(outcome.code, (0, 1, 2, 3, 4), outcome)
+                    self.told.append(outcome.err)
+
+    def test_no_command_takes_other_json_for_a_bug(self) -> None:
+        for value in self.ANSWERS:
+            self.told = []  # type: List[str]
+            self.walk(lambda route, value=value: value)
+            self.assertIn('is no server of torc.py or Torc', '\n'.join(self.told))
+
+    def test_nor_answers_that_say_as_little_as_they_may(self) -> None:
+        self.told = []
+        self.walk(lambda route: least_answer(torc.answer_type(route)))
+
+
 # -------- text from outside --------
 
 # What acts on a terminal or ends a line, and what follows it could be taken for a line of ours.

@@ -16037,10 +16037,10 @@ def parse_url(url: str) -> Address:
     return Address(url, parts.scheme == 'https', parts.hostname, port, parts.path.rstrip('/') or API_PREFIX)
 
 
-def parse_answer(status: int, body: bytes) -> Any:
+def parse_answer(status: int, body: bytes, of_object: Optional[Callable[[Any], Any]] = None) -> Any:
     """Value of a good answer; the TorcError of a bad one, of the same kind as where it was raised."""
     try:
-        value = json.loads(body.decode('utf-8')) if body else None
+        value = json.loads(body.decode('utf-8'), object_hook=of_object) if body else None
     except (ValueError, RecursionError):
         value = None
         status = status if status >= 300 else 502
@@ -16057,6 +16057,76 @@ def parse_answer(status: int, body: bytes) -> Any:
     details = {name: item for name, item in found.items()
                if name not in ('error', 'message', 'http', 'problems')}
     raise kind(message, http=status, **details)
+
+
+class Answer(dict):
+    """An object in an answer that is not signed: whoever sent it may have left out any key."""
+
+    def __missing__(self, key: str) -> Any:
+        raise not_a_server('what answers', f'an answer has no {key!r}')
+
+
+def not_a_server(what: str, reason: str) -> Unreachable:
+    """The error for an answer that no server of torc.py or Torc gives."""
+    return Unreachable(f'{what} is no server of torc.py or Torc ({reason}): '
+                       'check the address (--url, TORC_API_URL)')
+
+
+ANSWER_TYPES = {'string': (str,), 'integer': (int,), 'number': (int, float), 'boolean': (bool,),
+                'object': (dict, Answer), 'array': (list,)}
+
+
+@functools.lru_cache(maxsize=None)
+def answer_types(kind: str) -> Tuple[type, ...]:
+    """Python's types for a type of MODELS in an answer; () for any."""
+    if kind[1:] in ENUMS:
+        return ANSWER_TYPES['string']
+    name = 'object' if kind[1:] in MODELS else describe_type(kind).get('type', '')
+    return ANSWER_TYPES.get(name, ())
+
+
+@functools.lru_cache(maxsize=None)
+def answer_fields(model: str) -> List[Tuple[str, str, bool, Tuple[type, ...]]]:
+    """Fields of a model in an answer: name, type, whether it is required, Python's types if these say it all.
+
+    What is stored has an id, which a model does not require, for new rows have none; and runners look into an
+    action_config, which is any value in Torc's.
+    """
+    rows = []
+    for name, field in model_fields(model).items():
+        kind = 'object' if name == 'action_config' else field.type
+        plain = answer_types(kind) if kind[0] not in '[{@' else ()
+        rows.append((name, kind, field.is_required or name == 'id', plain))
+    return rows
+
+
+def find_misfit(kind: str, value: Any) -> str:
+    """What is wrong with an answer that should be of a type of MODELS, or ''.
+
+    Other versions and servers have other limits, and say more, so less is refused than in bodies of requests.
+    """
+    types = answer_types(kind)
+    if types and type(value) not in types or kind[1:] in ENUMS and value not in ENUMS[kind[1:]]:
+        return f'{printable(repr(value)[:40])} in place of {kind}'
+    if kind[1:] in MODELS:
+        for name, wanted, is_required, plain in answer_fields(kind[1:]):
+            found = value.get(name)
+            if type(found) not in plain and (found is not None or is_required and wanted != 'any'):
+                wrong = find_misfit(wanted, found) if name in value else f'no {name!r}'
+                if wrong:
+                    return f'{wrong} in {kind[1:]}'
+        return ''
+    if kind[0] not in '[{':
+        try:
+            if types == ANSWER_TYPES['array']:      # a row, of which each place has a type
+                check_value(kind, kind, value)
+        except BadInput as error:
+            return error.message
+        return ''
+    inner = kind[1:-1].rstrip('?')
+    items = value if kind[0] == '[' else value.values()
+    found = (find_misfit(inner, item) for item in items if item is not None or kind[-2] != '?')
+    return next(filter(None, found), '')
 
 
 class StreamEvent(Row):
@@ -16719,9 +16789,10 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
 class PendingCall:
     """An operation that was asked for; finish() waits for its answer. A selector may watch it meanwhile."""
 
-    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None) -> None:
+    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None, kind: str = '') -> None:
         self.value = value      # the answer of a direct client
         self.connection = connection        # on which the answer is to come
+        self.kind = kind        # ... and its type, in the words of MODELS
 
     def fileno(self) -> int:
         """Descriptor that gets readable with the answer; -1 if the answer is here."""
@@ -16735,7 +16806,13 @@ class PendingCall:
             status, answer = self.connection.read_answer(deadline_s)
         except (OSError, ValueError) as error:
             raise Unreachable(f'no answer from {self.connection.address.url}: {explain(error)}') from None
-        return parse_answer(status, answer)
+        if self.connection.signer is not None:
+            return parse_answer(status, answer)
+        value = parse_answer(status, answer, Answer)
+        misfit = find_misfit(self.kind, value)
+        if misfit:
+            raise not_a_server(f'what answers at {self.connection.address.url}', misfit)
+        return value
 
 
 def name_values(route: Route, values: Sequence[Any], params: Dict[str, Any]) -> Dict[str, Any]:
@@ -16825,7 +16902,7 @@ class Client(Connector, Operations):
             connection.send(route.method, target, data, deadline_s)
         except (OSError, ValueError) as error:
             raise Unreachable(f'no answer from {self.url}: {explain(error)}') from None
-        return PendingCall(connection=connection)
+        return PendingCall(connection=connection, kind=answer_type(route))
 
     @staticmethod
     def call_direct(service: Service, route: Route, body: Any, params: Dict[str, Any]) -> Any:
@@ -16875,8 +16952,6 @@ class Client(Connector, Operations):
         offset = params.pop('offset', 0)
         while True:
             page = self.call(op, offset=offset, **params)
-            if not isinstance(page, dict) or not isinstance(page.get('items'), list):
-                raise Unreachable(f'what answers at {self.url} is no server of torc.py or Torc')
             yield from page['items']
             offset += len(page['items'])
             if not page['has_more'] or not page['items']:
