@@ -10817,12 +10817,15 @@ class ServeTest(WorldTest):
 
     def test_a_log_that_cannot_begin_anew_goes_on(self) -> None:
         os.mkdir(self.world.path('logs'))
-        handler = torc.LogFile(self.world.path('logs/x.log'), 10, 3)
+        handler = torc.LogFile(self.world.path('logs/x.log'), 30, 3)
         with contextlib.closing(handler), open(os.dup(handler.stream.fileno()), 'rb') as written:
             shutil.rmtree(self.world.path('logs'))
             for number in range(3):
                 handler.handle(logging.LogRecord('torc', logging.INFO, '', 0, 'a line of some length', (), None))
             self.assertEqual(3, os.fstat(written.fileno()).st_size // len('a line of some length\n'))
+            for number in range(30):
+                handler.handle(logging.makeLogRecord({'msg': 'a line of some length'}))
+            self.assertLess(os.fstat(written.fileno()).st_size, 60 + 3 * 150)
 
     def test_a_log_makes_room_for_a_new_one(self) -> None:
         handler = torc.LogFile(self.world.path('x.log'), 100, 3)
@@ -13352,14 +13355,49 @@ class RunnerTest(WorldTest):
 
     def test_a_log_whose_older_part_cannot_be_put_away_goes_on(self):
         os.makedirs(self.world.path('out', 'x.log.1', 'in the way'))
-        with torc.OutputDirectory(self.world.path('out')) as output, unittest.mock.patch('torc.MAX_LOG_BYTES', 200):
+        limit = unittest.mock.patch('torc.MAX_LOG_BYTES', 500)
+        with torc.OutputDirectory(self.world.path('out')) as output, limit:
             log = torc.RunLog(output, 'x.log', 'info')
             for number in range(20):
                 log.write(f'line {number}')
                 log.flush()
+            numbers = re.findall('INFO line ([0-9]+)\n', self.world.read('out/x.log'))
+            self.assertEqual(list(map(str, range(20))), numbers)
+            for number in range(20, 100):
+                log.write(f'line {number}')
+                log.flush()
             log.close()
-        numbers = re.findall('INFO line ([0-9]+)\n', self.world.read('out/x.log'))
-        self.assertEqual(list(map(str, range(20))), numbers)
+        lines = self.world.read('out/x.log').splitlines()
+        self.assertLess(len('\n'.join(lines)), 1400)
+        self.assertRegex(lines[0], 'INFO line 0$')
+        self.assertRegex(lines[1], 'WARNING what was logged before was removed, for it could not be put away')
+        self.assertRegex(lines[-1], 'INFO line 99$')
+
+    def test_another_users_file_under_the_older_parts_name_does_not_let_the_log_grow(self):
+        shared = self.world.path('shared')
+        os.mkdir(shared)
+        os.chmod(shared, 0o1777)
+
+        def write_lines():
+            with torc.OutputDirectory(shared) as output, unittest.mock.patch('torc.MAX_LOG_BYTES', 500):
+                log = torc.RunLog(output, 'x.log', 'info')
+                server_log = torc.LogFile(os.path.join(shared, 'y.log'), 500, 3)
+                for number in range(100):
+                    log.write(f'line {number}')
+                    log.flush()
+                    server_log.handle(logging.makeLogRecord({'msg': f'line {number}'}))
+                log.close()
+                server_log.close()
+        os.makedirs(os.path.join(shared, 'job_stdio'))
+        os.chown(os.path.join(shared, 'job_stdio'), OTHER_UID, OTHER_UID)
+        os.chmod(os.path.dirname(self.world.directory), 0o755)
+        for name in ('x.log.1', 'y.log.1'):
+            self.world.write(f'shared/{name}', 'of another user')
+        self.assertEqual(0, end_child(run_as(write_lines)))
+        for name in ('x.log', 'y.log'):
+            self.assertLess(os.path.getsize(os.path.join(shared, name)), 1400)
+            self.assertIn('line 99', self.world.read(f'shared/{name}'))
+            self.assertEqual('of another user', self.world.read(f'shared/{name}.1'))
 
     def test_a_job_sees_its_variables_and_never_a_token(self):
         self.create({'command': 'env', 'env': {'MINE': 'job', 'TORC_JOB_ID': 'mine'}}, env={'SHARED': 'all', 'MINE': 'workflow'})

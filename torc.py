@@ -15843,9 +15843,17 @@ class LogFile(LogStream):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
-        if os.fstat(self.stream.fileno()).st_size > self.limit_bytes:
-            with contextlib.suppress(OSError, Denied):      # a full disk, or no directory: the file goes on
+        size = os.fstat(self.stream.fileno()).st_size
+        if size > self.limit_bytes:
+            try:
                 self.begin_anew()
+            except (OSError, Denied) as error:  # a full disk, no directory, or another user's FILE.1
+                if size > 2 * self.limit_bytes:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self.stream.fileno(), 0)
+                    super().emit(logging.makeLogRecord({
+                        'name': log.name, 'levelname': 'WARNING',
+                        'msg': f'what was logged before was removed, for it could not be put away: {error}'}))
         super().emit(record)
 
     def begin_anew(self) -> None:
@@ -18937,10 +18945,19 @@ class RunLog:
         """Write what has gathered. A full disk costs the lines, not the runner."""
         if self.lines:
             text, self.lines = ''.join(self.lines), []
-            with contextlib.suppress(OSError):      # what lies in the way: the old file goes on
-                if self.held is not self.output.top or os.fstat(self.descriptor).st_size > MAX_LOG_BYTES:
+            size = 0
+            try:
+                size = os.fstat(self.descriptor).st_size
+                if self.held is not self.output.top or size > MAX_LOG_BYTES:
                     self.begin_anew()
                     text = self.head + text
+            except OSError as error:    # something lies in the way: the old file goes on, within limits
+                if size > 2 * MAX_LOG_BYTES:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self.descriptor, 0)
+                    reason = 'what was logged before was removed, for it could not be put away: '
+                    reason += printable_line(str(error))
+                    text = f'{self.head}{format_time(time.time())} WARNING {reason}\n{text}'
             with contextlib.suppress(OSError):      # there is nowhere to report it
                 os.write(self.descriptor, text.encode('utf-8', 'replace'))
 
