@@ -1274,12 +1274,75 @@ class HeldDirectoryTest(WorldTest):
                     unittest.mock.patch('os.geteuid', lambda: 0 if row['root'] else 1000):
                 self.assertEqual(bool(row['full']), self.directory.is_full())
 
+    def test_links_in_a_path_are_followed_as_the_system_does(self):
+        for name in ('a/b', 'a/c'):
+            os.makedirs(self.world.path(name))
+        for target, name in (
+                ('../a/c', 'a/up'), (self.world.path('a', 'b'), 'a/whole'), ('whole/../up/', 'a/through'),
+                ('none', 'a/dangling'), ('loop', 'a/loop'), ('a', 'own')):
+            os.symlink(target, self.world.path(name))
+        for name in ('a/up', 'a/whole', 'a/through', 'own/through', 'a/./b/../c', 'own', '.'):
+            path = self.world.path(name)
+            descriptor = torc.walk_to_directory(path)
+            self.assertTrue(os.path.samestat(os.stat(path), os.fstat(descriptor)), name)
+            os.close(descriptor)
+        before = len(os.listdir('/dev/fd'))
+        for name, kind in (('a/none/b', FileNotFoundError), ('a/loop', OSError), ('a/loop/b', OSError),
+                           ('d/old', NotADirectoryError), ('d/old/b', NotADirectoryError)):
+            self.assertRaises(kind, torc.walk_to_directory, self.world.path(name))
+        self.assertEqual(before, len(os.listdir('/dev/fd')))
+        os.close(torc.walk_to_directory(self.world.path('own/dangling/x/y'), 0o700))
+        modes = [stat.S_IMODE(os.stat(self.world.path('a/none', name)).st_mode) for name in ('', 'x', 'x/y')]
+        self.assertEqual([0o755, 0o755, 0o700], modes)
+
+    def test_who_may_lay_a_link_into_a_path(self):
+        need('root', os.geteuid() == 0, 'root, to act as another user')
+        rows = rows_of('''
+            owner  mode  link   umask  followed
+            0      1777  0      022    yes
+            0      1777  other  022    -
+            0      777   other  022    -
+            other  1777  other  022    yes
+            other  755   other  022    yes
+            third  775   other  022    -
+            third  2775  other  002    yes
+            third  2777  other  002    -
+            other  2777  0      002    yes
+            third  755   other  022    yes
+            ''')
+        uids = {'0': 0, 'other': OTHER_UID, 'third': OTHER_UID + 1}
+        shared, aim = self.world.path('shared'), self.world.path('aim')
+        os.mkdir(aim)
+        for row in rows:
+            os.mkdir(shared)
+            os.symlink(aim, os.path.join(shared, 'l'))
+            os.lchown(os.path.join(shared, 'l'), uids[row['link']], uids[row['link']])
+            os.chown(shared, uids[row['owner']], 50)
+            os.chmod(shared, int(row['mode'], 8))
+            umask = os.umask(int(row['umask'], 8))
+            try:
+                with self.subTest(row):
+                    os.symlink(os.path.join(shared, 'l', 'x'), self.world.path('ours'))
+                    for path in (os.path.join(shared, 'l', 'o', 'p'), self.world.path('ours')):
+                        if row['followed']:
+                            os.close(torc.walk_to_directory(path, 0o755))
+                        else:
+                            with self.assertRaisesRegex(torc.Denied, 'shared/l is a link that another user '):
+                                torc.walk_to_directory(path, 0o755)
+                    self.assertEqual(['o', 'x'] if row['followed'] else [], sorted(os.listdir(aim)))
+            finally:
+                os.umask(umask)
+                os.unlink(self.world.path('ours'))
+                shutil.rmtree(shared)
+                for name in os.listdir(aim):
+                    shutil.rmtree(os.path.join(aim, name))
+
     def test_directories_of_our_own_are_made_by_the_umask_and_writable_for_nobody_else(self):
         for mask, expected in ((0o000, 0o755), (0o002, 0o755), (0o007, 0o750), (0o022, 0o755), (0o077, 0o700),
                                (0o277, 0o700), (0o777, 0o700)):
             before = os.umask(mask)
             try:
-                torc.make_own_directory(self.world.path(f'{mask:o}', 'b'))
+                os.close(torc.walk_to_directory(self.world.path(f'{mask:o}', 'b'), 0o755))
                 self.assertEqual(mask, torc.current_umask())
             finally:
                 os.umask(before)
@@ -19987,6 +20050,54 @@ class OutputSafetyTest(FlowTest):
         os.chown(record, OTHER_UID, OTHER_UID)
         self.assertExit(4, self.ask('run', 1, '--retry-failed', directory='ours'), 'Is a file of another user')
         self.assertExit(0, self.ask('logs', 1, directory='ours'), 'mine')
+
+    def test_a_link_of_another_user_above_leads_nothing_elsewhere(self):
+        need('root', os.geteuid() == 0, 'root, to act as another user')
+        shared, ours = self.world.path('shared'), self.world.path('ours')
+        for path, mode in ((shared, 0o1777), (ours, 0o755)):
+            os.mkdir(path)
+            os.chmod(path, mode)
+        os.symlink(ours, os.path.join(shared, 'l'))
+        os.lchown(os.path.join(shared, 'l'), OTHER_UID, OTHER_UID)
+        refusal = f'{shared}/l is a link that another user has made, and could lead anywhere'
+        self.run_in('shared/l/o', 4, refusal)
+        os.mkdir(os.path.join(ours, 'there'))
+        self.run_in('shared/l/there', 4, refusal)
+        for words in (('workflows', 'new', '-n', 'x'), ('run', self.world.write('w.yaml', self.SPEC))):
+            self.assertExit(4, self.world.cli('--db', 'shared/l/d/a.db', *words), refusal)
+        words = ('serve', '-d', 's.db', '-p', 0, '--log-dir', 'shared/l/logs')
+        self.assertExit(4, self.world.cli(*words), refusal)
+        self.assertEqual([['there'], []], [os.listdir(ours), os.listdir(os.path.join(ours, 'there'))])
+
+    def test_who_renames_a_directory_above_holds_up_the_run_and_gets_none_of_its_files(self):
+        need('root', os.geteuid() == 0, 'root, to act as another user')
+        shared, mine, theirs = (self.world.path(name) for name in ('shared', 'shared/mine', 'shared/theirs'))
+        os.makedirs(os.path.join(theirs, 'out', 'job_stdio'))
+        os.mkdir(mine)
+        os.chmod(shared, 0o777)
+        for path in (theirs, os.path.join(theirs, 'out'), os.path.join(theirs, 'out', 'job_stdio')):
+            os.chown(path, OTHER_UID, OTHER_UID)
+
+        def swap() -> None:
+            os.rename(mine, mine + '.away')
+            os.rename(theirs, mine)
+        os.chmod(os.path.dirname(self.world.directory), 0o755)
+        spec = self.world.write('w.yaml', 'name: w\njobs: ['
+                                '{name: a, command: "touch begun; until test -e over; do sleep 0.02; done; '
+                                'echo mine"},'
+                                '{name: b, command: echo later, depends_on: [a]}]')
+        runner = self.world.start('--db', 'a.db', 'run', '-o', 'shared/mine/out', spec)
+        self.world.wait(lambda: os.path.exists(self.world.path('begun')), 20, 'the job to begin', [runner])
+        self.assertEqual(0, end_child(run_as(swap)))
+        self.world.write('over', '')
+        self.world.wait(lambda: f'{mine}/out belongs to another user' in runner.err, 20, 'notice', [runner])
+        self.assertEqual([], os.listdir(os.path.join(mine, 'out', 'job_stdio')))
+        os.rename(mine, theirs)
+        os.rename(mine + '.away', mine)
+        self.assertExit(0, runner.finish(30))
+        self.assertEqual([], os.listdir(os.path.join(theirs, 'out', 'job_stdio')))
+        outputs = [os.path.join(mine, 'out', 'job_stdio', f'job_wf1_j{number}_r1_a1.o') for number in (1, 2)]
+        self.assertEqual(['mine\n', 'later\n'], [read_text(path) for path in outputs])
 
     def test_a_link_that_takes_the_place_of_the_directory_just_before_it_is_opened_is_not_followed(self):
         private = os.path.dirname(self.world.write('private/precious', 'kept'))

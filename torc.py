@@ -886,18 +886,6 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FULL_BYTES = 65536      # a file system with less free is full
 
 
-def make_private_directory(path: str) -> None:
-    """Make a directory, with its parents, that only the owner may enter. An existing one is left as it is."""
-    if not os.path.isdir(path):
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        try:
-            os.mkdir(path, 0o700)
-            os.chmod(path, 0o700)   # a umask may have taken bits away
-        except FileExistsError:
-            if not os.path.isdir(path):
-                raise
-
-
 def is_private_group(found: os.stat_result, where: Union[str, int]) -> bool:
     """Whether the group that may write is the owner's alone, as RHEL and Debian make one for each user.
 
@@ -1004,16 +992,13 @@ def link_new(temporary: str, path: str, dir_fd: Optional[int] = None) -> bool:
     return True
 
 
-def make_own_directory(path: str, dir_fd: Optional[int] = None) -> None:
-    """Make a directory, and its parents, by the umask, but writable for nobody else."""
-    parent = os.path.dirname(path)
-    if dir_fd is None and not os.path.isdir(parent):
-        make_own_directory(parent)
+def make_own_directory(name: str, dir_fd: int, mode: int = 0o755) -> None:
+    """Make a directory by the umask, but writable for nobody else, unless there is something of this name."""
     with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o755, dir_fd=dir_fd)
-        mode = os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode
+        os.mkdir(name, mode, dir_fd=dir_fd)
+        mode = os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode
         if mode & 0o700 != 0o700:       # such a umask would keep us out, too
-            os.chmod(path, stat.S_IMODE(mode) | 0o700, dir_fd=dir_fd)
+            os.chmod(name, stat.S_IMODE(mode) | 0o700, dir_fd=dir_fd)
 
 
 def current_umask() -> int:
@@ -1036,6 +1021,84 @@ def open_regular(path: str, flags: int, dir_fd: Optional[int] = None) -> int:
         return descriptor       # O_NONBLOCK means nothing to files (open(2))
     os.close(descriptor)
     raise OSError(errno.EINVAL, 'Is a directory' if stat.S_ISDIR(mode) else 'Is not a regular file', path)
+
+
+ON_THE_WAY = getattr(os, 'O_PATH', os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # not to read
+MAX_LINKS = 40          # of one path, as in Linux (path_resolution(7))
+
+
+def others_may_write(found: os.stat_result, where: Union[str, int]) -> bool:
+    """Whether all users may write to a directory, or a group that is neither private nor trusted by the umask."""
+    is_shared = found.st_mode & 0o020 and not is_private_group(found, where) and current_umask() & 0o020
+    return bool(found.st_mode & 0o002 or is_shared)
+
+
+def follow_link(name: str, dir_fd: int, path: str, is_last: bool) -> str:
+    """Where a link leads that stands in a path. OSError if it is none; Denied if it may be another user's trap.
+
+    The rule is that of Linux's fs.protected_symlinks (proc(5)), which hosts may have switched off, for every
+    directory that others may write to: links of ours, root's and its owner's are followed. As the last name
+    of a path, only ours and root's are.
+    """
+    has_handle = hasattr(os, 'O_PATH')      # else (not Linux) it could be replaced between two looks
+    link = os.open(name, ON_THE_WAY, dir_fd=dir_fd) if has_handle else os.dup(dir_fd)
+    try:
+        found = os.fstat(link) if has_handle else os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+        above = os.fstat(dir_fd)
+        if not stat.S_ISLNK(found.st_mode):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        is_open = found.st_uid != above.st_uid and others_may_write(above, f'/proc/self/fd/{dir_fd}')
+        if found.st_uid not in (os.geteuid(), 0) and (is_last or is_open):
+            raise Denied(f'{path} is a link that another user has made, and could lead anywhere: '
+                         'give another directory')
+        return os.readlink('' if has_handle else name, dir_fd=link)
+    finally:
+        os.close(link)
+
+
+def walk_to_directory(path: str, mode: Optional[int] = None) -> int:
+    """Open a directory for its names, from / on name by name, so that no other user's link leads elsewhere.
+
+    With `mode` what is missing is made: directories of ours, the last one with this mode. OSError, or Denied.
+    """
+    names, place, links, is_last_followed = os.path.abspath(path).split('/')[:0:-1], '/', 0, False
+    here = os.open('/', ON_THE_WAY | os.O_DIRECTORY)
+    try:
+        while names:
+            name = names.pop()
+            if name in ('', '.'):
+                continue
+            try:
+                here, above = os.open(name, ON_THE_WAY | os.O_DIRECTORY, dir_fd=here), here
+                place = os.path.join(place, name)
+                os.close(above)
+            except FileNotFoundError:
+                if mode is None or name == '..':
+                    raise
+                make_own_directory(name, here, 0o755 if names else mode)
+                names.append(name)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP) or links == MAX_LINKS:   # it may be a link
+                    raise
+                is_last = not names and not is_last_followed
+                target = follow_link(name, here, os.path.join(place, name), is_last)
+                links, is_last_followed = links + 1, is_last_followed or is_last
+                names += target.split('/')[::-1]
+                if target[:1] == '/':
+                    here, above, place = os.open('/', ON_THE_WAY | os.O_DIRECTORY), here, '/'
+                    os.close(above)
+        return here
+    except BaseException:
+        os.close(here)
+        raise
+
+
+def make_private_directory(path: str) -> None:
+    """Make a directory, with its parents, that only the owner may enter; an existing one is left as it is.
+
+    OSError, or Denied.
+    """
+    os.close(walk_to_directory(path, 0o700))
 
 
 class HeldDirectory:
@@ -12378,7 +12441,9 @@ def prepare_database_directory(database: str) -> None:
 
 def check_directory(directory: str, what: str, option: str) -> None:
     """Denied if somebody else could replace our files in a directory."""
-    found = os.stat(directory)
+    descriptor = walk_to_directory(directory)
+    found = os.fstat(descriptor)
+    os.close(descriptor)
     if found.st_uid not in (os.geteuid(), 0):
         raise Denied(f'{directory} belongs to another user, who could replace {what} in it; '
                      f'give another place with {option}')
@@ -18764,18 +18829,17 @@ def open_stdio_file(path: str, flags: int) -> int:
         raise OSError(errno.EPERM, 'Is a file of another user', path)
 
 
-def hold_top(path: str) -> HeldDirectory:
-    """An output directory, checked. OSError, or Denied if others could replace what is written there."""
+def hold_top(path: str, makes: bool = False) -> HeldDirectory:
+    """An output directory, checked, and made if `makes`.
+
+    OSError, or Denied if others could replace what is written there.
+    """
+    on_the_way = walk_to_directory(path, 0o755 if makes else None)
     try:
-        top = HeldDirectory(path, follows=False)
-    except OSError:     # perhaps a link: only one of ours is followed
-        found = os.lstat(path)
-        if not stat.S_ISLNK(found.st_mode):
-            raise
-        if found.st_uid not in (os.geteuid(), 0):
-            raise Denied(f'{path} is a link that another user has made: '
-                         'give another directory with -o DIR') from None
-        top = HeldDirectory(path)
+        top = HeldDirectory('.', on_the_way)
+    finally:
+        os.close(on_the_way)
+    top.path = path
     return refuse_danger(top, True)
 
 
@@ -18803,9 +18867,8 @@ class OutputDirectory:
         self.loss = ''              # why nothing can be written there at present
         self.notice = ''            # to be reported once
         self.next_look = 0.0        # monotonic; whether it is full, or a loss is over, is asked then
-        make_own_directory(self.path)
         with contextlib.ExitStack() as stack:
-            self.top = stack.enter_context(hold_top(self.path))
+            self.top = stack.enter_context(hold_top(self.path, True))
             self.record = read_output_record(self.top)[1]
             self.stdio = hold_own_stdio(self.top)
             stack.pop_all()
