@@ -1028,13 +1028,13 @@ MAX_LINKS = 40          # of one path, as in Linux (path_resolution(7))
 
 
 def others_may_write(found: os.stat_result, where: Union[str, int]) -> bool:
-    """Whether all users may write to a directory, or a group that is neither private nor trusted by the umask."""
+    """Whether all users may write to a directory, or a group that is neither private nor trusted by umask."""
     is_shared = found.st_mode & 0o020 and not is_private_group(found, where) and current_umask() & 0o020
     return bool(found.st_mode & 0o002 or is_shared)
 
 
 def follow_link(name: str, dir_fd: int, path: str, is_last: bool) -> str:
-    """Where a link leads that stands in a path. OSError if it is none; Denied if it may be another user's trap.
+    """Where a link leads that stands in a path. OSError if it is none; Denied if it may be a trap.
 
     The rule is that of Linux's fs.protected_symlinks (proc(5)), which hosts may have switched off, for every
     directory that others may write to: links of ours, root's and its owner's are followed. As the last name
