@@ -8980,8 +8980,8 @@ class LongAnswerTest(WorldTest):
 
     def await_arrival(self, count: int) -> None:
         """Wait until one long answer is held, and so many wait."""
-        self.world.wait(lambda: len(list(self.server.server.backlog)) == count and self.server.server.is_held_up,
-                        20, 'all to arrive')
+        server = self.server.server
+        self.world.wait(lambda: len(list(server.backlog)) == count and server.is_held_up, 20, 'all to arrive')
 
     def test_a_user_who_takes_none_gets_no_more_and_holds_nobody_up(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -9052,9 +9052,10 @@ class LongAnswerTest(WorldTest):
             GET     /nothing/there                0        -
             ''')
         for row in rows:
-            head = torc.parse_head(f"{row['method']} {torc.API_PREFIX}{row['path']} HTTP/1.1\r\nhost: h".encode())
+            text = f"{row['method']} {torc.API_PREFIX}{row['path']} HTTP/1.1\r\nhost: h"
+            head = torc.parse_head(text.encode())._replace(length=int(row['length']))
             with self.subTest(row):
-                self.assertEqual(bool(row['long']), torc.may_be_long(head._replace(length=int(row['length']))))
+                self.assertEqual(bool(row['long']), torc.may_be_long(head))
 
 
 class LongBodyTest(WorldTest):

@@ -14755,7 +14755,8 @@ def has_long_answer(route: Route) -> bool:
 
 def may_be_long(head: RequestHead) -> bool:
     """Whether a request is to wait while many answers are unsent. Those of runners are short."""
-    if head.method not in ('GET', 'HEAD') and head.length < LIST_BODY_BYTES and ADMIN_SQL_PATH not in head.path:
+    is_reading = head.method in ('GET', 'HEAD') or ADMIN_SQL_PATH in head.path
+    if not is_reading and head.length < LIST_BODY_BYTES:
         return False
     try:
         route, _ = find_route('GET' if head.method == 'HEAD' else head.method, head.path)
@@ -14781,7 +14782,8 @@ class Backlog:
 
     def add(self, connection: Connection, request: Request) -> None:
         """One more, behind those of the same user."""
-        self.by_user.setdefault(request.identity.caller.name, collections.deque()).append((connection, request))
+        waiting = self.by_user.setdefault(request.identity.caller.name, collections.deque())
+        waiting.append((connection, request))
 
     def take(self, unsent: Dict[str, int]) -> Optional[Tuple[Connection, Request]]:
         """The next request that may be answered, given what is unsent to each user."""
@@ -16862,7 +16864,8 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
 class PendingCall:
     """An operation that was asked for; finish() waits for its answer. A selector may watch it meanwhile."""
 
-    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None, kind: str = '') -> None:
+    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None,
+                 kind: str = '') -> None:
         self.value = value      # the answer of a direct client
         self.connection = connection        # on which the answer is to come
         self.kind = kind        # ... and its type, in the words of MODELS
