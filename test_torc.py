@@ -14993,6 +14993,13 @@ class RunnerRulesTest(unittest.TestCase):
         ledger.release(whole)
         self.assertEqual((('1',), (4, 10, 2)), (ledger.take(self.kind(1, 1, 1)).devices, ledger.pool.sizes[1]))
 
+    def test_a_server_of_before_an_update_that_revokes_nothing_is_understood(self):
+        answer = dict(ScriptedClient.EMPTY, run_id=1, claimable=True, pending_actions=0)
+        self.assertNotIn('revoked', answer)
+        self.assertEqual('', torc.find_misfit('@RunnerSyncResponse', answer))
+        del answer['jobs']
+        self.assertIn("no 'jobs'", torc.find_misfit('@RunnerSyncResponse', answer))
+
     def test_a_claim_states_each_nodes_capacity_and_what_older_servers_read(self):
         ledger = torc.Ledger([torc.NodeSize(2, 1 << 30, ()), torc.NodeSize(4, 2 << 30, ('0',))], None)
         ledger.take(self.kind(1, 1 << 29))
