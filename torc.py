@@ -15555,7 +15555,7 @@ class Server:
             if found is None:
                 return
             connection, user = found[0], found[1].identity.caller.name
-            if connection in self.connections.all or found[1].head.method == 'POST':
+            if connection in self.connections.all or found[1].head.method not in ('GET', 'HEAD'):
                 self.answer_batch([found])
             if connection.unsent:
                 unsent[user] = unsent.get(user, 0) + len(connection.unsent.obj)
@@ -16885,7 +16885,7 @@ class PendingCall:
         if self.connection.signer is not None:
             return parse_answer(status, answer)
         value = parse_answer(status, answer, Answer)
-        misfit = find_misfit(self.kind, value)
+        misfit = find_misfit('@TaskModel' if status == 202 else self.kind, value)     # 202: it has only begun
         if misfit:
             raise not_a_server(f'what answers at {self.connection.address.url}', misfit)
         return value
