@@ -22401,6 +22401,8 @@ def line_of(case: type, name: str) -> int:
 def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[str], is_verbose: bool) -> int:
     """Run, report, count. 1 if anything failed."""
     warnings.simplefilter('error', ResourceWarning)
+    # the watchdog of faulthandler is a thread, and holds no lock
+    warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begun, score = time.monotonic(), Score(len(suites), is_verbose)
     run_in_workers(suites, jobs, required, score)
