@@ -12982,8 +12982,14 @@ class GuardianTest(WorldTest):
                     select.select([], [], [], 0.01)
             finally:
                 os._exit(1)
-        self.addCleanup(self.kill, pid)
+        self.addCleanup(self.end_runner, pid)
         return pid
+
+    def end_runner(self, pid: int) -> None:
+        """Kill a runner, and wait for its guardians: they would end what the next test leaves, too."""
+        guardians = guardians_of(pid)
+        self.kill(pid)
+        self.assertGone(*guardians)
 
     @staticmethod
     def kill(*pids: int) -> None:
@@ -13007,13 +13013,14 @@ class GuardianTest(WorldTest):
         """A runner is killed when its command has written its pids."""
         runner = self.fork_runner(command)
         pids = self.pids_in(*names)
-        self.kill(runner)
+        self.end_runner(runner)
         self.assertGone(*pids)
 
     def left_behind(self, command: str, *names: str, uid: int = 0) -> List[int]:
         """Pids of what is left when a runner was killed together with all that guards it."""
         runner = self.fork_runner(command, uid)
         pids = self.pids_in(*names)
+        os.kill(runner, signal.SIGSTOP)     # so that it replaces no guardian meanwhile
         self.kill(*guardians_of(runner), runner)
         self.addCleanup(self.kill, *pids)
         self.assertTrue(all(map(torc.read_process_start_ticks, pids)))
@@ -13032,7 +13039,7 @@ class GuardianTest(WorldTest):
         for pid in [*guardians_of(nested), runner]:     # so that neither can act before the outer guardians
             os.kill(pid, signal.SIGSTOP)
         os.kill(nested, signal.SIGKILL)
-        self.kill(runner)
+        self.end_runner(runner)
         self.assertGone(*pids)
 
     def test_the_next_runner_ends_what_an_earlier_one_left_and_nothing_of_a_live_one(self):
@@ -13142,7 +13149,7 @@ os.execv("/bin/sleep", ["sleep", "1000"])'; """
                 return set(map(int, read_text(own + '/cgroup.procs').split()))
             self.world.wait(lambda: not members() & set(guardians), 5, 'the guardians to leave')
             self.assertLessEqual({*pids, runner}, members())
-            self.kill(runner)
+            self.end_runner(runner)
             self.assertGone(*pids)
             self.world.wait(lambda: not os.path.exists(own), 5, 'the end of the control group')
 
@@ -13189,7 +13196,7 @@ os.execv("/bin/sleep", ["sleep", "1000"])'; """
         runner = self.fork_runner('echo $$ > a; exec ./sleep 1000', 65534)
         pid, = self.pids_in('a')
         self.world.wait(lambda: 'Uid:\t65534\t0' in read_text(f'/proc/{pid}/status'), 10, 'the program')
-        self.kill(runner)
+        self.end_runner(runner)
         self.assertGone(pid)
 
     def test_a_killed_runner_leaves_no_query_behind(self):
