@@ -9213,6 +9213,17 @@ class LongBodyTest(WorldTest):
         self.assertGreater(len(body), 15 * 2 ** 20)
         self.assertLess(peak_mb() - before, 40)     # with all of the list, 140 MB
 
+    def test_an_answer_in_a_file_leaves_no_file_behind_and_has_room_for_its_head(self) -> None:
+        descriptors = set(os.listdir('/proc/self/fd'))
+        gc.disable()        # which would only come later
+        self.addCleanup(gc.enable)
+        answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))
+        self.assertEqual(torc.LongAnswer.HEAD_BYTES, os.fstat(answer.file.descriptor).st_size)
+        answer.take({'items': [1]})
+        self.assertIs(answer, answer.obj)
+        del answer
+        self.assertEqual(descriptors, set(os.listdir('/proc/self/fd')))
+
     def test_an_answer_in_a_file_is_sent_and_signed_as_bytes_are(self) -> None:
         def make() -> torc.LongAnswer:
             answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))

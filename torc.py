@@ -13248,6 +13248,7 @@ class NamelessFile:
     def __init__(self, directory: str) -> None:
         try:
             with tempfile.TemporaryFile(dir=directory, prefix='torc-') as file:
+                os.pwrite(file.fileno(), bytes(LongAnswer.HEAD_BYTES), 0)   # room for what is known last
                 self.descriptor = os.dup(file.fileno())
         except OSError as error:
             raise Unreachable(f'the answer cannot be kept: {error.strerror}', http=503) from None
@@ -13269,7 +13270,11 @@ class LongAnswer:
         self.start, self.end = start, end
         self.digest = hashlib.sha256()
         self.key = ''               # of the list in it
-        self.obj = self             # what holds the memory, as in a memoryview; here it is disk
+
+    @property
+    def obj(self) -> 'LongAnswer':
+        """What holds the memory, as in a memoryview; here it is disk. No attribute: that would be a cycle."""
+        return self
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -13304,7 +13309,10 @@ class LongAnswer:
     def begin_with(self, head: bytes) -> 'LongAnswer':
         """Put the head before the body."""
         self.start -= len(head)
-        os.pwrite(self.file.descriptor, head, self.start)
+        try:
+            os.pwrite(self.file.descriptor, head, self.start)
+        except OSError as error:    # file systems that copy on write may have no room for it after all
+            raise Unreachable(f'the answer cannot be kept: {error.strerror}', http=503) from None
         return self
 
     @property
