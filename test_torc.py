@@ -14754,6 +14754,16 @@ class JobPartsTest(PartTest):
         completion = self.attempts.of('reported')[0].completion
         self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
 
+    def test_a_recovery_script_that_is_due_after_an_interrupt_is_not_started_and_vetoes_nothing(self):
+        dispatcher = self.build()
+        self.claim(1, failure_handler=0)
+        dispatcher.act(time.monotonic())
+        self.completions.leaving = lambda: 'interrupt'
+        self.starter.finish('j1', 7)
+        completion = self.attempts.of('reported')[0].completion
+        self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
+        self.assertEqual([], self.scripts.commands)
+
     def test_a_completion_counts_when_it_is_acknowledged_and_not_before(self):
         dispatcher = self.build()
         self.claim(1, 2)
@@ -14790,6 +14800,22 @@ class JobPartsTest(PartTest):
         self.assertEqual(([], False, list(self.scripts.running)), (self.actions.ids(), self.actions.is_busy, self.scripts.killed))
         self.scripts.finish(137)
         self.assertEqual(1, len(self.server.action_results), 'what was revoked is not reported')
+
+    def test_an_action_begins_no_further_command_once_the_runner_is_stopped(self):
+        shutdown = self.shutdown()
+        one, two = ({'id': number, 'trigger_type': 'on_jobs_ready', 'persistent': False, 'action_config': {'commands': ['a', 'b']}}
+                    for number in (1, 2))
+        self.actions.add([one, two])
+        shutdown.on_signal(signal.SIGTERM)
+        self.scripts.finish()
+        self.assertEqual((['a'], [(1, False, 'stopped with its runner before command 2')], False),
+                         (self.scripts.commands, [tuple(row.values()) for row in self.server.action_results],
+                          self.actions.is_busy))
+        later = dict(one, id=3, trigger_type='on_worker_complete')
+        self.actions.add([later])
+        self.scripts.finish()
+        self.scripts.finish()
+        self.assertEqual(['a', 'a', 'b'], self.scripts.commands)
 
     # -------- leaving --------
 
@@ -17867,6 +17893,19 @@ class InterruptTest(FlowTest):
         self.assertExit(1, outcome)
         self.assertDead('pid_1', 'pid_2')
         self.assertEqual({'long_1': 'canceled', 'long_2': 'canceled'}, self.statuses())
+
+    def test_cancel_ends_a_run_whose_first_action_is_at_work(self):
+        commands = ['echo $$ > "$OLDPWD/action"; exec sleep 1000', 'echo late > "$OLDPWD/late"']
+        self.world.write('act.yaml', json.dumps({
+            'name': 'act', 'jobs': [{'name': 'a', 'command': 'true'}],
+            'actions': [{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands', 'commands': commands}]}))
+        runner = self.world.start('run', 'act.yaml', '-p', '0.2')
+        self.world.wait(lambda: os.path.exists(self.world.path('action')) and self.world.read('action').strip(), 20,
+                        'the action', [runner])
+        self.assertExit(0, self.world.cli('--no-prompts', 'cancel', 1))
+        self.assertExit(1, runner.finish(30))
+        self.assertDead('action')
+        self.assertFalse(os.path.exists(self.world.path('late')))
 
     def test_status_answers_while_a_run_goes_on(self):
         runner = self.start_long()

@@ -19770,6 +19770,7 @@ class Actions:
         self.index = 0                      # of the command in the current action
         self.process = None                 # type: Optional[Process]  # ... while it runs
         self.done = []                      # type: List[int]  # actions that each node carries out once
+        self.stopped = None                 # type: Optional[Dict[str, Any]]  # current when we were stopped
 
     @property
     def is_busy(self) -> bool:
@@ -19791,6 +19792,11 @@ class Actions:
                 self.scripts.kill(self.process)
             self.current = None
             self.start_next()
+
+    def stop(self) -> None:
+        """Begin nothing more of what is in hand. What is not begun the server gives to others."""
+        self.queue.clear()
+        self.stopped = self.current
 
     def add(self, actions: Sequence[Dict[str, Any]]) -> None:
         """Take claimed actions and begin."""
@@ -19817,6 +19823,9 @@ class Actions:
         commands = self.current['action_config'].get('commands') or ()
         if self.index >= len(commands):
             self.finish(True, f'{len(commands)} commands completed')
+            return
+        if action is self.stopped:
+            self.finish(False, f'stopped with its runner before command {self.index + 1}')
             return
         failure = f'command {self.index + 1} cannot be started: '
         if not self.context.output.is_in_place():   # whose directory lies there now?
@@ -19955,6 +19964,9 @@ class Completions:
 
     def start_recovery(self, attempt: Attempt, script: str) -> None:
         """Start a recovery script; one that cannot be started vetoes the retry."""
+        if self.leaving() == 'interrupt':       # nobody would stop it
+            self.skip_recovery(attempt)
+            return
         name, code = f'{attempt.id}-{attempt.attempt_id}-recovery', attempt.completion['return_code']
         variables = dict(self.context.variables, TORC_JOB_ID=str(attempt.id), TORC_JOB_NAME=attempt.name,
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
@@ -19968,11 +19980,17 @@ class Completions:
     def on_recovery_end(self, attempt: Attempt, was_leaving: bool, process: Process) -> None:
         """The retry stands, unless the script refuses it; one that we stopped has not, and is no retry."""
         if process.end.return_code and not was_leaving and self.leaving() in ('interrupt', 'deadline'):
-            reasons = attempt.reason, 'the recovery script was stopped with the runner'
-            attempt.completion.update(status='terminated', interrupted=True, retry=False,
-                                      reason='; '.join(filter(None, reasons)))
-        elif process.end.return_code:
+            self.skip_recovery(attempt)
+            return
+        if process.end.return_code:
             self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}')
+        self.report(attempt)
+
+    def skip_recovery(self, attempt: Attempt) -> None:
+        """The runner is stopped: the job is ready again, as those that it stops, and no retry is spent."""
+        reasons = attempt.reason, 'the recovery script was stopped with the runner'
+        attempt.completion.update(status='terminated', interrupted=True, retry=False,
+                                  reason='; '.join(filter(None, reasons)))
         self.report(attempt)
 
     def veto_retry(self, attempt: Attempt, reason: str) -> None:
@@ -20300,7 +20318,7 @@ class Shutdown:
         self.stop_at = math.inf
         self.link.shorten_window(LAST_REPORT_S)
         self.digests.drop()
-        self.actions.queue.clear()      # not begun: the server has them again as soon as we are off its list
+        self.actions.stop()
         log, count = self.context.log, self.dispatcher.attempts.count(*STARTED)
         log.write('Jobs terminating', workflow_id=self.context.workflow_id, count=count)
         self.dispatcher.stop(reason, lead_s, self.interrupted_by)
@@ -20319,17 +20337,22 @@ class ExitRules:
     def look(self) -> None:
         """Decide whether it is time to leave."""
         context, shutdown, link = self.context, self.shutdown, self.shutdown.link
+        self.look_for_cancel()
         if shutdown.reason:
             return
-        if link.answer['is_canceled']:
-            context.log.write('Workflow canceled', workflow_id=context.workflow_id)
-            shutdown.leave('cancel', min(CANCEL_LEAD_S, context.config['sigterm_lead_seconds']))
-        elif link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
+        if link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
             context.log.write('Workflow complete', workflow_id=context.workflow_id)
             shutdown.leave('complete')
         elif not (shutdown.launcher.children or shutdown.dispatcher.policy.backlog or link.has_updates) \
                 and link.sent_at > link.pace.ended_at:
             self.look_while_idle()
+
+    def look_for_cancel(self) -> None:
+        """Leave if the workflow was canceled."""
+        context, shutdown = self.context, self.shutdown
+        if not shutdown.reason and shutdown.link.answer['is_canceled']:
+            context.log.write('Workflow canceled', workflow_id=context.workflow_id)
+            shutdown.leave('cancel', min(CANCEL_LEAD_S, context.config['sigterm_lead_seconds']))
 
     def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
@@ -20498,6 +20521,7 @@ class Runner:
         link.poll_now()
         while link.state != 'offline' and not self.shutdown.is_killed:
             self.turn()
+            self.exit_rules.look_for_cancel()
             if link.num_answers > answers and not self.actions.is_busy and not link.action_results:
                 break
             self.wait()
