@@ -3084,7 +3084,7 @@ class ServiceTest(unittest.TestCase):
                 failure = error
         if failure is not None:
             raise failure
-        promised = '@TaskModel' if parameters.get('async') else torc.answer_type(torc.OPERATIONS[name])
+        promised = '@TaskModel' if parameters.get('async') else torc.OPERATIONS[name].returns
         torc.check_value(name, promised, json.loads(json.dumps(answer)))
         return answer
 
@@ -6823,7 +6823,7 @@ class ApiTest(ServiceTest):
             with self.subTest(row['op']):
                 route = ours[row['op']]
                 self.assertEqual((row['method'], re.sub(r'{\w+}', '{}', row['path'])), (route.method, re.sub(r'{\w+}', '{}', route.path)))
-                query = set(torc.query_fields(route))
+                query = set(torc.parse_model(route.query))
                 self.assertEqual(set(), set(row['query']) - query)
                 self.assertEqual(MORE_QUERY.get(row['op'], set()), query - set(row['query']))
                 self.assertEqual(row['body'] is None, route.body == '')
@@ -6902,7 +6902,7 @@ class FurtherOperationsTest(ServiceTest):
         self.assertEqual(status, found, value)
         route, _ = torc.find_route(method, torc.API_PREFIX + path)
         if found == 200:
-            torc.check_value('answer', torc.answer_type(route), value)
+            torc.check_value('answer', route.returns, value)
         return value
 
     def bad(self, status: int, text: str, method: str, path: str, body: Any = None, query: str = '') -> None:
@@ -7296,7 +7296,7 @@ class LiveTest(ServiceTest):
     def parameters(self, route: Any) -> Dict[str, Any]:
         """Good path and required query parameters of a route."""
         given = {key: value for key, value in REQUESTS.get(route.name, {}).items() if key != 'body'}
-        for name in re.findall(r'{(\w+)}', route.path) + [name for name, field in torc.query_fields(route).items() if field.is_required]:
+        for name in re.findall(r'{(\w+)}', route.path) + [name for name, field in torc.parse_model(route.query).items() if field.is_required]:
             known = '$' + {'row_id': route.resource, 'node_id': 'compute_node'}.get(name, name.replace('_id', ''))
             value = 1 if name == 'run_id' else known
             self.assertTrue(name in given or value == 1 or known[1:] in self.ids, f'{route.name}: say in REQUESTS what {name} is')
@@ -7334,11 +7334,11 @@ class AnswerTest(LiveTest):
             with self.subTest(route.name), self.undone():
                 status, value = self.request(route, self.parameters(route), self.body(route))
                 self.assertEqual(200, status, value)
-                if torc.answer_type(route) == torc.STREAM:
+                if route.returns == torc.STREAM:
                     self.assertIsInstance(value, torc.Subscription)
                     continue
                 value = json.loads(torc.format_json(value))
-                self.assertEqual([], mismatches('answer', torc.answer_type(route), value))
+                self.assertEqual([], mismatches('answer', route.returns, value))
                 if isinstance(value, dict) and 'items' in value:
                     self.assertTrue(value['items'], 'nothing was checked: the live data lacks such a thing')
 
@@ -7519,7 +7519,7 @@ class SqlTest(LiveTest):
         taken = set()
         for route in torc.ROUTES:
             good, body = self.parameters(route), self.body(route)
-            texts = [name for name, field in torc.query_fields(route).items() if 'str' in field.type]
+            texts = [name for name, field in torc.parse_model(route.query).items() if 'str' in field.type]
             texts += [name for name in re.findall(r'{(\w+)}', route.path) if name in torc.TEXT_PARAMETERS]
             cases = [(good, other) for other in self.poisoned(body)] if route.name != 'admin_sql' else []
             cases += [(dict(good, **{name: self.EVIL}), body) for name in texts]
@@ -7569,7 +7569,7 @@ class MistakeTest(LiveTest):
         before, complaints = self.dump(), []
         for route in torc.ROUTES:
             good, body = self.parameters(route), self.body(route)
-            kinds = {name: field.type for name, field in torc.query_fields(route).items()}
+            kinds = {name: field.type for name, field in torc.parse_model(route.query).items()}
             kinds.update({name: 'str' if name in torc.TEXT_PARAMETERS else 'int' for name in re.findall(r'{(\w+)}', route.path)})
             for name, kind in kinds.items():
                 in_path = '{' + name + '}' in route.path
@@ -7584,7 +7584,7 @@ class MistakeTest(LiveTest):
                     if not 400 <= status < 500 or name not in self.error_text(value) and 'nothing at' not in self.error_text(value):
                         complaints.append(f'{route.name} {name}={word!r:.30}: {status} {value!r:.300}')
             for name in good:
-                if name in torc.query_fields(route) and torc.query_fields(route)[name].is_required:
+                if name in torc.parse_model(route.query) and torc.parse_model(route.query)[name].is_required:
                     status, value = self.request(route, {key: item for key, item in good.items() if key != name}, body)
                     complaints += [] if status == 400 and name in self.error_text(value) else [f'{route.name} without {name}: {status} {value!r:.300}']
         self.assertEqual('', '\n'.join(complaints))
@@ -7719,7 +7719,7 @@ class MatrixTest(ServiceTest):
         """Ask as somebody; nothing of it stays."""
         values = dict({name: row_id for name in re.findall(r'{(\w+)}', route.path)}, workflow_id=workflow_id, group_id=self.group_id, user_name='mia', status='completed', run_id=1)
         path = torc.API_PREFIX + re.sub(r'{(\w+)}', lambda match: str(values[match.group(1)]), route.path)
-        query = '&'.join(f'{name}={workflow_id}' for name, field in torc.query_fields(route).items() if field.is_required)
+        query = '&'.join(f'{name}={workflow_id}' for name, field in torc.parse_model(route.query).items() if field.is_required)
         body = b'' if not route.body else json.dumps({'-': {}, '[': []}[route.body[0]] if route.body[0] in '-[' else self.sample(route.body.lstrip('?'), route.body[0] == '?')).replace(
             f'"workflow_id": {self.workflow_id}', f'"workflow_id": {workflow_id}').replace('"user": "1"', f'"user": "{self.NAMES[caller]}"').encode()
         with contextlib.suppress(Undone), self.service.transaction():
@@ -7989,12 +7989,12 @@ class ListTest(LiveTest):
 
     def routes(self) -> List[Any]:
         """Routes that answer page by page."""
-        return [route for route in torc.ROUTES if {'offset', 'limit'} <= set(torc.query_fields(route))]
+        return [route for route in torc.ROUTES if {'offset', 'limit'} <= set(torc.parse_model(route.query))]
 
     def ask_list(self, route: Any, **query: Any) -> Dict[str, Any]:
         """A list, of all runs if there are several."""
         parameters = {name: value for name, value in self.parameters(route).items() if name == 'workflow_id' or '{' + name + '}' in route.path}
-        if 'all_runs' in torc.query_fields(route):
+        if 'all_runs' in torc.parse_model(route.query):
             query.setdefault('all_runs', True)
         status, value = self.request(route, dict(parameters, **query), None)
         self.assertEqual(200, status, (route.name, query, value))
@@ -8033,8 +8033,8 @@ class ListTest(LiveTest):
             whole = self.ask_list(route)['items']
             with self.subTest(route.name):
                 self.assertEqual(whole, self.paged(route))
-            model = re.search(r'items:\[@(\w+)\]', torc.MODELS[torc.answer_type(route).lstrip('@')]).group(1)
-            fields = [name for name in torc.model_fields(model) if name not in UNSORTABLE] if 'sort_by' in torc.query_fields(route) else []
+            model = re.search(r'items:\[@(\w+)\]', torc.MODELS[route.returns.lstrip('@')]).group(1)
+            fields = [name for name in torc.model_fields(model) if name not in UNSORTABLE] if 'sort_by' in torc.parse_model(route.query) else []
             for field, reverse in itertools.product(fields, (False, True)):
                 with self.subTest(route.name, field=field, reverse=reverse):
                     found = self.paged(route, sort_by=field, reverse_sort=reverse)
@@ -8046,7 +8046,7 @@ class ListTest(LiveTest):
 
     def test_every_filter_lets_pass_what_it_says(self):
         for route in self.routes():
-            whole, names = self.ask_list(route)['items'], set(torc.query_fields(route)) - {'workflow_id', 'offset', 'limit', 'sort_by', 'reverse_sort'}
+            whole, names = self.ask_list(route)['items'], set(torc.parse_model(route.query)) - {'workflow_id', 'offset', 'limit', 'sort_by', 'reverse_sort'}
             passed = collections.Counter()  # type: Dict[str, int]
             for name in sorted(names - set(LIST_FILTERS_OF_OTHERS)):
                 passes = FILTERS.get((route.name, name), lambda item, value, world, name=name: item.get(name) == value)
@@ -8057,14 +8057,14 @@ class ListTest(LiveTest):
                     with self.subTest(route.name, **{name: value}):
                         more = {} if name == 'include_relationships' else {name: value}
                         self.assertEqual(expected, self.paged(route, **more))
-                        self.assertEqual(expected[::-1], self.ask_list(route, reverse_sort=True, **more)['items'] if 'reverse_sort' in torc.query_fields(route) else expected[::-1])
+                        self.assertEqual(expected[::-1], self.ask_list(route, reverse_sort=True, **more)['items'] if 'reverse_sort' in torc.parse_model(route.query) else expected[::-1])
             for name in names - set(LIST_FILTERS_OF_OTHERS) - {'include_relationships'}:
                 with self.subTest(route.name, name=name):
                     self.assertTrue(passed[name], 'no value was tried that lets some pass and others not')
 
     def values(self, route: Any, name: str, whole: List[Any]) -> List[Any]:
         """Values to filter by."""
-        kind = torc.query_fields(route)[name].type
+        kind = torc.parse_model(route.query)[name].type
         if kind == 'bool':
             return [True, False]
         if kind == 'int':
@@ -8086,7 +8086,7 @@ class ListTest(LiveTest):
                 self.assertEqual([], self.ask_list(route, limit=0)['items'])
                 self.assertEqual(([], False), tuple(self.ask_list(route, offset=10 ** 6)[name] for name in ('items', 'has_more')))
                 for wrong in ({'limit': -1}, {'offset': -1}, {'sort_by': 'no_such_field'}):
-                    if set(wrong) <= set(torc.query_fields(route)):
+                    if set(wrong) <= set(torc.parse_model(route.query)):
                         status, value = self.request(route, dict(self.parameters(route), **wrong), None)
                         self.assertEqual((422, True), (status, next(iter(wrong)) in self.error_text(value)))
 
@@ -12073,7 +12073,7 @@ class ClientTest(WorldTest):
         client.create_event({'workflow_id': number, 'data': {'a': [1, 2.0, None, True, {'b': 'c'}]}})
         client.initialize_jobs(id=number)
         calls = [(route.name, {name: 1 for name in re.findall(r'{(\w+)}', route.path)}) for route in torc.ROUTES if route.method == 'GET' and route.name != 'get_api_stats']     # a server's own
-        calls = [(name, dict(params, **({'workflow_id': number} if 'workflow_id' in torc.query_fields(torc.OPERATIONS[name]) else {}))) for name, params in calls]
+        calls = [(name, dict(params, **({'workflow_id': number} if 'workflow_id' in torc.parse_model(torc.OPERATIONS[name].query) else {}))) for name, params in calls]
         direct = [self.outcome(client, name, params) for name, params in calls]
         self.assertTrue(client.is_direct)
         client.need_server()
@@ -19262,7 +19262,7 @@ class Fuzzer:
     def query_of(self, route: Any, is_spoilt: bool) -> str:
         """Query of a route."""
         pairs = []
-        for name, field in torc.query_fields(route).items():
+        for name, field in torc.parse_model(route.query).items():
             if name == 'workflow_id' and (not is_spoilt or self.chance.random() < 0.5):
                 pairs.append(f"workflow_id={self.some_id('workflow_id')}")
             elif is_spoilt and self.chance.random() < 0.4 or field.is_required:
@@ -19410,7 +19410,7 @@ def renew_prey(client: Any, plan: Any, fuzzer: Fuzzer) -> None:
             with contextlib.suppress(torc.TorcError):
                 client.call(route.name, fuzzer.fair('@' + route.body))
     for route in torc.ROUTES:
-        if route.name.startswith('list_') and route.resource and 'workflow_id' in torc.query_fields(route) and 'workflow_id' not in route.path:
+        if route.name.startswith('list_') and route.resource and 'workflow_id' in torc.parse_model(route.query) and 'workflow_id' not in route.path:
             fuzzer.ids[route.resource] = [item['id'] for item in client.call(route.name, workflow_id=workflow_id)['items'] if 'id' in item]
 
 
@@ -21287,7 +21287,7 @@ class StrangeServerLaws(WorldTest):
 
     def test_nor_answers_that_say_as_little_as_they_may(self) -> None:
         self.told = []
-        self.walk(lambda route: least_answer(torc.answer_type(route)))
+        self.walk(lambda route: least_answer(route.returns))
 
 
 # -------- text from outside --------

@@ -11429,10 +11429,15 @@ class ModelField(Row):
 
 
 @functools.lru_cache(maxsize=None)
-def model_fields(model: str) -> Dict[str, ModelField]:
-    """Field name -> type and whether it is required."""
-    pairs = (item.split(':', 1) for item in MODELS[model].split())
+def parse_model(text: str) -> Dict[str, ModelField]:
+    """Text of a model, or of a route's query -> its fields by name."""
+    pairs = (item.split(':', 1) for item in text.split())
     return {name: ModelField(kind.rstrip('!'), kind.endswith('!')) for name, kind in pairs}
+
+
+def model_fields(model: str) -> Dict[str, ModelField]:
+    """Fields of a model."""
+    return parse_model(MODELS[model])
 
 
 def wrong_type(path: str, wanted: str, value: Any) -> BadInput:
@@ -11443,7 +11448,7 @@ def wrong_type(path: str, wanted: str, value: Any) -> BadInput:
 
 def check_int(path: str, value: Any) -> None:
     """Refuse anything but an integer of 64 bits."""
-    if type(value) is not int and not (isinstance(value, int) and not isinstance(value, bool)):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise wrong_type(path, 'an integer', value)
     if not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
         raise BadInput(f'{path} is beyond 64 bits', field=path)
@@ -11495,6 +11500,12 @@ def check_range(path: str, value: Any, most: float) -> None:
     check_float(path, value)
     if not 0 <= value <= most:
         raise BadInput(f'{path} is {value}; it must be between 0 and {most:g}', field=path)
+
+
+def check_natural(path: str, value: Any, most: float) -> None:
+    """Refuse anything but an integer from 0 to `most`."""
+    check_int(path, value)
+    check_range(path, value, most)
 
 
 def check_rules(path: str, value: Any) -> None:
@@ -11580,8 +11591,7 @@ def check_indexes(path: str, column: Sequence[Any]) -> None:
     cells = (cell if isinstance(cell, (list, tuple)) else (cell,) for cell in column)
     for item in distinct(itertools.chain.from_iterable(cells)):
         if item is not None:
-            check_int(path, item)
-            check_range(path, item, MAX_INTEGER)
+            check_natural(path, item, MAX_INTEGER)
 
 
 def distinct(items: Iterable[Any]) -> Iterable[Any]:
@@ -11597,11 +11607,8 @@ def check_planned_kind(path: str, value: Any) -> None:
     """Refuse a kind of a plan that is not requirements, priority, scheduler, labels."""
     def check_optional(path: str, item: Any) -> None:
         check_indexes(path, [item])
-
-    def check_texts(path: str, item: Any) -> None:
-        check_value(path, '[str]', item or [])
-    check_priority = functools.partial(check_range, most=MAX_INTEGER)
-    check_row(path, value, (check_optional, check_priority, check_optional, check_texts))
+    check_row(path, value, (check_optional, functools.partial(check_range, most=MAX_INTEGER), check_optional,
+                            lambda path, item: check_value(path, '[str]', item or [])))
     check_int(path, value[1])
 
 
@@ -11614,12 +11621,6 @@ def row_of(*types: str) -> Tuple[Any, Any]:
     """A row of SCALARS for a list with these types."""
     checks, schemas = zip(*(SCALARS[name] for name in types))
     return functools.partial(check_row, checks=checks), describe_row(*schemas)
-
-
-def check_natural(path: str, value: Any, most: float) -> None:
-    """Refuse anything but an integer from 0 to `most`."""
-    check_int(path, value)
-    check_range(path, value, most)
 
 
 ANYTHING = {}  # type: Dict[str, Any]
@@ -11739,157 +11740,150 @@ def get_openapi(context: Context) -> Dict[str, Any]:
 
 class Route(Row):
     """One operation."""
-    name: str           # as in the official interface and its clients
     method: str
     path: str           # below API_PREFIX, parameters in braces
     verb: Callable[..., Any]
-    resource: str = ''  # first argument of the usual operations
+    returns: str        # type of the answer, as in MODELS, or STREAM
+    name: str           # as in the official interface and its clients
     query: str = ''     # name:type of each query parameter, ! where required
     body: str = ''      # model of the body; ?MODEL: some fields may be missing; -: any value but null; [str]
-    returns: str = ''   # type of the answer, as in MODELS, or STREAM; '': that of the usual operation
+    resource: str = ''  # first argument of the usual operations
 
 
-PAGE = 'offset:int limit:int sort_by:str reverse_sort:bool '
+SLICE = 'offset:int limit:int '
+PAGE = SLICE + 'sort_by:str reverse_sort:bool '
 OF = 'workflow_id:int! '
-WF = '/workflows/{workflow_id}'
 OPENAPI_PATH = '/openapi.json'      # below API_PREFIX, and at the root, where programs look for it
 STREAM = 'stream'           # an answer without end: server-sent events (WHATWG HTML, 9.2)
 ADMIN_SQL_PATH = '/admin/sql'
 
-USUAL_OPERATIONS = {    # with {one} and {all} for the resource's names, {model} for the model of its rows
-    #              name            method    path                verb        query       body
-    'create':     ('create_{one}', 'POST',   '/{all}',           create_row,  '',        '{model}'),
-    'list':       ('list_{all}',   'GET',    '/{all}',           list_rows,   OF + PAGE, ''),
-    'get':        ('get_{one}',    'GET',    '/{all}/{{row_id}}', read_row,   '',        ''),
-    'update':     ('update_{one}', 'PUT',    '/{all}/{{row_id}}', update_row, '',        '?{model}'),
-    'delete':     ('delete_{one}', 'DELETE', '/{all}/{{row_id}}', delete_row, '',        ''),
-    'delete_all': ('delete_{all}', 'DELETE', '/{all}',           delete_rows, OF,        ''),
+USUAL_OPERATIONS = {    # with {one} and {all} for the resource's names, {model} and {models} for its model's
+    'create': ('POST', '/{all}', create_row, '@{model}', 'create_{one}', '', '{model}'),
+    'list': ('GET', '/{all}', list_rows, '@List{models}Response', 'list_{all}', OF + PAGE),
+    'get': ('GET', '/{all}/{{row_id}}', read_row, '@{model}', 'get_{one}'),
+    'update': ('PUT', '/{all}/{{row_id}}', update_row, '@{model}', 'update_{one}', '', '?{model}'),
+    'delete': ('DELETE', '/{all}/{{row_id}}', delete_row, '@{model}', 'delete_{one}'),
+    'delete_all': ('DELETE', '/{all}', delete_rows, '@DeleteCountResponse', 'delete_{all}', OF),
 }
+
+
+def route_to(method: str, path: str, verb: Callable[..., Any], returns: str, **fields: str) -> Route:
+    """The route of an operation that is named like its verb, unless another name is given.
+
+    A path that does not begin with a slash is below that of its workflow.
+    """
+    path = path if path[:1] == '/' else f'/workflows/{{workflow_id}}/{path}'.rstrip('/')
+    return Route(method, path, verb, returns, **dict({'name': verb.__name__}, **fields))
 
 
 def usual_routes(resource: str, plural: str, filters: str = '', without: Sequence[str] = (),
                  **others: Dict[str, Any]) -> Iterator[Route]:
     """The routes of a resource: the usual operations but those `without`; `others` have other fields."""
-    for operation, (name, method, path, verb, query, body) in USUAL_OPERATIONS.items():
+    noun = RESOURCES[resource]
+    for operation, row in USUAL_OPERATIONS.items():
         if operation not in without:
-            fields = {'name': name, 'path': path, 'body': body}
-            fields = {field: text.format(one=resource, all=plural, model=RESOURCES[resource].model)
-                      for field, text in fields.items()}
-            fields.update(others.get(operation, {}), method=method, resource=resource)
-            fields.setdefault('query', query)
-            fields['query'] += filters if operation == 'list' else ''
-            yield Route(**dict({'verb': verb}, **fields))
-
-
-def route_to(method: str, path: str, verb: Callable[..., Any], name: str = '', **fields: str) -> Route:
-    """The route of an operation that is named like its verb, unless another name is given."""
-    return Route(name or verb.__name__, method, path, verb, **fields)
+            fields = {field: value if field == 'verb' else
+                      value.format(one=resource, all=plural, model=noun.model, models=noun.plural)
+                      for field, value in zip(Route._fields, row)}
+            fields.update(others.get(operation, {}), resource=resource)
+            if operation == 'list':
+                fields['query'] += filters
+            yield route_to(**fields)
 
 
 ROUTES = (
-    route_to('GET', '/ping', ping, returns='@PingResponse'),
-    route_to('GET', '/version', get_version, returns='@VersionResponse'),
-    route_to('GET', OPENAPI_PATH, get_openapi, returns='object'),
-    route_to('GET', '/database', get_database, returns='@DatabaseResponse'),
-    route_to('POST', '/database/snapshot', snapshot_database, returns='@DatabaseSnapshotResponse'),
+    route_to('GET', '/ping', ping, '@PingResponse'),
+    route_to('GET', '/version', get_version, '@VersionResponse'),
+    route_to('GET', OPENAPI_PATH, get_openapi, 'object'),
+    route_to('GET', '/database', get_database, '@DatabaseResponse'),
+    route_to('POST', '/database/snapshot', snapshot_database, '@DatabaseSnapshotResponse'),
 
-    route_to('POST', '/workflows', create_workflow, body='WorkflowModel', returns='@WorkflowModel'),
-    route_to('POST', '/workflows/from_spec', create_workflow_from_spec, body='PlanModel',
-             returns='@CreatedWorkflow'),
-    route_to('POST', WF + '/apply_spec', apply_spec, query='dry_run:bool', body='PlanModel',
-             returns='@ApplySpecResponse'),
-    route_to('GET', '/workflows', list_workflows, resource='workflow',
-             query=PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]'),
-    route_to('GET', WF, get_workflow, returns='@WorkflowModel'),
-    route_to('PUT', WF, update_workflow, body='?WorkflowModel', returns='@WorkflowModel'),
-    route_to('DELETE', WF, delete_workflow, returns='@DeletedWorkflow'),
-    route_to('POST', WF + '/archive', archive_workflow, body='ArchiveWorkflowRequest',
-             returns='@WorkflowModel'),
-    route_to('PUT', WF + '/cancel', cancel_workflow, returns='@WorkflowModel'),
-    route_to('GET', WF + '/status', get_workflow_status, returns='@WorkflowStatusResponse'),
-    route_to('GET', WF + '/explanation', explain_workflow, query='limit:int', returns='@WorkflowExplanation'),
-    route_to('GET', '/workflow_statuses', list_workflow_statuses, query='ids:[int]!',
-             returns='@WorkflowStatusesResponse'),
-    route_to('GET', WF + '/is_complete', is_workflow_complete, returns='@IsCompleteResponse'),
-    route_to('GET', WF + '/is_uninitialized', is_workflow_uninitialized, returns='@IsUninitializedResponse'),
-    route_to('POST', WF + '/initialize_jobs', initialize_or_begin, name='initialize_jobs',
+    route_to('POST', '/workflows', create_workflow, '@WorkflowModel', body='WorkflowModel'),
+    route_to('POST', '/workflows/from_spec', create_workflow_from_spec, '@CreatedWorkflow', body='PlanModel'),
+    route_to('POST', 'apply_spec', apply_spec, '@ApplySpecResponse', body='PlanModel', query='dry_run:bool'),
+    route_to('GET', '/workflows', list_workflows, '@ListWorkflowsResponse',
+             query=PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]',
+             resource='workflow'),
+    route_to('GET', '', get_workflow, '@WorkflowModel'),
+    route_to('PUT', '', update_workflow, '@WorkflowModel', body='?WorkflowModel'),
+    route_to('DELETE', '', delete_workflow, '@DeletedWorkflow'),
+    route_to('POST', 'archive', archive_workflow, '@WorkflowModel', body='ArchiveWorkflowRequest'),
+    route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
+    route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
+    route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
+    route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
+             query='ids:[int]!'),
+    route_to('GET', 'is_complete', is_workflow_complete, '@IsCompleteResponse'),
+    route_to('GET', 'is_uninitialized', is_workflow_uninitialized, '@IsUninitializedResponse'),
+    route_to('POST', 'initialize_jobs', initialize_or_begin, '@MessageResponse',
              query='only_uninitialized:bool clear_ephemeral_user_data:bool async:bool',
-             returns='@MessageResponse'),
-    route_to('GET', WF + '/active_task', get_active_task_for_workflow, returns='@ActiveTaskResponse'),
-    route_to('POST', WF + '/reset_status', reset_workflow_status, query='force:bool',
-             returns='@WorkflowModel'),
-    route_to('POST', WF + '/reset_job_status', reset_job_status, query='failed_only:bool',
-             returns='@ResetJobStatusResponse'),
-    route_to('POST', WF + '/process_changed_job_inputs', process_changed_job_inputs, query='dry_run:bool',
-             returns='@ProcessChangedJobInputsResponse'),
-    route_to('POST', WF + '/check_changes', check_changes, body='CheckChangesRequest',
-             returns='@CheckChangesResponse'),
-    route_to('POST', WF + '/set_file_times', set_file_times, body='SetFileTimesRequest',
-             returns='@SetFileTimesResponse'),
-    route_to('GET', WF + '/required_existing_files', list_required_existing_files,
-             returns='@ListRequiredExistingFilesResponse'),
-    route_to('GET', WF + '/missing_user_data', list_missing_user_data,
-             returns='@ListMissingUserDataResponse'),
-    route_to('GET', WF + '/running_jobs', get_running_jobs, query='offset:int limit:int',
-             returns='@RunningJobsResponse'),
-    route_to('GET', WF + '/ready_job_requirements', get_ready_job_requirements,
-             query='scheduler_config_id:int', returns='@GetReadyJobRequirementsResponse'),
-    route_to('GET', WF + '/slurm_job_correlations', get_slurm_job_correlations, query='offset:int limit:int',
-             returns='@SlurmJobCorrelationsResponse'),
-    route_to('GET', WF + '/job_ids', list_job_ids, returns='@ListJobIdsResponse'),
-    route_to('GET', WF + '/job_dependencies', list_relations, name='list_job_dependencies', resource='job',
-             query=PAGE, returns='@ListJobDependenciesResponse'),
-    route_to('GET', WF + '/dependency_graph', get_dependency_graph, returns='@DependencyGraph'),
-    route_to('GET', WF + '/job_file_relationships', list_relations, name='list_job_file_relationships',
-             resource='file', query=PAGE, returns='@ListJobFileRelationshipsResponse'),
-    route_to('GET', WF + '/job_user_data_relationships', list_relations,
-             name='list_job_user_data_relationships', resource='user_data', query=PAGE,
-             returns='@ListJobUserDataRelationshipsResponse'),
+             name='initialize_jobs'),
+    route_to('GET', 'active_task', get_active_task_for_workflow, '@ActiveTaskResponse'),
+    route_to('POST', 'reset_status', reset_workflow_status, '@WorkflowModel', query='force:bool'),
+    route_to('POST', 'reset_job_status', reset_job_status, '@ResetJobStatusResponse',
+             query='failed_only:bool'),
+    route_to('POST', 'process_changed_job_inputs', process_changed_job_inputs,
+             '@ProcessChangedJobInputsResponse', query='dry_run:bool'),
+    route_to('POST', 'check_changes', check_changes, '@CheckChangesResponse', body='CheckChangesRequest'),
+    route_to('POST', 'set_file_times', set_file_times, '@SetFileTimesResponse', body='SetFileTimesRequest'),
+    route_to('GET', 'required_existing_files', list_required_existing_files,
+             '@ListRequiredExistingFilesResponse'),
+    route_to('GET', 'missing_user_data', list_missing_user_data, '@ListMissingUserDataResponse'),
+    route_to('GET', 'running_jobs', get_running_jobs, '@RunningJobsResponse', query=SLICE),
+    route_to('GET', 'ready_job_requirements', get_ready_job_requirements, '@GetReadyJobRequirementsResponse',
+             query='scheduler_config_id:int'),
+    route_to('GET', 'slurm_job_correlations', get_slurm_job_correlations, '@SlurmJobCorrelationsResponse',
+             query=SLICE),
+    route_to('GET', 'job_ids', list_job_ids, '@ListJobIdsResponse'),
+    route_to('GET', 'job_dependencies', list_relations, '@ListJobDependenciesResponse', query=PAGE,
+             resource='job', name='list_job_dependencies'),
+    route_to('GET', 'dependency_graph', get_dependency_graph, '@DependencyGraph'),
+    route_to('GET', 'job_file_relationships', list_relations, '@ListJobFileRelationshipsResponse', query=PAGE,
+             resource='file', name='list_job_file_relationships'),
+    route_to('GET', 'job_user_data_relationships', list_relations, '@ListJobUserDataRelationshipsResponse',
+             query=PAGE, resource='user_data', name='list_job_user_data_relationships'),
 
-    route_to('POST', WF + '/claim_jobs_based_on_resources/{limit}', claim_jobs_based_on_resources,
-             query='strict_scheduler_match:bool', body='ComputeNodesResources',
-             returns='@ClaimJobsBasedOnResources'),
-    route_to('POST', WF + '/claim_next_jobs', claim_next_jobs, query='limit:int labels:str',
-             returns='@ClaimNextJobsResponse'),
-    route_to('POST', WF + '/batch_complete_jobs', batch_complete_jobs, body='BatchCompleteJobsRequest',
-             returns='@BatchCompleteJobsResponse'),
-    route_to('POST', WF + '/runner_sync', runner_sync, body='RunnerSyncRequest',
-             returns='@RunnerSyncResponse'),
+    route_to('POST', 'claim_jobs_based_on_resources/{limit}', claim_jobs_based_on_resources,
+             '@ClaimJobsBasedOnResources', body='ComputeNodesResources', query='strict_scheduler_match:bool'),
+    route_to('POST', 'claim_next_jobs', claim_next_jobs, '@ClaimNextJobsResponse',
+             query='limit:int labels:str'),
+    route_to('POST', 'batch_complete_jobs', batch_complete_jobs, '@BatchCompleteJobsResponse',
+             body='BatchCompleteJobsRequest'),
+    route_to('POST', 'runner_sync', runner_sync, '@RunnerSyncResponse', body='RunnerSyncRequest'),
 
-    route_to('POST', '/jobs', create_job, body='JobModel', returns='@JobModel'),
-    route_to('POST', '/bulk_jobs', create_jobs, body='JobsModel', returns='@CreateJobsResponse'),
-    route_to('GET', '/jobs', list_jobs, resource='job',
+    route_to('POST', '/jobs', create_job, '@JobModel', body='JobModel'),
+    route_to('POST', '/bulk_jobs', create_jobs, '@CreateJobsResponse', body='JobsModel'),
+    route_to('GET', '/jobs', list_jobs, '@ListJobsResponse',
              query=OF + PAGE + 'status:str needs_file_id:int upstream_job_id:int include_relationships:bool '
              'active_compute_node_id:int origin_is_set:bool name:str command:str labels:str '
-             'resource_requirements_id:int'),
-    route_to('GET', '/jobs/{job_id}', get_job, returns='@JobModel'),
-    route_to('GET', '/jobs/{job_id}/explanation', explain_job, returns='@JobExplanation'),
-    route_to('PUT', '/jobs/{job_id}', update_job, body='?JobModel', returns='@JobModel'),
-    route_to('DELETE', '/jobs/{job_id}', delete_job, returns='@JobModel'),
-    route_to('DELETE', '/jobs', delete_rows, name='delete_jobs', resource='job', query=OF),
-    route_to('PUT', '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job, returns='@JobModel'),
-    route_to('POST', '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, body='ResultModel',
-             returns='@JobModel'),
-    route_to('POST', '/jobs/{job_id}/retry/{run_id}', retry_job, query='max_retries:int!',
-             returns='@JobModel'),
+             'resource_requirements_id:int', resource='job'),
+    route_to('GET', '/jobs/{job_id}', get_job, '@JobModel'),
+    route_to('GET', '/jobs/{job_id}/explanation', explain_job, '@JobExplanation'),
+    route_to('PUT', '/jobs/{job_id}', update_job, '@JobModel', body='?JobModel'),
+    route_to('DELETE', '/jobs/{job_id}', delete_job, '@JobModel'),
+    route_to('DELETE', '/jobs', delete_rows, '@DeleteCountResponse', query=OF, resource='job',
+             name='delete_jobs'),
+    route_to('PUT', '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job, '@JobModel'),
+    route_to('POST', '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, '@JobModel',
+             body='ResultModel'),
+    route_to('POST', '/jobs/{job_id}/retry/{run_id}', retry_job, '@JobModel', query='max_retries:int!'),
     route_to('PUT', '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change,
-             returns='@JobModel'),
-    route_to('POST', '/jobs/{job_id}/spawn_jobs', spawn_jobs, body='SpawnJobsRequest',
-             returns='@SpawnJobsResponse'),
+             '@JobModel'),
+    route_to('POST', '/jobs/{job_id}/spawn_jobs', spawn_jobs, '@SpawnJobsResponse', body='SpawnJobsRequest'),
 
-    route_to('GET', '/tasks/{task_id}', get_task, returns='@TaskModel'),
+    route_to('GET', '/tasks/{task_id}', get_task, '@TaskModel'),
 
     *usual_routes('file', 'files', 'produced_by_job_id:int name:str path:str is_output:bool'),
-    route_to('POST', '/bulk_files', create_rows, name='create_files', resource='file', body='FilesModel',
-             returns='@CreateFilesResponse'),
+    route_to('POST', '/bulk_files', create_rows, '@CreateFilesResponse', body='FilesModel', resource='file',
+             name='create_files'),
 
     *usual_routes(
         'user_data', 'user_data', 'consumer_job_id:int producer_job_id:int name:str is_ephemeral:bool',
         create={'verb': create_user_data, 'query': 'consumer_job_id:int producer_job_id:int'},
         delete_all={'name': 'delete_all_user_data', 'verb': delete_all_user_data,
                     'returns': '@DeletedUserData'}),
-    route_to('POST', '/bulk_user_data', create_rows, name='create_user_data_list', resource='user_data',
-             body='UserDataListModel', returns='@CreateUserDataListResponse'),
+    route_to('POST', '/bulk_user_data', create_rows, '@CreateUserDataListResponse', body='UserDataListModel',
+             resource='user_data', name='create_user_data_list'),
 
     *usual_routes(
         'resource_requirements', 'resource_requirements',
@@ -11898,7 +11892,7 @@ ROUTES = (
         delete={'name': 'delete_resource_requirement'}),
 
     *usual_routes('failure_handler', 'failure_handlers', without=('update', 'delete_all'),
-                  list={'path': WF + '/failure_handlers', 'query': PAGE}),
+                  list={'path': 'failure_handlers', 'query': PAGE}),
 
     *usual_routes('result', 'results',
                   'job_id:int run_id:int return_code:int status:str compute_node_id:int all_runs:bool',
@@ -11907,90 +11901,67 @@ ROUTES = (
     *usual_routes('event', 'events', 'category:str after_timestamp:int',
                   create={'verb': create_event}, update={'verb': update_event, 'body': '-'}),
 
-    route_to('POST', '/compute_nodes', create_compute_node, body='ComputeNodeModel',
-             returns='@ComputeNodeModel'),
+    route_to('POST', '/compute_nodes', create_compute_node, '@ComputeNodeModel', body='ComputeNodeModel'),
     *usual_routes('compute_node', 'compute_nodes',
                   'hostname:str is_active:bool scheduled_compute_node_id:int',
                   without=('create', 'update', 'delete', 'delete_all')),
-    route_to('PUT', '/compute_nodes/{node_id}', update_compute_node, body='?ComputeNodeModel',
-             returns='@ComputeNodeModel'),
-    route_to('DELETE', '/compute_nodes/{node_id}', delete_compute_node, returns='@ComputeNodeModel'),
-    route_to('DELETE', '/compute_nodes', delete_compute_nodes, query=OF, returns='@DeleteCountResponse'),
+    route_to('PUT', '/compute_nodes/{node_id}', update_compute_node, '@ComputeNodeModel',
+             body='?ComputeNodeModel'),
+    route_to('DELETE', '/compute_nodes/{node_id}', delete_compute_node, '@ComputeNodeModel'),
+    route_to('DELETE', '/compute_nodes', delete_compute_nodes, '@DeleteCountResponse', query=OF),
 
     *usual_routes('slurm_scheduler', 'slurm_schedulers'),
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str'),
 
-    route_to('POST', WF + '/actions', create_workflow_action, body='WorkflowActionModel',
-             returns='@WorkflowActionModel'),
-    route_to('GET', WF + '/actions', get_workflow_actions, returns='[@WorkflowActionModel]'),
-    route_to('GET', WF + '/actions/pending', get_pending_actions, query='trigger_type:[str]',
-             returns='[@WorkflowActionModel]'),
-    route_to('POST', WF + '/actions/{action_id}/claim', claim_action, body='ClaimActionRequest',
-             returns='@ClaimActionResponse'),
-    route_to('PUT', WF + '/actions/{action_id}', update_workflow_action, body='-',
-             returns='@WorkflowActionModel'),
-    route_to('DELETE', WF + '/actions/{action_id}', delete_workflow_action, returns='@MessageResponse'),
+    route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
+    route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
+    route_to('GET', 'actions/pending', get_pending_actions, '[@WorkflowActionModel]',
+             query='trigger_type:[str]'),
+    route_to('POST', 'actions/{action_id}/claim', claim_action, '@ClaimActionResponse',
+             body='ClaimActionRequest'),
+    route_to('PUT', 'actions/{action_id}', update_workflow_action, '@WorkflowActionModel', body='-'),
+    route_to('DELETE', 'actions/{action_id}', delete_workflow_action, '@MessageResponse'),
 
     *usual_routes('slurm_stats', 'slurm_stats', 'job_id:int run_id:int attempt_id:int',
                   without=('get', 'update', 'delete', 'delete_all'),
-                  list={'query': OF + 'offset:int limit:int '}),
+                  list={'query': OF + SLICE}),
 
-    route_to('POST', WF + '/remote_workers', create_remote_workers, body='[str]',
-             returns='[@RemoteWorkerModel]'),
-    route_to('GET', WF + '/remote_workers', list_remote_workers, returns='[@RemoteWorkerModel]'),
-    route_to('DELETE', WF + '/remote_workers/{worker}', delete_remote_worker, returns='@RemoteWorkerModel'),
+    route_to('POST', 'remote_workers', create_remote_workers, '[@RemoteWorkerModel]', body='[str]'),
+    route_to('GET', 'remote_workers', list_remote_workers, '[@RemoteWorkerModel]'),
+    route_to('DELETE', 'remote_workers/{worker}', delete_remote_worker, '@RemoteWorkerModel'),
 
     *usual_routes('ro_crate_entity', 'ro_crate_entities', 'file_id:int entity_id:str',
-                  list={'path': WF + '/ro_crate_entities', 'query': PAGE},
+                  list={'path': 'ro_crate_entities', 'query': PAGE},
                   delete={'verb': delete_ro_crate_entity, 'returns': '@MessageResponse'},
-                  delete_all={'path': WF + '/ro_crate_entities', 'query': '',
-                              'verb': delete_ro_crate_entities, 'returns': '@DeleteRoCrateEntitiesResponse'}),
+                  delete_all={'path': 'ro_crate_entities', 'query': '', 'verb': delete_ro_crate_entities,
+                              'returns': '@DeleteRoCrateEntitiesResponse'}),
 
-    route_to('GET', WF + '/events/stream', stream_workflow_events, query='level:str', returns=STREAM),
-    route_to('GET', '/admin/api-events/stream', stream_api_events, query='include_bodies:bool',
-             returns=STREAM),
-    route_to('GET', '/admin/api-stats', get_api_stats, query='window_seconds:int interval_seconds:int',
-             returns='@ApiStatsResponse'),
-    route_to('GET', '/admin/audit-log', list_admin_audit_log, query='offset:int limit:int',
-             returns='@ListAdminAuditLogResponse'),
-    route_to('POST', ADMIN_SQL_PATH, admin_sql, body='AdminSqlRequest', returns='@AdminSqlResponse'),
+    route_to('GET', 'events/stream', stream_workflow_events, STREAM, query='level:str'),
+    route_to('GET', '/admin/api-events/stream', stream_api_events, STREAM, query='include_bodies:bool'),
+    route_to('GET', '/admin/api-stats', get_api_stats, '@ApiStatsResponse',
+             query='window_seconds:int interval_seconds:int'),
+    route_to('GET', '/admin/audit-log', list_admin_audit_log, '@ListAdminAuditLogResponse', query=SLICE),
+    route_to('POST', ADMIN_SQL_PATH, admin_sql, '@AdminSqlResponse', body='AdminSqlRequest'),
 
-    route_to('POST', '/access_groups', create_access_group, body='AccessGroupModel',
-             returns='@AccessGroupModel'),
-    route_to('GET', '/access_groups', list_access_groups, query='offset:int limit:int',
-             returns='@ListAccessGroupsResponse'),
-    route_to('GET', '/access_groups/{group_id}', get_access_group, returns='@AccessGroupModel'),
-    route_to('DELETE', '/access_groups/{group_id}', delete_access_group, returns='@AccessGroupModel'),
-    route_to('POST', '/access_groups/{group_id}/members', add_user_to_group, body='?UserGroupMembershipModel',
-             returns='@UserGroupMembershipModel'),
-    route_to('GET', '/access_groups/{group_id}/members', list_group_members, query='offset:int limit:int',
-             returns='@ListUserGroupMembershipsResponse'),
+    route_to('POST', '/access_groups', create_access_group, '@AccessGroupModel', body='AccessGroupModel'),
+    route_to('GET', '/access_groups', list_access_groups, '@ListAccessGroupsResponse', query=SLICE),
+    route_to('GET', '/access_groups/{group_id}', get_access_group, '@AccessGroupModel'),
+    route_to('DELETE', '/access_groups/{group_id}', delete_access_group, '@AccessGroupModel'),
+    route_to('POST', '/access_groups/{group_id}/members', add_user_to_group, '@UserGroupMembershipModel',
+             body='?UserGroupMembershipModel'),
+    route_to('GET', '/access_groups/{group_id}/members', list_group_members,
+             '@ListUserGroupMembershipsResponse', query=SLICE),
     route_to('DELETE', '/access_groups/{group_id}/members/{user_name}', remove_user_from_group,
-             returns='@UserGroupMembershipModel'),
-    route_to('GET', '/users/{user_name}/groups', list_user_groups, query='offset:int limit:int',
-             returns='@ListAccessGroupsResponse'),
-    route_to('GET', WF + '/access_groups', list_workflow_groups, query='offset:int limit:int',
-             returns='@ListAccessGroupsResponse'),
-    route_to('POST', WF + '/access_groups/{group_id}', add_workflow_to_group,
-             returns='@WorkflowAccessGroupModel'),
-    route_to('DELETE', WF + '/access_groups/{group_id}', remove_workflow_from_group,
-             returns='@WorkflowAccessGroupModel'),
-    route_to('GET', '/access_check/{workflow_id}/{user_name}', check_workflow_access,
-             returns='@AccessCheckResponse'),
-    route_to('POST', '/admin/reload-auth', reload_auth, returns='@ReloadAuthResponse'),
+             '@UserGroupMembershipModel'),
+    route_to('GET', '/users/{user_name}/groups', list_user_groups, '@ListAccessGroupsResponse', query=SLICE),
+    route_to('GET', 'access_groups', list_workflow_groups, '@ListAccessGroupsResponse', query=SLICE),
+    route_to('POST', 'access_groups/{group_id}', add_workflow_to_group, '@WorkflowAccessGroupModel'),
+    route_to('DELETE', 'access_groups/{group_id}', remove_workflow_from_group, '@WorkflowAccessGroupModel'),
+    route_to('GET', '/access_check/{workflow_id}/{user_name}', check_workflow_access, '@AccessCheckResponse'),
+    route_to('POST', '/admin/reload-auth', reload_auth, '@ReloadAuthResponse'),
 )
-
-
-def answer_type(route: Route) -> str:
-    """Type of a route's answer, in the words of MODELS."""
-    if route.returns:
-        return route.returns
-    noun = RESOURCES[route.resource]
-    if route.verb is delete_rows:
-        return '@DeleteCountResponse'
-    return f'@List{noun.plural}Response' if route.name.startswith('list_') else '@' + noun.model
 
 
 OPERATIONS = {route.name: route for route in ROUTES}
@@ -12068,25 +12039,6 @@ def parse_parameter(name: str, kind: str, text: str) -> Any:
     raise BadInput(f'{name} must be {wanted}, not {printable(text)[:60]!r}', http=400, field=name)
 
 
-def parse_query(route: Route, query: str) -> Dict[str, Any]:
-    """Query parameters of a request as values; those that the route does not know are ignored, as in Torc."""
-    found = urllib.parse.parse_qs(query, keep_blank_values=True, errors='surrogateescape')
-    values = {}
-    for name, field in query_fields(route).items():
-        if name in found:
-            is_list = field.type[0] == '['
-            parsed = [parse_parameter(name, field.type.strip('[]'), text) for text in found[name]]
-            values[name] = parsed if is_list else parsed[-1]
-    return values
-
-
-@functools.lru_cache(maxsize=None)
-def query_fields(route: Route) -> Dict[str, ModelField]:
-    """Query parameters of a route."""
-    pairs = (item.split(':') for item in route.query.split())
-    return {name: ModelField(kind.rstrip('!'), kind.endswith('!')) for name, kind in pairs}
-
-
 @functools.lru_cache(maxsize=None)
 def path_parameters(route: Route) -> List[str]:
     """Names of the parameters in a route's path, in their order."""
@@ -12099,7 +12051,7 @@ def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     if 'id' in parameters and in_path:
         parameters = dict(parameters)
         parameters.setdefault(in_path[0], parameters.pop('id'))
-    known = [*in_path, *query_fields(route)]
+    known = [*in_path, *parse_model(route.query)]
     for name in parameters:
         if name not in known:
             raise BadInput(f'{route.name} has no parameter {name!r}' + did_you_mean(name, known)
@@ -12107,13 +12059,12 @@ def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     missing = [name for name in in_path if parameters.get(name) is None]
     if missing:
         raise BadInput(f"{route.name} needs {', '.join(missing)}")
-    return {name: str(value) if name in TEXT_PARAMETERS and name in in_path else value
-            for name, value in parameters.items()}
+    return parameters
 
 
 def call_route(context: Context, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
     """Check what was sent, and let the verb answer."""
-    for name, field in query_fields(route).items():
+    for name, field in parse_model(route.query).items():
         if field.is_required and parameters.get(name) is None:
             raise BadInput(f'{name} is missing in the query of {route.name}', http=400, field=name)
     arguments = {name: value for name, value in parameters.items() if value is not None}
@@ -12136,7 +12087,7 @@ def call_route(context: Context, route: Route, parameters: Dict[str, Any], body:
 def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]) -> None:
     """Refuse a limited caller what is about a workflow that they have no access to, or about no workflow."""
     about = [(number, f'workflow {number}') for name, number in arguments.items() if name == 'workflow_id']
-    first = next((part[1:-1] for part in route_parts(route) if part[0] == '{'), '')
+    first = next(iter(path_parameters(route)), '')
     table = RESOURCES[route.resource].table if first == 'row_id' else TABLES_BY_PARAMETER.get(first)
     if table:
         row_id = arguments[first]
@@ -12194,8 +12145,11 @@ def format_parameter(value: Any) -> str:
 
 
 def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
-    """A caller's parameters as if they had come by HTTP: both doors take the same, and refuse the same."""
-    kinds = query_fields(route)
+    """Parameters of a route as values; in this process, too, as if they had come by HTTP as text.
+
+    So both transports take the same, and refuse the same.
+    """
+    kinds = parse_model(route.query)
     parsed = {}
     for name, value in parameters.items():
         kind = kinds[name].type if name in kinds else 'str' if name in TEXT_PARAMETERS else 'int'
@@ -12238,9 +12192,10 @@ def answer_request(service: Service, method: str, path: str, query: str,
         context = service.context(caller, is_owner)
         context.is_admin = is_owner or is_system_admin(context, caller)
         route, found = find_route(method, path)
-        parameters = {name: text if name in TEXT_PARAMETERS else parse_parameter(name, 'int', text)
-                      for name, text in found.items()}
-        parameters.update(parse_query(route, query))
+        texts = urllib.parse.parse_qs(query, keep_blank_values=True, errors='surrogateescape')
+        # Those that the route does not know are ignored, as in Torc.
+        found.update((name, texts[name]) for name in parse_model(route.query) if name in texts)
+        parameters = parse_values(route, found)
         is_checked = isinstance(body, (CheckedBody, Pieces))
         value = None if not route.body else body if is_checked else parse_body(body)
         answer = carry_out(context, route, parameters, value)
@@ -12351,7 +12306,7 @@ def describe_parameters(route: Route) -> List[Dict[str, Any]]:
                for name in re.findall(r'\{(\w+)\}', public_path(route))]
     return in_path + [{'name': name, 'in': 'query', 'required': field.is_required,
                        'schema': describe_type(field.type)}
-                      for name, field in query_fields(route).items()]
+                      for name, field in parse_model(route.query).items()]
 
 
 def describe_content(description: str, kind: str) -> Dict[str, Any]:
@@ -12362,10 +12317,10 @@ def describe_content(description: str, kind: str) -> Dict[str, Any]:
 
 def describe_operation(route: Route) -> Dict[str, Any]:
     """A route as an operation of OpenAPI."""
-    answers = {'200': describe_content('done', answer_type(route)),
+    answers = {'200': describe_content('done', route.returns),
                '4XX': {'$ref': '#/components/responses/refused'},
                '503': {'$ref': '#/components/responses/unavailable'}}
-    if 'async' in query_fields(route):
+    if 'async' in parse_model(route.query):
         answers['202'] = describe_content('begun: ask for the task', '@TaskModel')
     tag = next((TAGS[part] for part in route_parts(route) if part in TAGS), route_parts(route)[0])
     operation = {'operationId': route.name, 'tags': [tag], 'summary': route.name.replace('_', ' '),
@@ -14753,7 +14708,7 @@ class Bodies:
 @functools.lru_cache(maxsize=None)
 def has_long_answer(route: Route) -> bool:
     """Whether the answer of an operation may be much longer than a record: a list, or any JSON."""
-    kind = answer_type(route)
+    kind = route.returns
     if kind[:1] != '@':
         return kind[:1] == '['
     fields = model_fields(kind[1:])
@@ -16918,7 +16873,7 @@ def client_method(route: Route) -> Callable[..., Any]:
     model = MODELS.get(route.body.lstrip('?'), '').split()
     body = ['\n    body: ' + route.body, *model] if route.body else []
     carry_out.__doc__ = (f'{route.verb.__doc__}\n\n    {route.method} {route.path}{query}'
-                         + '\n        '.join(body) + f'\n    answer: {answer_type(route)}')
+                         + '\n        '.join(body) + f'\n    answer: {route.returns}')
     return carry_out
 
 
@@ -16986,7 +16941,7 @@ class Client(Connector, Operations):
             connection.send(route.method, target, data, deadline_s)
         except (OSError, ValueError) as error:
             raise Unreachable(f'no answer from {self.url}: {explain(error)}') from None
-        return PendingCall(connection=connection, kind=answer_type(route))
+        return PendingCall(connection=connection, kind=route.returns)
 
     @staticmethod
     def call_direct(service: Service, route: Route, body: Any, params: Dict[str, Any]) -> Any:
