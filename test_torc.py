@@ -8157,6 +8157,11 @@ class Tls:
         self.client = ssl.create_default_context(cafile=self.certificate)
 
 
+def connection_of(database: str) -> Optional[Dict[str, Any]]:
+    """What the connection file of a database says of its server; None if none is running."""
+    return torc.read_living_server(database + '.connection')
+
+
 class ServerThread(threading.Thread):
     """A torc.Server in a thread of the test, on a database of its own."""
 
@@ -8301,9 +8306,10 @@ class AccessTest(unittest.TestCase):
         head = torc.parse_head(http_request(method, path, **fields)[:-4])
         try:
             torc.check_sender(head, {'127.0.0.1', '::1', 'localhost', 'node1'})
+            found = torc.Authenticator(torc.AccessPolicy(token), 'id', 8080).identify(head, None, 0.0)
         except torc.TorcError as error:
             return error.http
-        return 200 if torc.holds_token(head, token.encode()) else 401
+        return 401 if found.refusal else 200
 
     def test_the_token_opens_as_bearer_and_as_password_of_anybody(self) -> None:
         basic = base64.b64encode(f'anybody:{self.TOKEN}'.encode()).decode()
@@ -8455,7 +8461,7 @@ class StateFilesTest(WorldTest):
     def test_a_connection_file_counts_while_its_process_lives(self) -> None:
         options = torc.ServerOptions(self.database)
         with torc.connection_file(options, ['http://127.0.0.1:1/torc-service/v1'], 'x'):
-            found = torc.read_connection_file(self.database)
+            found = connection_of(self.database)
             self.assertEqual(0o600, os.stat(self.database + '.connection').st_mode & 0o777)
             self.assertEqual((os.getpid(), 'http://127.0.0.1:1/torc-service/v1', self.database + '.token'),
                              (found['pid'], found['url'], found['token_file']))
@@ -8464,19 +8470,19 @@ class StateFilesTest(WorldTest):
                                   ({'pid_namespace': 1}, None),
                                   ({'pid_namespace': 1, 'boot_id': 'other'}, False), ({}, True)):
                 self.assertIs(lives, torc.process_lives(dict(found, **change)))
-        self.assertIsNone(torc.read_connection_file(self.database))
+        self.assertIsNone(connection_of(self.database))
         self.assertFalse(os.path.exists(self.database + '.connection'))
 
     def test_only_its_writer_removes_a_connection_file(self) -> None:
         with torc.connection_file(torc.ServerOptions(self.database), ['http://127.0.0.1:1'], 'x'):
             torc.write_atomically(self.database + '.connection', torc.format_json(
                 dict(torc.describe_process(), url='http://127.0.0.1:2', server_id='another')).encode())
-        self.assertEqual('another', torc.read_connection_file(self.database)['server_id'])
+        self.assertEqual('another', connection_of(self.database)['server_id'])
 
     def test_a_damaged_connection_file_names_the_cure(self) -> None:
         for text in ('', '{', '[]', '{"url": 1}'):
             torc.write_atomically(self.database + '.connection', text.encode())
-            self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.read_connection_file, self.database)
+            self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', connection_of, self.database)
 
     def test_nobody_but_this_machine_is_let_in_without_a_token(self) -> None:
         self.assertRaisesRegex(torc.BadInput, '--no-auth', torc.open_listener, '0.0.0.0', 0, False)
@@ -9197,7 +9203,7 @@ class LongBodyTest(WorldTest):
     def test_memory_does_not_grow_with_a_list(self) -> None:
         need('proc', os.path.exists('/proc/self/status'), '/proc, to see the memory of a process')
         self.world.serve('--db', 'other.db', '--no-auth')
-        url = torc.read_connection_file(self.world.path('other.db'))['url']
+        url = connection_of(self.world.path('other.db'))['url']
         with contextlib.closing(torc.HttpConnection(torc.parse_url(url))) as wire:
             wire.ask('POST', torc.API_PREFIX + '/workflows', b'{"name":"w","user":"u"}')
 
@@ -10295,7 +10301,7 @@ class CheckQueueTest(unittest.TestCase):
 
     def check(self, user: str, peer: str) -> Any:
         """A password that waits; its digest tells it from others."""
-        return torc.PasswordCheck(os.urandom(8), user, peer, 'hash', b'password')
+        return torc.LoginCheck(torc.Login(os.urandom(8), user, b'password'), peer)
 
     def add(self, *pairs: Tuple[str, str]) -> List[Any]:
         """Let passwords wait; those that had to go."""
@@ -10723,7 +10729,7 @@ class ServeTest(WorldTest):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             url = self.world.serve('--db', 'my.db')
             self.assertEqual([f'torc: serving {url}', f'TORC_SERVER_PORT={torc.parse_url(url).port}'], self.world.server.lines())
-            self.assertEqual(url, torc.read_connection_file(self.world.path('my.db'))['url'])
+            self.assertEqual(url, connection_of(self.world.path('my.db'))['url'])
             self.world.server.send(number)
             outcome = self.assertExit(0, self.world.server.finish(10))
             self.assertEqual(2, outcome.out.count('\n'))
@@ -10735,7 +10741,7 @@ class ServeTest(WorldTest):
         self.assertExit(4, self.world.cli('serve', '--db', 'my.db', '--port', 0), 'in use by another torc.py')
         self.assertExit(4, self.world.cli('serve', '--db', 'your.db', '--port', port), '--port 0 takes any free one')
         self.world.server.kill()
-        self.assertIsNone(torc.read_connection_file(self.world.path('my.db')))
+        self.assertIsNone(connection_of(self.world.path('my.db')))
         self.world.serve('--db', 'my.db', '--port', port)
 
     def test_the_token_stays_unless_a_new_one_is_wanted(self) -> None:
@@ -10784,7 +10790,7 @@ class ServeTest(WorldTest):
             server = self.world.start('serve', 'run', '-u', 'localhost', '-p', 0, '-t', 4, '-c', '0.5', '-l', 'WARN', *words,
                                       env=dict(env, TORC_COMPLETION_CHECK_INTERVAL_SECS='5'))
             self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
-            self.assertIsNotNone(torc.read_connection_file(self.world.path(name)), words)
+            self.assertIsNotNone(connection_of(self.world.path(name)), words)
             server.send(signal.SIGTERM)
             self.assertEqual('', self.assertExit(0, server.finish(10)).err)
         for words, env, text in ((('service', 'install'), {}, "'service' is not there"), (('export',), {}, "'export' is not there"), (('--https',), {}, '--tls-cert FILE'),
@@ -10876,7 +10882,7 @@ class ServeTest(WorldTest):
     def test_a_daemon_answers_before_its_command_returns_and_leaves_nothing_but_its_log(self) -> None:
         outcome = self.assertExit(0, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--daemon', '--pid-file', 'my.pid', '--log-dir', 'logs', '--json-logs'))
         pid = int(self.world.read('my.pid'))
-        found = torc.read_connection_file(self.world.path('my.db'))
+        found = connection_of(self.world.path('my.db'))
         self.assertEqual((pid, f"torc: serving {found['url']}\nTORC_SERVER_PORT={torc.parse_url(found['url']).port}\n"), (found['pid'], outcome.out))
         self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--daemon'), 'in use by another torc.py')
         self.assertExit(3, self.world.cli('serve', '-d', 'your.db', '-p', 0, '--daemon', '--pid-file', 'no/such/place'), 'did not start', 'with --pid-file')
@@ -10925,7 +10931,7 @@ class ServeTest(WorldTest):
 
     def test_other_machines_reach_it_by_its_names(self) -> None:
         self.world.serve('--host', '0.0.0.0', '--db', 'my.db')
-        found = torc.read_connection_file(self.world.path('my.db'))
+        found = connection_of(self.world.path('my.db'))
         self.assertIn(socket.gethostname(), found['url'])
         port = torc.parse_url(found['url']).port
         for host, status in ((socket.gethostname(), 200), ('evil.example', 403), ('localhost', 200)):
@@ -11227,7 +11233,7 @@ class MemoryDatabaseTest(WorldTest):
         run = self.world.start('-s', '--in-memory', 'exec', '-c', 'touch started; while [ ! -e go ]; do sleep 0.05; done; echo done')
         self.world.wait(lambda: os.path.exists(self.world.path('started')), 20, 'the job', [run])
         for _ in range(2):
-            found = self.world.wait(lambda: torc.read_connection_file(database), 20, 'the server', [run])
+            found = self.world.wait(lambda: connection_of(database), 20, 'the server', [run])
             os.kill(found['pid'], signal.SIGKILL)
             self.world.wait(lambda: torc.process_lives(found) is False, 10, 'its end')
         self.world.write('go', '')
@@ -11263,7 +11269,7 @@ class EmbeddedTest(WorldTest):
 
     def end_server(self) -> None:
         """Nothing is left, whatever happened."""
-        found = torc.read_connection_file(self.database)
+        found = connection_of(self.database)
         if found:
             os.kill(found['pid'], signal.SIGTERM)
             self.world.wait(lambda: not torc.process_lives(found), 10, 'the embedded server to end')
@@ -11271,7 +11277,7 @@ class EmbeddedTest(WorldTest):
     def start_server(self, database: str = '') -> Dict[str, Any]:
         """Start one; what its connection file says."""
         self.assertTrue(torc.start_embedded_server(database or self.database))
-        return torc.read_connection_file(database or self.database)
+        return connection_of(database or self.database)
 
     def hold(self, found: Dict[str, Any]) -> socket.socket:
         """A connection that keeps it."""
@@ -11335,14 +11341,14 @@ class EmbeddedTest(WorldTest):
         os.kill(found['pid'], signal.SIGKILL)
         self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to die')
         self.assertTrue(os.path.exists(self.database + '.connection'))
-        self.assertIsNone(torc.read_connection_file(self.database))
+        self.assertIsNone(connection_of(self.database))
         self.assertNotEqual(found['pid'], self.start_server()['pid'])
         self.assertEqual(token, torc.read_token(found['token_file']))
 
     def test_a_second_one_is_not_needed(self) -> None:
         found = self.start_server()
         self.assertFalse(torc.start_embedded_server(self.database))
-        self.assertEqual(found['pid'], torc.read_connection_file(self.database)['pid'])
+        self.assertEqual(found['pid'], connection_of(self.database)['pid'])
         self.assertNotIn('Traceback', read_text(self.database + '.log'))
 
     def test_why_it_did_not_start_is_shown(self) -> None:
@@ -11358,7 +11364,7 @@ class EmbeddedTest(WorldTest):
         process = subprocess.Popen([sys.executable, '-B', '-c', script, HERE, self.database], start_new_session=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         process.communicate(timeout=30)     # returns, for nobody holds the pipes any more
-        found = torc.read_connection_file(self.database)
+        found = connection_of(self.database)
         self.assertTrue(torc.process_lives(found))
         self.hold(found)
 
@@ -12047,7 +12053,7 @@ class ClientTest(WorldTest):
         for client in self.clients:
             client.close()
         for database in (torc.default_database(), os.path.abspath(torc.EMBEDDED_DATABASE)):
-            found = torc.read_connection_file(database)
+            found = connection_of(database)
             if found and found['pid'] != os.getpid():
                 os.kill(found['pid'], signal.SIGTERM)
                 self.world.wait(lambda: not torc.process_lives(found), 10, 'the server to end')
@@ -12063,7 +12069,7 @@ class ClientTest(WorldTest):
         self.assertEqual((True, '', os.path.abspath('torc_output/torc.db')), (client.is_direct, client.url, client.database))
         workflow = client.create_workflow({'name': 'w', 'user': 'u'})
         self.assertEqual('w', client.get_workflow(id=workflow['id'])['name'])
-        self.assertIsNone(torc.read_connection_file(client.database))
+        self.assertIsNone(connection_of(client.database))
 
     def test_direct_and_http_give_the_same(self) -> None:
         client = self.connect()
@@ -12177,7 +12183,7 @@ class ClientTest(WorldTest):
     def test_the_order_in_which_servers_are_found(self) -> None:
         lasting = self.start_lasting(torc.default_database())
         embedded = self.connect(database=torc.EMBEDDED_DATABASE, needs_server=True)
-        self.assertTrue(torc.read_connection_file(embedded.database)['is_embedded'])
+        self.assertTrue(connection_of(embedded.database)['is_embedded'])
         self.assertEqual(lasting['url'], self.connect().url)
         self.assertEqual(lasting['token_file'], self.connect().token_file)
         other = self.start_lasting(self.world.path('other.db'))
@@ -12199,7 +12205,7 @@ class ClientTest(WorldTest):
         process = Background([sys.executable, '-B', '-c', script, HERE, database], self.world.directory, self.world.environment,
                              os.path.join(self.world.root, 'logs', str(len(self.world.started))))
         self.world.started.append(process)
-        return self.world.wait(lambda: torc.read_connection_file(database), 20, 'the server', [process])
+        return self.world.wait(lambda: connection_of(database), 20, 'the server', [process])
 
     def test_a_lasting_server_that_died_is_waited_for_and_not_replaced(self) -> None:
         database = self.world.path('torc.db')
@@ -12215,7 +12221,7 @@ class ClientTest(WorldTest):
         client = self.connect(needs_server=True)
         number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
         for _ in range(3):
-            os.kill(torc.read_connection_file(client.database)['pid'], signal.SIGKILL)
+            os.kill(connection_of(client.database)['pid'], signal.SIGKILL)
             self.assertEqual('w', client.get_workflow(id=number)['name'])
 
     def test_a_guest_of_an_embedded_server_that_died_goes_on_directly(self) -> None:
@@ -12223,7 +12229,7 @@ class ClientTest(WorldTest):
         host.create_workflow({'name': 'w', 'user': 'u'})
         guest = self.connect()
         self.assertEqual((False, host.url), (guest.is_direct, guest.url))
-        os.kill(torc.read_connection_file(host.database)['pid'], signal.SIGKILL)
+        os.kill(connection_of(host.database)['pid'], signal.SIGKILL)
         self.assertEqual(1, guest.list_workflows()['count'])
         self.assertTrue(guest.is_direct)
 
@@ -12356,7 +12362,7 @@ class ClientTest(WorldTest):
         processes = [subprocess.Popen([sys.executable, '-B', '-c', script, HERE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8')
                      for _ in range(3)]
         self.assertEqual([('', '')] * 3, [process.communicate(timeout=60) for process in processes])
-        self.world.wait(lambda: not torc.read_connection_file(os.path.abspath(torc.EMBEDDED_DATABASE)), 10, 'the last server to leave')
+        self.world.wait(lambda: not connection_of(os.path.abspath(torc.EMBEDDED_DATABASE)), 10, 'the last server to leave')
         self.assertEqual(120, self.connect().list_workflows()['count'])
 
 
@@ -12455,7 +12461,7 @@ class ClientStreamTest(WorldTest):
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         database = self.world.path('torc_output', 'torc.db')
-        first = self.world.wait(lambda: torc.read_connection_file(database), 10, 'the server')
+        first = self.world.wait(lambda: connection_of(database), 10, 'the server')
 
         def act_until(is_enough: Callable[[], bool]) -> None:
             with contextlib.closing(self.world.connect()) as other:
@@ -12467,7 +12473,7 @@ class ClientStreamTest(WorldTest):
         act_until(lambda: not reader.is_alive())
         reader.join(10)
         self.assertEqual(([], {('user_action', ''), ('warning', None)}), (errors, set(found)))
-        self.assertNotEqual(first['pid'], torc.read_connection_file(database)['pid'])
+        self.assertNotEqual(first['pid'], connection_of(database)['pid'])
 
 
 # ======== 11b. Steps ========
@@ -17917,7 +17923,7 @@ class InterruptTest(FlowTest):
 
     def server_pid(self) -> int:
         """Pid of the embedded server; 0 while there is none."""
-        found = torc.read_connection_file(self.world.path('torc_output', 'torc.db'))
+        found = connection_of(self.world.path('torc_output', 'torc.db'))
         return found['pid'] if found else 0
 
     def test_a_server_that_a_runner_has_started_anew_is_not_taken_for_a_jobs_leftover(self):
@@ -19830,13 +19836,13 @@ class OutputOwnerTest(WorldTest):
     def test_who_deletes_the_database_starts_over_in_its_directory(self) -> None:
         self.assertExit(0, self.world.cli('run', 'a.yaml'))
         database = self.world.path('torc_output', 'torc.db')
-        self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
+        self.world.wait(lambda: not connection_of(database), 10, 'the server to leave')
         os.unlink(database)
         outcome = self.assertExit(0, self.world.cli('run', 'b.yaml'))
         self.assertEqual(1, outcome.err.count(f'belonged to the database {database}, which no longer exists; it now belongs to {database}\n'))
         self.assertEqual('from b\n', self.text())
         self.assertNotIn('belonged', self.assertExit(0, self.world.cli('run', 'b.yaml')).err)
-        self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
+        self.world.wait(lambda: not connection_of(database), 10, 'the server to leave')
         os.unlink(database)
         self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 'a.yaml'), 'it now belongs to ' + self.world.path('b.db'))
         self.assertNotIn('belonged', self.assertExit(0, self.world.cli('-q', '--db', 'b.db', 'run', 'b.yaml')).err)
@@ -19914,13 +19920,13 @@ class OutputOwnerTest(WorldTest):
     def test_a_copy_of_a_database_is_another_one(self) -> None:
         self.assertExit(0, self.world.cli('run', 'a.yaml'))
         database = self.world.path('torc_output', 'torc.db')
-        self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
+        self.world.wait(lambda: not connection_of(database), 10, 'the server to leave')
         shutil.copy(database, self.world.path('copy.db'))
         for words in (('run', 'b.yaml'), ('logs', 1)):
             self.assertExit(4, self.world.cli('--db', 'copy.db', *words), f"{database}; this one is {self.world.path('copy.db')}")
         self.assertExit(0, self.world.cli('--db', 'copy.db', 'run', 'b.yaml', '-o', 'of_copy'))
         self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        self.world.wait(lambda: not torc.read_connection_file(database), 10, 'the server to leave')
+        self.world.wait(lambda: not connection_of(database), 10, 'the server to leave')
         os.link(database, self.world.path('same.db'))
         first = self.record('torc_output')[1]
         self.assertEqual('', self.take(dict(first, path=self.world.path('same.db')), 'torc_output'))
@@ -21109,7 +21115,8 @@ class ReadmeLaws(unittest.TestCase):
         (name, value), _ = module.make_api.return_value.api_client.set_default_header.call_args
         head = torc.parse_head(http_request('GET', '/x', **{name.lower(): value})[:-4])
         torc.check_sender(head, {'127.0.0.1', 'localhost'})
-        self.assertTrue(torc.holds_token(head, b'T' * 43))
+        access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id', 8080)
+        self.assertTrue(access.identify(head, None, 0.0).caller.is_owner)
 
     def type(self, words: str, world: World) -> str:
         """What a command leaves on a terminal of 80x24: progress is wiped out by what follows."""

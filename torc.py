@@ -11664,23 +11664,18 @@ def check_value(path: str, kind: str, value: Any) -> Any:
             raise wrong_type(path, 'a list', value)
         return [check_value(f'{path}[{index}]', kind[1:-1], item) for index, item in enumerate(value)]
     if kind[0] == '{':
-        return check_map(path, kind[1:-1], value)
+        if not isinstance(value, dict):
+            raise wrong_type(path, 'an object', value)
+        for key, item in value.items():     # a type that ends in ? may be null
+            check_str(path, key)
+            if item is not None or kind[-2] != '?':
+                check_value(f'{path}.{printable(key)}', kind[1:-1].rstrip('?'), item)
+        return value
     if kind[1:] in ENUMS:
         if value not in ENUMS[kind[1:]]:
             raise wrong_type(path, 'one of ' + ', '.join(ENUMS[kind[1:]]), value)
         return value
     return check_model(path, kind[1:], value, is_partial=kind[0] == '?')
-
-
-def check_map(path: str, kind: str, value: Any) -> Dict[str, Any]:
-    """The same for an object with any keys; a kind that ends in ? may be null."""
-    if not isinstance(value, dict):
-        raise wrong_type(path, 'an object', value)
-    for key, item in value.items():
-        check_str(path, key)
-        if item is not None or kind[-1] != '?':
-            check_value(f'{path}.{printable(key)}', kind.rstrip('?'), item)
-    return value
 
 
 def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> Dict[str, Any]:
@@ -12065,12 +12060,9 @@ def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
 def call_route(context: Context, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
     """Check what was sent, and let the verb answer."""
     for name, field in parse_model(route.query).items():
-        if field.is_required and parameters.get(name) is None:
+        if field.is_required and name not in parameters:
             raise BadInput(f'{name} is missing in the query of {route.name}', http=400, field=name)
-    arguments = {name: value for name, value in parameters.items() if value is not None}
-    for name, value in arguments.items():
-        if isinstance(value, str):
-            check_str(name, value)
+    arguments = dict(parameters)
     if route.body:
         is_optional = route.name == 'claim_action' and body is None
         arguments['body'] = body if is_optional else check_body(route.body, body)
@@ -12298,17 +12290,6 @@ def public_path(route: Route) -> str:
     return re.sub(r'\{\w+_id\}', '{id}', route.path, count=1)
 
 
-def describe_parameters(route: Route) -> List[Dict[str, Any]]:
-    """Parameters of a route, in its path and in its query."""
-    in_path = [{'name': name, 'in': 'path', 'required': True,
-                'schema': describe_type('@JobStatus' if name == 'status' else
-                                        'str' if name in TEXT_PARAMETERS else 'int')}
-               for name in re.findall(r'\{(\w+)\}', public_path(route))]
-    return in_path + [{'name': name, 'in': 'query', 'required': field.is_required,
-                       'schema': describe_type(field.type)}
-                      for name, field in parse_model(route.query).items()]
-
-
 def describe_content(description: str, kind: str) -> Dict[str, Any]:
     """A body or an answer of a type of MODELS."""
     media = 'text/event-stream' if kind == 'stream' else 'application/json'
@@ -12322,10 +12303,15 @@ def describe_operation(route: Route) -> Dict[str, Any]:
                '503': {'$ref': '#/components/responses/unavailable'}}
     if 'async' in parse_model(route.query):
         answers['202'] = describe_content('begun: ask for the task', '@TaskModel')
+    parameters = [{'name': name, 'in': 'path', 'required': True,
+                   'schema': describe_type('@JobStatus' if name == 'status' else
+                                           'str' if name in TEXT_PARAMETERS else 'int')}
+                  for name in re.findall(r'\{(\w+)\}', public_path(route))]
+    parameters += [{'name': name, 'in': 'query', 'required': field.is_required,
+                    'schema': describe_type(field.type)} for name, field in parse_model(route.query).items()]
     tag = next((TAGS[part] for part in route_parts(route) if part in TAGS), route_parts(route)[0])
     operation = {'operationId': route.name, 'tags': [tag], 'summary': route.name.replace('_', ' '),
-                 'description': ' '.join((route.verb.__doc__ or '').split()),
-                 'parameters': describe_parameters(route),
+                 'description': ' '.join((route.verb.__doc__ or '').split()), 'parameters': parameters,
                  'responses': answers}
     if route.body:
         kind = 'any' if route.body == '-' else route.body if route.body[0] in '?[' else '@' + route.body
@@ -12541,11 +12527,6 @@ def read_living_server(path: str) -> Optional[Dict[str, Any]]:
     return None if found is None or process_lives(found) is False else found
 
 
-def read_connection_file(database: str) -> Optional[Dict[str, Any]]:
-    """Where a database is served, by its connection file. None if there is none, or its server has ended."""
-    return read_living_server(database + '.connection')
-
-
 # -------- registered servers --------
 #
 # A lasting server has a second connection file in a directory of the user's state directory, so that commands
@@ -12694,8 +12675,10 @@ class Lease:
             if self.read() != found:
                 raise Conflict(self.describe(found))
             self.mine['generation'] = int(found.get('generation') or 0) + 1
-            if not is_dead:
-                renew_files(self.database)
+            if not is_dead:     # should it wake up, it writes to files that have no name any more
+                for path in (self.database + '-wal', self.database):
+                    with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
+                        replace_database(file.fileno(), path)
             self.write()
         finally:
             os.unlink(guard)
@@ -12708,41 +12691,30 @@ class Lease:
     def renew(self, is_sure: bool = False) -> None:
         """Once a period, or now: see that it is ours, and say so again. Conflict if it is lost or may be."""
         with self.lock:
-            age_s = self.clock() - self.renewed_at
-            if age_s >= self.PERIOD_S or is_sure:
-                self.renew_after(age_s)
-
-    def renew_after(self, age_s: float) -> None:
-        """See that it is still ours, so long after the last look."""
-        begun = self.renewed_at
-        try:
-            found = self.read()
-            if found is None:
-                raise Conflict(f'the lease {self.path} was removed, so that others may have the database')
-            if found.get('id') != self.mine['id']:
-                raise Conflict('another server has taken the database over: ' + self.describe(found))
-            if age_s > 2 * self.PERIOD_S:    # another process may be about to take it
-                self.replace(found)
-            else:
-                self.write()
-        except (OSError, Denied) as error:      # a full disk, or a file system that comes back
-            self.renewed_at = begun
-            if age_s > 2 * self.PERIOD_S:
-                raise Conflict(f'the lease {self.path} could not be renewed, '
-                               f'others may take it: {error}') from None
+            begun, age_s = self.renewed_at, self.clock() - self.renewed_at
+            if age_s < self.PERIOD_S and not is_sure:
+                return
+            try:
+                found = self.read()
+                if found is None:
+                    raise Conflict(f'the lease {self.path} was removed, so that others may have the database')
+                if found.get('id') != self.mine['id']:
+                    raise Conflict('another server has taken the database over: ' + self.describe(found))
+                if age_s > 2 * self.PERIOD_S:    # another process may be about to take it
+                    self.replace(found)
+                else:
+                    self.write()
+            except (OSError, Denied) as error:      # a full disk, or a file system that comes back
+                self.renewed_at = begun
+                if age_s > 2 * self.PERIOD_S:
+                    raise Conflict(f'the lease {self.path} could not be renewed, '
+                                   f'others may take it: {error}') from None
 
     def release(self) -> None:
         """Give it back, if it is ours."""
         found = self.read()
         if found is not None and found.get('id') == self.mine['id']:
             os.unlink(self.path)
-
-
-def renew_files(database: str) -> None:
-    """Put copies of a database's files in their place. No process has them open that may write to them."""
-    for path in (database + '-wal', database):
-        with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
-            replace_database(file.fileno(), path)
 
 
 def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
@@ -12834,28 +12806,31 @@ def open_on_disk(database: str, takes_over: bool = False) -> Store:
 
 def open_in_memory(database: str, takes_over: bool = False) -> Store:
     """Put a database in memory and open it there, or continue with the live file of a killed server."""
-    with contextlib.ExitStack() as stack:
-        saved = stack.enter_context(contextlib.closing(Store(database)))
+    with contextlib.closing(Store(database)) as saved, contextlib.ExitStack() as failures:
         live = read_memory_file(database, takes_over)
         if not live:
             live = os.path.join(make_memory_directory(os.fstat(saved.main_file()).st_size), 'torc.db')
             saved.freeze()
             copy_descriptor(saved.main_file(), live)
-        with contextlib.ExitStack() as failures:
-            store = failures.enter_context(contextlib.closing(Store(live)))
-            store.file_path = os.path.abspath(database)
-            content = dict(describe_process(), path=live, database=os.path.realpath(database))
-            write_atomically(database + '.memory', format_json(content).encode())
-            failures.pop_all()
-    return store
+        store = failures.enter_context(contextlib.closing(Store(live)))
+        store.file_path = os.path.abspath(database)
+        content = dict(describe_process(), path=live, database=os.path.realpath(database))
+        write_atomically(database + '.memory', format_json(content).encode())
+        failures.pop_all()
+        return store
+
+
+def free_bytes(directory: str) -> int:
+    """Room in the file system of a directory, for those who are not root. OSError."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
 
 
 def make_memory_directory(size_bytes: int) -> str:
     """A private directory where a database of this size has room to double: in memory, else in $TMPDIR."""
     for parent in ('/dev/shm', tempfile.gettempdir()):
         with contextlib.suppress(OSError):      # it is not there, or not writable
-            free = os.statvfs(parent)
-            if free.f_bavail * free.f_frsize >= 2 * size_bytes + MEMORY_RESERVE_BYTES:
+            if free_bytes(parent) >= 2 * size_bytes + MEMORY_RESERVE_BYTES:
                 return tempfile.mkdtemp(prefix='torc-', dir=parent)
     raise BadInput(f'neither /dev/shm nor {tempfile.gettempdir()} has room for a database of '
                    f'{format_memory(size_bytes)}')
@@ -12939,11 +12914,7 @@ class SnapshotWriter:
 
     def write(self) -> None:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        replace_database(self.store.main_file(), self.store.file_path, self.check_lease)
-
-    def check_lease(self) -> None:
-        """Conflict if another process has the database: then its files are not ours to replace or remove."""
-        self.store.check_lease(True)
+        replace_database(self.store.main_file(), self.store.file_path, lambda: self.store.check_lease(True))
 
     def finish(self) -> None:
         """Wait for the snapshot that is being written, if there is one."""
@@ -12969,7 +12940,7 @@ class SnapshotWriter:
         """Write the last snapshot. If that fails the live file stays, for the next process."""
         try:
             self.finish()
-            self.check_lease()
+            self.store.check_lease(True)    # if another process has the database, its files are not ours
             if self.saved < self.store.changes:
                 self.store.freeze()
                 self.write()
@@ -13023,7 +12994,7 @@ class Caller(Row):
 
 class Login(Row):
     """A user and the password that they have sent."""
-    digest: bytes       # of both, by which a check of the same is found
+    digest: bytes       # of both, by which those who wait for the same check are found
     user: str
     password: bytes
 
@@ -13036,7 +13007,6 @@ class Identity(Row):
     proof: Optional[Dict[str, str]] = None  # what answers the client's challenge
     refusal: str = ''           # why it is to be refused after a pause
     login: Optional[Login] = None   # what is to be checked first
-
 
 
 class Request(Row):
@@ -13197,16 +13167,23 @@ def prove_token(token: bytes, challenge: str, port: int) -> str:
     return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
 
 
+@contextlib.contextmanager
+def keeping(what: str) -> Iterator[None]:
+    """Answer 503 if a body or an answer cannot be written to disk."""
+    try:
+        yield
+    except OSError as error:
+        raise Unreachable(f'{what}: {error.strerror}') from None
+
+
 class NamelessFile:
     """A temporary file as long as something refers to it."""
 
     def __init__(self, directory: str) -> None:
-        try:
-            with tempfile.TemporaryFile(dir=directory, prefix='torc-') as file:
-                os.pwrite(file.fileno(), bytes(LongAnswer.HEAD_BYTES), 0)   # room for what is known last
-                self.descriptor = os.dup(file.fileno())
-        except OSError as error:
-            raise Unreachable(f'the answer cannot be kept: {error.strerror}', http=503) from None
+        with keeping('the answer cannot be kept'), \
+                tempfile.TemporaryFile(dir=directory, prefix='torc-') as file:
+            os.pwrite(file.fileno(), bytes(LongAnswer.HEAD_BYTES), 0)   # room for what is known last
+            self.descriptor = os.dup(file.fileno())
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):   # none could be made
@@ -13241,13 +13218,11 @@ class LongAnswer:
 
     def write(self, data: bytes) -> None:
         """Add to the body."""
-        try:
+        with keeping('the answer cannot be kept'):
             while data:
                 count = os.pwrite(self.file.descriptor, data, self.end)
                 self.digest.update(data[:count])
                 self.end, data = self.end + count, data[count:]
-        except OSError as error:
-            raise Unreachable(f'the answer cannot be kept: {error.strerror}', http=503) from None
 
     def take(self, answer: Dict[str, List[Any]]) -> None:
         """Add what is in the one list of an answer."""
@@ -13264,10 +13239,9 @@ class LongAnswer:
     def begin_with(self, head: bytes) -> 'LongAnswer':
         """Put the head before the body."""
         self.start -= len(head)
-        try:
+        # File systems that copy on write may have no room for it after all.
+        with keeping('the answer cannot be kept'):
             os.pwrite(self.file.descriptor, head, self.start)
-        except OSError as error:    # file systems that copy on write may have no room for it after all
-            raise Unreachable(f'the answer cannot be kept: {error.strerror}', http=503) from None
         return self
 
     @property
@@ -13732,12 +13706,6 @@ NO_TOKEN = ('the token is missing or wrong: send `Authorization: Bearer TOKEN`, 
 LOG_IN = 'log in: send a user and a password (Basic), or the token of the server'
 
 
-def holds_token(head: RequestHead, token: bytes) -> bool:
-    """Whether a request holds the token, or needs none. An empty token admits every request."""
-    offered = offered_token(head.fields.get('authorization', ''))
-    return not token or head.path in OPEN_PATHS or hmac.compare_digest(token, offered)
-
-
 def check_sender(head: RequestHead, names: Set[str], scheme: str = 'http') -> None:
     """Refuse a request whose Host is not ours, or that a page of another origin sends.
 
@@ -13953,14 +13921,18 @@ def read_users(path: str) -> Dict[str, str]:
                        'makes one') from None
 
 
-class PasswordCheck(Row):
-    """A password to be checked, or its verdict."""
-    digest: bytes       # of user and password, by which those who wait for the verdict are found
-    user: str
-    peer: str           # who has shown it first, as peer_of() has it
-    stored: str         # the hash that it is compared with; for an unknown user somebody's, to take as long
-    password: bytes
-    is_right: bool = False
+class LoginCheck:
+    """A password that waits for its check, is being checked, or was found wrong a moment ago."""
+
+    def __init__(self, login: Login, peer: str) -> None:
+        self.digest, self.user, self.password = login
+        self.peer = peer            # who has shown it first, as peer_of() has it
+        self.stored = ''            # the hash that it is compared with; for an unknown user somebody's
+        self.is_right = False       # the verdict of the thread
+        self.is_wrong = False       # ... as the loop has it, which has looked at the file again
+        self.begun_at = time.monotonic()
+        self.ends_at = math.inf     # if it is wrong, the answer is sent then (monotonic)
+        self.clients = set()        # type: Set[Connection]  # that wait for it
 
 
 class CheckQueue:
@@ -13974,19 +13946,19 @@ class CheckQueue:
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        self.waiting = []           # type: List[PasswordCheck]  # in the order in which they came
+        self.waiting = []           # type: List[LoginCheck]  # in the order in which they came
         self.wrong = collections.Counter()  # type: collections.Counter[Any]  # of (user, peer) and of peer
         self.right = collections.OrderedDict()  # type: Dict[Tuple[str, str], None]  # (user, peer)
         self.forget_at = math.inf   # when `wrong` is forgotten (monotonic)
         self.taken = 0
         self.is_closed = False
 
-    def rank(self, check: PasswordCheck) -> Tuple[int, int]:
+    def rank(self, check: LoginCheck) -> Tuple[int, int]:
         """The higher, the later."""
         pair = check.user, check.peer
         return -1 if pair in self.right else self.wrong[pair], self.wrong[check.peer]
 
-    def add(self, check: PasswordCheck) -> Optional[PasswordCheck]:
+    def add(self, check: LoginCheck) -> Optional[LoginCheck]:
         """One more; the one that must go for it, which it may be itself."""
         with self.condition:
             self.waiting.append(check)
@@ -13996,7 +13968,7 @@ class CheckQueue:
             last = max(range(len(self.waiting)), key=lambda index: (self.rank(self.waiting[index]), index))
             return self.waiting.pop(last)
 
-    def take(self) -> Optional[PasswordCheck]:
+    def take(self) -> Optional[LoginCheck]:
         """The next one, as soon as there is one; None after close()."""
         with self.condition:
             self.condition.wait_for(lambda: self.waiting or self.is_closed)
@@ -14006,7 +13978,7 @@ class CheckQueue:
             best = min(range(len(self.waiting)), key=lambda index: self.rank(self.waiting[index]))
             return self.waiting.pop(0 if self.taken % 2 else best)
 
-    def judge(self, check: PasswordCheck, is_right: bool, now: float) -> None:
+    def judge(self, check: LoginCheck, is_right: bool, now: float) -> None:
         """Remember what came of a check."""
         with self.condition:
             if now >= self.forget_at:
@@ -14047,7 +14019,7 @@ class Users:
         self.key = secrets.token_bytes(32)          # of the digests, which are worth nothing elsewhere
         self.known = collections.OrderedDict()      # type: Any  # digest -> when to forget it
         self.wake = lambda: None                    # type: Callable[[], Any]  # called after each check
-        self.verdicts = collections.deque()         # type: collections.deque[PasswordCheck]
+        self.verdicts = collections.deque()         # type: collections.deque[LoginCheck]
         self.queue = CheckQueue()
         self._thread = None                         # type: Optional[threading.Thread]
 
@@ -14077,48 +14049,37 @@ class Users:
             while len(self.known) > MAX_KNOWN_PASSWORDS or next(iter(self.known.values())) <= now:
                 self.known.popitem(last=False)
 
-    def begin(self, digest: bytes, user: str, password: bytes, peer: str) -> Optional[PasswordCheck]:
+    def begin(self, check: LoginCheck) -> Optional[LoginCheck]:
         """Have a password checked, for a verdict later. The check that is dropped for it, if there is one."""
-        stored = self.hashes.get(user)
-        if stored is None:      # like one of the users, always the same one
-            number = int.from_bytes(self.digest(user, b''), 'big')
-            stored = sorted(self.hashes.values())[number % len(self.hashes)]
+        check.stored = self.hashes.get(check.user, '')
+        if not check.stored:    # like one of the users, always the same one: nobody learns who exists
+            number = int.from_bytes(self.digest(check.user, b''), 'big')
+            check.stored = sorted(self.hashes.values())[number % len(self.hashes)]
         if self._thread is None:
             self._thread = threading.Thread(target=self.work, name='passwords', daemon=True)
             self._thread.start()
-        return self.queue.add(PasswordCheck(digest, user, peer, stored, password))
+        return self.queue.add(check)
 
     def work(self) -> None:
         """The thread: one check after the other, until None comes."""
         for check in iter(self.queue.take, None):
             try:
-                is_right = matches_password(check.stored, check.password)
+                check.is_right = matches_password(check.stored, check.password)
             except Exception:   # border: a check that fails is a wrong password, and the next one is made
                 log.exception('a password could not be checked')
-                is_right = False
-            self.verdicts.append(check._replace(is_right=is_right, password=b''))
+            check.password = b''
+            self.verdicts.append(check)
             self.wake()
 
-    def is_valid(self, verdict: PasswordCheck) -> bool:
+    def is_valid(self, check: LoginCheck) -> bool:
         """Whether a verdict lets its user in: the password is right, and the file still says so."""
-        return verdict.is_right and self.hashes.get(verdict.user) == verdict.stored
+        return check.is_right and self.hashes.get(check.user) == check.stored
 
     def close(self) -> None:
         """End the thread, after what it is at."""
         if self._thread is not None:
             self.queue.close()
             self._thread.join(5.0)
-
-
-class LoginCheck:
-    """A password that is being checked, or was found wrong a moment ago, and its connections."""
-
-    def __init__(self, digest: bytes, now: float) -> None:
-        self.digest = digest        # of user and password
-        self.begun_at = now         # monotonic
-        self.ends_at = now + WRONG_PASSWORD_S   # if it is wrong, the answer is sent then
-        self.is_wrong = False
-        self.clients = set()        # type: Set[Connection]
 
 
 class AccessPolicy(Row):
@@ -14146,19 +14107,21 @@ class Authenticator:
         authorization = head.fields.get('authorization', '')
         if head.path in OPEN_PATHS and self.token:
             challenge = CHALLENGE.match(head.query)
-            if challenge:
-                return self.answer_challenge(challenge.group(1))
+            if challenge:   # a client wants a proof that we know the token, and to sign from then on
+                signer = Signer(self.token, challenge.group(1), secrets.token_hex(16), self.server_id)
+                return self.owner._replace(signer=signer, proof={
+                    'nonce': signer.nonce, 'server_id': self.server_id, 'signed_proof': signer.proof,
+                    'proof': prove_token(self.token, challenge.group(1), self.port)})
         if signer is not None and authorization.startswith(SIGNATURE_SCHEME):
             digest = signer.check_request(authorization, head.method, f'{head.path}?{head.query}')
             if digest:
                 return self.owner._replace(signer=signer, digest=digest)
             return self.owner._replace(refusal='the request was altered on its way, or sent before')
-        if self.users is None or head.path in OPEN_PATHS:
-            if holds_token(head, self.token):
-                return self.owner
-            return self.refuse(authorization, NO_TOKEN)
-        if self.token and hmac.compare_digest(self.token, offered_token(authorization)):
+        is_open = head.path in OPEN_PATHS or not self.token and self.users is None
+        if is_open or self.token and hmac.compare_digest(self.token, offered_token(authorization)):
             return self.owner
+        if self.users is None:
+            return self.refuse(authorization, NO_TOKEN)
         if self.lets_anonymous and not authorization:
             return self.nobody
         user, password = offered_password(authorization)
@@ -14173,13 +14136,6 @@ class Authenticator:
         if not authorization:
             raise Denied(message, http=401)
         return self.nobody._replace(refusal=message)
-
-    def answer_challenge(self, challenge: str) -> Identity:
-        """A client wants a proof that we know the token, and to sign from then on."""
-        signer = Signer(self.token, challenge, secrets.token_hex(16), self.server_id)
-        return self.owner._replace(signer=signer, proof={
-            'nonce': signer.nonce, 'server_id': self.server_id, 'signed_proof': signer.proof,
-            'proof': prove_token(self.token, challenge, self.port)})
 
     def stored_hash(self, caller: Caller) -> bytes:
         """What the password file holds for who asks; nothing if the token lets them in, or nothing has to."""
@@ -14206,40 +14162,33 @@ class Logins:
         check = self.checks.get(login.digest)
         is_new = check is None
         if is_new:
-            check = self.checks[login.digest] = LoginCheck(login.digest, time.monotonic())
+            check = self.checks[login.digest] = LoginCheck(login, connection.peer)
         check.clients.add(connection)
         connection.check = check
         self.connections.pause(connection, CHECKING, 2 * CLIENT_DEADLINE_S)
         if is_new:
-            abandoned = self.users.begin(login.digest, login.user, login.password, connection.peer)
-            if abandoned is not None:
-                self.abandon(self.checks.pop(abandoned.digest))
+            dropped = self.users.begin(check)
+            if dropped is not None:
+                del self.checks[dropped.digest]
+                for waiting in list(dropped.clients):
+                    error = Denied('too many passwords are being checked: try again in a moment', http=429)
+                    self.connections.contain(waiting, self.refuse, error)
         elif check.is_wrong:
             self.on_wrong(connection)
 
-    def abandon(self, check: LoginCheck) -> None:
-        """Refuse those who wait for a check that is not going to be made."""
-        for connection in list(check.clients):
-            error = Denied('too many passwords are being checked: try again in a moment', http=429)
-            self.connections.contain(connection, self.refuse, error)
-
     def on_verdicts(self) -> None:
-        """Act on the checks that the thread has made."""
+        """Act on the checks that the thread has made: let in who was right, see that refusals come late."""
         while self.users is not None and self.users.verdicts:
-            self.on_verdict(self.users.verdicts.popleft())
-
-    def on_verdict(self, verdict: PasswordCheck) -> None:
-        """A password has been checked: let in who has shown it, or see that the refusal comes late."""
-        check = self.checks[verdict.digest]
-        check.is_wrong, now = not self.users.is_valid(verdict), time.monotonic()
-        self.users.queue.judge(verdict, not check.is_wrong, now)
-        if not check.is_wrong:
-            self.users.learn(verdict.digest, now)
-        check.ends_at = check.begun_at + self.users.queue.wrong_wait_s(verdict.peer)
-        for connection in list(check.clients):
-            self.connections.contain(connection, self.on_wrong if check.is_wrong else self.on_right)
-        if not check.clients:
-            del self.checks[verdict.digest]
+            check, now = self.users.verdicts.popleft(), time.monotonic()
+            check.is_wrong = not self.users.is_valid(check)
+            self.users.queue.judge(check, not check.is_wrong, now)
+            if not check.is_wrong:
+                self.users.learn(check.digest, now)
+            check.ends_at = check.begun_at + self.users.queue.wrong_wait_s(check.peer)
+            for connection in list(check.clients):
+                self.connections.contain(connection, self.on_wrong if check.is_wrong else self.on_right)
+            if not check.clients:
+                del self.checks[check.digest]
 
     def on_right(self, connection: Connection) -> None:
         """A connection is whose it says."""
@@ -14367,14 +14316,8 @@ class Feed:
 
     def piece(self, number: int, least: int) -> Tuple[int, bytes]:
         """The number of a reader's next event -> that of the one after, and what to send before that."""
-        if (number, least) not in self.pieces:      # most readers are at the same position
-            if len(self.pieces) > 16:
-                self.pieces.clear()
-            self.pieces[number, least] = self.cut_piece(number, least)
-        return self.pieces[number, least]
-
-    def cut_piece(self, number: int, least: int) -> Tuple[int, bytes]:
-        """The same, without looking at what other readers got."""
+        if (number, least) in self.pieces:      # most readers are at the same position
+            return self.pieces[number, least]
         parts, size, stop = [], 0, max(number, self.first)
         if number < stop:
             parts.append(self.format(stop - 1, 'warning', {'dropped': stop - number}))
@@ -14384,7 +14327,10 @@ class Feed:
             if severity >= least:
                 parts.append(text)
                 size += len(text)
-        return stop, b''.join(parts)
+        if len(self.pieces) > 16:
+            self.pieces.clear()
+        self.pieces[number, least] = stop, b''.join(parts)
+        return self.pieces[number, least]
 
 
 class Feeds:
@@ -14513,15 +14459,13 @@ class Streams:
         readers = [connection for feed in self.feeds.by_subject.values() for connection in feed.readers]
         self.keep_alive_at = now + KEEP_ALIVE_S if readers else math.inf
         for connection in readers:
-            if not self.may_read_on(connection.reader):
+            request, stored = connection.reader.request, connection.reader.stored
+            is_same = hmac.compare_digest(self.stored_hash(request.identity.caller), stored)
+            # Its workflow, its access or its password may be gone by now.
+            if not is_same or not self.may_subscribe(request):
                 self.connections.close(connection)
             elif not connection.unsent:
                 self.connections.contain(connection, self.connections.send, connection.reader.sign(b':\n\n'))
-
-    def may_read_on(self, reader: StreamReader) -> bool:
-        """Whether it would be let in again: its workflow, its access or its password may be gone by now."""
-        is_same = hmac.compare_digest(self.stored_hash(reader.request.identity.caller), reader.stored)
-        return is_same and self.may_subscribe(reader.request)
 
     def leave(self, connection: Connection) -> None:
         """A connection was closed."""
@@ -14593,12 +14537,10 @@ class Spool:
         size = min(len(received), self.length - self.received)
         data = bytes(received[:size])
         del received[:size]
-        try:
+        with keeping('the body cannot be kept'):
             self.file.write(data)
             if self.received + size == self.length:
                 self.file.flush()
-        except OSError as error:
-            raise Unreachable(f'the body cannot be kept: {error.strerror}', http=503) from None
         self.digest.update(data)
         self.received += size
 
@@ -14617,12 +14559,10 @@ def spool_directory(store: Store, length: int) -> str:
     found = []      # type: List[str]
     for directory in (os.path.dirname(store.file_path), tempfile.gettempdir()):
         with contextlib.suppress(OSError):      # it is gone
-            free = os.statvfs(directory)
-            if free.f_bavail * free.f_frsize >= length + SPOOL_RESERVE_BYTES:
+            if free_bytes(directory) >= length + SPOOL_RESERVE_BYTES:
                 found.append(directory)
     if not found:
-        room = format_memory(length)
-        raise Unreachable(f'the disk of the server has no room for a body of {room}', http=503)
+        raise Unreachable(f'the disk of the server has no room for a body of {format_memory(length)}')
     return next((directory for directory in found if filesystem_type(directory) != 'tmpfs'), found[0])
 
 
@@ -14663,11 +14603,9 @@ class Bodies:
                          http=429)
         directory = self.find_directory(length)
         if sum(spool.length for spool in self.spools) + length > MAX_SPOOLED_BYTES:
-            raise Unreachable('too many long bodies are on their way: try again in a moment', http=503)
-        try:
+            raise Unreachable('too many long bodies are on their way: try again in a moment')
+        with keeping(f'the body cannot be kept in {directory}'):
             connection.spool = Spool(directory, user, length)
-        except OSError as error:
-            raise Unreachable(f'the body cannot be kept in {directory}: {error.strerror}', http=503) from None
         self.spools.add(connection.spool)
 
     def take(self, connection: Connection) -> Optional[Request]:
@@ -14768,7 +14706,10 @@ ERRORS_OF_BODIES = {kind.__name__: kind for kind in (TorcError, BadInput, Refuse
 
 
 def read_long_body(head: RequestHead, source: Any, target: Any) -> None:
-    """In the child: parse and check a body, and write what came of it, a line of JSON each."""
+    """In the child: parse and check a body, and write what came of it in lines of JSON.
+
+    First what it is, then pairs of key and value, lists in slices; or the error.
+    """
     try:
         route, _ = find_route(head.method, head.path)
         source.seek(0)
@@ -14783,7 +14724,12 @@ def read_long_body(head: RequestHead, source: Any, target: Any) -> None:
         if is_list:
             (key, rows), = body.items()
             check_bulk([row['workflow_id'] for row in rows], [row['name'] for row in rows], key)
-        write_checked({'pieces': is_list}, body, target)
+        write_line(target, format_json({'pieces': is_list}))
+        for key, item in body.items() if isinstance(body, dict) else [('', body)]:
+            is_sliced = isinstance(item, list) and isinstance(body, dict)
+            write_line(target, format_json([key, [] if is_sliced else item]))
+            for text in slices(key, item) if is_sliced else ():
+                write_line(target, f'[{format_json(key)}, [{text}]]')
     except TorcError as error:
         target.seek(0)
         target.truncate()
@@ -14794,16 +14740,6 @@ def read_long_body(head: RequestHead, source: Any, target: Any) -> None:
 def write_line(target: Any, text: str) -> None:
     """Write a line of JSON."""
     target.write(text.encode('utf-8', 'surrogatepass') + b'\n')
-
-
-def write_checked(first: Any, body: Any, target: Any) -> None:
-    """Write a checked body: a line, then pairs of key and value, lists in slices."""
-    write_line(target, format_json(first))
-    for key, item in body.items() if isinstance(body, dict) else [('', body)]:
-        is_list = isinstance(item, list) and isinstance(body, dict)
-        write_line(target, format_json([key, [] if is_list else item]))
-        for text in slices(key, item) if is_list else ():
-            write_line(target, f'[{format_json(key)}, [{text}]]')
 
 
 def slices(key: str, items: Sequence[Any]) -> Iterator[str]:
@@ -14879,9 +14815,11 @@ def run_reader(head: RequestHead, source: Any, target: Any, pipe: int) -> None:
         os.nice(5)
         with contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as file:
             file.write('1000')      # if memory runs out, this process is to go, and not the server (proc(5))
-        used = read_virtual_bytes()
-        if used:
-            resource.setrlimit(resource.RLIMIT_AS, (used + READER_BYTES, used + READER_BYTES))
+        most = None     # unknown without /proc/PID/statm (proc(5)), whose first number is the address space
+        with contextlib.suppress(OSError), open('/proc/self/statm') as file:
+            most = int(file.read().split()[0]) * resource.getpagesize() + READER_BYTES
+        if most is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CPU, (READER_CPU_S, READER_CPU_S))
         read_long_body(head, source, target)
         target.flush()
@@ -14892,15 +14830,6 @@ def run_reader(head: RequestHead, source: Any, target: Any, pipe: int) -> None:
         traceback.print_exc()
     finally:
         os._exit(0)
-
-
-def read_virtual_bytes() -> int:
-    """Address space of this process; 0 where that is not known (proc(5), statm)."""
-    try:
-        with open('/proc/self/statm') as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 def format_long(value: Any) -> bytes:
@@ -15011,7 +14940,7 @@ class LongRequests:
             self.selector.register(pipe, selectors.EVENT_READ, self.on_read)
         except (OSError, Unreachable) as error:     # no process, descriptor or room
             self.bodies.forget(request.spool)
-            failure = Unreachable(f'the body cannot be read now: {error}', http=503)
+            failure = Unreachable(f'the body cannot be read now: {error}')
             self.end(format_refusal(request.identity.signer, failure, 'retry-after: 5\r\n'))
 
     def on_read(self, mask: int) -> None:
@@ -15098,13 +15027,8 @@ BUG_BODY = b'{"error":{"error":"InternalServerError","message":"a bug in torc.py
 
 
 def tend(service: Service) -> bool:
-    """Periodic work: tasks that wait, and a check for lost nodes. True while there are nodes to watch."""
+    """Run the tasks that wait, take the jobs of lost nodes back. True while there are nodes to watch."""
     run_tasks(service)
-    return watch_nodes(service)
-
-
-def watch_nodes(service: Service) -> bool:
-    """Take the jobs of lost nodes back. True while there are nodes to watch."""
     release_lost_nodes(service.context(), node_lives)
     return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
@@ -15138,10 +15062,6 @@ class Responder:
             failure = Unreachable(f'the database could not be written ({reason}); nothing was changed')
             return [format_refusal(requests[0].identity.signer, failure, 'retry-after: 1\r\n')]
         return [answer for request in requests for answer in self.answer_all([request])]
-
-    def answer_one(self, request: Request) -> Union[bytes, StreamStart]:
-        """The answer to one request, in a transaction of its own."""
-        return self.answer_all([request])[0]
 
     def report_failure(self, count: int, reason: Exception) -> None:
         """Log that requests cannot be stored: at once, then once a minute, as clients ask again."""
@@ -15245,7 +15165,8 @@ class Server:
         self.logins = Logins(policy.users, self.connections, self.on_known, self.refuse)
         self.bodies = Bodies(self.connections, functools.partial(spool_directory, store),
                              lambda: sum(len(request.body) for _, request in [*self.complete, *self.backlog]))
-        self.long = LongRequests(self.selector, self.bodies, self.wake, self.responder.answer_one, self.give)
+        self.long = LongRequests(self.selector, self.bodies, self.wake,
+                                 lambda request: self.responder.answer_all([request])[0], self.give)
         self.streams = Streams(self.connections, self.access.stored_hash, self.responder.may_subscribe)
         self.inform_service(policy.users)
 
@@ -15631,11 +15552,10 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
     tls = open_tls(options.tls_certificate, options.tls_key) if options.tls_certificate else None
     with contextlib.ExitStack() as stack:
         if options.database == IN_MEMORY:
-            options = options._replace(database=stack.enter_context(memory_database()))
-        changed_at = last_change(options.database)      # before it is opened, which may change it
+            directory = make_memory_directory(0)
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            options = options._replace(database=os.path.join(directory, 'torc.db'))
         store = hold_served_database(stack, options, announce)
-        if options.snapshot_interval_s is None:     # of one in memory the file may be older
-            note_absence(store, changed_at)
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
         token = keep_token(options.database + '.token', options.new_token) if options.has_token else ''
@@ -15687,27 +15607,25 @@ def last_change(database: str) -> float:
     return max(times)
 
 
-def note_absence(store: Store, changed_at: float) -> None:
-    """Log since when a database whose runners go on was not served. Their leases begin with this server."""
-    count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
-    if count:
-        log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
-                 'begin anew', format_time(changed_at), count)
-
-
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
                          announce: Callable[[str], Any]) -> Store:
     """The database to serve, until the stack ends."""
     in_memory = options.snapshot_interval_s is not None
+    changed_at = last_change(options.database)      # before it is opened, which may change it
     store, lease = hold_database(options.database, options.takes_over, lease_wait_s(options), in_memory)
     if lease is not None:
         stack.callback(lease.release)
     if in_memory:
         stack.callback(remove_memory_directory, store)
     stack.callback(store.close)
-    if in_memory:
+    if in_memory:       # its file may be older than its last change
         store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
         stack.callback(store.snapshots.close)
+        return store
+    count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
+    if count:
+        log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
+                 'begin anew', format_time(changed_at), count)
     return store
 
 
@@ -15803,16 +15721,6 @@ def pid_file(path: str) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):      # it was removed already
             os.unlink(path)
-
-
-@contextlib.contextmanager
-def memory_database() -> Iterator[str]:
-    """A database that lasts as long as the block: a file in memory, if possible."""
-    directory = make_memory_directory(0)
-    try:
-        yield os.path.join(directory, 'torc.db')
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str], Any]) -> None:
@@ -16268,10 +16176,6 @@ class HttpConnection:
             self.close()
             raise
 
-    def show_token(self, token: str) -> None:
-        """Send the token with every request from now on: servers of older versions know no other way."""
-        self.fields += f'authorization: Bearer {token}\r\n'
-
     def show(self, credentials: 'Credentials') -> None:
         """Send these with every request from now on."""
         if credentials.password:
@@ -16328,23 +16232,18 @@ class HttpConnection:
 
     def read_answer(self, deadline_s: float) -> Tuple[int, bytes]:
         """Status and body of the answer to the request that is out. After an error it is closed."""
+        deadline = time.monotonic() + deadline_s
         try:
-            answer = self.receive_answer(time.monotonic() + deadline_s)
+            status, head, data = self.receive_head(deadline)
+            length = LENGTH_FIELD.search(head)
+            if not length:
+                raise ConnectionError('an answer came without its length')
+            body = self.read_body(data, int(length.group(1)), deadline)
+            self.check_signature(status, head, body)
         except BaseException:
             self.close()    # what comes later would be taken for the answer to the next request
             raise
         self.is_waiting = False
-        return answer
-
-    def receive_answer(self, deadline: float) -> Tuple[int, bytes]:
-        """Read an answer off the socket."""
-        status, head, data = self.receive_head(deadline)
-        length = LENGTH_FIELD.search(head)
-        if length:
-            body = self.read_body(data, int(length.group(1)), deadline)
-        else:
-            raise ConnectionError('an answer came without its length')
-        self.check_signature(status, head, body)
         if CLOSE_FIELD.search(head):
             self.close()
         return status, body
@@ -16597,6 +16496,7 @@ class Connector:
         self.servers_started = 0                # embedded ones, by this client
         self.was_open = False                   # before: what it used is not to be made anew
         self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
+        self.has_changed = False                # something was asked for that is more than reading
         self._connection = None                 # type: Optional[HttpConnection]
         self._store = None                      # type: Optional[Store]
         self._lease = None                      # type: Optional[Lease]
@@ -16801,7 +16701,7 @@ class Connector:
         is_old = bool(server) and not server.get('signs')
         old_proof = prove_token(token.encode(), challenge, connection.address.port)
         if is_old and hmac.compare_digest(said.get('proof', ''), old_proof):
-            connection.show_token(token)
+            connection.fields += f'authorization: Bearer {token}\r\n'     # older servers know no other way
         elif not is_old and hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
                 and server.get('server_id') in (None, said['server_id']):
             connection.signer = signer
@@ -16902,10 +16802,6 @@ class Client(Connector, Operations):
     Made by connect(). A client that is closed, or whose server went away, finds its way again with the next
     call. It is for one thread at a time, and not for both sides of a fork: make another one there.
     """
-
-    def __init__(self, *where: Any, **how: Any) -> None:
-        super().__init__(*where, **how)
-        self.has_changed = False                # something was asked for that is more than reading
 
     def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
         """Carry out an operation: body as the model says, path and query parameters by name.
@@ -17013,7 +16909,12 @@ class Client(Connector, Operations):
         """
         if self.in_memory and self.has_changed and self._connection is not None:
             try:
-                self.await_snapshot()
+                wanted = answer = self.call('snapshot_database')
+                while answer['saved'] < wanted['changes']:
+                    if answer.get('error'):
+                        raise Refused(answer['error'])
+                    time.sleep(LEAVE_PAUSE_S)
+                    answer = self.call('snapshot_database')
             except TorcError as error:
                 log.warning('the snapshot %s could not be written: %s', self.database, error)
             self.close()
@@ -17021,15 +16922,6 @@ class Client(Connector, Operations):
             while os.path.exists(self.database + '.memory') and time.monotonic() < deadline:
                 time.sleep(LEAVE_PAUSE_S)
         self.close()
-
-    def await_snapshot(self) -> None:
-        """Wait until the database file holds everything that was done."""
-        wanted = answer = self.call('snapshot_database')
-        while answer['saved'] < wanted['changes']:
-            if answer.get('error'):
-                raise Refused(answer['error'])
-            time.sleep(LEAVE_PAUSE_S)
-            answer = self.call('snapshot_database')
 
 
 # ======== 11b. Steps: what several commands do with a workflow ========
