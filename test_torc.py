@@ -5776,10 +5776,10 @@ class TaskTest(ServiceTest):
         workflow_id = self.create('a:')
         self.begin(workflow_id)
         self.store.close()
-        self.store, lease = torc.hold_database(self.store.path)
+        self.store = torc.hold_database(self.store.path)
         self.service = torc.Service(self.store)
         self.addCleanup(self.store.close)
-        self.assertIsNone(lease)
+        self.assertIsNone(self.store.lease)
         task = self.call('get_task', id=1)
         self.assertEqual(('failed', True), (task['status'], 'the server ended before' in task['error']))
         self.assertEqual(2, self.begin(workflow_id)['id'])
@@ -8625,11 +8625,11 @@ class LeaseTest(WorldTest):
     def test_a_database_on_a_network_file_system_gets_one(self) -> None:
         kind, torc.LOCAL_FILESYSTEMS = torc.LOCAL_FILESYSTEMS, frozenset()
         self.addCleanup(setattr, torc, 'LOCAL_FILESYSTEMS', kind)
-        store, lease = torc.hold_database(self.database)
+        store = torc.hold_database(self.database)
         self.assertTrue(os.path.exists(self.database + '.lease'))
         self.assertRaises(torc.Conflict, torc.hold_database, self.database)
         store.close()
-        lease.release()
+        store.lease.release()
         self.assertFalse(os.path.exists(self.database + '.lease'))
 
 

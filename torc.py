@@ -12275,16 +12275,6 @@ def describe_model(model: str, is_partial: bool = False) -> Dict[str, Any]:
     return dict({'type': 'object', 'properties': properties}, **({'required': required} if required else {}))
 
 
-def describe_schemas() -> Dict[str, Any]:
-    """All models and enums, and the models of which a part will do."""
-    partial = set(re.findall(r'\?(\w+)', ' '.join([*MODELS.values(), *(route.body for route in ROUTES)])))
-    schemas = {name: dict(TEXT, enum=list(words)) for name, words in ENUMS.items()}     # type: Dict[str, Any]
-    schemas.update({name: describe_model(name) for name in MODELS})
-    schemas.update({'Partial' + name: describe_model(name, is_partial=True)
-                    for name in partial if name in MODELS})
-    return schemas
-
-
 def public_path(route: Route) -> str:
     """Path of a route with the official name of its first parameter."""
     return re.sub(r'\{\w+_id\}', '{id}', route.path, count=1)
@@ -12324,6 +12314,12 @@ def describe_interface() -> Dict[str, Any]:
     paths = collections.defaultdict(dict)  # type: Dict[str, Dict[str, Any]]
     for route in ROUTES:
         paths[public_path(route)][route.method.lower()] = describe_operation(route)
+    # All models and enums, and the models of which a part will do.
+    partial = set(re.findall(r'\?(\w+)', ' '.join([*MODELS.values(), *(route.body for route in ROUTES)])))
+    schemas = {name: dict(TEXT, enum=list(words)) for name, words in ENUMS.items()}     # type: Dict[str, Any]
+    schemas.update({name: describe_model(name) for name in MODELS})
+    schemas.update({'Partial' + name: describe_model(name, is_partial=True)
+                    for name in partial if name in MODELS})
     return {
         'openapi': '3.1.0',
         'info': {'title': 'torc.py', 'version': API_VERSION,
@@ -12332,7 +12328,7 @@ def describe_interface() -> Dict[str, Any]:
         'security': [{'token': []}, {'password': []}],
         'paths': dict(paths),
         'components': {
-            'schemas': describe_schemas(),
+            'schemas': schemas,
             'responses': {'refused': describe_content(
                 'wrong, not allowed, or not possible as things are: mend it', '@ErrorResponse'),
                           'unavailable': describe_content('not possible now: try again', '@ErrorResponse')},
@@ -12718,8 +12714,11 @@ class Lease:
 
 
 def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
-                  in_memory: bool = False) -> Tuple[Store, Optional[Lease]]:
-    """Open a database as its only process, or put it in memory. Conflict if another process has it."""
+                  in_memory: bool = False) -> Store:
+    """Open a database as its only process, or put it in memory. Conflict if another process has it.
+
+    Callers release the lease of the store, if it has one, when they have closed it.
+    """
     prepare_database_directory(database)
     lease = None
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
@@ -12735,7 +12734,7 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
         with store.transaction():
             fail_open_tasks(Service(store).context())
         stack.pop_all()
-        return store, lease
+        return store
 
 
 # -------- databases in memory --------
@@ -12880,6 +12879,8 @@ class SnapshotWriter:
 
     def next_at(self) -> float:
         """When to act; inf while nothing has changed, or the thread is going to wake us."""
+        if self.is_over:
+            return -math.inf
         is_idle = self.due_at > -math.inf and self.saved == self.store.changes
         return math.inf if self.thread is not None or is_idle else self.due_at
 
@@ -14544,10 +14545,6 @@ class Spool:
         self.digest.update(data)
         self.received += size
 
-    def deadline(self) -> float:
-        """When more must have come."""
-        return self.begun_at + CLIENT_DEADLINE_S + self.received / SLOWEST_BYTES_PER_S
-
     def read(self) -> bytes:
         """All of it."""
         self.file.seek(0)
@@ -14613,7 +14610,8 @@ class Bodies:
         head, spool, identity = connection.head, connection.spool, connection.identity
         if spool is not None:
             spool.take(connection.received)
-            self.connections.set_deadline(connection, spool.deadline() - time.monotonic())
+            allowed_s = CLIENT_DEADLINE_S + spool.received / SLOWEST_BYTES_PER_S
+            self.connections.set_deadline(connection, spool.begun_at + allowed_s - time.monotonic())
         if spool.received < spool.length if spool else len(connection.received) < head.length:
             return None
         body = b''
@@ -14702,6 +14700,7 @@ class Backlog:
 
 # -------- the child that reads one --------
 
+# No Conflict: to who carries the request out that means that the database is another server's.
 ERRORS_OF_BODIES = {kind.__name__: kind for kind in (TorcError, BadInput, Refused, NotFound, Denied)}
 
 
@@ -15079,8 +15078,10 @@ class Responder:
         self.has_task = self.has_task or status == 202
         if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
             raise Unreachable(value['error']['message'])
-        if isinstance(value, Subscription):
-            return self.start_stream(request, value)
+        if isinstance(value, Subscription):     # its end is that of the connection, which HTTP/1.0 knows, too
+            text = (f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{format_signature(request.identity.signer, 200, b"")}'
+                    'content-type: text/event-stream\r\nconnection: close\r\n\r\n')
+            return StreamStart(text.encode(), None if request.head.method == 'HEAD' else value, request)
         if isinstance(value, Pieces):
             return self.format(request, status, value.sink.finish())
         try:
@@ -15104,13 +15105,6 @@ class Responder:
         fields += format_signature(request.identity.signer, status, body)
         answer = format_answer(status, body, fields, media_type)
         return answer[:len(answer) - len(body)] if head.method == 'HEAD' else answer
-
-    @staticmethod
-    def start_stream(request: Request, wanted: Subscription) -> StreamStart:
-        """The head of a stream. Its end is that of the connection, which HTTP/1.0 knows, too."""
-        text = (f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{format_signature(request.identity.signer, 200, b"")}'
-                'content-type: text/event-stream\r\nconnection: close\r\n\r\n')
-        return StreamStart(text.encode(), None if request.head.method == 'HEAD' else wanted, request)
 
     def call_verb(self, request: Request) -> Tuple[int, Any]:
         """Status and value for one request."""
@@ -15268,38 +15262,37 @@ class Server:
             log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.service.leases))
         self.service.leases.clear()
 
+    def timers(self) -> Iterator[Tuple[float, Callable[[float], Any]]]:
+        """What is to be done at some time, and when (monotonic), as far as it may be done now."""
+        yield min(self.connections.accept_at, self.connections.sweep_at), self.connections.on_clock
+        yield self.refusals.due_at, self.refusals.report
+        if not self.is_leaving and not self.connections.all:    # if it is leaving, a thread is waited for
+            yield self.leave_at, self.on_idle
+        if self.long.has_store:
+            yield self.tick_at, self.on_tick
+            yield self.streams.keep_alive_at, self.streams.keep_alive
+            if self.store.snapshots is not None:
+                yield self.store.snapshots.next_at(), self.store.snapshots.act
+
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
         if (self.complete or self.backlog and not self.is_held_up) and self.long.has_store:
             return 0.0
-        now = time.monotonic()
-        times = [self.connections.accept_at, self.connections.sweep_at, self.refusals.due_at]
-        if not self.is_leaving and not self.connections.all:    # if it is leaving, a thread is waited for
-            times.append(self.leave_at)
-        if self.long.has_store:
-            times += [self.tick_at, self.streams.keep_alive_at]
-            if self.store.snapshots is not None:
-                times.append(self.store.snapshots.next_at())
-        if self.store.lease is not None:
-            times.append(now + Lease.PERIOD_S / 2)
-        first = min(times)
-        return None if first == math.inf else max(0.0, first - now)
+        longest_s = math.inf if self.store.lease is None else Lease.PERIOD_S / 2
+        wait_s = min(longest_s, min(due_at for due_at, _ in self.timers()) - time.monotonic())
+        return None if wait_s == math.inf else max(0.0, wait_s)
 
     def on_clock(self, now: float) -> None:
         """Do what is due."""
         self.store.check_lease()
-        self.connections.on_clock(now)
-        if self.tick_at <= now and self.long.has_store:
-            self.on_tick(now)
-        if self.streams.keep_alive_at <= now and self.long.has_store:
-            self.streams.keep_alive(now)
-        if self.refusals.due_at <= now:
-            self.refusals.report(now)
-        if self.store.snapshots is not None and self.long.has_store:
-            self.store.snapshots.act(now)
-        if self.leave_at <= now and not self.connections.all:
-            self.connections.accept()       # the last look: who has connected meanwhile is let in
-            self.is_leaving = self.is_leaving or not self.connections.all
+        for due_at, act in self.timers():
+            if due_at <= now:
+                act(now)
+
+    def on_idle(self, now: float) -> None:
+        """No client has come for long enough, or come back."""
+        self.connections.accept()       # the last look: who has connected meanwhile is let in
+        self.is_leaving = self.is_leaving or not self.connections.all
 
     def on_tick(self, now: float) -> None:
         """Run the periodic work of the service."""
@@ -15612,9 +15605,9 @@ def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
     """The database to serve, until the stack ends."""
     in_memory = options.snapshot_interval_s is not None
     changed_at = last_change(options.database)      # before it is opened, which may change it
-    store, lease = hold_database(options.database, options.takes_over, lease_wait_s(options), in_memory)
-    if lease is not None:
-        stack.callback(lease.release)
+    store = hold_database(options.database, options.takes_over, lease_wait_s(options), in_memory)
+    if store.lease is not None:
+        stack.callback(store.lease.release)
     if in_memory:
         stack.callback(remove_memory_directory, store)
     stack.callback(store.close)
@@ -16357,15 +16350,6 @@ def explain(error: Exception) -> str:
     return getattr(error, 'strerror', None) or str(error) or type(error).__name__
 
 
-def format_body(body: Any) -> bytes:
-    """A request's body. BadInput for what JSON cannot say."""
-    try:
-        return format_json(body).encode()
-    # A UnicodeEncodeError, half of a surrogate pair, is a ValueError.
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadInput(f'the body cannot be sent as JSON: {error}') from None
-
-
 # ======== 11a. Client: the verbs of the service from anywhere ========
 #
 # One class, two transports, the same values. Through HTTP, on one kept-alive connection, when a server is
@@ -16498,9 +16482,7 @@ class Connector:
         self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
         self.has_changed = False                # something was asked for that is more than reading
         self._connection = None                 # type: Optional[HttpConnection]
-        self._store = None                      # type: Optional[Store]
-        self._lease = None                      # type: Optional[Lease]
-        self._service = None                    # type: Optional[Service]  # on the store
+        self._service = None                    # type: Optional[Service]  # on a store of its own
 
     @classmethod
     def connect(cls, *where: Any, **how: Any) -> Any:
@@ -16551,7 +16533,7 @@ class Connector:
     @property
     def is_direct(self) -> bool:
         """Whether the verbs run in this process, on the database itself."""
-        return self._store is not None
+        return self._service is not None
 
     @property
     def location(self) -> str:
@@ -16567,14 +16549,14 @@ class Connector:
 
     def close(self) -> None:
         """Give the connection or the database back. The next call opens it again."""
-        connection, store, lease = self._connection, self._store, self._lease
-        self._connection = self._store = self._lease = None
+        connection, service = self._connection, self._service
+        self._connection = self._service = None
         if connection is not None:
             connection.close()
-        if store is not None:
-            store.close()
-        if lease is not None:
-            lease.release()
+        if service is not None:
+            service.store.close()
+            if service.store.lease is not None:
+                service.store.lease.release()
 
     def need_server(self) -> None:
         """From now on through a server: a direct client hands its database to an embedded one."""
@@ -16585,7 +16567,7 @@ class Connector:
 
     def ensure_connected(self, wait_s: float) -> None:
         """See that the connection or the database can be used now."""
-        if self._store is None and (self._connection is None or not self._connection.is_alive()):
+        if self._service is None and (self._connection is None or not self._connection.is_alive()):
             self.reconnect(wait_s)
 
     def reconnect(self, wait_s: Optional[float] = None) -> None:
@@ -16643,8 +16625,7 @@ class Connector:
         elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
             raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
         elif not self.needs_server:
-            self._store, self._lease = hold_database(self.database)
-            self._service = Service(self._store)
+            self._service = Service(hold_database(self.database))
             forget_server(self.database)
         elif start_embedded_server(self.database, self.snapshot_interval_s):
             self.servers_started += 1
@@ -16754,20 +16735,16 @@ class PendingCall:
         return value
 
 
-def name_values(route: Route, values: Sequence[Any], params: Dict[str, Any]) -> Dict[str, Any]:
-    """Values without a name: first those of the path, in its order, then the body."""
-    names = path_parameters(route)[1 if 'id' in params else 0:] + (['body'] if route.body else [])
-    names = [name for name in names if name not in params]
-    if len(values) > len(names):
-        raise BadInput(f'{route.name} takes at most {len(names)} values without a name'
-                       + (': ' + ', '.join(names) if names else ''))
-    return dict(params, **dict(zip(names, values)))
-
-
 def client_method(route: Route) -> Callable[..., Any]:
     """The method of a client that carries out an operation, with the rows of the tables as its docstring."""
     def carry_out(self: 'Client', *values: Any, **params: Any) -> Any:
-        return self.call(route.name, **name_values(route, values, params))
+        # Values without a name: first those of the path, in its order, then the body.
+        names = path_parameters(route)[1 if 'id' in params else 0:] + (['body'] if route.body else [])
+        names = [name for name in names if name not in params]
+        if len(values) > len(names):
+            raise BadInput(f'{route.name} takes at most {len(names)} values without a name'
+                           + (': ' + ', '.join(names) if names else ''))
+        return self.call(route.name, **params, **dict(zip(names, values)))
     carry_out.__name__ = carry_out.__qualname__ = route.name
     query = '\n        '.join(['\n    query:', *route.query.split()]) if route.query else ''
     model = MODELS.get(route.body.lstrip('?'), '').split()
@@ -16828,9 +16805,13 @@ class Client(Connector, Operations):
         params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
         self.has_changed = self.has_changed or route.method != 'GET'
         self.ensure_connected(min(FIND_DEADLINE_S, deadline_s))
-        if self._store is not None:
+        if self._service is not None:
             return PendingCall(self.call_direct(self._service, route, body, params))
-        data = None if body is None else format_body(body)
+        try:
+            data = None if body is None else format_json(body).encode()
+        # A UnicodeEncodeError, half of a surrogate pair, is a ValueError.
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput(f'the body cannot be sent as JSON: {error}') from None
         connection = self._connection
         target = format_target(route, connection.address.prefix, params)
         try:
