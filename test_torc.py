@@ -9026,7 +9026,7 @@ class LongAnswerTest(WorldTest):
         backlog = torc.Backlog()
         for number, user in enumerate('aaabbc'):
             head = torc.parse_head(b'GET /x HTTP/1.1\r\nhost: h')
-            backlog.add(number, torc.Request(head, b'', torc.Identity(torc.Caller(user, False))))
+            backlog.add(number, torc.Request(head, b'', torc.Identity(user, False)))
         total, own = torc.MAX_UNSENT_BYTES, torc.MAX_UNSENT_OF_USER
         taken = []
         for unsent in ({}, {}, {'c': own, 'a': 1}, {'b': own}, {'x': total // 2, 'b': 1}, {'x': total},
@@ -9670,7 +9670,7 @@ class AdminServerTest(WorldTest):
     def test_sql_has_a_transaction_of_its_own(self) -> None:
         workflow = self.request('POST', '/workflows', {'name': 'w', 'user': 'u'})
         sql = self.request('POST', '/admin/sql/', {'sql': "UPDATE workflow SET description = 'd' WHERE id = 1", 'write': True})
-        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]), data.partition(b'\r\n\r\n')[2], torc.Identity(torc.Caller('tester', True)))
+        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]), data.partition(b'\r\n\r\n')[2], torc.Identity('tester', True))
                   for data in (workflow, sql, workflow)]
         self.server.stop()
         with contextlib.closing(torc.Store(self.server.database)) as store:
@@ -10460,7 +10460,7 @@ class PartsOfServerTest(WorldTest):
                         self.assertRaises(torc.Denied, access.identify, head, None, 0.0)
                         continue
                     found = access.identify(head, None, 0.0)
-                    self.assertEqual(expected, (*found.caller, found.signer is not None, bool(found.refusal), found.login is not None))
+                    self.assertEqual(expected, (found.user, found.is_owner, found.signer is not None, bool(found.refusal), found.login is not None))
 
     def test_a_signed_request_is_known_once_and_its_sender_is_the_owner(self) -> None:
         access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id', 8080)
@@ -10470,7 +10470,7 @@ class PartsOfServerTest(WorldTest):
         signed = ours.sign_request('POST', '/x?', b'body')
         head = torc.parse_head(f'POST /x HTTP/1.1\r\nauthorization: {signed}'.encode())
         found = access.identify(head, asked.signer, 0.0)
-        self.assertEqual((True, hashlib.sha256(b'body').hexdigest(), asked.signer), (found.caller.is_owner, found.digest, found.signer))
+        self.assertEqual((True, hashlib.sha256(b'body').hexdigest(), asked.signer), (found.is_owner, found.digest, found.signer))
         again = access.identify(head, asked.signer, 0.0)
         self.assertEqual((None, 'the request was altered on its way, or sent before'), (again.signer, again.refusal))
 
@@ -10488,7 +10488,7 @@ class PartsOfServerTest(WorldTest):
     def test_a_reader_of_a_feed_gets_what_it_has_not_had(self) -> None:
         feed = torc.Feed(1)
         head = torc.parse_head(b'GET /x HTTP/1.1')
-        start = torc.StreamStart(b'', torc.Subscription(1, 1), torc.Request(head, b'', torc.Identity(torc.Caller('tester', True))))
+        start = torc.StreamStart(b'', torc.Subscription(1, 1), torc.Request(head, b'', torc.Identity('tester', True)))
         reader = torc.StreamReader(feed, start, b'')
         self.assertEqual(b'', reader.take())
         for number, severity in enumerate((0, 1, 2)):
@@ -15046,9 +15046,9 @@ class RunnerRulesTest(unittest.TestCase):
     def test_a_server_of_before_an_update_that_revokes_nothing_is_understood(self):
         answer = dict(ScriptedClient.EMPTY, run_id=1, claimable=True, pending_actions=0)
         self.assertNotIn('revoked', answer)
-        self.assertEqual('', torc.find_misfit('@RunnerSyncResponse', answer))
+        self.assertEqual('', torc.find_incompatibility('@RunnerSyncResponse', answer))
         del answer['jobs']
-        self.assertIn("no 'jobs'", torc.find_misfit('@RunnerSyncResponse', answer))
+        self.assertIn("no 'jobs'", torc.find_incompatibility('@RunnerSyncResponse', answer))
 
     def test_a_claim_states_each_nodes_capacity_and_what_older_servers_read(self):
         ledger = torc.Ledger([torc.NodeSize(2, 1 << 30, ()), torc.NodeSize(4, 2 << 30, ('0',))], None)
@@ -21116,7 +21116,7 @@ class ReadmeLaws(unittest.TestCase):
         head = torc.parse_head(http_request('GET', '/x', **{name.lower(): value})[:-4])
         torc.check_sender(head, {'127.0.0.1', 'localhost'})
         access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id', 8080)
-        self.assertTrue(access.identify(head, None, 0.0).caller.is_owner)
+        self.assertTrue(access.identify(head, None, 0.0).is_owner)
 
     def type(self, words: str, world: World) -> str:
         """What a command leaves on a terminal of 80x24: progress is wiped out by what follows."""

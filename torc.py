@@ -12987,12 +12987,6 @@ class RequestHead(Row):
     keeps_alive: bool           # the client wants to ask more
 
 
-class Caller(Row):
-    """Who asks."""
-    name: str
-    is_owner: bool      # has shown the server's token
-
-
 class Login(Row):
     """A user and the password that they have sent."""
     digest: bytes       # of both, by which those who wait for the same check are found
@@ -13002,7 +12996,8 @@ class Login(Row):
 
 class Identity(Row):
     """Who sends a request, and what secures it."""
-    caller: Caller
+    user: str
+    is_owner: bool              # has shown the server's token
     signer: Any = None          # the Signer that it was signed with, and that its answer is signed with
     digest: str = ''            # SHA-256 that its body must have, as that was signed; '': any
     proof: Optional[Dict[str, str]] = None  # what answers the client's challenge
@@ -13560,7 +13555,7 @@ class Connections:
         found = collections.Counter()   # type: Dict[str, int]
         for connection in self.all:
             if connection.unsent and connection.identity is not None:
-                found[connection.identity.caller.name] += len(connection.unsent.obj)
+                found[connection.identity.user] += len(connection.unsent.obj)
         return found
 
     def flush(self, connection: Connection) -> None:
@@ -14099,9 +14094,9 @@ class Authenticator:
         self.users = policy.users
         self.lets_anonymous = policy.lets_anonymous
         self.server_id, self.port = server_id, port
-        self.nobody = Identity(Caller(ANONYMOUS, False))
+        self.nobody = Identity(ANONYMOUS, False)
         # who asks with the token, or where there is none
-        self.owner = Identity(Caller(user_name(), True)) if self.token else self.nobody
+        self.owner = Identity(user_name(), True) if self.token else self.nobody
 
     def identify(self, head: RequestHead, signer: Optional[Signer], now: float) -> Identity:
         """Who sends a request on a connection with this signer, if any. Denied for one that shows nothing."""
@@ -14130,7 +14125,7 @@ class Authenticator:
             return self.refuse(authorization, LOG_IN)
         digest = self.users.digest(user, password)
         is_known = self.users.knows(digest, now)
-        return Identity(Caller(user, False), login=None if is_known else Login(digest, user, password))
+        return Identity(user, False, login=None if is_known else Login(digest, user, password))
 
     def refuse(self, authorization: str, message: str) -> Identity:
         """Who has shown nothing is refused at once, who has shown something wrong after a pause."""
@@ -14138,10 +14133,10 @@ class Authenticator:
             raise Denied(message, http=401)
         return self.nobody._replace(refusal=message)
 
-    def stored_hash(self, caller: Caller) -> bytes:
+    def stored_hash(self, identity: Identity) -> bytes:
         """What the password file holds for who asks; nothing if the token lets them in, or nothing has to."""
-        is_open = self.users is None or caller.is_owner
-        return b'' if is_open else self.users.hashes.get(caller.name, '').encode()
+        is_open = self.users is None or identity.is_owner
+        return b'' if is_open else self.users.hashes.get(identity.user, '').encode()
 
 
 class Logins:
@@ -14420,7 +14415,7 @@ class StreamReader:
 class Streams:
     """Sends events to the connections that read them. Nothing here waits: what does not fit is sent later."""
 
-    def __init__(self, connections: Connections, stored_hash: Callable[[Caller], bytes],
+    def __init__(self, connections: Connections, stored_hash: Callable[[Identity], bytes],
                  may_subscribe: Callable[[Request], bool]) -> None:
         self.connections = connections
         self.stored_hash = stored_hash          # of a caller's password, now
@@ -14436,7 +14431,7 @@ class Streams:
         connection.received.clear()
         connection.state = STREAMING
         feed = self.feeds.join(start.wanted.subject, connection)
-        stored = self.stored_hash(start.request.identity.caller)
+        stored = self.stored_hash(start.request.identity)
         reader = connection.reader = StreamReader(feed, start, stored)
         self.keep_alive_at = min(self.keep_alive_at, time.monotonic() + KEEP_ALIVE_S)
         self.connections.deliver(connection, start.head + reader.sign(reader.first))
@@ -14461,7 +14456,7 @@ class Streams:
         self.keep_alive_at = now + KEEP_ALIVE_S if readers else math.inf
         for connection in readers:
             request, stored = connection.reader.request, connection.reader.stored
-            is_same = hmac.compare_digest(self.stored_hash(request.identity.caller), stored)
+            is_same = hmac.compare_digest(self.stored_hash(request.identity), stored)
             # Its workflow, its access or its password may be gone by now.
             if not is_same or not self.may_subscribe(request):
                 self.connections.close(connection)
@@ -14482,7 +14477,7 @@ class Streams:
                 event = {'timestamp_ms': int(now * 1000), 'method': head.method, 'path': head.path,
                          'query': head.query or None, 'status': int(answer[9:12]),
                          'latency_ms': round(latency_s * 1000, 3), 'request_id': head.fields.get('x-span-id'),
-                         'user': request.identity.caller.name}
+                         'user': request.identity.user}
                 if subject == API_SUBJECTS[True]:
                     event.update(request_body=show_body(request.body),
                                  response_body=show_body(answer.partition(b'\r\n\r\n')[2]))
@@ -14592,7 +14587,7 @@ class Bodies:
         held = sum(other.head.length for other in self.connections.all if other.head and not other.spool)
         if length <= MAX_BODY_BYTES and held + self.waiting_bytes() <= MAX_HELD_BYTES:
             return
-        user = connection.identity.caller.name
+        user = connection.identity.user
         mine = sum(spool.length for spool in self.spools if spool.user == user)
         if mine + length > MAX_SPOOLED_OF_USER:
             raise Denied(f'bodies of {format_memory(mine)} of {printable(user)} are on their way; at most '
@@ -14681,7 +14676,7 @@ class Backlog:
 
     def add(self, connection: Connection, request: Request) -> None:
         """One more, behind those of the same user."""
-        waiting = self.by_user.setdefault(request.identity.caller.name, collections.deque())
+        waiting = self.by_user.setdefault(request.identity.user, collections.deque())
         waiting.append((connection, request))
 
     def take(self, unsent: Dict[str, int]) -> Optional[Tuple[Connection, Request]]:
@@ -15111,7 +15106,8 @@ class Responder:
         head = request.head
         method = 'GET' if head.method == 'HEAD' else head.method
         return answer_request(
-            self.service, method, head.path, head.query, request.body, *request.identity.caller)
+            self.service, method, head.path, head.query, request.body, request.identity.user,
+            request.identity.is_owner)
 
     def may_subscribe(self, request: Request) -> bool:
         """Whether a request for a stream would be answered with one now."""
@@ -15431,7 +15427,7 @@ class Server:
             self.is_held_up = found is None
             if found is None:
                 return
-            connection, user = found[0], found[1].identity.caller.name
+            connection, user = found[0], found[1].identity.user
             if connection in self.connections.all or found[1].head.method not in ('GET', 'HEAD'):
                 self.answer_batch([found])
             if connection.unsent:
@@ -15723,7 +15719,7 @@ def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str]
         refuse_special_file(path)
         check_directory(os.path.dirname(path), 'a copy', 'TORC_SERVER_SNAPSHOT_PATH')
         store.copy_to(path + '.tmp')
-        push_back(path, options.snapshots_kept)
+        rotate_files(path, options.snapshots_kept)
         os.replace(path + '.tmp', path)
         log.info('the database was copied to %s', path)
         announce(f'TORC_SNAPSHOT_DONE={path}\n')
@@ -15731,7 +15727,7 @@ def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str]
         log.error('the database could not be copied to %s: %s', path, error)
 
 
-def push_back(path: str, kept: int) -> None:
+def rotate_files(path: str, kept: int) -> None:
     """Rotate a series of files: PATH becomes PATH.1, that one PATH.2, and so on; `kept` with the new one."""
     names = [path] + [f'{path}.{number}' for number in range(1, kept)]
     for older, newer in zip(names[:0:-1], names[-2::-1]):
@@ -15788,9 +15784,9 @@ class LogFile(LogStream):
         super().emit(record)
 
     def begin_anew(self) -> None:
-        """Put the file behind, and open a new one."""
+        """Rotate the file, and open a new one."""
         if self.kept > 1:
-            push_back(self.path, self.kept)
+            rotate_files(self.path, self.kept)
         else:
             os.unlink(self.path)
         full, self.stream = self.stream, self.open()
@@ -16039,7 +16035,7 @@ def answer_fields(model: str) -> List[Tuple[str, str, bool, Tuple[type, ...]]]:
     return rows
 
 
-def find_misfit(kind: str, value: Any) -> str:
+def find_incompatibility(kind: str, value: Any) -> str:
     """What is wrong with an answer that should be of a type of MODELS, or ''.
 
     Other versions and servers have other limits, and say more, so less is refused than in bodies of requests.
@@ -16051,20 +16047,20 @@ def find_misfit(kind: str, value: Any) -> str:
         for name, wanted, is_required, plain in answer_fields(kind[1:]):
             found = value.get(name)
             if type(found) not in plain and (found is not None or is_required and wanted != 'any'):
-                wrong = find_misfit(wanted, found) if name in value else f'no {name!r}'
+                wrong = find_incompatibility(wanted, found) if name in value else f'no {name!r}'
                 if wrong:
                     return f'{wrong} in {kind[1:]}'
         return ''
     if kind[0] not in '[{':
         try:
-            if types == ANSWER_TYPES['array']:      # a row, of which each place has a type
+            if types == ANSWER_TYPES['array']:      # a row, of which each item has a type
                 check_value(kind, kind, value)
         except BadInput as error:
             return error.message
         return ''
     inner = kind[1:-1].rstrip('?')
     items = value if kind[0] == '[' else value.values()
-    found = (find_misfit(inner, item) for item in items if item is not None or kind[-2] != '?')
+    found = (find_incompatibility(inner, item) for item in items if item is not None or kind[-2] != '?')
     return next(filter(None, found), '')
 
 
@@ -16729,9 +16725,10 @@ class PendingCall:
         if self.connection.signer is not None:
             return parse_answer(status, answer)
         value = parse_answer(status, answer, Answer)
-        misfit = find_misfit('@TaskModel' if status == 202 else self.kind, value)     # 202: it has only begun
-        if misfit:
-            raise not_a_server(f'what answers at {self.connection.address.url}', misfit)
+        kind = '@TaskModel' if status == 202 else self.kind     # 202: it has only begun
+        reason = find_incompatibility(kind, value)
+        if reason:
+            raise not_a_server(f'what answers at {self.connection.address.url}', reason)
         return value
 
 
