@@ -11999,6 +11999,7 @@ def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
     """The route of a request and its path parameters. 404 for an unknown path, 405 for another method."""
     path = API_PREFIX + path if path == OPENAPI_PATH else path
     parts = path[len(API_PREFIX):].strip('/').split('/') if path.startswith(API_PREFIX + '/') else ['']
+    # One entry of the cache for all ids.
     route = match_route(method, tuple('0' if part.isdigit() else part for part in parts))
     if route is None:
         allowed = {other for other in ('DELETE', 'GET', 'POST', 'PUT') if match_route(other, tuple(parts))}
@@ -12688,7 +12689,7 @@ class Lease:
         """Once a period, or now: see that it is ours, and say so again. Conflict if it is lost or may be."""
         with self.lock:
             begun, age_s = self.renewed_at, self.clock() - self.renewed_at
-            if age_s < self.PERIOD_S and not is_sure:
+            if age_s < self.PERIOD_S and not is_sure:   # each look costs the file server a request
                 return
             try:
                 found = self.read()
@@ -12966,14 +12967,17 @@ def remove_memory_directory(store: Store) -> None:
 # contexts, and the table of what is answered without a verb. Nothing here knows a socket, a store or a user.
 
 PING_PATH = API_PREFIX + '/ping'
-MAX_REQUEST_LINE_BYTES = 16 * 1024
+MAX_REQUEST_LINE_BYTES = 16 * 1024  # Apache takes 8 KiB; a query may name many ids
 MAX_HEAD_BYTES = 64 * 1024
-MAX_FIELDS = 100
+MAX_FIELDS = 100                    # as in Apache (LimitRequestFields)
 REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
+# Neither blanks before the colon nor lines that go on in the next: both are refused (RFC 9112, 5.1 and 5.2).
 FIELD_LINES = Expression(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
+# What means something else to a proxy that takes the other one of two (RFC 9110, 5.3; request smuggling).
 SINGLE_FIELDS = frozenset((
     'authorization', 'connection', 'content-length', 'expect', 'host', 'origin', 'sec-fetch-site',
     'transfer-encoding'))
+# No browser is to guess that an answer is a page, to show it in a frame, or to keep what others may not see.
 ANSWER_FIELDS = 'x-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
 
 
@@ -13176,6 +13180,7 @@ class NamelessFile:
     """A temporary file as long as something refers to it."""
 
     def __init__(self, directory: str) -> None:
+        # Its descriptor is closed in __del__: a file object would warn of that (ResourceWarning).
         with keeping('the answer cannot be kept'), \
                 tempfile.TemporaryFile(dir=directory, prefix='torc-') as file:
             os.pwrite(file.fileno(), bytes(LongAnswer.HEAD_BYTES), 0)   # room for what is known last
@@ -13343,7 +13348,7 @@ DRAIN_S = 2.0                       # to read on after a refusal: a close would 
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
 SEND_BYTES = 2 ** 18                # at once: to encrypt a long answer in one go would hold up the others
 MAX_UNAUTHENTICATED = 4096          # connections none of whose requests was let in yet
-BACKLOG = 1024
+BACKLOG = 1024                      # the kernel may allow less (listen(2), net.core.somaxconn)
 
 
 class ConnectionState:
@@ -13394,7 +13399,7 @@ class Connection:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is reached from this machine only."""
+    """Whether an address is reached from this machine only: all of 127.0.0.0/8 is (RFC 1122, 3.2.1.3)."""
     return address == '::1' or address.startswith('127.')
 
 
@@ -13441,6 +13446,7 @@ class Connections:
             except OSError as error:
                 return self.on_exhaustion(error)
             client.setblocking(False)
+            # Without it a second small segment waits for the acknowledgement of the first, up to 40 ms.
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = Connection(client, READING if self.tls is None else HELLO, peer_of(address[0]))
             self.all.add(connection)
@@ -13547,6 +13553,7 @@ class Connections:
         if isinstance(data, LongAnswer):
             connection.unsent = data
             return self.flush(connection)
+        # A view: to cut off what was sent from bytes would copy the rest each time.
         connection.unsent = memoryview(bytes(connection.unsent) + data if connection.unsent else data)
         self.flush(connection)
 
@@ -14112,13 +14119,14 @@ class Authenticator:
             digest = signer.check_request(authorization, head.method, f'{head.path}?{head.query}')
             if digest:
                 return self.owner._replace(signer=signer, digest=digest)
+            # Late, like a wrong password: who guesses signatures is to wait, too.
             return self.owner._replace(refusal='the request was altered on its way, or sent before')
         is_open = head.path in OPEN_PATHS or not self.token and self.users is None
         if is_open or self.token and hmac.compare_digest(self.token, offered_token(authorization)):
             return self.owner
         if self.users is None:
             return self.refuse(authorization, NO_TOKEN)
-        if self.lets_anonymous and not authorization:
+        if self.lets_anonymous and not authorization:   # a wrong password is no way to be anonymous
             return self.nobody
         user, password = offered_password(authorization)
         if not user:
@@ -14248,7 +14256,7 @@ class RefusalLog:
 # events that it has missed; one that takes nothing is closed like any other client. Nothing is sent before
 # the commit, and nothing is kept without readers.
 
-KEEP_ALIVE_S = 15.0                 # between comments on streams
+KEEP_ALIVE_S = 15.0                 # between comments on streams, as WHATWG HTML advises (9.2.7)
 MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back; then the older half goes
 MAX_FEED_BYTES = 4 * 1024 ** 2      # ... and of them together
 PIECE_BYTES = 65536                 # sent to a reader at once, about
@@ -14805,8 +14813,8 @@ def run_reader(head: RequestHead, source: Any, target: Any, pipe: int) -> None:
             if int(name) not in keep:
                 with contextlib.suppress(OSError):      # the one that listed the directory
                     os.close(int(name))
-        gc.disable()
-        os.nice(5)
+        gc.disable()    # a collection would write to all pages that are shared with the server, and copy them
+        os.nice(5)      # the server's loop comes first
         with contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as file:
             file.write('1000')      # if memory runs out, this process is to go, and not the server (proc(5))
         most = None     # unknown without /proc/PID/statm (proc(5)), whose first number is the address space
@@ -15453,7 +15461,7 @@ class Server:
             self.responder.has_task, self.tick_at = False, 0.0
         data = answer.head if is_stream or isinstance(answer, LongAnswer) else answer
         self.traffic.add_answer(data)
-        if data[9:12] == b'403':
+        if data[9:12] == b'403':        # after `HTTP/1.1 `; refusals before a verb are counted in refuse()
             self.refusals.add(connection.peer, 403)
         if self.streams.feeds.by_subject:
             self.streams.add_request(request, data, time.monotonic() - connection.asked_at, self.store.now())
@@ -15568,6 +15576,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         scheme = 'http' if tls is None else 'https'
         hosts = [f'[{name}]' if ':' in name else name for name in candidates]
         urls = [f'{scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
+        # Only now: who finds the file may connect at once, and is answered by the first turns of the loop.
         stack.enter_context(connection_file(options, urls, server.id))
         if options.pid_file:
             stack.enter_context(pid_file(options.pid_file))
@@ -15637,12 +15646,14 @@ def open_listener(host: str, port: int, needs_token: bool) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise BadInput(f'there is no address {host!r} to listen at: {error}; '
                        '--host takes a name or address of this machine') from None
+    # IPv4 first, where a name such as localhost has both: what listens at ::1 is not reached at 127.0.0.1.
     family, _, _, _, address = min(found, key=lambda row: row[0] != socket.AF_INET)
     if not needs_token and not is_loopback(address[0]):
         raise BadInput(f'--no-auth would let everybody who reaches {host} run commands as you; '
                        'it works on 127.0.0.1 only')
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Connections of an earlier server are left in TIME_WAIT for a minute (ip(7)): do not wait for them.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -15730,7 +15741,7 @@ def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str]
 def rotate_files(path: str, kept: int) -> None:
     """Rotate a series of files: PATH becomes PATH.1, that one PATH.2, and so on; `kept` with the new one."""
     names = [path] + [f'{path}.{number}' for number in range(1, kept)]
-    for older, newer in zip(names[:0:-1], names[-2::-1]):
+    for older, newer in zip(names[:0:-1], names[-2::-1]):   # from the oldest on, which is overwritten
         if os.path.lexists(newer):
             os.replace(newer, older)
 
@@ -15986,7 +15997,7 @@ def parse_answer(status: int, body: bytes, of_object: Optional[Callable[[Any], A
     reason = reason_phrase(status)
     message = str(found.get('message') or f'the server answered {status} {reason}'.strip())
     message = message.replace(SOFT_HYPHEN, '')
-    if status >= 500 or status == 429:
+    if status >= 500 or status == 429:      # it passes: those who wait for a server ask again
         raise Unreachable(f'the server cannot answer now: {message}', http=status)
     kind = ERROR_KINDS_BY_STATUS.get(status) or ERROR_KINDS.get(str(found.get('error')), Refused)
     details = {name: item for name, item in found.items()
@@ -16127,6 +16138,7 @@ class TlsSettings(Row):
         except OSError as error:
             reason = error.strerror or 'not in PEM form'
             raise BadInput(f'cannot use the certificates in {self.ca_file}: {reason}') from None
+        # The fingerprint says more than any authority: which certificate it is, whatever name it is for.
         is_pinned = bool(self.fingerprint) and not self.ca_file
         if self.is_insecure or is_pinned:
             context.check_hostname = False
@@ -16575,7 +16587,7 @@ class Connector:
         self.close()
         if wait_s is None:
             wait_s = NAMED_DEADLINE_S if self.named_url and not self.was_open else FIND_DEADLINE_S
-        deadline, pause_s = time.monotonic() + wait_s, 0.005
+        deadline, pause_s = time.monotonic() + wait_s, 0.005    # a server of our own starts in milliseconds
         while True:
             try:
                 self.open()
