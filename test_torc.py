@@ -12158,6 +12158,13 @@ class ClientTest(WorldTest):
                 client.get_workflow(77)
         self.assertEqual((404, 4, 'there is no workflow 77'), (caught.exception.http, caught.exception.exit, caught.exception.message))
 
+    def test_the_token_of_a_server_that_is_being_started_is_found_when_it_answers(self) -> None:
+        found = self.start_lasting(self.world.path('other.db'))
+        with unittest.mock.patch.dict(os.environ, XDG_STATE_HOME=self.world.path('elsewhere')):
+            client = self.connect(url=found['url'])     # as before its files were written
+            self.assertRaises(torc.Denied, client.ping)
+        self.assertEqual(('ok', found['token_file']), (client.ping()['status'], client.token_file))
+
     def test_slips_are_answered_at_once(self) -> None:
         client = self.connect(needs_server=True)
         self.assertRaisesRegex(torc.BadInput, "did you mean 'list_jobs'", client.call, 'list_job')

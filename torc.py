@@ -16643,6 +16643,18 @@ class Connector:
             raise Conflict(f'the database {self.database} is in use by another torc.py; stop it, '
                            'or give another place with --db')
 
+    def find_token(self) -> bool:
+        """Look again for the token of a named server: one that answers has written its files by now.
+
+        It listens before it has, so that we may have looked too early.
+        """
+        if not self.named_url or self.token_file or self.credentials.password:
+            return False
+        self.token_file = find_server_file(self.named_url).get('token_file') or ''
+        if self.token_file:
+            self.close()    # the next connection proves and signs
+        return bool(self.token_file)
+
     def open_connection(self, urls: Sequence[str]) -> HttpConnection:
         """Connect to the first address that accepts."""
         reasons, kind = [], Unreachable     # type: List[str], Callable[[str], Unreachable]
@@ -16800,6 +16812,9 @@ class Client(Connector, Operations):
             return self.begin(op, body, deadline_s, **params).finish(deadline_s)
         except Unreachable:
             if OPERATIONS[op].method != 'GET' or self._connection is None or not self._connection.is_closed:
+                raise
+        except Denied as error:
+            if error.http != 401 or not self.find_token():
                 raise
         return self.begin(op, body, deadline_s, **params).finish(deadline_s)
 
