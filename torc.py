@@ -423,6 +423,11 @@ class BadInput(TorcError):
         self.problems = list(problems)
 
 
+def problem_error(problem: Problem) -> BadInput:
+    """The error for a single problem."""
+    return BadInput(str(problem), [problem])
+
+
 class Refused(TorcError):
     """The request is right, but the state of things forbids it."""
 
@@ -1378,11 +1383,6 @@ def keep_source(number: Any, text: str) -> Any:
 
 # -------- positions and errors --------
 
-def line_and_column(text: str, offset: int) -> Tuple[int, int]:
-    """Offset -> line and column, both from 1."""
-    return text.count('\n', 0, offset) + 1, offset - text.rfind('\n', 0, offset)
-
-
 def show_line(text: str, offset: int) -> str:
     """The source line of an offset with a caret under the place; a window of it where it is long."""
     start = text.rfind('\n', 0, offset) + 1
@@ -1397,8 +1397,9 @@ def problem_at(text: str, offset: int, message: str) -> BadInput:
     """The error for a place in a text: one problem, with the line shown under the message."""
     if len(message) > 300:      # it quotes something very long; the cure stands at its end
         message = f'{message[:140]} ... {message[-140:]}'
-    problem = Problem(f'{message}\n{show_line(text, offset)}', *line_and_column(text, offset))
-    return BadInput(str(problem), [problem])
+    # Line and column count from 1.
+    line, column = text.count('\n', 0, offset) + 1, offset - text.rfind('\n', 0, offset)
+    return problem_error(Problem(f'{message}\n{show_line(text, offset)}', line, column))
 
 
 def normal_text(text: str) -> str:
@@ -2955,17 +2956,17 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('parameters_file',     'text', 'shared table: a job takes it with use_parameters_file'),
         ('variables',           'variables', 'constants: {name} is replaced in every text'),
         ('env{}',               'env', 'environment of every job'),
-        ('jobs',                'jobs', 'the jobs; may be an empty list', REQUIRED),
-        ('files',               'files', 'files that jobs name'),
-        ('user_data',           'user_data_list', 'JSON values that jobs name'),
-        ('resource_requirements', 'requirements', 'resources that jobs name'),
-        ('failure_handlers',    'handlers', 'failure handlers that jobs name'),
-        ('slurm_schedulers',    'schedulers', 'allocations that jobs and actions name'),
+        ('jobs',                '[job]', 'the jobs; may be an empty list', REQUIRED),
+        ('files',               '[file]', 'files that jobs name'),
+        ('user_data',           '[user_data]', 'JSON values that jobs name'),
+        ('resource_requirements', '[resource_requirements]', 'resources that jobs name'),
+        ('failure_handlers',    '[failure_handler]', 'failure handlers that jobs name'),
+        ('slurm_schedulers',    '[slurm_scheduler]', 'allocations that jobs and actions name'),
         ('slurm_defaults',      'slurm_defaults', 'sbatch long options for every allocation'),
-        ('actions',             'actions', 'what triggers set off'),
-        ('resource_monitor',    'monitor', 'what is measured; absent or {}: a summary of every job'),
-        ('execution_config',    'execution', 'how jobs are started and stopped'),
-        ('dynamic_jobs',        'dynamic', 'limits for jobs that make jobs'),
+        ('actions',             '[action]', 'what triggers set off'),
+        ('resource_monitor',    'resource_monitor', 'what is measured; absent or {}: a summary of every job'),
+        ('execution_config',    'execution_config', 'how jobs are started and stopped'),
+        ('dynamic_jobs',        'dynamic_jobs', 'limits for jobs that make jobs'),
         ('use_pending_failed',  'bool', 'failed jobs that no handler takes wait as pending_failed', False),
         ('enable_ro_crate',     'bool', 'record provenance as RO-Crate', False),
         ('access_groups',       'names', 'groups that may see it'),
@@ -3024,7 +3025,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     )),
     ('failure_handler', (
         ('name',  'name', 'unique', REQUIRED),
-        ('rules', 'rules', 'what to do for which exit code', REQUIRED),
+        ('rules', '[rule]', 'what to do for which exit code', REQUIRED),
     )),
     ('rule', (
         ('exit_codes',          'codes', 'exit codes that it is for'),
@@ -3084,8 +3085,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('sample_interval_seconds', 'interval', 'seconds between samples', 10, ANY),
         ('flush_interval_seconds', 'interval', 'seconds between writes of a time series', 300, ANY),
         ('generate_plots',      'bool', 'draw plots at the end', False, ANY),
-        ('jobs',                'monitored_jobs', 'what is measured of jobs'),
-        ('compute_node',        'monitored_node', 'what is measured of nodes'),
+        ('jobs',                'resource_monitor.jobs', 'what is measured of jobs'),
+        ('compute_node',        'resource_monitor.compute_node', 'what is measured of nodes'),
         ('enabled',             'bool', 'old form: jobs.enabled', None, ANY),
         ('granularity',         'granularity', 'old form: jobs.granularity', 'summary', ANY),
         ('metrics',             'json', 'has no effect: Torc used it once'),
@@ -3175,20 +3176,14 @@ def read_name(value: Any) -> str:
     return text
 
 
-def read_command(value: Any) -> str:
-    """A shell command; an empty one is a mistake: `true` does nothing on purpose."""
-    text = read_text(value)
-    if not text.strip():
-        raise ValueError('must not be empty: write true for a job that does nothing')
-    return text
-
-
-def read_path(value: Any) -> str:
-    """Path of a file."""
-    text = read_text(value)
-    if not text:
-        raise ValueError('must not be empty')
-    return text
+def read_filled(hint: str = '') -> Callable[[Any], str]:
+    """Reader of a text that must not be empty; with a hint nor blank."""
+    def read(value: Any) -> str:
+        text = read_text(value)
+        if not (text.strip() if hint else text):
+            raise ValueError('must not be empty' + hint)
+        return text
+    return read
 
 
 def read_integer(value: Any, least: int = -2 ** 31, most: int = MAX_INTEGER) -> int:
@@ -3269,48 +3264,20 @@ def read_span(unit: str, unit_s: int, least: int) -> Callable[[Any], int]:
     return read
 
 
-def read_matching(pattern: Any, wanted: str) -> Callable[[Any], str]:
-    """Reader of a text that must match a pattern."""
+def read_only(is_right: Callable[[str], Any], wanted: str,
+              choices: Sequence[str] = ()) -> Callable[[Any], str]:
+    """Reader of a text that must be something: of a pattern, or one of several words."""
     def read(value: Any) -> str:
         text = read_text(value)
-        if not pattern.match(text):
-            raise ValueError(f"must be {wanted}, not '{shorten(text)}'")
+        if not is_right(text):
+            raise ValueError(f"must be {wanted}, not '{shorten(text)}'{did_you_mean(text, choices)}")
         return text
     return read
 
 
-def read_choice(choices: Sequence[str]) -> Callable[[Any], str]:
-    """Reader of one word of a closed set."""
-    def read(value: Any) -> str:
-        text = read_text(value)
-        if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}, not "
-                             f"'{shorten(text)}'{did_you_mean(text, choices)}")
-        return text
-    return read
-
-
-def read_at_least(least: int, most: int = MAX_INTEGER) -> Callable[[Any], int]:
-    """Reader of a whole number within bounds."""
-    return lambda value: read_integer(value, least, most)
-
-
-def read_signal(value: Any) -> str:
-    """Name of a signal, with or without SIG."""
-    text = read_text(value)
-    if 'SIG' + text.replace('SIG', '', 1) not in signal.Signals.__members__:
-        raise ValueError(f"must be the name of a signal, such as SIGTERM or SIGUSR1, not '{shorten(text)}'")
-    return text
-
-
-def read_parameter(value: Any) -> Any:
-    """Values of a parameter: checked when they are expanded."""
-    return read_text(value) if isinstance(value, str) else value
-
-
-def read_option(value: Any) -> Any:
-    """Value of an sbatch option: text, a number's source text, or a switch."""
-    return value if isinstance(value, bool) else read_text(value)
+def is_signal(text: str) -> bool:
+    """Whether a text is the name of a signal, with or without SIG."""
+    return 'SIG' + text.replace('SIG', '', 1) in signal.Signals.__members__
 
 
 def parse_slurm_memory(text: str) -> int:
@@ -3352,28 +3319,36 @@ class Type(Row):
     key: Optional[Callable[[Any], str]] = None  # of a map
 
 
-READ_VARIABLE_NAME = read_matching(IDENTIFIER, 'a name of letters, digits and _')
+read_variable_name = read_only(lambda text: IDENTIFIER.match(text), 'a name of letters, digits and _')
 
 TYPES = {
     'text':           Type('text', 'one', read_text),
     'name':           Type('name', 'one', read_name),
-    'command':        Type('text', 'one', read_command),
-    'path':           Type('path', 'one', read_path),
+    # `true` does nothing on purpose.
+    'command':        Type('text', 'one', read_filled(': write true for a job that does nothing')),
+    'path':           Type('text', 'one', read_filled()),
     'texts':          Type('list of text', 'list', read_text),
     'names':          Type('list of names', 'list', read_name),
     'regexes':        Type('list of regular expressions', 'list', read_text),
     'bool':           Type('true or false', 'one', read_bool),
     'number':         Type('number', 'one', read_number),
-    'count':          Type('whole number, 0 or more', 'one', read_at_least(0)),
-    'positive':       Type('whole number, 1 or more', 'one', read_at_least(1)),
-    'code':           Type('exit code', 'one', read_at_least(-2 ** 31, 2 ** 31 - 1)),
-    'codes':          Type('list of exit codes', 'list', read_at_least(-2 ** 31, 255)),     # 8 bits: wait(2)
+    'count':          Type('whole number, 0 or more', 'one', functools.partial(read_integer, least=0)),
+    'positive':       Type('whole number, 1 or more', 'one', functools.partial(read_integer, least=1)),
+    'code':           Type('exit code', 'one', functools.partial(read_integer, most=2 ** 31 - 1)),
+    # 8 bits: wait(2); below 0 a signal.
+    'codes':          Type('list of exit codes', 'list', functools.partial(read_integer, most=255)),
     'json':           Type('any value', 'one', read_json),
     'metadata':       Type('mapping', 'one', read_metadata),
-    'env':            Type('mapping of text', 'map', read_text, '', READ_VARIABLE_NAME),
-    'variables':      Type('mapping of text', 'map', read_text, '', READ_VARIABLE_NAME),
-    'parameters':     Type('mapping of values', 'map', read_parameter, '', read_name),
-    'slurm_defaults': Type('mapping of text', 'map', read_option, '', read_name),
+    'env':            Type('mapping of text', 'map', read_text, '', read_variable_name),
+    'variables':      Type('mapping of text', 'map', read_text, '', read_variable_name),
+    # Their values are checked when they are expanded.
+    'parameters':     Type('mapping of values', 'map',
+                           lambda value: read_text(value) if isinstance(value, str) else value,
+                           '', read_name),
+    # A boolean is a switch.
+    'slurm_defaults': Type('mapping of text', 'map',
+                           lambda value: value if isinstance(value, bool) else read_text(value),
+                           '', read_name),
     'memory':         Type('memory', 'one', read_normalized(normalize_memory)),
     'duration':       Type('duration', 'one', read_normalized(normalize_duration)),
     'seconds':        Type('seconds, or a duration', 'one', read_span('seconds', 1, 0)),
@@ -3381,32 +3356,23 @@ TYPES = {
     'minutes':        Type('minutes, or a duration', 'one', read_span('minutes', 60, 0)),
     'walltime':       Type('Slurm time, or a duration', 'one', read_normalized(normalize_walltime)),
     'slurm_memory':   Type('Slurm memory', 'one', read_normalized(normalize_slurm_memory)),
-    'signal':         Type('signal', 'one', read_signal),
-    'srun_signal':    Type('signal', 'one', read_matching(SRUN_SIGNAL, 'a signal such as TERM@120')),
-    'mpi':            Type('kind of MPI', 'one', read_matching(MPI_KIND, 'a kind of MPI such as pmix')),
-    'mode':           Type('|'.join(EXECUTION_MODES), 'one', read_choice(EXECUTION_MODES)),
-    'stdio_mode':     Type('|'.join(STDIO_MODES), 'one', read_choice(STDIO_MODES)),
-    'granularity':    Type('|'.join(GRANULARITIES), 'one', read_choice(GRANULARITIES)),
-    'parameter_mode': Type('product|zip', 'one', read_choice(('product', 'zip'))),
-    'trigger':        Type('|'.join(TRIGGERS), 'one', read_choice(TRIGGERS)),
-    'action_type':    Type('|'.join(ACTION_TYPES), 'one', read_choice(ACTION_TYPES)),
-    'scheduler_type': Type('slurm|local', 'one', read_choice(('slurm', 'local'))),
-    'stdio':          Type('mapping', 'block', None, 'stdio'),
+    'signal':         Type('signal', 'one',
+                           read_only(is_signal, 'the name of a signal, such as SIGTERM or SIGUSR1')),
+    'srun_signal':    Type('signal', 'one', read_only(lambda text: SRUN_SIGNAL.match(text),
+                                                      'a signal such as TERM@120')),
+    'mpi':            Type('kind of MPI', 'one', read_only(lambda text: MPI_KIND.match(text),
+                                                           'a kind of MPI such as pmix')),
     'stdio_map':      Type('mapping of stdio', 'map', None, 'stdio', read_name),
-    'execution':      Type('mapping', 'block', None, 'execution_config'),
-    'monitor':        Type('mapping', 'block', None, 'resource_monitor'),
-    'monitored_jobs': Type('mapping', 'block', None, 'resource_monitor.jobs'),
-    'monitored_node': Type('mapping', 'block', None, 'resource_monitor.compute_node'),
-    'dynamic':        Type('mapping', 'block', None, 'dynamic_jobs'),
-    'jobs':           Type('list', 'blocks', None, 'job'),
-    'files':          Type('list', 'blocks', None, 'file'),
-    'user_data_list': Type('list', 'blocks', None, 'user_data'),
-    'requirements':   Type('list', 'blocks', None, 'resource_requirements'),
-    'handlers':       Type('list', 'blocks', None, 'failure_handler'),
-    'rules':          Type('list', 'blocks', None, 'rule'),
-    'schedulers':     Type('list', 'blocks', None, 'slurm_scheduler'),
-    'actions':        Type('list', 'blocks', None, 'action'),
 }
+TYPES.update((name, Type('|'.join(choices), 'one',
+                         read_only(choices.__contains__, f"one of {', '.join(choices)}", choices)))
+             for name, choices in (
+                 ('mode', EXECUTION_MODES), ('stdio_mode', STDIO_MODES), ('granularity', GRANULARITIES),
+                 ('parameter_mode', ('product', 'zip')), ('trigger', TRIGGERS), ('action_type', ACTION_TYPES),
+                 ('scheduler_type', ('slurm', 'local'))))
+# Those of blocks have the names of BLOCKS; in brackets: of a list of such blocks.
+TYPES.update((block, Type('mapping', 'block', None, block)) for block in BLOCKS)
+TYPES.update((f'[{block}]', Type('list', 'blocks', None, block)) for block in BLOCKS)
 
 FIELDS_OF = {where: {field.name: field for field in FIELDS if field.where == where} for where in BLOCKS}
 REQUIRED_OF = {where: [name for name, field in fields.items() if field.default is REQUIRED]
@@ -3459,21 +3425,19 @@ def is_pending_block(where: str) -> bool:
 
 # -------- kdl: nodes -> spec --------
 #
-# KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the field's
-# type:
-#     value        one argument; stands once
-#     list         all arguments of all such nodes
-#     map          a block with any names inside, or one value
-#     json         one argument whose text is JSON
-#     block KIND   one block of that kind
-#     items KIND   a list of blocks of that kind, whose first argument is the name
+# KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the shape of
+# the field's type:
+#     one      one argument; stands once
+#     list     all arguments of all such nodes
+#     map      a block with any names inside, or one value
+#     json     one argument whose text is JSON
+#     block    one block of the type's kind
+#     blocks   a list of such blocks, whose first argument is the name
 # A list's node may have the singular as its name. A value or list may also be written as a property
 # (path="x"). What no field knows is an error. Types are left to the spec's own checks, which are the same for
 # all formats.
 
-# Shape of a type -> form.
-KDL_FORMS = {'one': 'value', 'list': 'list', 'map': 'map', 'block': 'block', 'blocks': 'items'}
-KDL_FORMS_OF_TYPES = {'json': 'json', 'metadata': 'map'}
+KDL_SHAPES = {'json': 'json', 'metadata': 'map'}    # of types that have another one in KDL
 KDL_OTHER_NAMES = {     # of fields whose singular is not their name without its ending
     'depends_on': ('depends_on_job', 'depends_on_jobs', 'blocked_by', 'blocked_by_job', 'blocked_by_jobs'),
     'depends_on_regexes': ('depends_on_regex', 'depends_on_job_regexes', 'blocked_by_regexes'),
@@ -3481,35 +3445,24 @@ KDL_OTHER_NAMES = {     # of fields whose singular is not their name without its
 }
 
 
-def kdl_names(field: str, form: str) -> Tuple[str, ...]:
-    """Names of the nodes that become a field."""
-    if form not in ('list', 'items'):
-        return (field,)
-    singular = re.sub('(?<=regex)es$|s$', '', field)
-    return (field, *KDL_OTHER_NAMES.get(field, (singular,)))
-
-
 @functools.lru_cache(maxsize=None)
 def kdl_vocabulary(kind: str) -> Dict[str, Tuple[str, str, str]]:
-    """Node name -> (field, form, kind of its blocks) inside one kind of block."""
+    """Node name -> (field, shape, kind of its blocks) inside one kind of block."""
     vocabulary = {}     # type: Dict[str, Tuple[str, str, str]]
-    for field in FIELDS_OF[kind].values():
-        form = KDL_FORMS_OF_TYPES.get(field.type) or KDL_FORMS[TYPES[field.type].shape]
-        meaning = (field.name, form, TYPES[field.type].block)
-        vocabulary.update(dict.fromkeys(kdl_names(field.name, form), meaning))
+    for name, field in FIELDS_OF[kind].items():
+        shape = KDL_SHAPES.get(field.type, TYPES[field.type].shape)
+        names = [name]
+        if shape in ('list', 'blocks'):
+            names += KDL_OTHER_NAMES.get(name, (re.sub('(?<=regex)es$|s$', '', name),))
+        vocabulary.update(dict.fromkeys(names, (name, shape, TYPES[field.type].block)))
     return vocabulary
 
 
 class KdlSpec(TextReader):
     """Turns the nodes of one text into the value that the same workflow has in YAML."""
 
-    def container(self, value: Any, at: int) -> Any:
-        """A new dict or list with its place."""
-        self.positions[id(value)] = [at]
-        return value
-
     def add(self, container: Any, key: Any, value: Any, at: int) -> Any:
-        """Put an entry with its place into a dict (key) or list (no key)."""
+        """Put an entry with its position into a dict (key) or list (no key)."""
         if isinstance(container, list):
             container.append(value)
         else:
@@ -3517,40 +3470,48 @@ class KdlSpec(TextReader):
         self.positions[id(container)].append(at)
         return value
 
+    def add_list(self, block: Dict[str, Any], field: str, at: int) -> List[Any]:
+        """The list of a field, which several nodes may add to."""
+        return block[field] if field in block else self.add(block, field, self.container([], at), at)
+
+    def container(self, value: Any, at: int) -> Any:
+        """A new dict or list with its position."""
+        self.positions[id(value)] = [at]
+        return value
+
     def read_workflow(self, nodes: List[KdlNode]) -> Dict[str, Any]:
         """The whole text."""
         workflow = self.container({}, 0)
         for node in nodes:
             self.add_node(workflow, 'workflow', node)
-        if 'jobs' not in workflow:      # in KDL an empty list has no form of its own
-            self.add(workflow, 'jobs', self.container([], 0), 0)
+        self.add_list(workflow, 'jobs', 0)      # in KDL an empty list has no form of its own
         return workflow
 
     def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
         """Put what a node says into the block that it stands in."""
+        at = node.offset
         if node.types:
-            self.fail(node.offset, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: '
-                                   'remove it')
-        field, form, inner_kind = self.find_form(kind, node.name, node.offset)
-        if form in ('value', 'list') and (node.props or node.has_block):
-            self.fail(node.offset, f'{node.name!r} takes values only, no properties and no {{ }} block')
-        if form not in ('list', 'items') and field in block:
-            self.fail(node.offset, f'{node.name!r} stands twice: remove one')
-        if form == 'list':
-            self.add_values(block, field, node)
-        elif form == 'items':
-            if field not in block:
-                self.add(block, field, self.container([], node.offset), node.offset)
-            self.add(block[field], None, self.read_block(inner_kind, node), node.offset)
-        elif form == 'block':
-            self.add(block, field, self.read_block(inner_kind, node), node.offset)
-        elif form == 'map' or form == 'json' and node.has_block:
-            self.add(block, field, self.read_map(node), node.offset)
+            self.fail(at, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: remove it')
+        field, shape, inner_kind = self.find_meaning(kind, node.name, at)
+        if shape in ('one', 'list') and (node.props or node.has_block):
+            self.fail(at, f'{node.name!r} takes values only, no properties and no {{ }} block')
+        if shape not in ('list', 'blocks') and field in block:
+            self.fail(at, f'{node.name!r} stands twice: remove one')
+        if shape == 'list':
+            if not node.args:
+                self.fail(at, f'{node.name!r} needs a value')
+            self.add_values(self.add_list(block, field, at), node)
+        elif shape == 'blocks':
+            self.add(self.add_list(block, field, at), None, self.read_block(inner_kind, node), at)
+        elif shape == 'block':
+            self.add(block, field, self.read_block(inner_kind, node), at)
+        elif shape == 'map' or shape == 'json' and node.has_block:
+            self.add(block, field, self.read_map(node), at)
         else:
             value = self.one_value(node)
-            self.add(block, field, self.read_data(node, value) if form == 'json' else value, node.offset)
+            self.add(block, field, self.read_data(node, value) if shape == 'json' else value, at)
 
-    def find_form(self, kind: str, name: str, at: int) -> Tuple[str, str, str]:
+    def find_meaning(self, kind: str, name: str, at: int) -> Tuple[str, str, str]:
         """What a name means inside a kind of block."""
         known = kdl_vocabulary(kind)
         if name not in known:
@@ -3562,18 +3523,15 @@ class KdlSpec(TextReader):
     def one_value(self, node: KdlNode) -> Any:
         """The only argument of a node."""
         if len(node.args) != 1:
-            self.fail(node.offsets.get(1, node.offset), f'{node.name!r} takes one value, here are '
-                                                        f'{len(node.args)}')
+            at = node.offsets.get(1, node.offset)
+            self.fail(at, f'{node.name!r} takes one value, here are {len(node.args)}')
         return node.args[0]
 
-    def add_values(self, block: Dict[str, Any], field: str, node: KdlNode) -> None:
-        """All arguments of a node, after those of earlier nodes with the same meaning."""
-        if not node.args:
-            self.fail(node.offset, f'{node.name!r} needs a value')
-        if field not in block:
-            self.add(block, field, self.container([], node.offset), node.offset)
+    def add_values(self, values: List[Any], node: KdlNode) -> List[Any]:
+        """The values, with all arguments of a node at their end."""
         for number, value in enumerate(node.args):
-            self.add(block[field], None, value, node.offsets[number])
+            self.add(values, None, value, node.offsets[number])
+        return values
 
     def read_block(self, kind: str, node: KdlNode) -> Dict[str, Any]:
         """A block of one kind: its name, properties and children."""
@@ -3586,8 +3544,7 @@ class KdlSpec(TextReader):
             self.add(block, 'name', node.args[0], node.offsets[0])
         for name, value in node.props.items():
             at = node.offsets[name]
-            _, form, _ = self.find_form(kind, name, at)
-            if form not in ('value', 'list', 'json'):
+            if self.find_meaning(kind, name, at)[1] not in ('one', 'list', 'json'):
                 self.fail(at, f'{name!r} cannot be a property: write it in the {{ }} block')
             self.add_node(block, kind, KdlNode(name, [value], {}, [], at, {0: at}, {}, False))
         for child in node.children:
@@ -3601,10 +3558,7 @@ class KdlSpec(TextReader):
         if not (node.has_block or node.props):
             if len(node.args) < 2:
                 return self.one_value(node)
-            values = self.container([], node.offset)
-            for number, value in enumerate(node.args):
-                self.add(values, None, value, node.offsets[number])
-            return values
+            return self.add_values(self.container([], node.offset), node)
         if node.args:
             self.fail(node.offsets[0], f'{node.name!r} takes either values or a {{ }} block')
         mapping = self.container({}, node.offset)
@@ -3623,9 +3577,9 @@ class KdlSpec(TextReader):
         try:
             return read_strict_json(value)
         except ValueError as error:
-            reason = getattr(error, 'msg', str(error))
-            return self.fail(node.offsets[0], f'{node.name!r} must hold JSON ({reason}): write text as '
-                                              '"\\"text\\""')
+            reason = getattr(error, 'msg', error)
+            return self.fail(node.offsets[0],
+                             f'{node.name!r} must hold JSON ({reason}): write text as "\\"text\\""')
 
 
 def load_kdl(text: str) -> Tuple[Any, str, Positions]:
@@ -3661,7 +3615,7 @@ class Document:
         return self.count_line(offsets[entry_number(container, key, len(offsets))])
 
     def count_line(self, offset: int) -> Tuple[int, int]:
-        """Like line_and_column, but counted from the last position on."""
+        """Offset -> line and column, both from 1; lines are counted from the last position on."""
         last, line = self._counted
         if offset >= last:
             line += self.text.count('\n', last, offset)
@@ -3696,8 +3650,7 @@ def decode_document(data: bytes, path: str) -> str:
             reason = f'the byte 0x{data[at]:02x} is not UTF-8: save the file as UTF-8'
     line_start = data.rfind(b'\n', 0, at) + 1
     column = len(data[line_start:at].decode('utf-8', 'replace')) + 1
-    problem = Problem(reason, data.count(b'\n', 0, at) + 1, column, path)
-    raise BadInput(str(problem), [problem])
+    raise problem_error(Problem(reason, data.count(b'\n', 0, at) + 1, column, path))
 
 
 def read_as(text: str, format: str, path: str) -> Document:
@@ -3705,11 +3658,9 @@ def read_as(text: str, format: str, path: str) -> Document:
     try:
         value, text, positions = READERS[format](text)
     except BadInput as error:
-        problem = error.problems[0]._replace(path=path)
-        raise BadInput(str(problem), [problem]) from None
+        raise problem_error(error.problems[0]._replace(path=path)) from None
     if value is None and format == 'yaml':
-        problem = Problem('the file holds no value, only blanks and comments', 1, 1, path)
-        raise BadInput(str(problem), [problem])
+        raise problem_error(Problem('the file holds no value, only blanks and comments', 1, 1, path))
     return Document(value, format, text, positions)
 
 
@@ -3731,7 +3682,7 @@ def read_document(data: bytes, path: str = '', format: str = '') -> Document:
             if (problem.line, problem.column) > (furthest.line, furthest.column):
                 message = f'not readable as JSON, JSON5, YAML or KDL; as {tried.upper()}: {problem.message}'
                 furthest = problem._replace(message=message)
-    raise BadInput(str(furthest), [furthest])
+    raise problem_error(furthest)
 
 
 # -------- reading --------
