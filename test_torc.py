@@ -1522,6 +1522,9 @@ class FormatsTest(unittest.TestCase):
         value = self.value('base: &b {cpus: 1, mem: 2g}\nx:\n  <<: *b\n  mem: 4g\ny: *b\n"<<": kept\n')
         self.assertEqual(value, {'base': {'cpus': 1, 'mem': '2g'}, 'x': {'mem': '4g', 'cpus': 1}, 'y': {'cpus': 1, 'mem': '2g'}, '<<': 'kept'})
 
+    def test_a_key_that_begins_like_a_merge_key_is_a_key(self):
+        self.assertEqual({'<<x': 1, 'a': {'<<y': 2}}, self.value('<<x: 1\na: {<<y: 2}\n'))
+
     def test_line_ends_and_byte_order_marks_do_not_matter(self):
         for path, text in (('w.yaml', 'a: 1\nb: |\n  x\n  y\n'), ('w.json', '{"a": 1,\n"b": "x\\ny\\n"}'), ('w.json5', '{a: 1,\nb: "x\\ny\\n"}')):
             for changed in (text, text.replace('\n', '\r\n'), '\ufeff' + text):
@@ -1568,6 +1571,7 @@ class FormatsTest(unittest.TestCase):
                                           '[ #a\n', '{a,', '//\n', '\r', '\t', 'a:b ', 'a: b ', 'a: b\n', 'a;', 'b=')]
         texts += [start + unit * many for start, unit in (('a: 1', '\n'), ('a: 1', ' '), ('a: "', '\\"'), ("a: '", "''"), ('a: ', '9'), ('{"a": ', '9'), ('a: 1.', '0'),
                                                          ('{a: 0x', 'f'), ('a: |\n', '  x\n'), ('a: >\n', '  x\n\n'), ('a """\n', '\\"'), ('a ', '#'), ('a #"""', '"'), ('a ', '\\'))]
+        texts += [f'a: {quote}x{" " * 5 * many}y{escape}\n z{quote}\n' for quote in '\'"' for escape in ('', '\\t')]
         texts += [laughs, tower, ''.join(' ' * i + 'a:\n' for i in range(500)), 'a: 1' + ' ' * many + 'b', '"' * many]
         for format in ('yaml', 'json5', 'kdl'):
             for text in texts:

@@ -1481,9 +1481,11 @@ TEXT_HEADER = Expression(r'([|>])(?:([1-9])([-+]?)|([-+])([1-9]?))?(?:[ \t]+#[^\
 ANCHOR = Expression(r'[&*][^\s,\[\]{}]+', re.ASCII)
 TAG = Expression(r'!(?:<[^>\s]*>|[^\s,\[\]{}]*)', re.ASCII)
 UNDENTED = Expression(r'\n( *)(?=[^ \n])(?!\t*\n)')
-LINE_FOLD = Expression(r'[ \t]*\n[ \t\n]*')
+# From the first of several blanks on, or many of them would take quadratic time; an escaped one is text.
+LINE_FOLD = Expression(r'(?<![ \t])[ \t]*\n[ \t\n]*')
 YAML_ESCAPE = Expression(
-    r'[ \t]*\n[ \t\n]*|\\(?:\n[ \t\n]*|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))', re.DOTALL)
+    r'(?:(?<![ \t])|(?<=\\[ \t]))[ \t]*\n[ \t\n]*'
+    r'|\\(?:\n[ \t\n]*|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))', re.DOTALL)
 YAML_ESCAPES = {
     '0': '\0', 'a': '\a', 'b': '\b', 't': '\t', '\t': '\t', 'n': '\n', 'v': '\v', 'f': '\f', 'r': '\r',
     'e': '\x1b', ' ': ' ', '"': '"', '/': '/', '\\': '\\', 'N': '\x85', '_': '\xa0', 'L': '\u2028',
@@ -1963,7 +1965,7 @@ class YamlReader(YamlText):
             self.fail(at, 'wrong indentation: this line is indented more than the key that it should line up '
                           'with')
         self.depth -= 1
-        if merge_at >= 0 and '<<' in mapping:
+        if merge_at >= 0:
             self.merge(mapping, merge_at, offsets)
         return mapping
 
@@ -2001,6 +2003,8 @@ class YamlReader(YamlText):
 
     def merge(self, mapping: Dict[Any, Any], at: int, offsets: List[int]) -> None:
         """'<<: *other' takes over the entries that the mapping does not have itself."""
+        if '<<' not in mapping:     # but a key that begins so
+            return
         number = list(mapping).index('<<')
         del offsets[number + 1]
         value = mapping.pop('<<')
@@ -3425,8 +3429,8 @@ def is_pending_block(where: str) -> bool:
 
 # -------- kdl: nodes -> spec --------
 #
-# KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the shape of
-# the field's type:
+# KDL has nodes where YAML has fields and lists. Which field a node becomes, and how, follows from the shape
+# of the field's type:
 #     one      one argument; stands once
 #     list     all arguments of all such nodes
 #     map      a block with any names inside, or one value
@@ -3491,8 +3495,9 @@ class KdlSpec(TextReader):
         """Put what a node says into the block that it stands in."""
         at = node.offset
         if node.types:
-            self.fail(at, f'a type such as ({next(iter(node.types.values()))}) has no meaning here: remove it')
-        field, shape, inner_kind = self.find_meaning(kind, node.name, at)
+            word = next(iter(node.types.values()))
+            self.fail(at, f'a type such as ({word}) has no meaning here: remove it')
+        field, shape, inner = self.find_meaning(kind, node.name, at)
         if shape in ('one', 'list') and (node.props or node.has_block):
             self.fail(at, f'{node.name!r} takes values only, no properties and no {{ }} block')
         if shape not in ('list', 'blocks') and field in block:
@@ -3502,9 +3507,9 @@ class KdlSpec(TextReader):
                 self.fail(at, f'{node.name!r} needs a value')
             self.add_values(self.add_list(block, field, at), node)
         elif shape == 'blocks':
-            self.add(self.add_list(block, field, at), None, self.read_block(inner_kind, node), at)
+            self.add(self.add_list(block, field, at), None, self.read_block(inner, node), at)
         elif shape == 'block':
-            self.add(block, field, self.read_block(inner_kind, node), at)
+            self.add(block, field, self.read_block(inner, node), at)
         elif shape == 'map' or shape == 'json' and node.has_block:
             self.add(block, field, self.read_map(node), at)
         else:
