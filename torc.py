@@ -1480,6 +1480,11 @@ KEY_COLON = Expression(r'[ \t]*:(?=[ \t\n])')
 TEXT_HEADER = Expression(r'([|>])(?:([1-9])([-+]?)|([-+])([1-9]?))?(?:[ \t]+#[^\n]*|[ \t]*)\n')
 ANCHOR = Expression(r'[&*][^\s,\[\]{}]+', re.ASCII)
 TAG = Expression(r'!(?:<[^>\s]*>|[^\s,\[\]{}]*)', re.ASCII)
+# Blank lines, and the indentation of the line after them.
+TEXT_START = Expression(r'((?: *\n)*)( *)')
+CONTINUATION = Expression(r'(?:[ \t]*\n)+( *)[ \t]*')
+# A line of a '>' block that is joined with the one after it, unless one of them is indented more.
+FOLDED_LINE = Expression(r'^([^ \t\n].*)\n(\n*)(?=[^ \t\n])', re.MULTILINE)
 UNDENTED = Expression(r'\n( *)(?=[^ \n])(?!\t*\n)')
 # From the first of several blanks on, or many of them would take quadratic time; an escaped one is text.
 LINE_FOLD = Expression(r'(?<![ \t])[ \t]*\n[ \t\n]*')
@@ -1535,26 +1540,6 @@ def fold_break(match: 're.Match') -> str:
     """One line break becomes a blank; of several, all but the first stay."""
     breaks = match.group().count('\n')
     return ' ' if breaks == 1 else '\n' * (breaks - 1)
-
-
-def fold_lines(lines: List[str]) -> str:
-    """The text of a '>' block: lines are joined, but for blank ones and those that are indented more."""
-    folded = []
-    was_indented, blank = None, 0
-    for line in lines:
-        if not line:
-            blank += 1
-            continue
-        is_indented = line[0] in ' \t'
-        if was_indented is None:
-            folded.append('\n' * blank)
-        elif is_indented or was_indented:
-            folded.append('\n' * (blank + 1))
-        else:
-            folded.append('\n' * blank or ' ')
-        folded.append(line)
-        was_indented, blank = is_indented, 0
-    return ''.join(folded)
 
 
 class Properties(Row):
@@ -1707,90 +1692,59 @@ class YamlText(TextReader):
         if not PLAIN_START.match(text, at):
             self.fail(at, f'text that starts with {text[at]} must be in quotes')
         match = PLAIN_LINE.match(text, at)
-        parts = [match.group()]
-        while True:
+        while match:
             end = match.end()
             after = BLANKS.match(text, end).end()
             if text[after] == ':':
                 self.fail(after, NOT_HERE)
             # A comment ends a plain text even if the next line looks like more of it.
-            following = -1 if text[after] == '#' else self.find_continuation(after, parent)
-            if following < 0:
+            more = CONTINUATION.match(text, after)
+            following = more.end() if more else len(text)
+            if following >= len(text) or len(more.group(1)) <= parent or text[following] == '#':
                 break
-            match = PLAIN_LINE.match(text, following)
-            if not match:
-                self.fail(following, NOT_HERE)
-            parts.append('\n' * (text.count('\n', after, following) - 1) or ' ')
-            parts.append(match.group())
+            match = PLAIN_LINE.match(text, following) or self.fail(following, NOT_HERE)
         self.skip_lines(text.index('\n', end) + 1)
-        self.plain_text = ''.join(parts)
-        return self.number(at, parse_plain, self.plain_text)
+        return self.plain_value(at, end)
 
-    def find_continuation(self, line_end: int, parent: int) -> int:
-        """Where a plain text goes on after a line's end, or -1."""
-        text = self.text
-        at = line_end
-        while at < len(text) and text[at] == '\n':
-            start = at + 1
-            indent = SPACES.match(text, start).end() - start
-            at = BLANKS.match(text, start).end()
-        return -1 if at >= len(text) or indent <= parent or text[at] == '#' else at
+    def plain_value(self, at: int, end: int) -> Any:
+        """The value of an unquoted text."""
+        self.plain_text = LINE_FOLD.sub(fold_break, self.text[at:end])
+        return self.number(at, parse_plain, self.plain_text)
 
     def read_text_block(self, at: int, parent: int) -> str:
         """A literal | or folded > text."""
-        match = TEXT_HEADER.match(self.text, at)
+        text, match = self.text, TEXT_HEADER.match(self.text, at)
         if not match:
             self.fail(at, 'only an indentation digit, - or + may follow | or >; the text begins on the next '
                           'line; put text that starts with | or > in quotes')
         digit, chomp = match.group(2) or match.group(5), match.group(3) or match.group(4)
-        if digit:
-            indent = max(parent, 0) + int(digit)
-        else:
-            indent = self.find_text_indent(match.end(), parent)
-        lines, end = self.read_text_lines(match.end(), indent, parent)
-        count = len(lines)
-        while lines and not lines[-1]:
-            lines.pop()
-        value = '\n'.join(lines) if match.group(1) == '|' else fold_lines(lines)
-        if chomp != '-' and lines:
-            value += '\n'
-        if chomp == '+':
-            value += '\n' * (count - len(lines))
+        indent = max(parent, 0) + int(digit) if digit else self.find_text_indent(match.end(), parent)
+        lines = re.compile('(?:(?: {%d}[^\n]*| *)\n)*' % indent).match(text, match.end())
+        end = lines.end()
+        after = SPACES.match(text, end).end()
+        if after < len(text):
+            if text[after] == '\t':
+                self.fail(after, TAB_INDENT)
+            if parent < after - end < indent and text[after] != '#' and lines.group():
+                self.fail(end, 'this line is indented less than the text that it belongs to')
+        value = re.sub('(?m)^ {0,%d}' % indent, '', lines.group())
+        kept = value.rstrip('\n')
+        ends = {'-': '', '+': value[len(kept):], None: '\n' if kept else ''}
+        if match.group(1) == '>':
+            kept = FOLDED_LINE.sub(lambda line: line.group(1) + (line.group(2) or ' '), kept)
         self.skip_lines(end)
         self.plain_text = None
-        return value
+        return kept + ends[chomp or None]
 
     def find_text_indent(self, start: int, parent: int) -> int:
         """Indentation of a text block: that of its first line which is not blank."""
-        text, widest = self.text, 0
-        while start < len(text):
-            at = SPACES.match(text, start).end()
-            if text[at] != '\n':
-                if at - start <= parent:
-                    break
-                if widest > at - start:
-                    self.fail(start, 'a blank line above has more spaces than this first line of the text')
-                return at - start
-            widest, start = max(widest, at - start), at + 1
-        return max(widest, parent + 1)
-
-    def read_text_lines(self, start: int, indent: int, parent: int) -> Tuple[List[str], int]:
-        """The lines of a text block without their indentation, and the offset of the line after it."""
-        text, lines = self.text, []
-        match_line = re.compile(' {%d}([^\n]*)\n| *\n' % indent).match
-        while start < len(text):
-            match = match_line(text, start)
-            if not match:
-                break
-            lines.append(match.group(1) or '')
-            start = match.end()
-        at = SPACES.match(text, start).end()
-        if at < len(text):
-            if text[at] == '\t':
-                self.fail(at, TAB_INDENT)
-            if parent < at - start < indent and text[at] != '#' and lines:
-                self.fail(start, 'this line is indented less than the text that it belongs to')
-        return lines, start
+        match = TEXT_START.match(self.text, start)
+        indent, widest = len(match.group(2)), max(map(len, match.group(1).split('\n')))
+        if match.end() >= len(self.text) or indent <= parent:
+            return max(widest, parent + 1)
+        if widest > indent:
+            self.fail(match.start(2), 'a blank line above has more spaces than this first line of the text')
+        return indent
 
     def read_quoted(self, at: int, parent: int) -> Tuple[str, int]:
         """Text in quotes, perhaps on several lines, and the offset after it."""
@@ -1903,14 +1857,19 @@ class YamlReader(YamlText):
 
     def read_block(self, at: int, column: int, parent: int, outer: Properties = NO_PROPERTIES) -> Any:
         """A value that begins a line."""
-        if self.is_indicator(at, '-'):
-            return self.read_sequence(at, column)
-        if self.is_indicator(at, '?'):
-            return self.read_mapping(at, column)
-        key = self.read_key(at)
-        if key:
-            return self.read_mapping(at, column, key)
-        return self.read_value(at, parent, outer=outer)
+        collection = self.read_collection(at, at, column)
+        return self.read_value(at, parent, outer=outer) if collection is None else collection
+
+    def read_collection(self, at: int, first: int, column: int) -> Any:
+        """A sequence or mapping that begins at `first`, None if none does. Blanks stand after `at`."""
+        is_sequence = self.is_indicator(first, '-')
+        is_explicit = not is_sequence and self.is_indicator(first, '?')
+        key = None if is_sequence or is_explicit else self.read_key(first)
+        if not (is_sequence or is_explicit or key):
+            return None
+        if '\t' in self.text[at:first]:
+            self.fail(at, TAB_INDENT)
+        return self.read_sequence(first, column) if is_sequence else self.read_mapping(first, column, key)
 
     def read_sequence(self, at: int, column: int) -> List[Any]:
         """Items '- value' at one column."""
@@ -2052,11 +2011,16 @@ class YamlReader(YamlText):
         character = text[first]
         if character == '\n' or character == '#' and text[first - 1] in ' \t\n':
             self.end_line(first if character == '\n' else first - 1, first)
-            return self.read_below(parent, after_key, properties)
+            if self.column > parent:
+                return self.read_block(self.at, self.column, parent, properties)
+            if after_key and self.column == parent and self.is_indicator(self.at, '-'):
+                return self.read_sequence(self.at, self.column)
+            self.plain_text = ''
+            return None
         if compact >= 0:
-            is_collection, value = self.read_compact(at, first, compact)
-            if is_collection:
-                return value
+            collection = self.read_collection(at, first, first - compact)
+            if collection is not None:
+                return collection
         elif self.is_indicator(first, '-'):
             self.fail(first, "a list item ('- ') must start on a line of its own")
         if character in '|>':
@@ -2066,28 +2030,6 @@ class YamlReader(YamlText):
             self.end_line(end, first)
             return value
         return self.read_plain(first, parent)
-
-    def read_compact(self, at: int, first: int, line: int) -> Tuple[bool, Any]:
-        """A collection that begins on the line of its parent's '- ', '? ' or ': '."""
-        is_sequence, is_explicit = self.is_indicator(first, '-'), self.is_indicator(first, '?')
-        key = None if is_sequence or is_explicit else self.read_key(first)
-        if not (is_sequence or is_explicit or key):
-            return False, None
-        if '\t' in self.text[at:first]:
-            self.fail(at, TAB_INDENT)
-        column = first - line
-        read = self.read_sequence(first, column) if is_sequence else self.read_mapping(first, column, key)
-        return True, read
-
-    def read_below(self, parent: int, after_key: bool, properties: Properties) -> Any:
-        """A value that starts on a following line, or none."""
-        at, column = self.at, self.column
-        if column > parent:
-            return self.read_block(at, column, parent, properties)
-        if after_key and column == parent and self.is_indicator(at, '-'):
-            return self.read_sequence(at, column)
-        self.plain_text = ''
-        return None
 
     # -------- flow collections --------
 
@@ -2119,7 +2061,7 @@ class YamlReader(YamlText):
         if character in '"\'':
             value, end = self.read_quoted(start, parent)
         elif character in '[{':
-            value, end = (self.read_flow_list if character == '[' else self.read_flow_mapping)(start, parent)
+            value, end = self.read_flow_collection(start, parent)
         elif character == '*':
             match = ANCHOR.match(text, start)
             if not match or properties.at:
@@ -2140,8 +2082,7 @@ class YamlReader(YamlText):
             self.fail(at, f'unexpected {text[at]!r} inside [ ] or {{ }}; put text that starts with it in '
                           'quotes')
         match = FLOW_LINE.match(text, at)
-        parts = [match.group()]
-        while True:
+        while match:
             end = match.end()
             after = BLANKS.match(text, end).end()
             if text[after] in '{[':
@@ -2152,61 +2093,45 @@ class YamlReader(YamlText):
             following = self.skip_flow_space(after, parent)
             is_other = text[following] in ',[]{}' or '#' in text[after:following]
             match = None if is_other else FLOW_LINE.match(text, following)
-            if not match:
-                break
-            parts.append('\n' * (text.count('\n', after, following) - 1) or ' ')
-            parts.append(match.group())
-        self.plain_text = ''.join(parts)
-        return self.number(at, parse_plain, self.plain_text), end
+        return self.plain_value(at, end), end
 
-    def read_flow_list(self, at: int, parent: int) -> Tuple[List[Any], int]:
-        """[a, b: c, ...]"""
-        text, items = self.text, []     # type: str, List[Any]
-        offsets = self.enter(at, items)
-        at = self.skip_flow_space(at + 1, parent)
-        while text[at] != ']':
-            offsets.append(at)
-            start = at
-            key, value, at, is_pair = self.read_flow_entry(at, parent, True)
-            if is_pair:
-                pair = {self.check_key(start, key): value}
-                self.positions[id(pair)] = [start, start]
-                items.append(pair)
-            else:
-                items.append(key)
-            if text[at] == ',':
-                at = self.skip_flow_space(at + 1, parent)
-            elif text[at] != ']':
-                self.fail(at, f"expected ',' or ']' in a list, found {text[at]!r}")
-        self.depth -= 1
-        return items, at + 1
-
-    def read_flow_mapping(self, at: int, parent: int) -> Tuple[Dict[Any, Any], int]:
-        """{a: b, c, ...}"""
-        text, mapping = self.text, {}   # type: str, Dict[Any, Any]
-        offsets = self.enter(at, mapping)
+    def read_flow_collection(self, at: int, parent: int) -> Tuple[Any, int]:
+        """[a, b: c, ...] or {a: b, c, ...}"""
+        text, is_list = self.text, self.text[at] == '['
+        values = [] if is_list else {}      # type: Any
+        closing, what = (']', 'list') if is_list else ('}', 'mapping')
+        offsets = self.enter(at, values)
         merge_at = -1
         at = self.skip_flow_space(at + 1, parent)
-        while text[at] != '}':
+        while text[at] != closing:
             start = at
-            key, value, at, is_pair = self.read_flow_entry(at, parent, False)
-            if self.check_key(start, key) in mapping:
-                self.fail_duplicate(start, key)
-            if not is_pair and re.match(r'[\w.-]+:(?!//)', text[start:start + 200]):
-                self.fail(start, f'{key!r} would be a key without a value: '
-                                 'a blank is missing after the colon, or put it in quotes')
-            if text.startswith('<<', start):
-                merge_at = start
+            key, value, at, is_pair = self.read_flow_entry(at, parent, is_list)
             offsets.append(start)
-            mapping[key] = value
+            if is_list and is_pair:
+                values.append({self.check_key(start, key): value})
+                self.positions[id(values[-1])] = [start, start]
+            elif is_list:
+                values.append(key)
+            else:
+                self.check_flow_key(start, key, values, is_pair)
+                merge_at = start if text.startswith('<<', start) else merge_at
+                values[key] = value
             if text[at] == ',':
                 at = self.skip_flow_space(at + 1, parent)
-            elif text[at] != '}':
-                self.fail(at, f"expected ',' or '}}' in a mapping, found {text[at]!r}")
+            elif text[at] != closing:
+                self.fail(at, f"expected ',' or '{closing}' in a {what}, found {text[at]!r}")
         self.depth -= 1
         if merge_at >= 0:
-            self.merge(mapping, merge_at, offsets)
-        return mapping, at + 1
+            self.merge(values, merge_at, offsets)
+        return values, at + 1
+
+    def check_flow_key(self, at: int, key: Any, mapping: Dict[Any, Any], is_pair: bool) -> None:
+        """Keys are scalars and stand once; 'a:b' was meant as a pair."""
+        if self.check_key(at, key) in mapping:
+            self.fail_duplicate(at, key)
+        if not is_pair and re.match(r'[\w.-]+:(?!//)', self.text[at:at + 200]):
+            self.fail(at, f'{key!r} would be a key without a value: '
+                          'a blank is missing after the colon, or put it in quotes')
 
     def read_flow_entry(self, at: int, parent: int, in_list: bool) -> Tuple[Any, Any, int, bool]:
         """One entry inside brackets: key (or lone value), value, the offset after it, and if it is a pair."""
