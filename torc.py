@@ -1796,37 +1796,30 @@ class YamlText(TextReader):
         """A key on one line and the offset after its colon; None where the line holds no key."""
         text = self.text
         properties, start = self.read_properties(at)
-        if text[start] == '\n':
-            return None
-        readers = {'"': self.read_quoted_key, "'": self.read_quoted_key, '*': self.read_alias_key}
-        read = readers.get(text[start])
+        character = text[start]
         self.plain_text = None
-        if read:
-            found = read(start, properties)
+        if character in '"\'':
+            match = (DOUBLE_QUOTED if character == '"' else SINGLE_QUOTED).match(text, start)
+            # One that spans lines is no key.
+            match = match if match and '\n' not in match.group() else None
+            colon = match and KEY_COLON.match(text, match.end())
+            key = colon and self.unquote(start, match.group(1))
+        elif character == '*':
+            match = ANCHOR.match(text, start)
+            colon = match and properties is NO_PROPERTIES and KEY_COLON.match(text, match.end())
+            key = colon and self.check_key(start, self.find_alias(start, match.group()))
         elif self.is_indicator(start, ':'):
-            found = (None, start + 1)
+            colon, key = KEY_COLON.match(text, start), None
             self.plain_text = ''
         else:
-            match = PLAIN_KEY.match(text, start)
-            self.plain_text = match.group(1) if match else None
-            found = match and (self.number(start, parse_plain, match.group(1)), match.end())
-        if not found:
+            colon = PLAIN_KEY.match(text, start)
+            self.plain_text = colon and colon.group(1)
+            key = colon and self.number(start, parse_plain, self.plain_text)
+        if not colon:
             return None
-        if found[1] - start > 1024:
+        if colon.end() - start > 1024:
             self.fail(start, 'a key of more than 1024 characters')
-        return self.apply_properties(properties, found[0]), found[1]
-
-    def read_quoted_key(self, at: int, _: Properties) -> Optional[Tuple[str, int]]:
-        """A key in quotes; one that spans lines is no key."""
-        match = (DOUBLE_QUOTED if self.text[at] == '"' else SINGLE_QUOTED).match(self.text, at)
-        colon = match and '\n' not in match.group() and KEY_COLON.match(self.text, match.end())
-        return (self.unquote(at, match.group(1)), colon.end()) if colon else None
-
-    def read_alias_key(self, at: int, properties: Properties) -> Optional[Tuple[Any, int]]:
-        """'*name :' as a key."""
-        match = ANCHOR.match(self.text, at)
-        colon = match and properties is NO_PROPERTIES and KEY_COLON.match(self.text, match.end())
-        return (self.check_key(at, self.find_alias(at, match.group())), colon.end()) if colon else None
+        return self.apply_properties(properties, key), colon.end()
 
     def check_key(self, at: int, key: Any) -> Any:
         """Keys are scalars."""
@@ -1911,7 +1904,17 @@ class YamlReader(YamlText):
         while True:
             simple = match_simple(text, at)
             if simple and len(simple.group(4)) <= column:
-                self.read_simple_entry(mapping, simple)
+                name, quoted, plain, indent = simple.groups()
+                key = YAML_WORDS.get(name, name)
+                if key in mapping:
+                    self.fail_duplicate(at, key)
+                if plain is None:
+                    mapping[key] = quoted
+                elif plain[0] in SURELY_TEXT:
+                    mapping[key] = plain.rstrip(' \t')
+                else:
+                    mapping[key] = self.number(simple.start(3), parse_plain, plain.rstrip(' \t'))
+                self.at, self.column = simple.end(), len(indent)
             else:
                 if text.startswith('<<', at):
                     merge_at = at
@@ -1927,20 +1930,6 @@ class YamlReader(YamlText):
         if merge_at >= 0:
             self.merge(mapping, merge_at, offsets)
         return mapping
-
-    def read_simple_entry(self, mapping: Dict[Any, Any], simple: 're.Match') -> None:
-        """An entry that stands on one line, already matched together with the next line's indentation."""
-        name, quoted, plain, indent = simple.groups()
-        key = YAML_WORDS.get(name, name)
-        if key in mapping:
-            self.fail_duplicate(simple.start(), key)
-        if plain is None:
-            mapping[key] = quoted
-        elif plain[0] in SURELY_TEXT:
-            mapping[key] = plain.rstrip(' \t')
-        else:
-            mapping[key] = self.number(simple.start(3), parse_plain, plain.rstrip(' \t'))
-        self.at, self.column = simple.end(), len(indent)
 
     def read_entry(self, mapping: Dict[Any, Any], at: int, column: int,
                    known: Optional[Tuple[Any, int]]) -> None:
