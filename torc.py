@@ -1347,11 +1347,16 @@ class Float(float):
     raw = ''
 
 
-def parse_whole(text: str, digits: str = '', base: int = 10) -> int:
-    """A whole number; `digits` is its text without sign, prefix and separators, where it has such."""
+def check_length(text: str) -> None:
+    """Refuse a number that would take long to read."""
     if len(text) > MAX_NUMBER_CHARACTERS:
         raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant '
                          'as text')
+
+
+def parse_whole(text: str, digits: str = '', base: int = 10) -> int:
+    """A whole number; `digits` is its text without sign, prefix and separators, where it has such."""
+    check_length(text)
     value = int(digits or text, base)
     if digits and text[0] == '-':
         value = -value
@@ -1360,9 +1365,7 @@ def parse_whole(text: str, digits: str = '', base: int = 10) -> int:
 
 def parse_fraction(text: str) -> float:
     """A decimal number with a fraction or an exponent."""
-    if len(text) > MAX_NUMBER_CHARACTERS:
-        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant '
-                         'as text')
+    check_length(text)
     value = float(text)
     return value if repr(value) == text else keep_source(Float(value), text)
 
@@ -2264,10 +2267,8 @@ class Json5Reader(TextReader):
     def read_value(self, at: int) -> Tuple[Any, int]:
         """A value and the offset after it."""
         character = self.text[at:at + 1]
-        if character == '{':
-            return self.read_object(at)
-        if character == '[':
-            return self.read_array(at)
+        if character and character in '{[':
+            return self.read_container(at)
         if character and character in '"\'':
             return self.read_string(at)
         match = JSON5_NUMBER.match(self.text, at)
@@ -2303,56 +2304,48 @@ class Json5Reader(TextReader):
 
     def unescape(self, start: int, value: str) -> str:
         """Text with its escapes replaced; two halves of a surrogate pair become one character."""
-        value = JSON5_ESCAPE.sub(lambda match: self.replace_escape(start, match), value)
+        def replace(match: Any) -> str:
+            byte, code, character, unknown = match.groups()
+            if unknown:
+                self.fail(start + match.start(), f'unknown escape \\{unknown}: write \\\\ for a backslash')
+            return JSON5_ESCAPES.get(character, character) if character else chr(int(byte or code, 16))
+        value = JSON5_ESCAPE.sub(replace, value)
         if SURROGATE.search(value):
             value = value.encode('utf-16', 'surrogatepass').decode('utf-16', 'surrogatepass')
         return value
 
-    def replace_escape(self, start: int, match: 're.Match') -> str:
-        """What one escape stands for."""
-        byte, code, character, unknown = match.groups()
-        if unknown:
-            self.fail(start + match.start(), f'unknown escape \\{unknown}: write \\\\ for a backslash')
-        return JSON5_ESCAPES.get(character, character) if character else chr(int(byte or code, 16))
-
-    def read_object(self, at: int) -> Tuple[Dict[str, Any], int]:
-        """{key: value, ...}"""
-        result = {}     # type: Dict[str, Any]
+    def read_container(self, at: int) -> Tuple[Any, int]:
+        """{key: value, ...} or [value, ...]"""
+        is_object = self.text[at] == '{'
+        result = {} if is_object else []    # type: Any
+        closing = '}' if is_object else ']'
         offsets, at = self.enter(at, result), self.skip_space(at + 1)
-        while self.text[at:at + 1] != '}':
-            start = at
-            key, at = self.read_name(at)
-            if key in result:
-                self.fail(start, f'duplicate key {key!r}: remove one, or rename it')
-            offsets.append(start)
-            at = self.skip_space(at)
-            if self.text[at:at + 1] != ':':
-                self.fail(at, f"expected ':' after the key {key!r}")
-            result[key], at = self.read_value(self.skip_space(at + 1))
-            at = self.skip_comma(at, '}')
-        self.depth -= 1
-        return result, at + 1
-
-    def read_array(self, at: int) -> Tuple[List[Any], int]:
-        """[value, ...]"""
-        result = []     # type: List[Any]
-        offsets, at = self.enter(at, result), self.skip_space(at + 1)
-        while self.text[at:at + 1] != ']':
+        while self.text[at:at + 1] != closing:
             offsets.append(at)
+            if is_object:
+                key, at = self.read_key(at, result)
             value, at = self.read_value(at)
-            result.append(value)
-            at = self.skip_comma(at, ']')
+            if is_object:
+                result[key] = value
+            else:
+                result.append(value)
+            at = self.skip_space(at)
+            if self.text[at:at + 1] == ',':
+                at = self.skip_space(at + 1)
+            elif self.text[at:at + 1] != closing:
+                self.fail(at, f"expected ',' or '{closing}'")
         self.depth -= 1
         return result, at + 1
 
-    def skip_comma(self, at: int, closing: str) -> int:
-        """After an entry: a comma, or the closing bracket, which stays."""
+    def read_key(self, start: int, known: Dict[str, Any]) -> Tuple[str, int]:
+        """A key that is not known yet, and the offset of its value."""
+        key, at = self.read_name(start)
+        if key in known:
+            self.fail(start, f'duplicate key {key!r}: remove one, or rename it')
         at = self.skip_space(at)
-        if self.text[at:at + 1] == ',':
-            return self.skip_space(at + 1)
-        if self.text[at:at + 1] != closing:
-            self.fail(at, f"expected ',' or '{closing}'")
-        return at
+        if self.text[at:at + 1] != ':':
+            self.fail(at, f"expected ':' after the key {key!r}")
+        return key, self.skip_space(at + 1)
 
     def read_name(self, at: int) -> Tuple[str, int]:
         """A key: text in quotes, or a name."""
@@ -2394,42 +2387,31 @@ def read_strict_json(text: str) -> Any:
     return value
 
 
-def load_json(text: str) -> Tuple[Any, str, Positions]:
-    """The value of a JSON text. Places are found later, if they are asked for."""
+def load_json(text: str, is_json5: bool = False) -> Tuple[Any, str, Positions]:
+    """The value of a JSON or JSON5 text. Most JSON5 is plain JSON too, which the library reads much faster;
+    its positions are found later, if they are asked for."""
     text = normal_text(text)
     try:
         return read_strict_json(text), text, {}
     except ValueError as error:
         reason, at = getattr(error, 'msg', str(error)), getattr(error, 'pos', 0)
-    Json5Reader(text).read()        # raises for almost all, with the place and the cure
-    raise problem_at(text, min(at, len(text) - 1), f'this is JSON5, not JSON ({reason}): name the file '
-                                                   '.json5')
-
-
-def load_json5(text: str) -> Tuple[Any, str, Positions]:
-    """The value of a JSON5 text. Most are plain JSON too, which the standard library reads much faster."""
-    text = normal_text(text)
-    try:
-        return read_strict_json(text), text, {}
-    except ValueError:
-        reader = Json5Reader(text)
-        return reader.read(), text, reader.positions
+    reader = Json5Reader(text)
+    value = reader.read()       # raises for almost all, with the position and the cure
+    if not is_json5:
+        raise problem_at(text, min(at, len(text) - 1),
+                         f'this is JSON5, not JSON ({reason}): name the file .json5')
+    return value, text, reader.positions
 
 
 def find_json_positions(text: str, value: Any) -> Positions:
     """The positions of a value that the standard library has read: both are walked side by side."""
     reader = Json5Reader(text)
-    pairs = [(value, reader.read())]
-    positions = {}      # type: Positions
-    while pairs:
-        mine, other = pairs.pop()
-        if isinstance(mine, dict):
-            pairs.extend(zip(mine.values(), other.values()))
-        elif isinstance(mine, list):
-            pairs.extend(zip(mine, other))
-        else:
-            continue
-        positions[id(mine)] = reader.positions[id(other)]
+    pairs, positions = [(value, reader.read())], {}
+    for mine, other in pairs:       # grows while it is walked
+        if isinstance(mine, (dict, list)):
+            positions[id(mine)] = reader.positions[id(other)]
+            is_list = isinstance(mine, list)
+            pairs += zip(mine, other) if is_list else zip(mine.values(), other.values())
     return positions
 
 
@@ -3510,7 +3492,7 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
 
 # -------- any file --------
 
-READERS = {'json': load_json, 'json5': load_json5, 'yaml': load_yaml, 'kdl': load_kdl, 'toml': load_toml}
+READERS = {'json': load_json, 'json5': functools.partial(load_json, is_json5=True), 'yaml': load_yaml, 'kdl': load_kdl, 'toml': load_toml}
 TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not say, as Torc tries them
 
 
