@@ -2460,6 +2460,7 @@ KDL_BREAK = '(?:\r\n|[\r\n\x0b\x0c\x85\u2028\u2029])'
 KDL_BLANKS = re.compile(KDL_BLANK + '+')
 KDL_LINE_END = re.compile(KDL_BREAK)
 KDL_COMMENT = Expression('//[^\r\n\x0b\x0c\x85\u2028\u2029]*')
+KDL_NODE_END = Expression('[;}]|//|\\Z|' + KDL_BREAK)
 KDL_COMMENT_MARK = Expression(r'/\*|\*/')
 KDL_FORBIDDEN = Expression(
     '[\x00-\x08\x0e-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
@@ -2475,7 +2476,7 @@ KDL_KEYWORDS = {
     'true': True, 'false': False, 'null': None, 'inf': math.inf, '-inf': -math.inf, 'nan': math.nan}
 KDL_QUOTED = Expression(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 KDL_LONG_QUOTED = Expression(r'"""([^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""', re.DOTALL)
-KDL_RAW_START = Expression(r'r?(#*)"')
+KDL_RAW_START = Expression(r'r?(#*)((?<=#)"""|")')
 KDL_ESCAPE = Expression(rf'\\(?:u\{{([0-9A-Fa-f]{{1,6}})\}}|((?:{KDL_BLANK}|{KDL_BREAK})+)|(.))', re.DOTALL)
 KDL_SPACE_ESCAPE = Expression(rf'\\(\\|(?:{KDL_BLANK}|{KDL_BREAK})+)')
 KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b', 'f': '\f', 's': ' '}
@@ -2500,7 +2501,7 @@ class KdlReader(TextReader):
         super().__init__(text)
         self.lax = lax
 
-    def skip_space(self, at: int, over_lines: bool) -> int:
+    def skip_space(self, at: int, over_lines: bool, over_joints: bool = True) -> int:
         """White space, comments and continued lines; line ends too where asked."""
         text = self.text
         while True:
@@ -2511,7 +2512,7 @@ class KdlReader(TextReader):
                 at = match.end()
             elif text.startswith('/*', at):
                 at = self.skip_comment(at)
-            elif text.startswith('\\', at):
+            elif over_joints and text.startswith('\\', at):
                 at = self.skip_continuation(at)
             else:
                 return at
@@ -2527,15 +2528,7 @@ class KdlReader(TextReader):
 
     def skip_continuation(self, start: int) -> int:
         """A backslash that joins the next line to this one."""
-        at = start + 1
-        while True:     # not skip_space: a file of backslashes must not recurse
-            match = KDL_BLANKS.match(self.text, at)
-            if match:
-                at = match.end()
-            elif self.text.startswith('/*', at):
-                at = self.skip_comment(at)
-            else:
-                break
+        at = self.skip_space(start + 1, False, False)   # a file of backslashes must not recurse
         comment = KDL_COMMENT.match(self.text, at)
         at = comment.end() if comment else at
         match = KDL_LINE_END.match(self.text, at)
@@ -2581,9 +2574,12 @@ class KdlReader(TextReader):
                 if has_block and not is_dropped:
                     self.fail(at, 'a node can have only one { } block')
                 has_block, is_after_block = has_block or not is_dropped, True
-                end = self.read_block(node, at, is_dropped)
+                children, end = self.read_nodes(at + 1, True)
+                end += 1
+                if not is_dropped:
+                    node.children.extend(children)
                 continue
-            if not is_dropped and self.is_node_end(at):
+            if not is_dropped and KDL_NODE_END.match(text, at):
                 break
             if is_after_block:
                 self.fail(at, 'values must come before the { } block')
@@ -2591,19 +2587,6 @@ class KdlReader(TextReader):
                 self.fail(at, f'expected a blank before {text[at:at + 1]!r}')
             end = self.read_entry(node, at, is_dropped)
         return node._replace(has_block=has_block), at + text.startswith(';', at)
-
-    def is_node_end(self, at: int) -> bool:
-        """Does a node end here?"""
-        text = self.text
-        is_end = at >= len(text) or text[at] in ';}' or text.startswith('//', at)
-        return is_end or bool(KDL_LINE_END.match(text, at))
-
-    def read_block(self, node: KdlNode, at: int, is_dropped: bool) -> int:
-        """{ children }"""
-        children, end = self.read_nodes(at + 1, True)
-        if not is_dropped:
-            node.children.extend(children)
-        return end + 1
 
     def read_entry(self, node: KdlNode, at: int, is_dropped: bool) -> int:
         """One argument or property of a node."""
@@ -2689,19 +2672,11 @@ class KdlReader(TextReader):
         match = KDL_RAW_START.match(self.text, at)
         if not match:
             self.fail(at, 'after # comes true, false, null, inf, -inf, nan or a raw text in quotes')
-        hashes, start = match.group(1), match.end()
-        is_long = bool(hashes) and self.text.startswith('""', start)
-        is_long = is_long and not self.text.startswith('"' + hashes, start)
-        closing = ('"""' if is_long else '"') + hashes
-        start += 2 if is_long else 0
+        start, closing = match.end(), match.group(2) + match.group(1)
         end = self.text.find(closing, start)
         if end < 0:
             self.fail(at, f'the raw text is not closed: {closing} is missing')
-        value = self.text[start:end]
-        if is_long:
-            value = self.dedent(start, value, False)
-        elif not self.lax:
-            self.check_one_line(at, value)
+        value = self.finish_text(at, start, self.text[start:end], match.group(2) == '"""')
         return value, end + len(closing)
 
     def read_quoted(self, at: int) -> Tuple[str, int]:
@@ -2710,19 +2685,19 @@ class KdlReader(TextReader):
         match = (KDL_LONG_QUOTED if is_long else KDL_QUOTED).match(self.text, at)
         if not match:
             self.fail(at, 'text in quotes is not closed')
-        value, start = match.group(1), match.start(1)
-        if is_long:
-            value = self.dedent(start, value, True)
-        elif not self.lax:
-            self.check_one_line(at, KDL_SPACE_ESCAPE.sub('', value))
+        start = match.start(1)
+        value = self.finish_text(at, start, match.group(1), is_long, True)
         if '\\' in value:
             value = KDL_ESCAPE.sub(lambda escape: self.unescape(start, escape), value)
         return value, match.end()
 
-    def check_one_line(self, at: int, value: str) -> None:
-        """KDL 2 wants three quotes around text with line breaks."""
-        if KDL_LINE_END.search(value):
+    def finish_text(self, at: int, start: int, value: str, is_long: bool, has_escapes: bool = False) -> str:
+        """What stands between the quotes at `at`. KDL 2 wants three of them around several lines."""
+        if is_long:
+            return self.dedent(start, value, has_escapes)
+        if not self.lax and KDL_LINE_END.search(KDL_SPACE_ESCAPE.sub('', value) if has_escapes else value):
             self.fail(at, 'text in quotes must be closed on the same line: use """ for several lines')
+        return value
 
     def dedent(self, start: int, value: str, has_escapes: bool) -> str:
         """The lines between three quotes, without the indentation of the closing ones."""
