@@ -839,11 +839,11 @@ def parse_integer(text: str) -> int:
 JSON_INTEGER = None if hasattr(sys, 'get_int_max_str_digits') else parse_integer
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, parse_int: Any = JSON_INTEGER, parse_float: Any = None) -> Any:
     """Strict JSON -> value. ValueError for what RFC 8259 forbids, duplicate keys, or too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant,
-                          parse_int=JSON_INTEGER)
+                          parse_int=parse_int, parse_float=parse_float)
     except RecursionError:
         raise ValueError('nested too deeply') from None
 
@@ -2373,12 +2373,8 @@ def nested_too_deeply(value: Any) -> bool:
 
 
 def read_strict_json(text: str) -> Any:
-    """JSON by the standard library, with our numbers and limits. ValueError without a useful place."""
-    try:
-        value = json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant,
-                           parse_int=parse_whole, parse_float=parse_finite)
-    except RecursionError:
-        raise ValueError('nested too deeply') from None
+    """JSON by the standard library, with our numbers and limits. ValueError without a useful position."""
+    value = parse_json(text, parse_whole, parse_finite)
     if nested_too_deeply(value):
         raise ValueError('nested too deeply')
     # The library lets half of a surrogate pair through, which no file, database or terminal takes later.
@@ -3467,7 +3463,8 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
 
 # -------- any file --------
 
-READERS = {'json': load_json, 'json5': functools.partial(load_json, is_json5=True), 'yaml': load_yaml, 'kdl': load_kdl, 'toml': load_toml}
+READERS = {'json': load_json, 'json5': functools.partial(load_json, is_json5=True), 'yaml': load_yaml,
+           'kdl': load_kdl, 'toml': load_toml}
 TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not say, as Torc tries them
 
 
@@ -3600,7 +3597,9 @@ class SpecContext:
 
 
 class Block(dict):
-    """The given fields of one block, read. `raw` is the block in the document, for places."""
+    """The given fields of one block, read. `raw` is the block in the document, for positions."""
+
+    __slots__ = ('context', 'where', 'raw', 'entry', 'owner')       # made sooner: a spec may have 100,000
 
     def __init__(self, context: SpecContext, where: str, raw: Any = None, entry: Any = '',
                  owner: Optional['Block'] = None) -> None:
@@ -3821,12 +3820,13 @@ UNKNOWN = Axis(('?',), 1)       # placeholder for a parameter with a mistake, so
 def expand_values(value: Any, directory: str = '', limit: int = MAX_INSTANCES) -> List[Value]:
     """Values of one parameter as a spec has it. ValueError for none, or for more than the limit."""
     if isinstance(value, str):
-        return expand_value_text(value.strip(), directory, limit)
-    if isinstance(value, list):
-        if not value:
-            raise ValueError('has no values: an empty list makes no instance')
-        return [native_value(item) for item in check_count(value, limit)]
-    return [native_value(value)]
+        values = expand_value_text(value.strip(), directory, limit)
+    else:
+        values = [native_value(item) for item in (value if isinstance(value, list) else [value])]
+    if not values:
+        raise ValueError('has no values: an empty list makes no instance')
+    check_instances(len(values), limit)
+    return values
 
 
 def native_value(value: Any) -> Value:
@@ -3848,21 +3848,15 @@ def expand_value_text(text: str, directory: str, limit: int) -> List[Value]:
     if not text:
         raise ValueError("is empty: write '' in a list, [''], for one empty text")
     if text[0] == '@':
-        return check_count(read_value_list(text[1:].strip(), directory), limit)
+        return read_value_list(text[1:].strip(), directory)
     if text[0] == '{' and text[-1] == '}':
         inner = text[1:-1].strip()
         if ':' not in inner or ',' in inner:
             raise ValueError(f"'{shorten(text)}' is not a list of values: write [a, b], or 1:10 for a range")
         text = inner
     if text[0] == '[' and text[-1] == ']':
-        return check_count(split_value_list(text), limit)
+        return split_value_list(text)
     return expand_range(text, limit) if ':' in text else [parse_value(text)]
-
-
-def check_count(values: List[Any], limit: int) -> List[Any]:
-    """The values; ValueError above the limit."""
-    check_instances(len(values), limit)
-    return values
 
 
 def check_instances(count: int, limit: int) -> None:
@@ -3886,11 +3880,7 @@ def parse_value(text: str) -> Value:
 
 def split_value_list(text: str) -> List[Value]:
     """'[1, a, "b,c"]' -> values. Quotes protect commas and keep numbers text."""
-    inner = text[1:-1].strip()
-    if not inner:
-        raise ValueError('has no values: an empty list makes no instance')
-    values: List[Value] = []
-    position = 0
+    inner, values, position = text[1:-1].strip(), [], 0
     while position < len(inner):
         match = LIST_ITEM.match(inner, position)
         position = match.end()
@@ -4122,6 +4112,8 @@ REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*
 class Expansion:
     """One template block and its instances. Problems are reported once per template."""
 
+    __slots__ = ('block', 'instances', 'count', 'shared', 'columns')
+
     def __init__(self, block: Block, instances: Instances = NO_PARAMETERS,
                  shared: Iterable[str] = ()) -> None:
         self.block = block
@@ -4276,6 +4268,7 @@ RELATED = (
     ('user_data', 'input',  'input_user_data',  'input_user_data_regexes'),
     ('user_data', 'output', 'output_user_data', 'output_user_data_regexes'),
 )
+RELATION_FIELDS = frozenset(field for row in RELATED for field in row[2:])
 
 
 class Planner:
@@ -4387,20 +4380,17 @@ class Planner:
 
     def find(self, expansion: Expansion, noun: str, names: Column, key: str) -> Column:
         """Column of names -> column of indexes; None if a name is unknown, which is reported."""
-        if type(names) is Varying:
-            found = Varying(map(self.names[noun].get, names))
-            unknown = [name for name, index in zip(names, found) if index is None] if None in found else []
-        else:
-            found = self.names[noun].get(names)
-            unknown = [names] if found is None else []
-        if unknown:
-            self.report_unknown(expansion, noun, unknown, key)
-        return None if unknown else found
+        found = each(self.names[noun].get, names)
+        unknown = None in found if type(found) is Varying else found is None
+        if not unknown:
+            return found
+        if not self.context.is_partial:
+            pairs = zip(spread(names, 1), spread(found, 1))
+            self.report_unknown(expansion, noun, [name for name, index in pairs if index is None], key)
+        return None
 
     def report_unknown(self, expansion: Expansion, noun: str, unknown: List[str], key: str) -> None:
-        """A name that is declared nowhere."""
-        if self.context.is_partial:
-            return
+        """Names that are declared nowhere."""
         hint = self.context.suggest(unknown[0], self.names[noun])
         if not hint and PARAMETER.search(unknown[0]):
             hint = '; a template cannot be named: name its instances, or match them with a regular expression'
@@ -4467,11 +4457,12 @@ class Planner:
         if 'invocation_script' in block:
             script = self.command(expansion, 'invocation_script', tokens)
         env = expansion.json(block['env'], 'env') if block.get('env') else None
-        related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
-                   if tokens or given in block or regexes in block else ()
-                   for noun, way, given, regexes in RELATED]
+        related = [()] * len(RELATED)
+        if tokens or not RELATION_FIELDS.isdisjoint(block):
+            related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
+                       for noun, way, given, regexes in RELATED]
         columns = (names, command, script, env, self.job_class(expansion),
-                   self.intern(related[0], self.sets, sort=True),
+                   each(self.dependency_set, related[0]),
                    self.named(expansion, 'failure_handler', 'failure_handler'),
                    block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'),
                    *related[1:])
@@ -4530,9 +4521,9 @@ class Planner:
         scheduler = self.named(expansion, 'slurm_scheduler', 'scheduler')
         labels = self.labels(expansion)
         if labels and 'scheduler' in block:
-            expansion.block.error('a job with labels cannot name a scheduler: remove one', 'scheduler')
-        columns = (resources, block.value('priority'), scheduler, labels)
-        return self.intern(side_by_side(columns), self.job_classes)
+            block.error('a job with labels cannot name a scheduler: remove one', 'scheduler')
+        rows = side_by_side((resources, block.value('priority'), scheduler, labels))
+        return each(lambda row: self.job_classes.setdefault(row, len(self.job_classes)), rows)
 
     def named(self, expansion: Expansion, noun: str, key: str) -> Column:
         """Column of indexes (or None) for a field that holds one name."""
@@ -4559,13 +4550,9 @@ class Planner:
             expansion.block.error(str(error), 'labels')
             return None
 
-    def intern(self, column: Column, store: Dict[Tuple[Any, ...], int], sort: bool = False) -> Column:
-        """Column of tuples -> column of their numbers in a store; the empty set of prerequisites has none."""
-        def number(row: Tuple[Any, ...]) -> Optional[int]:
-            if sort:
-                row = tuple(sorted(row))
-            return store.setdefault(row, len(store)) if row else None
-        return each(number, column)
+    def dependency_set(self, members: Tuple[int, ...]) -> Optional[int]:
+        """Number of a set of prerequisites; None for the empty one."""
+        return self.sets.setdefault(tuple(sorted(members)), len(self.sets)) if members else None
 
     def job_block(self, index: int) -> Block:
         """The template of a job."""
@@ -4644,11 +4631,11 @@ def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int
 
 def check_fit(planner: Planner, skip_checks: bool) -> None:
     """Jobs whose resources fit no scheduler would wait for ever. Without the checks it is a warning."""
-    schedulers = planner.workflow.get('slurm_schedulers', [])
-    first_jobs: Dict[int, int] = {}
-    for index, job in enumerate(planner.jobs if schedulers else ()):
-        first_jobs.setdefault(job.kind, index)
-    for kind, (resources, _, scheduler, _) in enumerate(planner.job_classes if schedulers else ()):
+    schedulers = planner.workflow.get('slurm_schedulers')
+    if not schedulers:
+        return
+    first_jobs = {job.kind: index for index, job in reversed(list(enumerate(planner.jobs)))}
+    for kind, (resources, _, scheduler, _) in enumerate(planner.job_classes):
         if resources is not None:
             requirements = planner.workflow['resource_requirements'][resources]
             candidates = schedulers if scheduler is None else [schedulers[scheduler]]
@@ -4985,18 +4972,19 @@ def raise_problems(context: SpecContext, summary: Dict[str, Any]) -> None:
 
 
 def summarize(planner: Planner) -> Dict[str, Any]:
-    """What `create --dry-run` tells about a spec."""
+    """What `create --dry-run` shows of a spec."""
     workflow = planner.workflow
-    schedulers, actions = workflow.get('slurm_schedulers', []), workflow.get('actions', [])
+    jobs, files, requirements, schedulers, actions = (workflow.get(name, ()) for name in (
+        'jobs', 'files', 'resource_requirements', 'slurm_schedulers', 'actions'))
     return {
         'workflow_name': workflow.get('name', ''),
         'workflow_description': workflow.get('description'),
         'job_count': len(planner.jobs),
-        'job_count_before_expansion': len(workflow.get('jobs', [])),
+        'job_count_before_expansion': len(jobs),
         'file_count': len(planner.files),
-        'file_count_before_expansion': len(workflow.get('files', [])),
+        'file_count_before_expansion': len(files),
         'user_data_count': len(planner.user_data),
-        'resource_requirements_count': len(workflow.get('resource_requirements', [])),
+        'resource_requirements_count': len(requirements),
         'slurm_scheduler_count': len(schedulers),
         'action_count': len(actions),
         'has_schedule_nodes_action': any(action.get('action_type') == 'schedule_nodes' for action in actions),
