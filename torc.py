@@ -789,9 +789,7 @@ def find_cycles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]],
 
     Depth first, and without recursion: a chain may be as long as a workflow has jobs.
     """
-    cycles: List[List[Any]] = []
-    done: Set[Any] = set()
-    reported: Set[Any] = set()
+    cycles, done, reported = [], set(), set()
     for start in nodes:
         trail, ahead = ([], []) if start in done else ([start], [iter(waits_for(start))])
         on_trail = set(trail)
@@ -1618,11 +1616,12 @@ class YamlText(TextReader):
         """Anchor and tag before a value, in any order; and the offset of what follows them."""
         text, start, anchor, tag = self.text, at, '', ''
         while text[at] in '&!':
-            match = (ANCHOR if text[at] == '&' else TAG).match(text, at)
-            if not match or (anchor if text[at] == '&' else tag):
+            is_anchor = text[at] == '&'
+            match = (ANCHOR if is_anchor else TAG).match(text, at)
+            if not match or (anchor if is_anchor else tag):
                 self.fail(at, 'only one anchor and one tag may stand here; put text that starts with & or ! '
                               'in quotes')
-            if text[at] == '&':
+            if is_anchor:
                 anchor = match.group()[1:]
             else:
                 tag = match.group()
@@ -2416,21 +2415,22 @@ def find_json_positions(text: str, value: Any) -> Positions:
 def load_toml(text: str) -> Tuple[Any, str, Positions]:
     """The value of a TOML text, by the standard library; it tells no places. Dates become text."""
     if tomllib is None:
-        version = '.'.join(str(number) for number in sys.version_info[:2])
+        version = '.'.join(map(str, sys.version_info[:2]))
         raise problem_at(text, 0, f'TOML needs Python 3.11 or newer, this is {version}: write YAML, JSON5 or '
                                   'KDL')
     text = normal_text(text)
     try:
         value = tomllib.loads(text, parse_float=parse_fraction)
+        is_too_deep = nested_too_deeply(value)
     except RecursionError:
-        raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep') from None
+        is_too_deep = True
     except ValueError as error:
         place = re.search(r'\(at line ([0-9]+), column ([0-9]+)\)', str(error))
         lines = text.split('\n')
         number, column = map(int, place.groups()) if place else (len(lines), len(lines[-1]) + 1)
         offset = sum(len(line) + 1 for line in lines[:number - 1]) + column - 1
         raise problem_at(text, offset, f'TOML: {error}') from None
-    if nested_too_deeply(value):
+    if is_too_deep:
         raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep')
     return plain_dates(value), text, {}
 
@@ -3184,8 +3184,8 @@ def parse_regex(text: str) -> Any:
 class Type(Row):
     """How a field is read."""
     words: str                                  # for help and messages
-    shape: str                                  # 'one', 'list', 'map', 'block' or 'blocks'
-    read: Optional[Callable[[Any], Any]] = None     # one value or item
+    read: Optional[Callable[[Any], Any]]        # one value or item; None: a block
+    shape: str = 'one'                          # or 'list', 'map', 'block', 'blocks'
     block: str = ''                             # key of BLOCKS
     key: Optional[Callable[[Any], str]] = None  # of a map
 
@@ -3193,57 +3193,56 @@ class Type(Row):
 read_variable_name = read_only(lambda text: IDENTIFIER.match(text), 'a name of letters, digits and _')
 
 TYPES = {
-    'text':           Type('text', 'one', read_text),
-    'name':           Type('name', 'one', read_name),
+    'text':           Type('text', read_text),
+    'name':           Type('name', read_name),
     # `true` does nothing on purpose.
-    'command':        Type('text', 'one', read_filled(': write true for a job that does nothing')),
-    'path':           Type('text', 'one', read_filled()),
-    'texts':          Type('list of text', 'list', read_text),
-    'names':          Type('list of names', 'list', read_name),
-    'regexes':        Type('list of regular expressions', 'list', read_text),
-    'bool':           Type('true or false', 'one', read_bool),
-    'number':         Type('number', 'one', read_number),
-    'count':          Type('whole number, 0 or more', 'one', functools.partial(read_integer, least=0)),
-    'positive':       Type('whole number, 1 or more', 'one', functools.partial(read_integer, least=1)),
-    'code':           Type('exit code', 'one', functools.partial(read_integer, most=2 ** 31 - 1)),
+    'command':        Type('text', read_filled(': write true for a job that does nothing')),
+    'path':           Type('text', read_filled()),
+    'texts':          Type('list of text', read_text, 'list'),
+    'names':          Type('list of names', read_name, 'list'),
+    'regexes':        Type('list of regular expressions', read_text, 'list'),
+    'bool':           Type('true or false', read_bool),
+    'number':         Type('number', read_number),
+    'count':          Type('whole number, 0 or more', functools.partial(read_integer, least=0)),
+    'positive':       Type('whole number, 1 or more', functools.partial(read_integer, least=1)),
+    'code':           Type('exit code', functools.partial(read_integer, most=2 ** 31 - 1)),
     # 8 bits: wait(2); below 0 a signal.
-    'codes':          Type('list of exit codes', 'list', functools.partial(read_integer, most=255)),
-    'json':           Type('any value', 'one', read_json),
-    'metadata':       Type('mapping', 'one', read_metadata),
-    'env':            Type('mapping of text', 'map', read_text, '', read_variable_name),
-    'variables':      Type('mapping of text', 'map', read_text, '', read_variable_name),
+    'codes':          Type('list of exit codes', functools.partial(read_integer, most=255), 'list'),
+    'json':           Type('any value', read_json),
+    'metadata':       Type('mapping', read_metadata),
+    'env':            Type('mapping of text', read_text, 'map', '', read_variable_name),
+    'variables':      Type('mapping of text', read_text, 'map', '', read_variable_name),
     # Their values are checked when they are expanded.
-    'parameters':     Type('mapping of values', 'map',
+    'parameters':     Type('mapping of values',
                            lambda value: read_text(value) if isinstance(value, str) else value,
-                           '', read_name),
+                           'map', '', read_name),
     # A boolean is a switch.
-    'slurm_defaults': Type('mapping of text', 'map',
+    'slurm_defaults': Type('mapping of text',
                            lambda value: value if isinstance(value, bool) else read_text(value),
-                           '', read_name),
-    'memory':         Type('memory', 'one', read_normalized(normalize_memory)),
-    'duration':       Type('duration', 'one', read_normalized(normalize_duration)),
-    'seconds':        Type('seconds, or a duration', 'one', read_span('seconds', 1, 0)),
-    'interval':       Type('seconds, or a duration', 'one', read_span('seconds', 1, 1)),
-    'minutes':        Type('minutes, or a duration', 'one', read_span('minutes', 60, 0)),
-    'walltime':       Type('Slurm time, or a duration', 'one', read_normalized(normalize_walltime)),
-    'slurm_memory':   Type('Slurm memory', 'one', read_normalized(normalize_slurm_memory)),
-    'signal':         Type('signal', 'one',
+                           'map', '', read_name),
+    'memory':         Type('memory', read_normalized(normalize_memory)),
+    'duration':       Type('duration', read_normalized(normalize_duration)),
+    'seconds':        Type('seconds, or a duration', read_span('seconds', 1, 0)),
+    'interval':       Type('seconds, or a duration', read_span('seconds', 1, 1)),
+    'minutes':        Type('minutes, or a duration', read_span('minutes', 60, 0)),
+    'walltime':       Type('Slurm time, or a duration', read_normalized(normalize_walltime)),
+    'slurm_memory':   Type('Slurm memory', read_normalized(normalize_slurm_memory)),
+    'signal':         Type('signal',
                            read_only(is_signal, 'the name of a signal, such as SIGTERM or SIGUSR1')),
-    'srun_signal':    Type('signal', 'one', read_only(lambda text: SRUN_SIGNAL.match(text),
-                                                      'a signal such as TERM@120')),
-    'mpi':            Type('kind of MPI', 'one', read_only(lambda text: MPI_KIND.match(text),
-                                                           'a kind of MPI such as pmix')),
-    'stdio_map':      Type('mapping of stdio', 'map', None, 'stdio', read_name),
+    'srun_signal':    Type('signal', read_only(lambda text: SRUN_SIGNAL.match(text),
+                                               'a signal such as TERM@120')),
+    'mpi':            Type('kind of MPI', read_only(lambda text: MPI_KIND.match(text),
+                                                    'a kind of MPI such as pmix')),
+    'stdio_map':      Type('mapping of stdio', None, 'map', 'stdio', read_name),
 }
-TYPES.update((name, Type('|'.join(choices), 'one',
-                         read_only(choices.__contains__, f"one of {', '.join(choices)}", choices)))
-             for name, choices in (
-                 ('mode', EXECUTION_MODES), ('stdio_mode', STDIO_MODES), ('granularity', GRANULARITIES),
-                 ('parameter_mode', ('product', 'zip')), ('trigger', TRIGGERS), ('action_type', ACTION_TYPES),
-                 ('scheduler_type', ('slurm', 'local'))))
+CHOICES = {
+    'mode': EXECUTION_MODES, 'stdio_mode': STDIO_MODES, 'granularity': GRANULARITIES, 'trigger': TRIGGERS,
+    'action_type': ACTION_TYPES, 'parameter_mode': ('product', 'zip'), 'scheduler_type': ('slurm', 'local')}
+TYPES.update((name, Type('|'.join(words), read_only(words.__contains__, f"one of {', '.join(words)}", words)))
+             for name, words in CHOICES.items())
 # Those of blocks have the names of BLOCKS; in brackets: of a list of such blocks.
-TYPES.update((block, Type('mapping', 'block', None, block)) for block in BLOCKS)
-TYPES.update((f'[{block}]', Type('list', 'blocks', None, block)) for block in BLOCKS)
+TYPES.update((block, Type('mapping', None, 'block', block)) for block in BLOCKS)
+TYPES.update((f'[{block}]', Type('list', None, 'blocks', block)) for block in BLOCKS)
 
 FIELDS_OF = {where: {field.name: field for field in FIELDS if field.where == where} for where in BLOCKS}
 REQUIRED_OF = {where: [name for name, field in fields.items() if field.default is REQUIRED]
@@ -3571,11 +3570,10 @@ class SpecContext:
         self.document = document
         self.directory = directory          # that tables, lists and inputs are relative to
         self.max_instances = max_instances
-        self.problems: List[Problem] = []
-        self.warnings: List[Problem] = []
-        self.pending: List[Problem] = []    # fields that are not carried out yet; the message is their name
-        self.variables: Dict[str, str] = {}
-        self.tables: Dict[str, 'Instances'] = {}    # by path
+        self.problems, self.warnings = [], []   # of Problem
+        self.pending = []           # fields that are not carried out yet; the message is their name
+        self.variables = {}         # name -> text
+        self.tables = {}            # path -> Instances
         self.is_partial = False     # some names are not known, because of a mistake elsewhere
         self.suggestions_left = 50          # each compares a word with all names: not for 100,000 wrong ones
 
@@ -4120,7 +4118,7 @@ class Expansion:
         self.instances = instances
         self.count = instances.count
         self.shared = shared        # names of the workflow's parameters, to be used only if the block says so
-        self.columns: Dict[Tuple[str, str, bool], Varying] = {}     # by parameter, format and is_regex
+        self.columns = {}           # by parameter, format and is_regex
 
     def text(self, template: str, key: str, is_regex: bool = False) -> Column:
         """Column of a text. Values that go into a regular expression are escaped."""
@@ -4193,21 +4191,21 @@ def format_values(values: Sequence[Any], spec: str) -> List[str]:
     return [format_value(value, spec) for value in values]
 
 
-INSTANCE_SOURCES = frozenset(('parameters', 'use_parameters', 'parameters_file', 'use_parameters_file'))
+INSTANCE_SOURCES = ('parameters_file', 'use_parameters_file', 'parameters', 'use_parameters')
 
 
 def find_instances(block: Block, workflow: Block) -> Instances:
     """Which instances a block makes: by its own and the used parameters, by a table, or just one."""
-    if INSTANCE_SOURCES.isdisjoint(block):       # nearly always, and sooner known
+    if block.keys().isdisjoint(INSTANCE_SOURCES):       # nearly always, and sooner known
         return NO_PARAMETERS
-    tables = [name for name in ('parameters_file', 'use_parameters_file') if block.get(name)]
-    if not tables and not block.get('parameters') and not block.get('use_parameters'):
+    sources = [name for name in INSTANCE_SOURCES if block.get(name)]
+    if not sources:
         return NO_PARAMETERS
     try:
-        if not tables:
+        if sources[0] not in ('parameters_file', 'use_parameters_file'):
             return find_combinations(block, workflow)
         others = [name for name in ('parameters', 'parameter_mode', 'use_parameters') if name in block]
-        others += tables[1:]
+        others += [name for name in sources[1:] if name == 'use_parameters_file']
         if others:
             raise ValueError(f'a table cannot be combined with {others[0]}')
         path = block.get('parameters_file') or workflow.get('parameters_file')
@@ -4215,8 +4213,7 @@ def find_instances(block: Block, workflow: Block) -> Instances:
             raise ValueError('use_parameters_file needs parameters_file in the workflow')
         return find_table(block.context, path)
     except ValueError as error:
-        sources = tables + ['parameters', 'use_parameters']
-        block.error(str(error), next(name for name in sources if name in block))
+        block.error(str(error), sources[0])
         block.context.is_partial = True
         homes = (block.get('parameters', ()), block.get('use_parameters', ()), workflow.get('parameters', ()))
         return Instances(1, dict.fromkeys(itertools.chain(*homes), UNKNOWN))
@@ -4277,20 +4274,20 @@ class Planner:
     def __init__(self, context: SpecContext, workflow: Block) -> None:
         self.context = context
         self.workflow = workflow
-        self.names: Dict[str, Dict[str, int]] = {}      # 'job', 'file', ... -> name -> index
-        self.files: List[Dict[str, Any]] = []
-        self.user_data: List[Dict[str, Any]] = []
-        self.jobs: List[PlannedJob] = []
-        self.stdio: Dict[str, Dict[str, Any]] = {}      # by job name
-        self.sets: Dict[Tuple[int, ...], int] = {}      # dependency sets
-        self.job_classes: Dict[Tuple[Any, ...], int] = {}
-        self.class_columns: Dict[Tuple[Any, ...], Column] = {}       # by the fields as they are written
-        self.matches: Dict[Tuple[str, str], Tuple[int, ...]] = {}   # (noun, regex) -> indexes
-        self.sorted_names: Dict[str, List[str]] = {}
-        self.templates: List[Block] = []                # of jobs
-        self.starts: List[int] = []                     # index of each template's first job
-        self.shared = set(workflow.get('parameters', {}))           # that a template may use, if it says so
-        self.declared = set(self.shared)                # names of all parameters
+        self.names = {}             # 'job', 'file', ... -> name -> index
+        self.files = []             # records of the plan's body
+        self.user_data = []         # the same
+        self.jobs = []              # of PlannedJob
+        self.stdio = {}             # by job name
+        self.sets = {}              # dependency set, as sorted indexes -> its number
+        self.job_classes = {}       # (resources, priority, scheduler, labels) -> its number
+        self.class_columns = {}     # column of their numbers, by the fields as they are written
+        self.matches = {}           # (noun, regular expression) -> indexes of the names in which it is found
+        self.sorted_names = {}      # noun -> names, to find those with one beginning
+        self.templates = []         # blocks of jobs
+        self.starts = []            # index of each template's first job
+        self.shared = set(workflow.get('parameters', {}))       # that a template may use, if it says so
+        self.declared = set(self.shared)                        # names of all parameters
 
     def expand(self, where: str) -> List[Tuple[Expansion, Column]]:
         """Expand the names of all blocks of a kind, and index them."""
@@ -4451,7 +4448,7 @@ class Planner:
     def plan_job(self, expansion: Expansion, names: Column) -> None:
         """One template's jobs."""
         block, count = expansion.block, expansion.count
-        tokens: Dict[Tuple[str, str], List[Column]] = {}
+        tokens = {}     # (noun, 'input' or 'output') -> columns of the indexes that commands name
         command = self.command(expansion, 'command', tokens)
         script = None
         if 'invocation_script' in block:
@@ -4475,8 +4472,7 @@ class Planner:
         template = expansion.block.get(key, '')
         if '${' not in template:
             return expansion.text(template, key)
-        pieces: List[Column] = []
-        position = 0
+        pieces, position = [], 0
         for match in RELATION.finditer(template):
             pieces.append(expansion.text(template[position:match.start()], key))
             noun = 'file' if match.group(1) == 'files' else 'user_data'
@@ -4568,7 +4564,7 @@ LISTS = {TYPES[field.type].block: name
 
 def check_producers(planner: Planner) -> None:
     """A file has one producer; and one path has one record, since jobs are linked by record."""
-    producers: Dict[str, int] = {}
+    producers = {}      # path -> index of the job that writes it
     for index, job in enumerate(planner.jobs):
         for file in job.output_files:
             first = producers.setdefault(planner.files[file]['path'], index)
@@ -4576,7 +4572,7 @@ def check_producers(planner: Planner) -> None:
                 name, other = shorten(planner.files[file]['name']), shorten(planner.jobs[first].name)
                 planner.job_block(index).error(f"file '{name}' is written by both '{other}' and "
                                                f"'{shorten(job.name)}': give each its own file")
-    paths: Dict[str, str] = {}
+    paths = {}          # path -> name of the first file that has it
     for file in planner.files:
         other = paths.setdefault(file['path'], file['name'])
         if other != file['name']:
@@ -4612,21 +4608,23 @@ def check_cycles(planner: Planner) -> None:
         planner.job_block(members[0]).error(f"waits for itself: {' -> '.join(shown + names[:1])}")
 
 
+def relation_keys(files: Iterable[int], user_data: Iterable[int]) -> List[Tuple[str, int]]:
+    """What a job reads or writes, as pairs of 'file' or 'user_data' and its index."""
+    return [('file', index) for index in files] + [('user_data', index) for index in user_data]
+
+
 def input_keys(job: PlannedJob) -> List[Tuple[str, int]]:
     """What a job reads."""
-    keys = [('file', file) for file in job.input_files]
-    return keys + [('user_data', record) for record in job.input_user_data]
+    return relation_keys(job.input_files, job.input_user_data)
 
 
 def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int]]:
     """('file' or 'user_data', index) -> jobs that write it."""
-    producers: Dict[Tuple[str, int], List[int]] = {}
+    producers = collections.defaultdict(list)
     for index, job in enumerate(jobs):
-        for file in job.output_files:
-            producers.setdefault(('file', file), []).append(index)
-        for record in job.output_user_data:
-            producers.setdefault(('user_data', record), []).append(index)
-    return producers
+        for key in relation_keys(job.output_files, job.output_user_data):
+            producers[key].append(index)
+    return dict(producers)
 
 
 def check_fit(planner: Planner, skip_checks: bool) -> None:
@@ -4731,16 +4729,18 @@ def check_identifiers(planner: Planner) -> None:
     outputs = {file for job in planner.jobs for file in job.output_files}
     inputs = {file for job in planner.jobs for file in job.input_files}
     paths = {file['path']: index for index, file in enumerate(files)}
-    seen: Dict[str, str] = {}
+    seen = {}       # identifier -> name of its file
     for index, file in enumerate(files):
         if 'identifier' in file:
-            error = identifier_error(file['identifier'], seen, paths.get(file['identifier'], index) != index)
             if not planner.workflow.value('enable_ro_crate'):
                 error = 'needs enable_ro_crate: true in the workflow'
             elif index in outputs:
                 error = 'is for input files only, and a job writes this one'
             elif index not in inputs and 'st_mtime' not in file:
                 error = 'is for input files only, and no job reads this one'
+            else:
+                is_path = paths.get(file['identifier'], index) != index
+                error = identifier_error(file['identifier'], seen, is_path)
             if error:
                 planner.workflow.error(f"file '{shorten(file['name'])}': identifier {error}", 'files')
             seen[file['identifier']] = file['name']
@@ -5018,7 +5018,7 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
     Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is
     ready.
     """
-    shared: Dict[FrozenSet[int], List[int]] = {}    # a frozenset that many jobs share is hashed once
+    shared = {}     # a frozenset that many jobs share is hashed once
     for index, members in enumerate(prerequisites):
         shared.setdefault(frozenset(members), []).append(index)
     groups = order_groups([(sorted(members), indexes) for members, indexes in shared.items()])
@@ -5048,7 +5048,7 @@ def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[i
     Those that never become ready are left out.
     """
     missing = [len(members) for members, _ in groups]
-    waiting: Dict[int, List[int]] = {}
+    waiting = {}    # job -> numbers of the groups that wait for it
     for number, (members, _) in enumerate(groups):
         for index in members:
             waiting.setdefault(index, []).append(number)
@@ -5064,8 +5064,7 @@ def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[i
 
 def name_events(order: Sequence[Sequence[int]], job_names: Sequence[str]) -> List[str]:
     """Ids of events as Torc makes them, each once."""
-    ids: Dict[str, int] = {}
-    numbers: Dict[str, int] = {}    # stem -> the last one that it was given
+    ids, numbers = {}, {}       # stem -> the last one that it was given
     for members in order:
         names = [job_names[index] for index in members]
         prefix = os.path.commonprefix(names).rstrip('_0123456789')
