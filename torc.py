@@ -382,9 +382,9 @@ COMMAND_NOT_FOUND = 127             # POSIX shell
 
 # ======== 2. Errors: what a user or caller can cause or cure ========
 #
-# One root and six kinds, told apart by what the caller does next. A TorcError is printed as its message,
+# One root and six kinds, distinguished by what the caller does next. A TorcError is printed as its message,
 # never as a traceback; everything else that is raised is a bug. A message says what is wrong, with value and
-# place, then the cure.
+# position, then the cure.
 
 
 class TorcError(Exception):
@@ -465,7 +465,7 @@ def absent(message: str) -> Unreachable:
 #
 # Small functions that know nothing of workflows. parse_X and format_X are inverse to each other where both
 # exist. Their errors are ValueErrors with a message that names the value and the form that is wanted; callers
-# add the place.
+# add the position.
 #
 # Memory, durations and walltimes are stored and sent in Torc's forms, which parse_memory, parse_duration and
 # parse_walltime read. What else people write (8GB, 30m, 1:00:00) is rewritten at the edge, by normalize_X.
@@ -709,16 +709,13 @@ def format_elapsed(value_s: float) -> str:
     return f'{whole // 86400}d {whole // 3600 % 24:02d}h'
 
 
-def escape_character(match: 're.Match') -> str:
-    """A character as Python writes it in texts: \\x1b, \\u202e."""
-    return ('\\x%02x' if match.group() < '\u0100' else '\\u%04x') % ord(match.group())
-
-
 def printable(text: str) -> str:
     """Text from a job, file or client, made safe for a terminal, a log line or a table."""
     if text.isprintable():      # nearly always, and sooner known
         return text
-    return UNPRINTABLE.sub(escape_character, text)
+    # As Python writes characters in texts: \x1b, \u202e.
+    return UNPRINTABLE.sub(
+        lambda match: ('\\x%02x' if match.group() < '\u0100' else '\\u%04x') % ord(match.group()), text)
 
 
 def printable_line(text: str) -> str:
@@ -1385,7 +1382,7 @@ def keep_source(number: Any, text: str) -> Any:
 # -------- positions and errors --------
 
 def show_line(text: str, offset: int) -> str:
-    """The source line of an offset with a caret under the place; a window of it where it is long."""
+    """The source line of an offset with a caret under the offset; a window of it where it is long."""
     start = text.rfind('\n', 0, offset) + 1
     end = text.find('\n', offset)
     start = max(start, offset - SHOWN_CHARACTERS // 2)
@@ -1395,7 +1392,7 @@ def show_line(text: str, offset: int) -> str:
 
 
 def problem_at(text: str, offset: int, message: str) -> BadInput:
-    """The error for a place in a text: one problem, with the line shown under the message."""
+    """The error for an offset in a text: one problem, with the line shown under the message."""
     if len(message) > 300:      # it quotes something very long; the cure stands at its end
         message = f'{message[:140]} ... {message[-140:]}'
     # Line and column count from 1.
@@ -1419,7 +1416,7 @@ class TextReader:
         self.positions = {}         # type: Positions
 
     def fail(self, at: int, message: str) -> None:
-        """Raise the error for a place."""
+        """Raise the error for an offset."""
         if at >= len(self.text):
             at, message = max(len(self.text) - 1, 0), f'{message} (the file ends here)'
         raise problem_at(self.text, at, message)
@@ -1433,7 +1430,7 @@ class TextReader:
         return offsets
 
     def number(self, at: int, parse: Callable[..., Any], *words: Any) -> Any:
-        """parse(*words), with the place in its errors."""
+        """parse(*words), with the position in its errors."""
         try:
             return parse(*words)
         except ValueError as error:
@@ -1544,7 +1541,7 @@ def fold_break(match: 're.Match') -> str:
 
 
 class Properties(Row):
-    """What may stand before a value: &anchor and !tag, with their place."""
+    """What may stand before a value: &anchor and !tag, with their offset."""
     at: int = 0
     anchor: str = ''
     tag: str = ''
@@ -2226,7 +2223,8 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
 # ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
 #
 # The standard library reads JSON, with the numbers and limits of this file. Json5Reader reads the rest:
-# JSON5, and a second time what JSON it takes to find places and errors, which the library does not report.
+# JSON5, and a second time JSON where positions and errors are asked for, which the library does not
+# report.
 
 JSON5_SPACE = Expression(
     r'(?:[ \t\n\r\v\f\xa0\ufeff\u2028\u2029\u1680\u2000-\u200a\u202f\u205f\u3000]+'
@@ -2413,7 +2411,7 @@ def find_json_positions(text: str, value: Any) -> Positions:
 # -------- toml --------
 
 def load_toml(text: str) -> Tuple[Any, str, Positions]:
-    """The value of a TOML text, by the standard library; it tells no places. Dates become text."""
+    """The value of a TOML text, by the standard library, which reports no positions. Dates become text."""
     if tomllib is None:
         version = '.'.join(map(str, sys.version_info[:2]))
         raise problem_at(text, 0, f'TOML needs Python 3.11 or newer, this is {version}: write YAML, JSON5 or '
@@ -2425,9 +2423,9 @@ def load_toml(text: str) -> Tuple[Any, str, Positions]:
     except RecursionError:
         is_too_deep = True
     except ValueError as error:
-        place = re.search(r'\(at line ([0-9]+), column ([0-9]+)\)', str(error))
+        where = re.search(r'\(at line ([0-9]+), column ([0-9]+)\)', str(error))
         lines = text.split('\n')
-        number, column = map(int, place.groups()) if place else (len(lines), len(lines[-1]) + 1)
+        number, column = map(int, where.groups()) if where else (len(lines), len(lines[-1]) + 1)
         offset = sum(len(line) + 1 for line in lines[:number - 1]) + column - 1
         raise problem_at(text, offset, f'TOML: {error}') from None
     if is_too_deep:
@@ -2741,7 +2739,7 @@ def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
 # Owns FIELDS and TYPES, and the shape of a plan, to which the sections 5a to 5d lead:
 #     file -- Documents --> blocks of checked fields -- Expansion --> instances -- Planning --> Plan
 # All of it is pure: it reads the tables and lists that a spec names and asks for the times of input files,
-# nothing else. read_plan() collects every problem, with its place in the file, before it raises.
+# nothing else. read_plan() collects every problem, with its position in the file, before it raises.
 
 
 class PlannedJob(Row):
@@ -3349,14 +3347,6 @@ class KdlSpec(TextReader):
         self.positions[id(value)] = [at]
         return value
 
-    def read_workflow(self, nodes: List[KdlNode]) -> Dict[str, Any]:
-        """The whole text."""
-        workflow = self.container({}, 0)
-        for node in nodes:
-            self.add_node(workflow, 'workflow', node)
-        self.add_list(workflow, 'jobs', 0)      # in KDL an empty list has no form of its own
-        return workflow
-
     def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
         """Put what a node says into the block that it stands in."""
         at = node.offset
@@ -3457,7 +3447,11 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
     """The value of a workflow in KDL, in the shape that it has in YAML."""
     text = normal_text(text)
     spec = KdlSpec(text)
-    return spec.read_workflow(read_kdl_nodes(text, True)), text, spec.positions
+    workflow = spec.container({}, 0)
+    for node in read_kdl_nodes(text, True):
+        spec.add_node(workflow, 'workflow', node)
+    spec.add_list(workflow, 'jobs', 0)      # in KDL an empty list has no form of its own
+    return workflow, text, spec.positions
 
 
 # -------- any file --------
@@ -3484,10 +3478,12 @@ class Document:
         offsets = self.positions.get(id(container))
         if not offsets:
             return 0, 0
-        return self.count_line(offsets[entry_number(container, key, len(offsets))])
-
-    def count_line(self, offset: int) -> Tuple[int, int]:
-        """Offset -> line and column, both from 1; lines are counted from the last position on."""
+        if isinstance(container, dict):
+            number = list(container).index(key) + 1 if key in container else 0
+        else:
+            number = key + 1 if isinstance(key, int) and key >= 0 else 0
+        # Entries that come from a merge have no position of their own.
+        offset = offsets[number if number < len(offsets) else 0]
         last, line = self._counted
         if offset >= last:
             line += self.text.count('\n', last, offset)
@@ -3495,15 +3491,6 @@ class Document:
             line -= self.text.count('\n', offset, last)
         self._counted = (offset, line)
         return line, offset - self.text.rfind('\n', 0, offset)
-
-
-def entry_number(container: Any, key: Any, known: int) -> int:
-    """Which entry of a container, from 1, a key or index names; 0 if none that has a known place."""
-    if isinstance(container, dict):
-        number = list(container).index(key) + 1 if key in container else 0
-    else:
-        number = key + 1 if isinstance(key, int) and key >= 0 else 0
-    return number if number < known else 0
 
 
 def decode_document(data: bytes, path: str) -> str:
@@ -3629,7 +3616,7 @@ class Block(dict):
         self.context.warnings.append(self.problem(message, key, item))
 
     def problem(self, message: str, key: Any, item: Any) -> Problem:
-        """A message with the block's name before it, and its place."""
+        """A message with the block's name before it, and its position."""
         find = self.context.document.find_position
         line, column = find(self.raw, key) if item is None else find(self.raw.get(key), item)
         return Problem(f'{self.label()}: {message}', line, column)
@@ -3751,12 +3738,8 @@ def read_blocks(block: Block, kind: Type, key: str, value: Any) -> List[Block]:
     return [read_block(block.context, kind.block, raw, number, block) for number, raw in enumerate(value, 1)]
 
 
-def read_inner(block: Block, kind: Type, key: str, value: Any) -> Block:
-    """A block in a block."""
-    return read_block(block.context, kind.block, value, '', block)
-
-
-SHAPES = {'list': read_list, 'map': read_map, 'block': read_inner, 'blocks': read_blocks}
+SHAPES = {'list': read_list, 'map': read_map, 'blocks': read_blocks,
+          'block': lambda block, kind, key, value: read_block(block.context, kind.block, value, '', block)}
 
 
 def read_variables(workflow: Block) -> None:
@@ -4165,10 +4148,6 @@ class Expansion:
             hint = self.block.context.suggest(name, [*self.instances.axes, *self.block.context.variables])
             self.block.warn(f'{key} holds {token}, which is no parameter and stays as it is{hint}', key)
 
-    def texts(self, templates: Iterable[str], key: str) -> Column:
-        """Column of tuples, from a list of templates."""
-        return side_by_side([self.text(template, key) for template in templates])
-
     def json(self, value: Any, key: str) -> Column:
         """Column of a JSON value in whose texts parameters are replaced."""
         if isinstance(value, str):
@@ -4291,12 +4270,12 @@ class Planner:
 
     def expand(self, where: str) -> List[Tuple[Expansion, Column]]:
         """Expand the names of all blocks of a kind, and index them."""
-        expansions, names, counted = [], [], 0
+        expansions, names, counted, limit = [], [], 0, self.context.max_instances
         for block in self.workflow.get(LISTS[where], ()):
             instances = find_instances(block, self.workflow)
-            self.declared.update(instances.axes)
-            counted += instances.count if instances.axes else 0
-            limit = self.context.max_instances
+            if instances.axes:
+                self.declared.update(instances.axes)
+                counted += instances.count
             if counted > limit:
                 self.workflow.error(f'{LISTS[where]} would make {counted:,} instances or more: the limit is '
                                     f'{limit:,}. Use fewer values, or raise the limit with --max-instances',
@@ -4541,7 +4520,8 @@ class Planner:
                     raise ValueError(f"label '{shorten(label)}' {error}")
             return tuple(sorted(set(labels))) or None
         try:
-            return each(tidy, expansion.texts(expansion.block.get('labels', ()), 'labels'))
+            columns = [expansion.text(label, 'labels') for label in expansion.block.get('labels', ())]
+            return each(tidy, side_by_side(columns))
         except ValueError as error:
             expansion.block.error(str(error), 'labels')
             return None
@@ -4954,7 +4934,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
 
 
 def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) -> Plan:
-    """The plan with what only the place of its creation knows: user, directory and file."""
+    """The plan with what only the process that creates the workflow knows: user, directory and file."""
     workflow = plan.body['workflow']
     workflow['spec_path'] = path
     workflow['user'] = workflow.get('user') or user_name()
