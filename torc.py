@@ -1327,7 +1327,7 @@ FORMATS = {'.yaml': 'yaml', '.yml': 'yaml', '.json': 'json', '.json5': 'json5', 
            '.toml': 'toml'}
 MAX_NUMBER_CHARACTERS = 1000    # int() takes quadratic time
 MAX_ALIASED_VALUES = 5000000    # that the aliases of one text may stand for ("billion laughs")
-SHOWN_CHARACTERS = 100          # of a source line, under a message
+SHOWN_CHARACTERS = 100          # of a source line, under a message: one line of a terminal
 
 Positions = Dict[int, List[int]]
 
@@ -1472,16 +1472,18 @@ FLOW_START = Expression(r'[^\s' + INDICATORS + r']|[-?:](?=[^\s,\[\]{}])', re.AS
 FLOW_LINE = Expression(
     r'(?:[^\s:#,\[\]{}]|:(?=[^\s,\[\]{}])|(?<=\S)#|[ \t]+(?=[^\s#:,\[\]{}])|[ \t]+:(?=[^\s,\[\]{}]))+',
     re.ASCII)
+# A backslash and what follows it are taken in one step, so that a text of many is read in linear time.
 DOUBLE_QUOTED = Expression(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 SINGLE_QUOTED = Expression(r"'([^']*(?:''[^']*)*)'")
 KEY_COLON = Expression(r'[ \t]*:(?=[ \t\n])')
+# Digit and chomping stand in any order (YAML 1.2.2, 8.1.1).
 TEXT_HEADER = Expression(r'([|>])(?:([1-9])([-+]?)|([-+])([1-9]?))?(?:[ \t]+#[^\n]*|[ \t]*)\n')
 ANCHOR = Expression(r'[&*][^\s,\[\]{}]+', re.ASCII)
 TAG = Expression(r'!(?:<[^>\s]*>|[^\s,\[\]{}]*)', re.ASCII)
 # Blank lines, and the indentation of the line after them.
 TEXT_START = Expression(r'((?: *\n)*)( *)')
 CONTINUATION = Expression(r'(?:[ \t]*\n)+( *)[ \t]*')
-# A line of a '>' block that is joined with the one after it, unless one of them is indented more.
+# A line of a '>' block that is joined with the next, as neither is indented more (YAML 1.2.2, 8.1.3).
 FOLDED_LINE = Expression(r'^([^ \t\n].*)\n(\n*)(?=[^ \t\n])', re.MULTILINE)
 UNDENTED = Expression(r'\n( *)(?=[^ \n])(?!\t*\n)')
 # From the first of several blanks on, or many of them would take quadratic time; an escaped one is text.
@@ -1489,7 +1491,7 @@ LINE_FOLD = Expression(r'(?<![ \t])[ \t]*\n[ \t\n]*')
 YAML_ESCAPE = Expression(
     r'(?:(?<![ \t])|(?<=\\[ \t]))[ \t]*\n[ \t\n]*'
     r'|\\(?:\n[ \t\n]*|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))', re.DOTALL)
-YAML_ESCAPES = {
+YAML_ESCAPES = {    # YAML 1.2.2, 5.7
     '0': '\0', 'a': '\a', 'b': '\b', 't': '\t', '\t': '\t', 'n': '\n', 'v': '\v', 'f': '\f', 'r': '\r',
     'e': '\x1b', ' ': ' ', '"': '"', '/': '/', '\\': '\\', 'N': '\x85', '_': '\xa0', 'L': '\u2028',
     'P': '\u2029',
@@ -1500,7 +1502,7 @@ YAML_INTEGER = Expression(r'[-+]?[0-9]+\Z')
 YAML_FLOAT = Expression(r'[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z')
 YAML_BASED = Expression(r'0(?:x([0-9A-Fa-f]+)|o([0-7]+))\Z')
 NUMBER_STARTS = frozenset('-+.0123456789')
-YAML_WORDS = {
+YAML_WORDS = {      # core schema: YAML 1.2.2, 10.3.2
     '': None, '~': None, 'null': None, 'Null': None, 'NULL': None,
     'true': True, 'True': True, 'TRUE': True, 'false': False, 'False': False, 'FALSE': False,
     '.nan': math.nan, '.NaN': math.nan, '.NAN': math.nan,
@@ -1730,6 +1732,7 @@ class YamlText(TextReader):
         kept = value.rstrip('\n')
         ends = {'-': '', '+': value[len(kept):], None: '\n' if kept else ''}
         if match.group(1) == '>':
+            # The line ends that are kept or cut do not take part (YAML 1.2.2, 8.1.1.2).
             kept = FOLDED_LINE.sub(lambda line: line.group(1) + (line.group(2) or ' '), kept)
         self.skip_lines(end)
         self.plain_text = None
@@ -1816,7 +1819,7 @@ class YamlText(TextReader):
             key = colon and self.number(start, parse_plain, self.plain_text)
         if not colon:
             return None
-        if colon.end() - start > 1024:
+        if colon.end() - start > 1024:      # YAML 1.2.2, 7.4: so that a reader need not look further
             self.fail(start, 'a key of more than 1024 characters')
         return self.apply_properties(properties, key), colon.end()
 
@@ -2240,6 +2243,7 @@ JSON5_ESCAPE = Expression(
 JSON5_ESCAPES = {'b': '\b', 'f': '\f', 'n': '\n', 'r': '\r', 't': '\t', 'v': '\v', '0': '\0',
                  # A backslash at a line's end joins lines.
                  '\r\n': '', '\n': '', '\r': '', '\u2028': '', '\u2029': ''}
+# JSON5's reserved words are names like any other as keys (ECMAScript 5.1), so only these are values.
 JSON_WORDS = {'null': None, 'true': True, 'false': False}
 
 
@@ -2360,6 +2364,7 @@ class Json5Reader(TextReader):
         return name, match.end()
 
 
+# Level by level and not by recursion, which would end at the depth that it is to find.
 def nested_too_deeply(value: Any) -> bool:
     """Are there containers more than MAX_DEPTH levels deep?"""
     level = [value] if isinstance(value, (dict, list)) else []
@@ -3458,7 +3463,8 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
 
 READERS = {'json': load_json, 'json5': functools.partial(load_json, is_json5=True), 'yaml': load_yaml,
            'kdl': load_kdl, 'toml': load_toml}
-TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not say, as Torc tries them
+# The strictest first: a text that is JSON is nearly always YAML, too.
+TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not say; as Torc tries them
 
 
 class Document:
@@ -4794,20 +4800,17 @@ def complete(block: Block) -> Dict[str, Any]:
 
 def plan_monitor(monitor: Optional[Block]) -> Dict[str, Any]:
     """Complete settings of the monitor. Absent or empty is on; the old form counts only without `jobs`."""
-    if not monitor:
-        return {**complete(Block(None, 'resource_monitor')), 'enabled': True, 'compute_node': None,
-                'jobs': complete(Block(None, 'resource_monitor.jobs'))}
+    monitor = monitor or Block(None, 'resource_monitor', {})
     settings = {name: monitor.value(name) for name in FIELDS_OF['resource_monitor']
                 if ('resource_monitor', name) not in NO_EFFECT}
     for name in ('jobs', 'compute_node'):
         part = monitor.get(name)
         settings[name] = None if part is None else {
             field: part.value(field) for field in FIELDS_OF[part.where]}
-    if settings['enabled'] is None and settings['jobs'] is None and 'granularity' not in monitor:
-        settings['jobs'] = complete(Block(None, 'resource_monitor.jobs'))
-        settings['enabled'] = True
     if settings['enabled'] is None:
         settings['enabled'] = settings['jobs'] is None
+        if settings['enabled'] and 'granularity' not in monitor:
+            settings['jobs'] = defaults_of('resource_monitor.jobs')
     return settings
 
 
