@@ -120,7 +120,7 @@ import time
 import traceback
 import unicodedata
 import urllib.parse
-from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence
 from typing import Set, Tuple, Union
 
 if __name__ == '__main__':
