@@ -3200,7 +3200,7 @@ TYPES = {
     'name':           Type('name', read_name),
     # `true` does nothing on purpose.
     'command':        Type('text', read_filled(': write true for a job that does nothing')),
-    'path':           Type('text', read_filled()),
+    'path':           Type('path', read_filled()),
     'texts':          Type('list of text', read_text, 'list'),
     'names':          Type('list of names', read_name, 'list'),
     'regexes':        Type('list of regular expressions', read_text, 'list'),
