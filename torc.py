@@ -5749,6 +5749,7 @@ ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the fre
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared'])
+Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 
 
 class TableColumn(Row):
@@ -5826,7 +5827,7 @@ class Statements:
                                     for row in described]
         return self.known_columns[table]
 
-    def select(self, table: str, where: str = '', parameters: Sequence[Any] = ()) -> List[Dict[str, Any]]:
+    def select(self, table: str, where: str = '', parameters: Sequence[Any] = ()) -> List[Values]:
         """Rows of a table or view as dicts; `where` may go on with ORDER BY and LIMIT."""
         columns = [column for column in self.columns(table) if column.name not in PRIVATE_COLUMNS]
         names = ', '.join(column.name for column in columns)
@@ -5835,7 +5836,7 @@ class Statements:
                  if cell is not None}
                 for row in found]
 
-    def insert(self, table: str, values: Dict[str, Any]) -> int:
+    def insert(self, table: str, values: Values) -> int:
         """Add a row; keys that are not columns, and `id`, are ignored. The new row's id."""
         cells = {column.name: encode_cell(column.codec, values[column.name])
                  for column in self.columns(table) if column.name != 'id'
@@ -5844,7 +5845,7 @@ class Statements:
         return self.connection.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})',
                                        list(cells.values())).lastrowid
 
-    def insert_many(self, table: str, rows: Sequence[Dict[str, Any]]) -> List[int]:
+    def insert_many(self, table: str, rows: Sequence[Values]) -> List[int]:
         """As insert(), for many rows. Their ids, in the same order."""
         columns = [column for column in self.columns(table) if column.name != 'id']
         first = self.next_id(table)
@@ -5860,7 +5861,7 @@ class Statements:
         marks = ', '.join('?' * len(names))
         self.connection.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", rows)
 
-    def update(self, table: str, row_id: int, values: Dict[str, Any]) -> None:
+    def update(self, table: str, row_id: int, values: Values) -> None:
         """Change columns of one row; None stores NULL, keys that are not columns are ignored."""
         cells = {column.name: encode_cell(column.codec, values[column.name])
                  for column in self.columns(table) if column.name in values and column.name != 'id'}
@@ -6424,7 +6425,7 @@ class Update(Row):
     event_type: str
     severity: str           # one of SEVERITIES
     timestamp: int          # milliseconds since the epoch
-    data: Dict[str, Any]
+    data: Values
 
 
 class Service:
@@ -6579,7 +6580,7 @@ def job_state(context: Context, job_id: int) -> JobState:
     return JobState(*row)
 
 
-def get_row(context: Context, table: str, row_id: int) -> Dict[str, Any]:
+def get_row(context: Context, table: str, row_id: int) -> Values:
     """One row of a table or view as a dict. NotFound if there is none."""
     found = context.select(table, 'WHERE id = ?', (row_id,))
     if not found:
@@ -6615,7 +6616,7 @@ REFERENCES = (
 )
 
 
-def check_references(context: Context, workflow_id: int, values: Dict[str, Any]) -> None:
+def check_references(context: Context, workflow_id: int, values: Values) -> None:
     """Refuse fields that name a thing of another workflow."""
     for field, table, may_be_gone in REFERENCES:
         if values.get(field) is not None:
@@ -6625,7 +6626,7 @@ def check_references(context: Context, workflow_id: int, values: Dict[str, Any])
                               f"{values[field]}", field=field)
 
 
-def check_stays(workflow_id: int, body: Dict[str, Any]) -> None:
+def check_stays(workflow_id: int, body: Values) -> None:
     """Refuse a change that would move a thing to another workflow."""
     if body.get('workflow_id') not in (None, workflow_id):
         raise Refused(f"workflow_id is {body['workflow_id']}: objects of workflow {workflow_id} cannot be "
@@ -6640,7 +6641,7 @@ def page_size(offset: int, limit: int) -> int:
     return min(limit, MAX_LIST_ITEMS)
 
 
-def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
+def list_answer(items: List[Any], offset: int, total: int) -> Values:
     """The envelope of every list."""
     return {'items': items, 'offset': offset, 'max_limit': MAX_LIST_ITEMS, 'count': len(items),
             'total_count': total,
@@ -6649,7 +6650,7 @@ def list_answer(items: List[Any], offset: int, total: int) -> Dict[str, Any]:
 
 # -------- updates for those who listen --------
 
-def announce(context: Context, workflow_id: int, event_type: str, data: Dict[str, Any],
+def announce(context: Context, workflow_id: int, event_type: str, data: Values,
              severity: str = 'info') -> None:
     """Report an update of a workflow: it is sent after the commit, if the workflow is watched."""
     if workflow_id in context.service.watched:
@@ -6691,7 +6692,7 @@ def add_event(context: Context, workflow_id: int, data: Any) -> None:
                 (workflow_id, int(context.now() * 1000), format_json(data)))
 
 
-def record_event(context: Context, workflow_id: int, data: Dict[str, Any], severity: str = 'info') -> None:
+def record_event(context: Context, workflow_id: int, data: Values, severity: str = 'info') -> None:
     """Report an update, and keep it among the workflow's events."""
     add_event(context, workflow_id, data if severity == 'info' else dict(data, level=severity))
     announce(context, workflow_id, data.get('event_type') or data['category'], data, severity)
@@ -6785,7 +6786,7 @@ def group_named(context: Context, name: str) -> int:
     return group_id
 
 
-def add_group_names(context: Context, workflows: List[Dict[str, Any]]) -> None:
+def add_group_names(context: Context, workflows: List[Values]) -> None:
     """Fill in the names of the access groups of workflows that have any."""
     by_id = {workflow['id']: workflow for workflow in workflows}
     for workflow_id, name in sorted(rows_by_ids(context,
@@ -6859,7 +6860,7 @@ def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[i
     return found
 
 
-def get_dependency_graph(context: Context, workflow_id: int) -> Dict[str, Any]:
+def get_dependency_graph(context: Context, workflow_id: int) -> Values:
     """What each job of a workflow waits for, by its request or through files and user data.
 
     A set that several jobs wait for is given once: spelled out, 1,000 jobs before 1,000 have 10^6 edges.
@@ -7038,7 +7039,7 @@ def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
                 f'required_triggers END WHERE id IN {chosen}')
 
 
-def action_rows(context: Context, where: str, parameters: Sequence[Any]) -> List[Dict[str, Any]]:
+def action_rows(context: Context, where: str, parameters: Sequence[Any]) -> List[Values]:
     """Actions as WorkflowActionModel, with the ids of the jobs that they wait for."""
     actions = context.select('workflow_action', where, parameters)
     for action in actions:
@@ -7049,13 +7050,13 @@ def action_rows(context: Context, where: str, parameters: Sequence[Any]) -> List
     return actions
 
 
-def get_workflow_actions(context: Context, workflow_id: int) -> List[Dict[str, Any]]:
+def get_workflow_actions(context: Context, workflow_id: int) -> List[Values]:
     """All actions of a workflow, by id."""
     return action_rows(context, 'WHERE workflow_id = ? ORDER BY id', (workflow_id,))
 
 
 def get_pending_actions(context: Context, workflow_id: int,
-                        trigger_type: Sequence[str] = ()) -> List[Dict[str, Any]]:
+                        trigger_type: Sequence[str] = ()) -> List[Values]:
     """Actions that are due and not taken, of the given triggers or of all."""
     return action_rows(context, *due_condition(workflow_id, [trigger_type] if isinstance(trigger_type, str)
                                                else trigger_type))
@@ -7069,7 +7070,7 @@ def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> 
             f'AND trigger_type IN ({marks}) {more} ORDER BY id', (workflow_id, *triggers))
 
 
-def create_workflow_action(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_workflow_action(context: Context, workflow_id: int, body: Values) -> Values:
     """Add an action; a job trigger needs the ids of its jobs."""
     check_stays(workflow_id, body)
     job_ids = sorted(set(body.get('job_ids') or ()))
@@ -7127,7 +7128,7 @@ def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
         raise Refused(f'action_config: workflow {workflow_id} has no slurm scheduler {scheduler_id}')
 
 
-def get_action(context: Context, workflow_id: int, action_id: int) -> Dict[str, Any]:
+def get_action(context: Context, workflow_id: int, action_id: int) -> Values:
     """One action of a workflow. NotFound if it has none of this id."""
     found = action_rows(context, 'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
     if not found:
@@ -7135,7 +7136,7 @@ def get_action(context: Context, workflow_id: int, action_id: int) -> Dict[str, 
     return found[0]
 
 
-def update_workflow_action(context: Context, workflow_id: int, action_id: int, body: Any) -> Dict[str, Any]:
+def update_workflow_action(context: Context, workflow_id: int, action_id: int, body: Any) -> Values:
     """Change some keys of an action's action_config; the others stay."""
     action = get_action(context, workflow_id, action_id)
     if not isinstance(body, dict) or not body:
@@ -7146,7 +7147,7 @@ def update_workflow_action(context: Context, workflow_id: int, action_id: int, b
     return get_action(context, workflow_id, action_id)
 
 
-def delete_workflow_action(context: Context, workflow_id: int, action_id: int) -> Dict[str, Any]:
+def delete_workflow_action(context: Context, workflow_id: int, action_id: int) -> Values:
     """Remove an action, taken or not."""
     get_action(context, workflow_id, action_id)
     context.run('DELETE FROM workflow_action WHERE id = ?', (action_id,))
@@ -7154,7 +7155,7 @@ def delete_workflow_action(context: Context, workflow_id: int, action_id: int) -
 
 
 def claim_action(context: Context, workflow_id: int, action_id: int,
-                 body: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+                 body: Optional[Values] = None) -> Values:
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
     action = get_action(context, workflow_id, action_id)
     check_references(context, workflow_id, body or {})
@@ -7180,7 +7181,7 @@ def take_action(context: Context, action_id: int, node_id: Optional[int], persis
 
 
 def take_due_actions(context: Context, workflow_id: int, node_id: int,
-                     triggers: Sequence[str]) -> List[Dict[str, Any]]:
+                     triggers: Sequence[str]) -> List[Values]:
     """The due run_commands actions of these triggers, taken for a node."""
     if not triggers or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1',
                                        (workflow_id,)):
@@ -7205,14 +7206,14 @@ def note_action_reported(context: Context, action_id: int, node_id: int) -> None
 
 # -------- creating --------
 
-def create_workflow(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_workflow(context: Context, body: Values) -> Values:
     """Make a workflow without jobs, with the implicit requirements named default."""
     workflow_id = insert_workflow(context, body)
     insert_requirements(context, workflow_id, dict(DEFAULT_REQUIREMENTS, is_implicit=True))
     return get_workflow(context, workflow_id)
 
 
-def insert_workflow(context: Context, body: Dict[str, Any]) -> int:
+def insert_workflow(context: Context, body: Values) -> int:
     """Check and store the workflow's own fields."""
     check_settings(body)
     values = dict(WORKFLOW_DEFAULTS)
@@ -7225,7 +7226,7 @@ def insert_workflow(context: Context, body: Dict[str, Any]) -> int:
     return workflow_id
 
 
-def check_settings(body: Dict[str, Any]) -> None:
+def check_settings(body: Values) -> None:
     """Refuse settings of a workflow that cannot be."""
     check_env(body.get('env'))
     if (body.get('dynamic_jobs') or {}).get('max_iterations', 1) < 1:
@@ -7239,19 +7240,19 @@ def check_env(env: Optional[Dict[str, str]]) -> None:
             raise Refused(f'env: {printable(name)!r} is not a name for an environment variable')
 
 
-def insert_requirements(context: Context, workflow_id: int, body: Dict[str, Any]) -> int:
+def insert_requirements(context: Context, workflow_id: int, body: Values) -> int:
     """Check and store resource requirements."""
     return context.insert('resource_requirements', dict(complete_requirements(body), workflow_id=workflow_id))
 
 
-def complete_requirements(body: Dict[str, Any]) -> Dict[str, Any]:
+def complete_requirements(body: Values) -> Values:
     """Checked resource requirements with their defaults."""
     values = dict(DEFAULT_REQUIREMENTS, runtime=DEFAULT_RUNTIME, is_implicit=False)
     values.update({key: value for key, value in body.items() if value is not None})
     return dict(values, **checked_requirements(values))
 
 
-def checked_requirements(values: Dict[str, Any]) -> Dict[str, int]:
+def checked_requirements(values: Values) -> Dict[str, int]:
     """memory_bytes and runtime_s of requirements; Refused for values that cannot be."""
     for name, least in (('num_cpus', 1), ('num_nodes', 1), ('num_gpus', 0)):
         if values[name] < least:
@@ -7267,7 +7268,7 @@ def checked_requirements(values: Dict[str, Any]) -> Dict[str, int]:
     return numbers
 
 
-def create_workflow_from_spec(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_workflow_from_spec(context: Context, body: Values) -> Values:
     """Make a whole workflow from a plan (see Spec), in one go."""
     with explaining_plan():
         workflow_id = insert_plan(context, body)
@@ -7288,7 +7289,7 @@ def explaining_plan() -> Iterator[None]:
                        'make it with torc.py create') from error
 
 
-def insert_plan(context: Context, body: Dict[str, Any]) -> int:
+def insert_plan(context: Context, body: Values) -> int:
     """Store everything that a plan holds. The workflow's id."""
     workflow_id = insert_workflow(context, body['workflow'])
     PlanMerge(context, workflow_id, body).merge_rows()
@@ -7350,7 +7351,7 @@ class PlanMerge:
     made through the API stays, unless the plan has its name: from then on it is the file's.
     """
 
-    def __init__(self, context: Context, workflow_id: int, body: Dict[str, Any]) -> None:
+    def __init__(self, context: Context, workflow_id: int, body: Values) -> None:
         self.context = context
         self.workflow_id = workflow_id
         self.body = body
@@ -7408,7 +7409,7 @@ class PlanMerge:
 
     # -- files, user data, requirements, schedulers, handlers --
 
-    def merge_table(self, table: str, rows: Sequence[Dict[str, Any]], made: Iterable[int] = ()) -> None:
+    def merge_table(self, table: str, rows: Sequence[Values], made: Iterable[int] = ()) -> None:
         """The rows of one table. `made`: indexes of user data whose values are their jobs' to give."""
         context, wanted = self.context, PLANNED_TABLES[table][0].split()
         refuse_twice([row['name'] for row in rows if row.get('name')], table.replace('_', ' '))
@@ -7420,7 +7421,7 @@ class PlanMerge:
         named = {row.get('name') for row in rows} if known else ()
         renamed = {row[4]: row for name, row in known.items()       # by path
                    if table == 'file' and row[2] and name not in named}
-        added, ids = [], []     # type: List[Dict[str, Any]], List[int]
+        added, ids = [], []     # type: List[Values], List[int]
         new_ids = itertools.count(context.next_id(table))
         for index, row in enumerate(rows):
             found = known.get(row.get('name')) or renamed.pop(row.get('path'), None)
@@ -7439,7 +7440,7 @@ class PlanMerge:
         self.ids[table], matched = ids, set(ids)
         self.unnamed[table] = sorted(row[0] for row in known.values() if row[2] and row[0] not in matched)
 
-    def change_row(self, table: str, row_id: int, row: Dict[str, Any], fields: List[str]) -> None:
+    def change_row(self, table: str, row_id: int, row: Values, fields: List[str]) -> None:
         """Store some fields of a row that was there, and what follows from them."""
         implied = [name for name in ('memory_bytes', 'runtime_s') if name in row]
         implied += ['st_mtime'] if 'path' in fields else []
@@ -7602,7 +7603,7 @@ class PlanMerge:
 
     def merge_actions(self) -> None:
         """The actions. They have no names: one that differs is another one."""
-        stored = collections.defaultdict(list)      # type: Dict[Tuple, List[Dict[str, Any]]]
+        stored = collections.defaultdict(list)      # type: Dict[Tuple, List[Values]]
         where = 'WHERE workflow_id = ? AND is_declared = 1 ORDER BY id'
         for action in action_rows(self.context, where, (self.workflow_id,)):
             stored[action_key(action)].append(action)
@@ -7617,7 +7618,7 @@ class PlanMerge:
             delete_workflow_action(self.context, self.workflow_id, action['id'])
             self.changes['action', 'removed', ()].append(action_title(action))
 
-    def plan_action(self, action: Dict[str, Any]) -> Dict[str, Any]:
+    def plan_action(self, action: Values) -> Values:
         """An action of the plan as a row, with ids instead of indexes of scheduler and jobs."""
         config, jobs = dict(action['action_config']), self.ids['job']
         if action['action_type'] == 'schedule_nodes':
@@ -7656,14 +7657,14 @@ def means_the_same(column: str, before: Any, after: Any) -> bool:
     return before == after or column == 'invocation_script' and not before and not after
 
 
-def action_key(action: Dict[str, Any]) -> Tuple:
+def action_key(action: Values) -> Tuple:
     """What two equal actions have in common."""
     config = json.dumps(action['action_config'], sort_keys=True)
     return (action['trigger_type'], action['action_type'], config, bool(action.get('persistent')),
             tuple(sorted(set(action.get('job_ids') or ()))))
 
 
-def action_title(action: Dict[str, Any]) -> str:
+def action_title(action: Values) -> str:
     """What an action is called, for people."""
     return f"{action['trigger_type']} {action['action_type']}"
 
@@ -7699,16 +7700,16 @@ def check_labels(labels: Optional[Sequence[str]]) -> None:
 
 # -------- jobs --------
 
-def create_job(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_job(context: Context, body: Values) -> Values:
     """Add one job, uninitialized."""
     return get_job(context, insert_jobs(context, body['workflow_id'], [body])[0])
 
 
-def create_jobs(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_jobs(context: Context, body: Values) -> Values:
     """Add up to 100,000 jobs of one workflow; their names must differ."""
     check_bulk([job['workflow_id'] for job in body['jobs']], [job['name'] for job in body['jobs']], 'jobs')
     ids = insert_jobs(context, body['jobs'][0]['workflow_id'], body['jobs'])
-    jobs = []   # type: List[Dict[str, Any]]
+    jobs = []   # type: List[Values]
     for piece in chunks(ids):
         jobs += context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))}) ORDER BY id", piece)
     add_relations(context, jobs)
@@ -7731,7 +7732,7 @@ def refuse_taken_names(context: Context, workflow_id: int, names: Sequence[str])
         raise Refused(f'workflow {workflow_id} has a job {printable(taken)!r} already; give another name')
 
 
-def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Dict[str, Any]]) -> List[int]:
+def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Values]) -> List[int]:
     """Check and store jobs (JobModel) with their relations, uninitialized. Their ids, in the same order."""
     workflow_state(context, workflow_id)
     refuse_taken_names(context, workflow_id, [job['name'] for job in jobs])
@@ -7766,7 +7767,7 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Dict[str, Any
     return ids
 
 
-def job_class(context: Context, workflow_id: int, parts: Dict[str, Any]) -> int:
+def job_class(context: Context, workflow_id: int, parts: Values) -> int:
     """Id of the job class with these CLASS_FIELDS."""
     priority, requirements = parts['priority'] or 0, parts['resource_requirements_id'] or 0
     scheduler = parts['scheduler_id'] or None
@@ -7777,14 +7778,14 @@ def job_class(context: Context, workflow_id: int, parts: Dict[str, Any]) -> int:
     return find_job_class(context, workflow_id, (requirements, priority, scheduler, parts['labels']))
 
 
-def get_job(context: Context, job_id: int) -> Dict[str, Any]:
+def get_job(context: Context, job_id: int) -> Values:
     """A job with all that it is related to."""
     job = get_row(context, 'job_view', job_id)
     add_relations(context, [job])
     return job
 
 
-def add_relations(context: Context, jobs: List[Dict[str, Any]]) -> None:
+def add_relations(context: Context, jobs: List[Values]) -> None:
     """Fill in the id lists of jobs; empty ones are left out."""
     by_id = {job['id']: job for job in jobs}
     query = ' UNION ALL '.join(f"SELECT '{field}' AS field, job_id, {column} AS item FROM {table}"
@@ -7806,7 +7807,7 @@ EDITABLE_WHEN_IDLE = ('name', 'command')        # reinitialize sees the change a
 EDITABLE_BEFORE_START = ('depends_on_job_ids', 'status')
 
 
-def update_job(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_job(context: Context, job_id: int, body: Values) -> Values:
     """Change a job: its command only while no runner holds it, its prerequisites only before initialize."""
     job = get_job(context, job_id)
     changed = {key: value for key, value in body.items()
@@ -7839,7 +7840,7 @@ def comparable(key: str, value: Any) -> Any:
     return sorted(set(value or ())) if key.endswith('_ids') or key == 'labels' else value or None
 
 
-def delete_job(context: Context, job_id: int) -> Dict[str, Any]:
+def delete_job(context: Context, job_id: int) -> Values:
     """Remove a job and release what waited for it. Refused while a runner holds it."""
     job = get_job(context, job_id)
     if STATUSES[STATUS_CODES[job['status']]].is_active:
@@ -7878,7 +7879,7 @@ def remove_spawned(context: Context, workflow_id: int) -> None:
 
 # -------- workflows --------
 
-def get_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
+def get_workflow(context: Context, workflow_id: int) -> Values:
     """One workflow."""
     workflow = get_row(context, 'workflow', workflow_id)
     add_group_names(context, [workflow])
@@ -7894,7 +7895,7 @@ WORKFLOW_EDITABLE = (
     'resource_monitor_config', 'slurm_defaults', 'user', 'spec_path')
 
 
-def update_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     """Change the fields of a workflow that may change after its creation."""
     current = get_workflow(context, workflow_id)
     given = {key: value for key, value in body.items() if value is not None}
@@ -7909,14 +7910,14 @@ def update_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) ->
     return get_workflow(context, workflow_id)
 
 
-def delete_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
+def delete_workflow(context: Context, workflow_id: int) -> Values:
     """Remove a workflow and everything that belongs to it."""
     workflow = get_workflow(context, workflow_id)
     context.run('DELETE FROM workflow WHERE id = ?', (workflow_id,))
     return dict(workflow, message=f'Deleted workflow {workflow_id}')
 
 
-def archive_workflow(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def archive_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     """Archive or unarchive a workflow: archived ones are not initialized, reset or listed by default."""
     context.update('workflow', workflow_id, {'is_archived': body['is_archived']})
     add_user_event(context, workflow_id, 'archive_workflow', is_archived=body['is_archived'])
@@ -7929,7 +7930,7 @@ def add_user_event(context: Context, workflow_id: int, action: str, **details: A
                                             user=context.caller, workflow_id=workflow_id))
 
 
-def cancel_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
+def cancel_workflow(context: Context, workflow_id: int) -> Values:
     """Stop a workflow: no job starts any more, and runners stop those that run."""
     state = workflow_state(context, workflow_id)
     context.run('UPDATE workflow SET is_canceled = 1 WHERE id = ?', (workflow_id,))
@@ -7946,14 +7947,14 @@ def cancel_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
     return get_workflow(context, workflow_id)
 
 
-def is_workflow_complete(context: Context, workflow_id: int) -> Dict[str, Any]:
+def is_workflow_complete(context: Context, workflow_id: int) -> Values:
     """Whether a runner has anything left to wait for."""
     state = workflow_state(context, workflow_id)
     return {'is_complete': state.is_canceled or is_complete(context, workflow_id),
             'is_canceled': state.is_canceled}
 
 
-def is_workflow_uninitialized(context: Context, workflow_id: int) -> Dict[str, Any]:
+def is_workflow_uninitialized(context: Context, workflow_id: int) -> Values:
     """Whether no job has been initialized yet."""
     touched = context.one('SELECT 1 FROM job WHERE workflow_id = ? '
                           f'AND status NOT IN ({UNINITIALIZED}, {DISABLED}) LIMIT 1', (workflow_id,))
@@ -7967,7 +7968,7 @@ def count_by_status(context: Context, workflow_id: int) -> Dict[str, int]:
     return {row.name: counts.get(row.code, 0) for row in STATUSES}
 
 
-def get_workflow_status(context: Context, workflow_id: int) -> Dict[str, Any]:
+def get_workflow_status(context: Context, workflow_id: int) -> Values:
     """One summary: jobs by status, times, nodes, and why ready jobs may be waiting."""
     workflow = get_workflow(context, workflow_id)
     counts = count_by_status(context, workflow_id)
@@ -7989,7 +7990,7 @@ def get_workflow_status(context: Context, workflow_id: int) -> Dict[str, Any]:
     return answer
 
 
-def measure_times(context: Context, workflow_id: int) -> Dict[str, Any]:
+def measure_times(context: Context, workflow_id: int) -> Values:
     """Time spent in jobs, and from the first start to the last end, of the current results."""
     total, walltime_s = context.one(
         'SELECT total(exec_time_minutes), (max(julianday(completion_time)) - '
@@ -7999,7 +8000,7 @@ def measure_times(context: Context, workflow_id: int) -> Dict[str, Any]:
             **({} if walltime_s is None else {'walltime_seconds': walltime_s})}
 
 
-def measure_blocked_by_time(context: Context, workflow_id: int) -> Dict[str, Any]:
+def measure_blocked_by_time(context: Context, workflow_id: int) -> Values:
     """Ready jobs whose runtime no active node has left; nodes and jobs with labels are left out."""
     nodes = context.rows('SELECT end_time, labels FROM compute_node WHERE workflow_id = ? AND is_active = 1',
                          (workflow_id,))
@@ -8038,18 +8039,18 @@ def count_unserved_labels(context: Context, workflow_id: int) -> Dict[str, int]:
     return dict(unserved)
 
 
-def list_job_ids(context: Context, workflow_id: int) -> Dict[str, Any]:
+def list_job_ids(context: Context, workflow_id: int) -> Values:
     """Ids of all jobs."""
     ids = context.ids('SELECT id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
     return {'job_ids': ids, 'count': len(ids)}
 
 
-def list_required_existing_files(context: Context, workflow_id: int) -> Dict[str, Any]:
+def list_required_existing_files(context: Context, workflow_id: int) -> Values:
     """Files that must exist before the start: inputs that no job makes, and outputs of completed jobs."""
     return {'files': list_required(context, workflow_id, 'file', 'file_id', '1')}
 
 
-def list_missing_user_data(context: Context, workflow_id: int) -> Dict[str, Any]:
+def list_missing_user_data(context: Context, workflow_id: int) -> Values:
     """User data that lack a value: inputs that no job makes, and outputs of completed jobs."""
     return {'user_data': list_required(context, workflow_id, 'user_data', 'user_data_id',
                                        'item.data IS NULL')}
@@ -8111,7 +8112,7 @@ def refer(*entity_ids: str) -> Any:
 
 
 def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequence[str],
-               metadata: Dict[str, Any],
+               metadata: Values,
                file_id: Optional[int] = None) -> None:
     """Add an RO-Crate entity, or renew the one of this file or name; None takes a key away."""
     known = context.one('SELECT id, entity_id, metadata FROM ro_crate_entity WHERE workflow_id = ? '
@@ -8137,14 +8138,14 @@ def put_software(context: Context, workflow_id: int, role: str) -> None:
                {'name': 'torc.py', 'version': __version__, 'torc:git_hash': RELEASE_TAG})
 
 
-def run_of_crate(run_id: int) -> Dict[str, Any]:
+def run_of_crate(run_id: int) -> Values:
     """What the entities of a run and of its jobs have in common."""
     agents = [CRATE_SOFTWARE.format(role, run_id) for role in ('torc', 'torc-server')]
     return {'prov:hadPlan': refer(CRATE_PLAN), 'instrument': refer(agents[0]),
             'prov:wasAssociatedWith': refer(*agents)}
 
 
-def put_file(context: Context, workflow_id: int, row: Sequence[Any], more: Dict[str, Any]) -> None:
+def put_file(context: Context, workflow_id: int, row: Sequence[Any], more: Values) -> None:
     """Describe a file that is there. `row`: a FILE_ROW."""
     file_id, path, identifier, mtime = row
     encoding = ENCODING_FORMATS.get(path.rpartition('.')[2].lower(), 'application/octet-stream')
@@ -8231,7 +8232,7 @@ def refuse_archived(state: WorkflowState) -> None:
 
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
-                    clear_ephemeral_user_data: bool = True) -> Dict[str, Any]:
+                    clear_ephemeral_user_data: bool = True) -> Values:
     """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
@@ -8336,7 +8337,7 @@ def number_attempts(context: Context, workflow_id: int) -> None:
                     f"{sql_list((UNINITIALIZED, BLOCKED, READY))} AND id IN ({ended.format('job_id')})")
 
 
-def reset_workflow_status(context: Context, workflow_id: int, force: bool = False) -> Dict[str, Any]:
+def reset_workflow_status(context: Context, workflow_id: int, force: bool = False) -> Values:
     """Begin a new run generation; with force also while jobs are active, whose reports are stale then."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
@@ -8364,7 +8365,7 @@ def begin_run(context: Context, workflow_id: int) -> None:
                 (workflow_id,))
 
 
-def reset_job_status(context: Context, workflow_id: int, failed_only: bool = False) -> Dict[str, Any]:
+def reset_job_status(context: Context, workflow_id: int, failed_only: bool = False) -> Values:
     """Uninitialize all jobs but disabled ones, or those that ended badly and what depends on them."""
     if not failed_only:
         refuse_active(context, workflow_id, 'reset')
@@ -8388,7 +8389,7 @@ def reset_job_status(context: Context, workflow_id: int, failed_only: bool = Fal
 MTIME_TOLERANCE_S = 0.01    # file systems and JSON round
 
 
-def set_file_times(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def set_file_times(context: Context, workflow_id: int, body: Values) -> Values:
     """Record when files were last changed: file id -> seconds since the epoch, or null if it is missing."""
     times, contents = times_by_id(body['files']), body.get('contents') or ()
     check_owned(context, 'file', workflow_id, [*times, *(row[0] for row in contents)])
@@ -8411,7 +8412,7 @@ def times_by_id(files: Dict[str, Optional[float]]) -> Dict[int, Optional[float]]
     return {int(file_id): mtime for file_id, mtime in files.items()}
 
 
-def check_changes(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def check_changes(context: Context, workflow_id: int, body: Values) -> Values:
     """Reset the finished jobs whose inputs have changed since they ran, or whose outputs are gone.
 
     `files`: the present file times (null: missing). With dry_run nothing changes.
@@ -8504,7 +8505,7 @@ def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
     return [job_id for job_id, found in hash_inputs(context, list(known)).items() if found != known[job_id]]
 
 
-def process_changed_job_inputs(context: Context, workflow_id: int, dry_run: bool = False) -> Dict[str, Any]:
+def process_changed_job_inputs(context: Context, workflow_id: int, dry_run: bool = False) -> Values:
     """Reset the finished jobs whose command, environment, relations or input data changed since they ran."""
     job_ids = changed_job_inputs(context, workflow_id)
     names = [row[0] for row in rows_by_ids(context, 'SELECT name FROM job WHERE id IN', job_ids)]
@@ -8548,8 +8549,8 @@ WHY_TO_RUN = {  # status before -> why a job is to run
     CANCELED: 'it was canceled', TERMINATED: 'it was terminated', PENDING_FAILED: 'its failure is undecided'}
 
 
-def apply_spec(context: Context, workflow_id: int, body: Dict[str, Any],
-               dry_run: bool = False) -> Dict[str, Any]:
+def apply_spec(context: Context, workflow_id: int, body: Values,
+               dry_run: bool = False) -> Values:
     """Make a workflow what an edited file says, and ready what is new, failed, unfinished or outdated.
 
     A completed job is outdated if its command, invocation script, environment, prerequisites, files or input
@@ -8586,7 +8587,7 @@ def apply_spec(context: Context, workflow_id: int, body: Dict[str, Any],
 
 
 def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
-                     reasons: Dict[int, str]) -> Dict[str, Any]:
+                     reasons: Dict[int, str]) -> Values:
     """What an edited workflow file has changed, and the jobs that are to run, each with the reason."""
     unfinished = context.rows('SELECT id, name FROM job WHERE workflow_id = ? '
                               f'AND status IN {sql_list(NOT_DONE)} ORDER BY id', (merge.workflow_id,))
@@ -8669,7 +8670,7 @@ def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> Li
 Placement = Dict[int, Tuple[int, ...]]      # job id -> indexes of its nodes, among those of who claims
 
 
-def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any]) -> Placement:
+def claim_by_resources(context: Context, workflow_id: int, want: Values) -> Placement:
     """Ready jobs that fit what is free on the caller's nodes and the remaining time.
 
     First those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further
@@ -8691,7 +8692,7 @@ def claim_by_resources(context: Context, workflow_id: int, want: Dict[str, Any])
     return chosen
 
 
-def free_nodes(want: Dict[str, Any]) -> List[Capacity]:
+def free_nodes(want: Values) -> List[Capacity]:
     """What is free of each of the caller's nodes: `nodes`, or `num_nodes` times what older callers say."""
     if want.get('nodes'):
         return [Capacity(*node) for node in want['nodes']]
@@ -8701,7 +8702,7 @@ def free_nodes(want: Dict[str, Any]) -> List[Capacity]:
     return [read_capacity(want)] * max(1, int(want.get('num_nodes') or 1))
 
 
-def node_sizes(want: Dict[str, Any]) -> List[Capacity]:
+def node_sizes(want: Values) -> List[Capacity]:
     """All that the caller's nodes have: `sizes`, or `total` of older callers, or what is free."""
     free = free_nodes(want)
     if want.get('sizes') is not None:
@@ -8712,7 +8713,7 @@ def node_sizes(want: Dict[str, Any]) -> List[Capacity]:
     return [read_capacity(want['total'])] * len(free) if want.get('total') else free
 
 
-def read_capacity(stated: Dict[str, Any]) -> Capacity:
+def read_capacity(stated: Values) -> Capacity:
     """One node's capacity, as requests without a list of nodes state it."""
     return Capacity(int(stated['num_cpus']), int(stated['memory_gb'] * 1024 ** 3), int(stated['num_gpus']))
 
@@ -8722,7 +8723,7 @@ def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
     return 1 if kind.scheduler_id is None else 0 if kind.scheduler_id == scheduler_id else 2
 
 
-def kinds_by_turn(kinds: Sequence[Kind], want: Dict[str, Any]) -> List[List[Kind]]:
+def kinds_by_turn(kinds: Sequence[Kind], want: Values) -> List[List[Kind]]:
     """The kinds in the order in which a caller may take them; those that need the same together."""
     mine = want.get('scheduler_config_id')
 
@@ -8746,7 +8747,7 @@ def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool
     return chosen
 
 
-def claim_by_queue(context: Context, workflow_id: int, want: Dict[str, Any]) -> Placement:
+def claim_by_queue(context: Context, workflow_id: int, want: Values) -> Placement:
     """The next ready jobs by priority and id, whatever they need; on which nodes is the caller's business."""
     kinds = sorted(ready_kinds(context, workflow_id, want.get('labels')), key=lambda kind: -kind.priority)
     chosen = []  # type: List[int]
@@ -8769,7 +8770,7 @@ def parse_time_limit(text: Optional[str]) -> Optional[int]:
         raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
 
 
-def claim(context: Context, state: WorkflowState, want: Dict[str, Any], node_id: Optional[int]) -> Placement:
+def claim(context: Context, state: WorkflowState, want: Values, node_id: Optional[int]) -> Placement:
     """Choose ready jobs by the wanted strategy and hand them to a runner: ready -> pending."""
     check_references(context, state.id, want)
     if state.is_canceled or want['limit'] <= 0:
@@ -8781,7 +8782,7 @@ def claim(context: Context, state: WorkflowState, want: Dict[str, Any], node_id:
     return chosen
 
 
-def explain_no_jobs(context: Context, state: WorkflowState, want: Dict[str, Any]) -> str:
+def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
     """Why a claim brought nothing, in words that a user understands."""
     if state.is_canceled:
         return 'Workflow is canceled'
@@ -8815,7 +8816,7 @@ def explain_no_jobs(context: Context, state: WorkflowState, want: Dict[str, Any]
 INCOMPATIBLE_SHOWN = 5
 
 
-def lacks_of(kind: Kind, want: Dict[str, Any]) -> List[str]:
+def lacks_of(kind: Kind, want: Values) -> List[str]:
     """What jobs of a kind need and a runner of the size `total` will never have, with the option for it.
 
     A labelled runner passes over jobs of other labels: that is no lack.
@@ -8840,7 +8841,7 @@ def lacks_of(kind: Kind, want: Dict[str, Any]) -> List[str]:
          f'{left} left (--time-limit, --end-time)')) if is_lacking]
 
 
-def find_incompatible_jobs(context: Context, workflow_id: int, want: Dict[str, Any], kinds: str,
+def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kinds: str,
                            condition: str) -> List[str]:
     """For each reason why jobs will never fit a runner: one of those jobs and the reason, for users.
 
@@ -8858,20 +8859,20 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Dict[str, A
     return found
 
 
-def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int, body: Dict[str, Any],
-                                  strict_scheduler_match: bool = False) -> Dict[str, Any]:
+def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int, body: Values,
+                                  strict_scheduler_match: bool = False) -> Values:
     """Claim jobs that fit a node's free resources."""
     state = context.state
     check_owned(context, 'compute_node', workflow_id, [body['id']] if body.get('id') else [])
     want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match)
     chosen = claim(context, state, want, body.get('id') or None)
-    answer = {'jobs': claimed_models(context, list(chosen))}  # type: Dict[str, Any]
+    answer = {'jobs': claimed_models(context, list(chosen))}  # type: Values
     if not chosen:
         answer['reason'] = explain_no_jobs(context, state, want)
     return answer
 
 
-def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels: str = '') -> Dict[str, Any]:
+def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels: str = '') -> Values:
     """Claim the next jobs of the queue."""
     state = context.state
     if limit < 0:
@@ -8881,7 +8882,7 @@ def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels:
     return {'jobs': claimed_models(context, list(claim(context, state, want, None)))}
 
 
-def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Dict[str, Any]]:
+def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Values]:
     """Claimed jobs as JobModel, with the ids of what they write."""
     jobs = {job['id']: job for piece in chunks(job_ids)
             for job in context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))})", piece)}
@@ -8894,7 +8895,7 @@ def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Dict[str, A
 
 
 def get_ready_job_requirements(context: Context, workflow_id: int,
-                               scheduler_config_id: Optional[int] = None) -> Dict[str, Any]:
+                               scheduler_config_id: Optional[int] = None) -> Values:
     """What the ready jobs need in all, of any or one scheduler, and at most in nodes and time."""
     kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
     counts = {kind: context.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}',
@@ -8921,7 +8922,7 @@ def get_ready_job_requirements(context: Context, workflow_id: int,
 
 # -------- start, complete, retry --------
 
-def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) -> Dict[str, Any]:
+def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) -> Values:
     """A node has started a claimed job: pending -> running. Idempotent."""
     job = job_state(context, job_id)
     check_run(workflow_state(context, job.workflow_id), run_id)
@@ -8945,7 +8946,7 @@ def mark_started(context: Context, job_id: int, node_id: int, start_time: str) -
 
 
 def complete_job(context: Context, job_id: int, status: str, run_id: int,
-                 body: Dict[str, Any]) -> Dict[str, Any]:
+                 body: Values) -> Values:
     """Record the end of an attempt. Idempotent; another end of the same attempt is refused."""
     job = job_state(context, job_id)
     check_result(context, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
@@ -8960,7 +8961,7 @@ def check_final(status: str) -> None:
         raise Refused(f'a job cannot complete as {status!r}')
 
 
-def check_result(context: Context, result: Dict[str, Any], **asked: Any) -> None:
+def check_result(context: Context, result: Values, **asked: Any) -> None:
     """Refuse a result that is not of the job, workflow, status and run of its request."""
     check_final(asked['status'])
     for key, value in asked.items():
@@ -8969,7 +8970,7 @@ def check_result(context: Context, result: Dict[str, Any], **asked: Any) -> None
     check_references(context, asked['workflow_id'], result)
 
 
-def batch_complete_jobs(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def batch_complete_jobs(context: Context, workflow_id: int, body: Values) -> Values:
     """The ends of many attempts; each is accepted or refused for itself."""
     state = context.state
     completed, errors = [], []
@@ -8985,7 +8986,7 @@ def batch_complete_jobs(context: Context, workflow_id: int, body: Dict[str, Any]
     return {'completed': completed, 'errors': errors}
 
 
-def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> str:
+def record_end(context: Context, state: WorkflowState, end: Values) -> str:
     """Take in the end of one attempt, with all that follows from it. The job's status afterwards.
 
     `end` is a ResultModel, with `retry` if the next attempt is to be made ready, or `interrupted` if it must
@@ -9047,7 +9048,7 @@ def record_end(context: Context, state: WorkflowState, end: Dict[str, Any]) -> s
     return end['status']
 
 
-def record_failure(context: Context, workflow_id: int, job: JobState, end: Dict[str, Any],
+def record_failure(context: Context, workflow_id: int, job: JobState, end: Values,
                    reason: str) -> None:
     """Keep an attempt that did not complete among the workflow's events, whether it is retried or not."""
     level = FAILURE_LEVELS.get(end['status'])
@@ -9089,12 +9090,12 @@ def record_unwritten_data(context: Context, state: WorkflowState, job: JobState)
             'run_id': state.run_id, 'attempt_id': job.attempt_id, 'message': message}, 'warning')
 
 
-def is_same_end(known: Tuple[int, int], end: Dict[str, Any]) -> bool:
+def is_same_end(known: Tuple[int, int], end: Values) -> bool:
     """Whether the end of an attempt, as known by return code and status, is this very one."""
     return known[0] == end['return_code'] and known[1] in (STATUS_CODES[end['status']], CANCELED)
 
 
-def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Dict[str, Any]) -> str:
+def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> str:
     """Decide how a pending_failed attempt ends; its dependants go on or are canceled."""
     status = STATUS_CODES[end['status']]
     if not context.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
@@ -9135,7 +9136,7 @@ def count_interruptions(context: Context, run_id: int, job_ids: Sequence[int]) -
     return collections.Counter(row[0] for row in rows_by_ids(context, sql, job_ids))
 
 
-def retry_job(context: Context, job_id: int, run_id: int, max_retries: int) -> Dict[str, Any]:
+def retry_job(context: Context, job_id: int, run_id: int, max_retries: int) -> Values:
     """Make a running, failed or terminated job ready for its next attempt, if it has one left."""
     job = job_state(context, job_id)
     state = workflow_state(context, job.workflow_id)
@@ -9153,7 +9154,7 @@ def retry_job(context: Context, job_id: int, run_id: int, max_retries: int) -> D
     return get_row(context, 'job_view', job_id)
 
 
-def manage_status_change(context: Context, job_id: int, status: str, run_id: int) -> Dict[str, Any]:
+def manage_status_change(context: Context, job_id: int, status: str, run_id: int) -> Values:
     """Set a job to a status that is no end. What depends on a reset job is reset at the next initialize."""
     job = job_state(context, job_id)
     code = STATUS_CODES[status]
@@ -9277,7 +9278,7 @@ PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
 
 
-def explain_job(context: Context, job_id: int) -> Dict[str, Any]:
+def explain_job(context: Context, job_id: int) -> Values:
     """Why a job failed or was canceled, or what it waits for; without `reason` if nothing is wrong."""
     job = job_state(context, job_id)
     answer = {'job_id': job.id, 'job_name': job.name, 'status': STATUS_NAMES[job.status]}
@@ -9322,7 +9323,7 @@ def cancellation_reason(context: Context, job: JobState) -> str:
     return f"never ran: its prerequisite {', because '.join(steps)}" + (f': {reason}' if reason else '')
 
 
-def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Dict[str, Any]:
+def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Values:
     """Why jobs failed, those with the same reason together and the most frequent first; why jobs were
     canceled; and what blocked ones wait for. Each list ends at the limit, at most MOST_EXPLAINED.
     """
@@ -9358,7 +9359,7 @@ WORKFLOW_STATES = (     # the first of which there is a job; a workflow without 
     ('uninitialized', (UNINITIALIZED,)), ('failed', BAD), ('completed', FINISHED))
 
 
-def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Dict[str, Any]:
+def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Values:
     """State of workflows in one word, by id; without those that do not exist or the caller may not see."""
     form = "WHEN EXISTS (SELECT 1 FROM job WHERE workflow_id = workflow.id AND status IN {}) THEN '{}'"
     cases = ' '.join(form.format(sql_list(codes), word) for word, codes in WORKFLOW_STATES)
@@ -9379,7 +9380,7 @@ def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Dict[str, An
 # else. So no loop goes on with the jobs of an earlier run, and the cap on generations counts those of this
 # run.
 
-def spawn_jobs(context: Context, job_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
     """Add jobs that wait for a running one and those they name. With `state` and no jobs: end the lineage."""
     caller = job_state(context, job_id)
     names = [job['name'] for job in body['jobs']]
@@ -9430,7 +9431,7 @@ def record_generation(context: Context, workflow_id: int, lineage: str, counter:
 
 
 def insert_spawned(context: Context, caller: JobState, lineage: str, generation: int,
-                   jobs: List[Dict[str, Any]]) -> List[int]:
+                   jobs: List[Values]) -> List[int]:
     """Add the jobs of one generation, blocked. Their ids, in the order of the request."""
     if not jobs:
         return []
@@ -9460,7 +9461,7 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
     return ids
 
 
-def spawned_model(context: Context, workflow_id: int, lineage: str, job: Dict[str, Any]) -> Dict[str, Any]:
+def spawned_model(context: Context, workflow_id: int, lineage: str, job: Values) -> Values:
     """JobModel of a job that is to be spawned; its requirements are found by their name."""
     name = job.get('resource_requirements') or 'default'
     needs = context.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? '
@@ -9481,7 +9482,7 @@ def jobs_by_name(context: Context, workflow_id: int, names: Set[str]) -> Dict[st
     return found
 
 
-def find_prerequisite(by_name: Dict[str, List[int]], job: Dict[str, Any], name: str) -> int:
+def find_prerequisite(by_name: Dict[str, List[int]], job: Values, name: str) -> int:
     """The job that a spawned one means in depends_on."""
     found = by_name.get(name, [])
     if len(found) != 1:
@@ -9490,7 +9491,7 @@ def find_prerequisite(by_name: Dict[str, List[int]], job: Dict[str, Any], name: 
     return found[0]
 
 
-def refuse_sibling_cycles(jobs: List[Dict[str, Any]]) -> None:
+def refuse_sibling_cycles(jobs: List[Values]) -> None:
     """Refuse jobs of one request that wait for each other, by name."""
     needs = {job['name']: job.get('depends_on') or () for job in jobs}
     for cycle in find_cycles(needs, lambda name: needs.get(name, ()), 1):
@@ -9505,7 +9506,7 @@ class Accepted(dict):
 
 def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: bool = False,
                         clear_ephemeral_user_data: bool = True,
-                        **more: bool) -> Dict[str, Any]:
+                        **more: bool) -> Values:
     """Initialize a workflow: at once, or, with `async` (a keyword of Python), as a task."""
     request = {'only_uninitialized': only_uninitialized,
                'clear_ephemeral_user_data': clear_ephemeral_user_data}
@@ -9518,7 +9519,7 @@ TASK_VERBS = {'initialize_jobs': initialize_jobs}
 TASK_OPEN = "status IN ('queued', 'running')"
 
 
-def begin_task(context: Context, workflow_id: int, operation: str, request: Dict[str, Any]) -> Accepted:
+def begin_task(context: Context, workflow_id: int, operation: str, request: Values) -> Accepted:
     """Queue a task; return the active task if identical, else Conflict."""
     found = context.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}',
                         (workflow_id,))
@@ -9532,12 +9533,12 @@ def begin_task(context: Context, workflow_id: int, operation: str, request: Dict
     return Accepted(get_task(context, task_id))
 
 
-def get_task(context: Context, task_id: int) -> Dict[str, Any]:
+def get_task(context: Context, task_id: int) -> Values:
     """One task."""
     return get_row(context, 'task', task_id)
 
 
-def get_active_task_for_workflow(context: Context, workflow_id: int) -> Dict[str, Any]:
+def get_active_task_for_workflow(context: Context, workflow_id: int) -> Values:
     """The task that a workflow has at work, or null."""
     return {'task': next(iter(context.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}',
                                              (workflow_id,))), None)}
@@ -9553,7 +9554,7 @@ def run_tasks(service: Service) -> None:
         end_task(context, task_id, run_task(context, workflow_id, operation, json.loads(request)))
 
 
-def run_task(context: Context, workflow_id: int, operation: str, request: Dict[str, Any]) -> str:
+def run_task(context: Context, workflow_id: int, operation: str, request: Values) -> str:
     """Carry out a task, whole or not at all. Why it failed, or ''."""
     try:
         with context.savepoint():
@@ -9614,7 +9615,7 @@ def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
 
 
 def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int = 0,
-                               limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+                               limit: int = MAX_LIST_ITEMS) -> Values:
     """Which job ran, or runs, in which Slurm job, over all runs; each pair once."""
     slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
     pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in context.rows(
@@ -9631,7 +9632,7 @@ def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int =
 
 
 def get_running_jobs(context: Context, workflow_id: int, offset: int = 0,
-                     limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+                     limit: int = MAX_LIST_ITEMS) -> Values:
     """Running jobs with their nodes."""
     limit = page_size(offset, limit)
     total = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}',
@@ -9652,7 +9653,7 @@ def get_running_jobs(context: Context, workflow_id: int, offset: int = 0,
 WORKER_TEXT = Expression(r'(?:[^\s@-][^\s@]*@)?[^\s@-][^\s@]*\Z')
 
 
-def create_remote_workers(context: Context, workflow_id: int, body: List[str]) -> List[Dict[str, Any]]:
+def create_remote_workers(context: Context, workflow_id: int, body: List[str]) -> List[Values]:
     """Note the hosts on which a workflow may run; known ones stay. Those that were named."""
     for worker in body:
         if not WORKER_TEXT.match(worker):
@@ -9662,12 +9663,12 @@ def create_remote_workers(context: Context, workflow_id: int, body: List[str]) -
     return [{'worker': worker, 'workflow_id': workflow_id} for worker in sorted(set(body))]
 
 
-def list_remote_workers(context: Context, workflow_id: int) -> List[Dict[str, Any]]:
+def list_remote_workers(context: Context, workflow_id: int) -> List[Values]:
     """A workflow's remote workers, sorted."""
     return context.select('remote_worker', 'WHERE workflow_id = ? ORDER BY worker', (workflow_id,))
 
 
-def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Dict[str, Any]:
+def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Values:
     """Forget a remote worker."""
     if not context.run('DELETE FROM remote_worker WHERE workflow_id = ? AND worker = ?',
                        (workflow_id, worker)):
@@ -9716,7 +9717,7 @@ def forget_job_counts(context: Context) -> None:
         context.run(f'DROP {what} temp.{name}')
 
 
-def create_compute_node(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_compute_node(context: Context, body: Values) -> Values:
     """Register a compute node."""
     workflow_state(context, body['workflow_id'])
     check_labels(body.get('labels'))
@@ -9733,7 +9734,7 @@ def create_compute_node(context: Context, body: Dict[str, Any]) -> Dict[str, Any
     return node
 
 
-def release_former(context: Context, body: Dict[str, Any]) -> None:
+def release_former(context: Context, body: Values) -> None:
     """Release earlier nodes of a runner that registers: it never got the answer that named them."""
     keys = ('workflow_id', 'hostname', 'pid', 'identity')
     condition = ' AND '.join(f'{key} = ?' for key in keys)
@@ -9748,13 +9749,13 @@ STARTED_KEYS = ('hostname', 'pid', 'num_cpus', 'memory_gb', 'num_gpus', 'compute
 STOPPED_KEYS = ('hostname', 'pid', 'duration_seconds', 'compute_node_type')
 
 
-def announce_node(context: Context, event_type: str, node: Dict[str, Any], keys: Sequence[str]) -> None:
+def announce_node(context: Context, event_type: str, node: Values, keys: Sequence[str]) -> None:
     """Report that a node has begun or ended."""
     announce(context, node['workflow_id'], event_type,
              dict({key: node.get(key) for key in keys}, compute_node_id=node['id']))
 
 
-def update_compute_node(context: Context, node_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
     """Change a node, but its labels. One that ends returns its claims that did not start, and stays ended."""
     before = get_row(context, 'compute_node', node_id)
     check_stays(before['workflow_id'], body)
@@ -9774,7 +9775,7 @@ def update_compute_node(context: Context, node_id: int, body: Dict[str, Any]) ->
     return node
 
 
-def delete_compute_node(context: Context, node_id: int) -> Dict[str, Any]:
+def delete_compute_node(context: Context, node_id: int) -> Values:
     """Remove a node; what it had in hand is released first. Its results stay."""
     node = get_row(context, 'compute_node', node_id)
     if node.get('is_active'):
@@ -9784,7 +9785,7 @@ def delete_compute_node(context: Context, node_id: int) -> Dict[str, Any]:
     return node
 
 
-def delete_compute_nodes(context: Context, workflow_id: int) -> Dict[str, Any]:
+def delete_compute_nodes(context: Context, workflow_id: int) -> Values:
     """Remove all nodes of a workflow."""
     nodes = context.ids('SELECT id FROM compute_node WHERE workflow_id = ?', (workflow_id,))
     for node_id in nodes:
@@ -9850,7 +9851,7 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
 
 # -------- a runner's turn --------
 
-def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     """One turn of a runner's loop, in one transaction.
 
     Takes in ends, starts and returned claims; gives work, due actions and the workflow's state.
@@ -9861,7 +9862,7 @@ def runner_sync(context: Context, workflow_id: int, body: Dict[str, Any]) -> Dic
     renew_lease(context, workflow_id, node_id, body.get('lease_s'))
     refuse_obsolete(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
-              'revoked_actions': []}     # type: Dict[str, Any]
+              'revoked_actions': []}     # type: Values
     for end in body.get('completions') or ():
         record_reported_end(context, state, node_id, end, answer)
     note_contents(context, workflow_id, body.get('contents') or ())
@@ -9981,8 +9982,8 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Se
         recover_lost(context, state, job, attempt_id, node_id, start_time)
 
 
-def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Dict[str, Any],
-                        answer: Dict[str, Any]) -> None:
+def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Values,
+                        answer: Values) -> None:
     """One completion of a runner's turn: into `accepted` or `errors`."""
     try:
         check_final(end['status'])
@@ -9999,7 +10000,7 @@ def record_reported_end(context: Context, state: WorkflowState, node_id: int, en
             note_job_outputs(context, state, job_state(context, end['job_id']))
 
 
-def record_action_end(context: Context, workflow_id: int, node_id: int, result: Dict[str, Any]) -> None:
+def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
     """How an action ended on the node that took it."""
     if not retake_action(context, workflow_id, result['action_id'], node_id):
         return      # deleted while it ran
@@ -10013,7 +10014,7 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
                                       'message': result.get('message') or ''}, severity)
 
 
-def describe_claims(context: Context, run_id: int, chosen: Placement) -> Dict[str, Any]:
+def describe_claims(context: Context, run_id: int, chosen: Placement) -> Values:
     """Claimed jobs with all that is needed to run them; what many share stands once."""
     job_ids = list(chosen)
     if not job_ids:
@@ -10042,7 +10043,7 @@ def describe_claims(context: Context, run_id: int, chosen: Placement) -> Dict[st
             'handlers': [json.loads(rules[h]) for h in handlers]}
 
 
-def describe_job_class(context: Context, class_id: int) -> Dict[str, Any]:
+def describe_job_class(context: Context, class_id: int) -> Values:
     """What a job of a class needs."""
     row = context.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, '
                       'needs.num_nodes, needs.runtime_s, needs.is_implicit FROM job_kind kind '
@@ -10054,7 +10055,7 @@ def describe_job_class(context: Context, class_id: int) -> Dict[str, Any]:
 
 
 def describe_progress(context: Context, state: WorkflowState, node_id: int, counts: Dict[int, int],
-                      is_denied: bool) -> Dict[str, Any]:
+                      is_denied: bool) -> Values:
     """What a runner shows, and what it needs to decide whether to stay. `is_denied`: it got no jobs."""
     unfinished = sum(counts[code] for code in NOT_DONE)
     # A blocked job waits for one of those that are ready or active, or for a decision.
@@ -10152,7 +10153,7 @@ def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
 
 def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS,
               sort_by: str = '',
-              reverse_sort: bool = False, **filters: Any) -> Dict[str, Any]:
+              reverse_sort: bool = False, **filters: Any) -> Values:
     """One page of a list: filtered, sorted (by id among equals), with the total count under the filters."""
     noun = RESOURCES[resource]
     limit = page_size(offset, limit)
@@ -10177,7 +10178,7 @@ def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX
 
 
 def list_workflows(context: Context, resource: str, access_group: Sequence[str] = (),
-                   **query: Any) -> Dict[str, Any]:
+                   **query: Any) -> Values:
     """Workflows; of one of these groups only, if any is named."""
     if access_group:
         names = [access_group] if isinstance(access_group, str) else access_group
@@ -10189,7 +10190,7 @@ def list_workflows(context: Context, resource: str, access_group: Sequence[str] 
 
 
 def list_jobs(context: Context, resource: str, include_relationships: bool = False,
-              **query: Any) -> Dict[str, Any]:
+              **query: Any) -> Values:
     """Jobs; their id lists only if asked for."""
     if 'labels' in query:
         query['labels'] = served_labels(context, query['workflow_id'],
@@ -10208,7 +10209,7 @@ def served_labels(context: Context, workflow_id: int, labels: Set[str]) -> str:
     return '\n' + '\n'.join(served) + '\n' if served else ''
 
 
-def list_results(context: Context, resource: str, all_runs: bool = False, **query: Any) -> Dict[str, Any]:
+def list_results(context: Context, resource: str, all_runs: bool = False, **query: Any) -> Values:
     """Results: each job's current one, or all of all runs and attempts."""
     return list_rows(context, resource, all_runs=all_runs, **query)
 
@@ -10231,7 +10232,7 @@ RELATION_QUERIES = {
 
 def list_relations(context: Context, resource: str, workflow_id: int, offset: int = 0,
                    limit: int = MAX_LIST_ITEMS,
-                   sort_by: str = '', reverse_sort: bool = False) -> Dict[str, Any]:
+                   sort_by: str = '', reverse_sort: bool = False) -> Values:
     """Which job waits for which, or makes and uses which file or user data; dependency sets spelled out."""
     query = RELATION_QUERIES[resource]
     names = re.findall(r' AS (\w+)', query)
@@ -10250,7 +10251,7 @@ def list_relations(context: Context, resource: str, workflow_id: int, offset: in
 
 # -------- the usual operations --------
 
-def create_row(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_row(context: Context, resource: str, body: Values) -> Values:
     """Add a row that no special rule holds for."""
     workflow_state(context, body['workflow_id'])
     check_references(context, body['workflow_id'], body)
@@ -10260,7 +10261,7 @@ def create_row(context: Context, resource: str, body: Dict[str, Any]) -> Dict[st
         raise explain_integrity_error(error, resource, body) from None
 
 
-def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str, Any]) -> TorcError:
+def explain_integrity_error(error: sqlite3.Error, resource: str, body: Values) -> TorcError:
     """A row that stands in another's way, or points at nothing."""
     noun = resource.replace('_', ' ')
     if 'UNIQUE' in str(error) and resource == 'ro_crate_entity':
@@ -10271,21 +10272,21 @@ def explain_integrity_error(error: sqlite3.Error, resource: str, body: Dict[str,
     return Refused(f'the {noun} refers to something that does not exist')
 
 
-def create_rows(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_rows(context: Context, resource: str, body: Values) -> Values:
     """Add up to 100,000 files or user data records of one workflow; their names must differ."""
     key = 'user_data' if resource == 'user_data' else resource + 's'
     check_bulk([row['workflow_id'] for row in body[key]], [row['name'] for row in body[key]], key)
     return {key: [create_row(context, resource, row) for row in body[key]]}
 
 
-def create_requirements(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_requirements(context: Context, resource: str, body: Values) -> Values:
     """Add resource requirements; memory and runtime must be readable."""
     workflow_state(context, body['workflow_id'])
     return read_row(context, resource, insert_requirements(context, body['workflow_id'],
                                                            {k: v for k, v in body.items() if k != 'id'}))
 
 
-def update_requirements(context: Context, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_requirements(context: Context, resource: str, row_id: int, body: Values) -> Values:
     """Change resource requirements, for all jobs that have them."""
     current = read_row(context, resource, row_id)
     check_stays(current['workflow_id'], body)
@@ -10300,9 +10301,9 @@ def update_requirements(context: Context, resource: str, row_id: int, body: Dict
     return changed
 
 
-def create_user_data(context: Context, resource: str, body: Dict[str, Any],
+def create_user_data(context: Context, resource: str, body: Values,
                      consumer_job_id: Optional[int] = None,
-                     producer_job_id: Optional[int] = None) -> Dict[str, Any]:
+                     producer_job_id: Optional[int] = None) -> Values:
     """Add user data, and link it to the jobs that use and make it."""
     record = create_row(context, resource, body)
     for table, job_id in (('job_input_user_data', consumer_job_id),
@@ -10313,19 +10314,19 @@ def create_user_data(context: Context, resource: str, body: Dict[str, Any],
     return record
 
 
-def create_result(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_result(context: Context, resource: str, body: Values) -> Values:
     """Add a result by hand, as the job's current one; the job's status stays."""
     check_references(context, body['workflow_id'], body)
     context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (body['job_id'],))
     return create_row(context, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
 
 
-def read_row(context: Context, resource: str, row_id: int) -> Dict[str, Any]:
+def read_row(context: Context, resource: str, row_id: int) -> Values:
     """One row."""
     return get_row(context, RESOURCES[resource].view, row_id)
 
 
-def update_row(context: Context, resource: str, row_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def update_row(context: Context, resource: str, row_id: int, body: Values) -> Values:
     """Change the given fields of a row; it stays in its workflow."""
     current = read_row(context, resource, row_id)
     values = {key: value for key, value in body.items() if value is not None
@@ -10345,14 +10346,14 @@ def update_row(context: Context, resource: str, row_id: int, body: Dict[str, Any
     return read_row(context, resource, row_id)
 
 
-def create_event(context: Context, resource: str, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_event(context: Context, resource: str, body: Values) -> Values:
     """Add an event, of this moment."""
     workflow_state(context, body['workflow_id'])
     add_event(context, body['workflow_id'], body['data'])
     return read_row(context, resource, context.value('SELECT last_insert_rowid()'))
 
 
-def update_event(context: Context, resource: str, row_id: int, body: Any) -> Dict[str, Any]:
+def update_event(context: Context, resource: str, row_id: int, body: Any) -> Values:
     """Replace what an event says."""
     read_row(context, resource, row_id)
     data = body.get('data', body) if isinstance(body, dict) else body
@@ -10360,7 +10361,7 @@ def update_event(context: Context, resource: str, row_id: int, body: Any) -> Dic
     return read_row(context, resource, row_id)
 
 
-def delete_row(context: Context, resource: str, row_id: int) -> Dict[str, Any]:
+def delete_row(context: Context, resource: str, row_id: int) -> Values:
     """Remove a row; what it was is the answer."""
     row = read_row(context, resource, row_id)
     delete_where(context, resource, 'id', row_id)
@@ -10379,26 +10380,26 @@ def delete_where(context: Context, resource: str, column: str, value: int) -> in
                       'them first') from None
 
 
-def delete_rows(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
+def delete_rows(context: Context, resource: str, workflow_id: int) -> Values:
     """Remove all rows of a workflow."""
     if resource == 'job':
         refuse_active(context, workflow_id, 'emptied')
     return {'count': delete_where(context, resource, 'workflow_id', workflow_id)}
 
 
-def delete_ro_crate_entity(context: Context, resource: str, row_id: int) -> Dict[str, Any]:
+def delete_ro_crate_entity(context: Context, resource: str, row_id: int) -> Values:
     """Remove one RO-Crate entity."""
     delete_row(context, resource, row_id)
     return {'message': f'Deleted RO-Crate entity {row_id}'}
 
 
-def delete_ro_crate_entities(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
+def delete_ro_crate_entities(context: Context, resource: str, workflow_id: int) -> Values:
     """Remove all RO-Crate entities of a workflow."""
     count = delete_rows(context, resource, workflow_id)['count']
     return {'deleted_count': count, 'message': f'Deleted {count} RO-Crate entities of workflow {workflow_id}'}
 
 
-def delete_all_user_data(context: Context, resource: str, workflow_id: int) -> Dict[str, Any]:
+def delete_all_user_data(context: Context, resource: str, workflow_id: int) -> Values:
     """Remove all user data of a workflow."""
     count = delete_rows(context, resource, workflow_id)['count']
     return {'deleted_count': count, 'message': f'Deleted {count} user data records of workflow {workflow_id}'}
@@ -10440,13 +10441,13 @@ def check_fills_by_hand(context: Context, group_id: int) -> None:
                      'TORC_ADMIN_USERS only')
 
 
-def find_link(context: Context, table: str, link: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+def find_link(context: Context, table: str, link: Values) -> Optional[Values]:
     """The row that gives a user or a workflow (its other key) to a group; None if there is none."""
     condition = ' AND '.join(f'{column} = ?' for column in link)
     return next(iter(context.select(table, f'WHERE {condition}', list(link.values()))), None)
 
 
-def add_link(context: Context, table: str, link: Dict[str, Any], what: str, **more: Any) -> Dict[str, Any]:
+def add_link(context: Context, table: str, link: Values, what: str, **more: Any) -> Values:
     """Add such a row; Conflict if it is there."""
     if find_link(context, table, link):
         raise Conflict(f'{what} already')
@@ -10454,7 +10455,7 @@ def add_link(context: Context, table: str, link: Dict[str, Any], what: str, **mo
     return find_link(context, table, link) or {}
 
 
-def remove_link(context: Context, table: str, link: Dict[str, Any], what: str) -> Dict[str, Any]:
+def remove_link(context: Context, table: str, link: Values, what: str) -> Values:
     """Remove such a row; NotFound if it is not there."""
     found = find_link(context, table, link)
     if found is None:
@@ -10471,7 +10472,7 @@ def check_is_self(context: Context, user: str) -> None:
 
 
 def group_page(context: Context, table: str, where: str, value: Any, offset: int,
-               limit: int) -> Dict[str, Any]:
+               limit: int) -> Values:
     """One page of groups or members, in the envelope that these lists have."""
     limit = page_size(offset, limit)
     total = context.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
@@ -10480,7 +10481,7 @@ def group_page(context: Context, table: str, where: str, value: Any, offset: int
             + len(items) < total}
 
 
-def create_access_group(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
+def create_access_group(context: Context, body: Values) -> Values:
     """Make a group, without members."""
     check_group_admin(context)
     if context.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
@@ -10490,19 +10491,19 @@ def create_access_group(context: Context, body: Dict[str, Any]) -> Dict[str, Any
     return get_row(context, 'access_group', context.insert('access_group', values))
 
 
-def list_access_groups(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_access_groups(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Values:
     """All groups."""
     check_group_admin(context)
     return group_page(context, 'access_group', 'id > ?', 0, offset, limit)
 
 
-def get_access_group(context: Context, group_id: int) -> Dict[str, Any]:
+def get_access_group(context: Context, group_id: int) -> Values:
     """One group."""
     check_group_admin(context, group_id)
     return get_row(context, 'access_group', group_id)
 
 
-def delete_access_group(context: Context, group_id: int) -> Dict[str, Any]:
+def delete_access_group(context: Context, group_id: int) -> Values:
     """Remove a group; its members lose what it gave them."""
     check_group_admin(context)
     group = get_row(context, 'access_group', group_id)
@@ -10512,13 +10513,13 @@ def delete_access_group(context: Context, group_id: int) -> Dict[str, Any]:
 
 
 def list_group_members(context: Context, group_id: int, offset: int = 0,
-                       limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+                       limit: int = MAX_LIST_ITEMS) -> Values:
     """Who is in a group."""
     check_group_admin(context, group_id)
     return group_page(context, 'user_group_membership', 'group_id = ?', group_id, offset, limit)
 
 
-def add_user_to_group(context: Context, group_id: int, body: Dict[str, Any]) -> Dict[str, Any]:
+def add_user_to_group(context: Context, group_id: int, body: Values) -> Values:
     """Let a user into a group, as one of GROUP_ROLES."""
     check_group_admin(context, group_id)
     check_fills_by_hand(context, group_id)
@@ -10532,7 +10533,7 @@ def add_user_to_group(context: Context, group_id: int, body: Dict[str, Any]) -> 
                     f'{printable(user)} is in access group {group_id}', role=body.get('role') or 'member')
 
 
-def remove_user_from_group(context: Context, group_id: int, user_name: str) -> Dict[str, Any]:
+def remove_user_from_group(context: Context, group_id: int, user_name: str) -> Values:
     """Take a user out of a group."""
     check_group_admin(context, group_id)
     check_fills_by_hand(context, group_id)
@@ -10541,33 +10542,33 @@ def remove_user_from_group(context: Context, group_id: int, user_name: str) -> D
 
 
 def list_user_groups(context: Context, user_name: str, offset: int = 0,
-                     limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+                     limit: int = MAX_LIST_ITEMS) -> Values:
     """Groups that a user is in."""
     check_is_self(context, user_name)
     return group_page(context, 'access_group', GROUPS_OF_USER, user_name, offset, limit)
 
 
 def list_workflow_groups(context: Context, workflow_id: int, offset: int = 0,
-                         limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+                         limit: int = MAX_LIST_ITEMS) -> Values:
     """Groups whose members may use a workflow."""
     return group_page(context, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
 
 
-def add_workflow_to_group(context: Context, workflow_id: int, group_id: int) -> Dict[str, Any]:
+def add_workflow_to_group(context: Context, workflow_id: int, group_id: int) -> Values:
     """Let the members of a group use a workflow."""
     check_may_link(context, workflow_id, group_id)
     return add_link(context, 'workflow_access_group', {'group_id': group_id, 'workflow_id': workflow_id},
                     f'access group {group_id} has access to workflow {workflow_id}')
 
 
-def remove_workflow_from_group(context: Context, workflow_id: int, group_id: int) -> Dict[str, Any]:
+def remove_workflow_from_group(context: Context, workflow_id: int, group_id: int) -> Values:
     """Take a workflow from the members of a group."""
     check_may_link(context, workflow_id, group_id)
     return remove_link(context, 'workflow_access_group', {'group_id': group_id, 'workflow_id': workflow_id},
                        f'access group {group_id} has no access to workflow {workflow_id}')
 
 
-def check_workflow_access(context: Context, workflow_id: int, user_name: str) -> Dict[str, Any]:
+def check_workflow_access(context: Context, workflow_id: int, user_name: str) -> Values:
     """Whether a user may use a workflow where access is enforced, and why."""
     check_is_self(context, user_name)
     owner = context.value('SELECT user FROM workflow WHERE id = ?', (workflow_id,))
@@ -10593,7 +10594,7 @@ def failing_as(kind: str) -> Iterator[None]:
         raise
 
 
-def reload_auth(context: Context) -> Dict[str, Any]:
+def reload_auth(context: Context) -> Values:
     """Read the password file again, and forget what was known of passwords."""
     check_admin(context)
     if context.service.reload_users is None:
@@ -10630,7 +10631,7 @@ class Traffic:
         self.row[self.SLOTS.get(head[9:10], 7)] += 1
 
 
-def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds: int = 60) -> Dict[str, Any]:
+def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds: int = 60) -> Values:
     """Requests and bytes of the last seconds, in buckets aligned to the interval, the newest first."""
     check_admin(context)
     window = max(1, min(window_seconds, Traffic.MOST_S))
@@ -10647,24 +10648,24 @@ def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds
                         for start, counts in buckets.items()]}
 
 
-def ping(context: Context) -> Dict[str, Any]:
+def ping(context: Context) -> Values:
     """The server is there."""
     return {'status': 'ok'}
 
 
-def get_version(context: Context) -> Dict[str, Any]:
+def get_version(context: Context) -> Values:
     """Versions of the program and of the interface; the commit, as in Torc, only where all may see all."""
     answer = {'version': __version__, 'api_version': API_VERSION}
     return answer if context.service.enforces_access else dict(answer, git_hash=RELEASE_TAG)
 
 
-def get_database(context: Context) -> Dict[str, Any]:
+def get_database(context: Context) -> Values:
     """Which database answers: its identity, and where it is stored."""
     identity = context.value('SELECT id FROM identity')
     return {'id': identity, 'path': context.store.file_path, 'host': socket.gethostname()}
 
 
-def snapshot_database(context: Context) -> Dict[str, Any]:
+def snapshot_database(context: Context) -> Values:
     """Write a database in memory to its file, done when `saved` has reached the `changes` of this answer."""
     changes, snapshots = context.store.changes, context.store.snapshots
     if snapshots is None:
@@ -10903,7 +10904,7 @@ def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
     return rows
 
 
-def admin_sql(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
+def admin_sql(context: Context, body: Values) -> Values:
     """One SQL statement of an administrator: reads, or with `write` changes something, which is audited."""
     check_admin(context)
     service, writes, is_dry = context.service, bool(body.get('write')), bool(body.get('dry_run'))
@@ -10928,7 +10929,7 @@ def admin_sql(context: Context, body: Dict[str, Any]) -> Dict[str, Any]:
     return answer
 
 
-def write_sql(context: Context, sql: str, limit: int, is_dry: bool, makes: bool) -> Dict[str, Any]:
+def write_sql(context: Context, sql: str, limit: int, is_dry: bool, makes: bool) -> Values:
     """Execute a statement that writes; refused if something could not be read, or a job waits for nothing."""
     with context.savepoint(keeps=not is_dry):
         duplicates, dangling = context.value(DUPLICATE_COUNT), context.value(DANGLING_COUNT)
@@ -10983,7 +10984,7 @@ def refuse_references(context: Context) -> None:
                           'whose rows could not be deleted any more')
 
 
-def describe_answer(found: SqlAnswer) -> Dict[str, Any]:
+def describe_answer(found: SqlAnswer) -> Values:
     """Rows of a statement as AdminSqlResponse: a name that comes again gets _2, blobs are hexadecimal."""
     names = []  # type: List[str]
     for name in found.columns:
@@ -11002,7 +11003,7 @@ def describe_cell(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def add_audit(context: Context, body: Dict[str, Any], rows_affected: Optional[int],
+def add_audit(context: Context, body: Values, rows_affected: Optional[int],
               error: Optional[str]) -> None:
     """Put on record what an administrator wrote, or why it was refused."""
     context.insert('admin_audit_log', {
@@ -11012,7 +11013,7 @@ def add_audit(context: Context, body: Dict[str, Any], rows_affected: Optional[in
         'committed': error is None, 'success': error is None, 'error': error})
 
 
-def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Dict[str, Any]:
+def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Values:
     """What administrators wrote, the newest first."""
     check_admin(context)
     page = (page_size(offset, limit), offset)
