@@ -5681,15 +5681,11 @@ class NodePool:
 
     def place(self, needs: Any, wanted: int = 1) -> List[Tuple[int, ...]]:
         """Take room for up to so many such jobs: the indexes of the nodes of each that fits."""
-        placed = []     # type: List[Tuple[int, ...]]
         if needs.num_nodes > 1:
-            untouched = self.untouched(needs)
-            while len(placed) < wanted and len(untouched) >= needs.num_nodes:
-                placed.append(tuple(untouched[:needs.num_nodes]))
-                del untouched[:needs.num_nodes]
-                for index in placed[-1]:
-                    self.free[index] = NOTHING
-            return placed
+            untouched, size = self.untouched(needs), needs.num_nodes
+            starts = range(0, len(untouched) - size + 1, size)[:wanted]
+            return [self.take(needs, untouched[start:start + size]) for start in starts]
+        placed = []     # type: List[Tuple[int, ...]]
         for index, free in enumerate(self.free):
             count = min(free.count(needs), wanted - len(placed))
             if count:
@@ -5697,16 +5693,20 @@ class NodePool:
                 placed += [(index,)] * count
         return placed
 
+    def take(self, needs: Any, indexes: Sequence[int]) -> Tuple[int, ...]:
+        """Take room for one job on these nodes: their indexes."""
+        for index in indexes:
+            self.free[index] = NOTHING if len(indexes) > 1 else self.free[index].less(needs, 1)
+        return tuple(indexes)
+
     def place_at(self, needs: Any, chosen: Sequence[int]) -> Tuple[int, ...]:
         """Take room for one job, on the chosen nodes if they have it, else anywhere: the indexes, or ()."""
-        is_shared = len(chosen) == 1 == needs.num_nodes
-        if is_shared and chosen[0] < len(self.free) and self.free[chosen[0]].count(needs):
-            self.free[chosen[0]] = self.free[chosen[0]].less(needs, 1)
-            return tuple(chosen)
-        if len(chosen) == needs.num_nodes > 1 and set(chosen).issubset(self.untouched(needs)):
-            for index in chosen:
-                self.free[index] = NOTHING
-            return tuple(chosen)
+        if needs.num_nodes > 1:
+            has_room = set(chosen).issubset(self.untouched(needs))
+        else:
+            has_room = all(index < len(self.free) and self.free[index].count(needs) for index in chosen)
+        if has_room and len(chosen) == needs.num_nodes:
+            return self.take(needs, chosen)
         return next(iter(self.place(needs)), ())
 
     def release(self, needs: Any, indexes: Sequence[int]) -> None:
@@ -5759,30 +5759,18 @@ class TableColumn(Row):
     is_required: bool   # NOT NULL
 
 
+DECODERS = {'JSON': json.loads, 'BOOL': bool, 'STATUS': STATUS_NAMES.__getitem__}
+ENCODERS = {'JSON': format_json, 'BOOL': int, 'STATUS': STATUS_CODES.__getitem__}
+
+
 def decode_cell(codec: str, value: Any) -> Any:
     """A stored value as it is spoken."""
-    if value is None:
-        return None
-    if codec == 'JSON':
-        return json.loads(value)
-    if codec == 'BOOL':
-        return bool(value)
-    if codec == 'STATUS':
-        return STATUS_NAMES[value]
-    return value
+    return DECODERS[codec](value) if value is not None and codec in DECODERS else value
 
 
 def encode_cell(codec: str, value: Any) -> Any:
     """A spoken value as it is stored."""
-    if value is None:
-        return None
-    if codec == 'JSON':
-        return format_json(value)
-    if codec == 'BOOL':
-        return int(value)
-    if codec == 'STATUS':
-        return STATUS_CODES[value]
-    return value
+    return ENCODERS[codec](value) if value is not None and codec in ENCODERS else value
 
 
 class Statements:
@@ -6092,8 +6080,9 @@ class Store(Statements):
             if is_mixed:
                 raise OSError(errno.EIO, 'something else was written into it')
             self.copy_to(copy)
-            restore = words_to_restore(self.path, copy)
-            cure = f'. What could still be read was saved as {copy}; to go on with that: {restore}'
+            log_file, loss, source, target = map(shlex.quote, (self.path + '-wal', note, copy, self.path))
+            cure = (f'. What could still be read was saved as {copy}; to go on with that: '
+                    f'rm -f {log_file} {loss} && mv {source} {target}')
         except (sqlite3.Error, OSError) as error:
             with contextlib.suppress(OSError):
                 os.unlink(copy)
@@ -6260,19 +6249,12 @@ def check_log(path: str) -> None:
         raise Refused(f'{what}. Put {PUT_BACK}')
 
 
-def words_to_restore(path: str, copy: str) -> str:
-    """Commands that replace a database by a copy."""
-    log, note, copy, path = map(shlex.quote, (path + '-wal', path + '.loss', copy, path))
-    return f'rm -f {log} {note} && mv {copy} {path}'
-
-
 def file_identity(path: str) -> Tuple[int, int]:
     """Device and inode of a file; (0, 0) if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return (0, 0)
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return 0, 0
 
 
 def prepare_database_file(path: str) -> None:
@@ -6479,15 +6461,19 @@ class Context(Statements):
     """What a verb gets: the statements of the store, who asks, and the service that it is part of."""
 
     def __init__(self, service: Service, caller: str, is_admin: bool) -> None:
-        store = service.store
-        super().__init__(store.connection, store.now, store.known_columns)
         self.service = service
-        self.store = store
+        self.store = store = service.store
+        super().__init__(store.connection, store.now, store.known_columns)
         self.caller = caller                # who asks, for events and new workflows
         self.is_admin = is_admin            # ... and may use what is for administrators
         self.state = None                   # type: Any  # WorkflowState at first, if the request names one
         # What is to be stored if the verb fails.
         self.on_failure = None              # type: Optional[Callable[[], Any]]
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether the caller is neither an administrator nor one of those who are not told apart."""
+        return self.service.identifies_callers and not self.is_admin
 
     @contextlib.contextmanager
     def savepoint(self, keeps: bool = True) -> Iterator[None]:
@@ -6533,6 +6519,11 @@ def run_by_ids(context: Context, sql: str, ids: Sequence[int]) -> None:
     """A statement that ends in IN, for any number of ids."""
     for piece in chunks(ids):
         context.run(f"{sql} ({', '.join('?' * len(piece))})", piece)
+
+
+def given_values(body: Values) -> Values:
+    """What a body says: to Torc's clients a field with null is one that they leave out."""
+    return {key: value for key, value in body.items() if value is not None}
 
 
 # -------- looking things up --------
@@ -6753,9 +6744,9 @@ def speaks_for(context: Context, user: str) -> bool:
 
     Unauthenticated callers may use any name that no user has: Torc's clients send that of their account.
     """
-    is_open = context.is_admin or not context.service.identifies_callers
-    return is_open or (not context.service.is_user(user) if context.caller == ANONYMOUS
-                       else context.caller == user)
+    if context.is_restricted and context.caller == ANONYMOUS:
+        return not context.service.is_user(user)
+    return not context.is_restricted or context.caller == user
 
 
 def new_owner(context: Context, wanted: Optional[str]) -> str:
@@ -6798,10 +6789,9 @@ def add_group_names(context: Context, workflows: List[Values]) -> None:
 
 def check_group_admin(context: Context, group_id: Optional[int] = None) -> None:
     """Refuse callers who may not manage groups, or this one. NotFound if there is no such group."""
-    is_open = context.is_admin or not context.service.identifies_callers
     role = context.value('SELECT role FROM user_group_membership WHERE group_id = ? AND user_name = ?',
                          (group_id, context.caller))
-    if not is_open and (role != 'admin' or context.caller == ANONYMOUS):
+    if context.is_restricted and (role != 'admin' or context.caller == ANONYMOUS):
         raise Denied('access groups are managed by administrators'
                      + (', and each by its own admins' if group_id else ''))
     if group_id is not None:
@@ -6988,12 +6978,6 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Seq
                      ((count, action_id) for action_id, count in counts.items()))
 
 
-def satisfy_trigger(context: Context, workflow_id: int, trigger: str) -> None:
-    """Make the actions of a workflow or worker trigger due."""
-    context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? '
-                'AND trigger_type = ?', (workflow_id, trigger))
-
-
 def expect_completion(context: Context, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
     context.run('UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? '
@@ -7058,8 +7042,7 @@ def get_workflow_actions(context: Context, workflow_id: int) -> List[Values]:
 def get_pending_actions(context: Context, workflow_id: int,
                         trigger_type: Sequence[str] = ()) -> List[Values]:
     """Actions that are due and not taken, of the given triggers or of all."""
-    return action_rows(context, *due_condition(workflow_id, [trigger_type] if isinstance(trigger_type, str)
-                                               else trigger_type))
+    return action_rows(context, *due_condition(workflow_id, trigger_type))
 
 
 def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> Tuple[str, Sequence[Any]]:
@@ -7209,18 +7192,17 @@ def note_action_reported(context: Context, action_id: int, node_id: int) -> None
 def create_workflow(context: Context, body: Values) -> Values:
     """Make a workflow without jobs, with the implicit requirements named default."""
     workflow_id = insert_workflow(context, body)
-    insert_requirements(context, workflow_id, dict(DEFAULT_REQUIREMENTS, is_implicit=True))
+    needs = complete_requirements(dict(DEFAULT_REQUIREMENTS, is_implicit=True, workflow_id=workflow_id))
+    context.insert('resource_requirements', needs)
     return get_workflow(context, workflow_id)
 
 
 def insert_workflow(context: Context, body: Values) -> int:
     """Check and store the workflow's own fields."""
     check_settings(body)
-    values = dict(WORKFLOW_DEFAULTS)
-    values.update({key: value for key, value in body.items() if value is not None})
+    values = {**WORKFLOW_DEFAULTS, **given_values(body)}
     values.update(timestamp=format_time(context.now()), user=new_owner(context, body.get('user')), run_id=0,
-                  is_canceled=False,
-                  is_archived=False, env=body.get('env') or None)
+                  is_canceled=False, is_archived=False, env=body.get('env') or None)
     workflow_id = context.insert('workflow', values)
     link_groups(context, workflow_id, body.get('access_groups') or [])
     return workflow_id
@@ -7240,16 +7222,10 @@ def check_env(env: Optional[Dict[str, str]]) -> None:
             raise Refused(f'env: {printable(name)!r} is not a name for an environment variable')
 
 
-def insert_requirements(context: Context, workflow_id: int, body: Values) -> int:
-    """Check and store resource requirements."""
-    return context.insert('resource_requirements', dict(complete_requirements(body), workflow_id=workflow_id))
-
-
 def complete_requirements(body: Values) -> Values:
     """Checked resource requirements with their defaults."""
-    values = dict(DEFAULT_REQUIREMENTS, runtime=DEFAULT_RUNTIME, is_implicit=False)
-    values.update({key: value for key, value in body.items() if value is not None})
-    return dict(values, **checked_requirements(values))
+    values = {**DEFAULT_REQUIREMENTS, 'runtime': DEFAULT_RUNTIME, 'is_implicit': False, **given_values(body)}
+    return {**values, **checked_requirements(values)}
 
 
 def checked_requirements(values: Values) -> Dict[str, int]:
@@ -7271,7 +7247,10 @@ def checked_requirements(values: Values) -> Dict[str, int]:
 def create_workflow_from_spec(context: Context, body: Values) -> Values:
     """Make a whole workflow from a plan (see Spec), in one go."""
     with explaining_plan():
-        workflow_id = insert_plan(context, body)
+        workflow_id = insert_workflow(context, body['workflow'])
+        PlanMerge(context, workflow_id, body).merge_rows()
+        if body['dependency_sets']:
+            refuse_cycles(context, workflow_id)
     return {'workflow_id': workflow_id, 'workflow_name': body['workflow']['name'],
             'job_count': len(body['jobs'])}
 
@@ -7287,15 +7266,6 @@ def explaining_plan() -> Iterator[None]:
     except (KeyError, IndexError, TypeError, ValueError, sqlite3.IntegrityError) as error:
         raise BadInput(f'the body is not a plan of a workflow ({type(error).__name__}: {error}); '
                        'make it with torc.py create') from error
-
-
-def insert_plan(context: Context, body: Values) -> int:
-    """Store everything that a plan holds. The workflow's id."""
-    workflow_id = insert_workflow(context, body['workflow'])
-    PlanMerge(context, workflow_id, body).merge_rows()
-    if body['dependency_sets']:
-        refuse_cycles(context, workflow_id)
-    return workflow_id
 
 
 # -------- plans --------
@@ -7366,8 +7336,8 @@ class PlanMerge:
 
     def merge_settings(self) -> None:
         """Make the workflow's own row what the plan says; its owner and submission directory stay."""
-        context, workflow_id, planned = self.context, self.workflow_id, dict(WORKFLOW_DEFAULTS)
-        planned.update({key: value for key, value in self.body['workflow'].items() if value is not None})
+        context, workflow_id = self.context, self.workflow_id
+        planned = {**WORKFLOW_DEFAULTS, **given_values(self.body['workflow'])}
         check_settings(planned)
         stored = get_workflow(context, workflow_id)
         fields = [name for name in SPEC_SETTINGS if (name in planned or name not in SPEC_REMARKS)
@@ -7708,10 +7678,7 @@ def create_job(context: Context, body: Values) -> Values:
 def create_jobs(context: Context, body: Values) -> Values:
     """Add up to 100,000 jobs of one workflow; their names must differ."""
     check_bulk([job['workflow_id'] for job in body['jobs']], [job['name'] for job in body['jobs']], 'jobs')
-    ids = insert_jobs(context, body['jobs'][0]['workflow_id'], body['jobs'])
-    jobs = []   # type: List[Values]
-    for piece in chunks(ids):
-        jobs += context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))}) ORDER BY id", piece)
+    jobs = select_jobs(context, insert_jobs(context, body['jobs'][0]['workflow_id'], body['jobs']))
     add_relations(context, jobs)
     return {'jobs': jobs}
 
@@ -7785,15 +7752,27 @@ def get_job(context: Context, job_id: int) -> Values:
     return job
 
 
-def add_relations(context: Context, jobs: List[Values]) -> None:
-    """Fill in the id lists of jobs; empty ones are left out."""
+def select_jobs(context: Context, job_ids: Sequence[int]) -> List[Values]:
+    """Jobs as JobModel, without what they are related to, in this order."""
+    jobs = {job['id']: job for piece in chunks(job_ids)
+            for job in context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))})", piece)}
+    return [jobs[job_id] for job_id in job_ids]
+
+
+def add_item_ids(context: Context, jobs: List[Values], relations: Sequence[Tuple[str, ...]]) -> None:
+    """Fill in the id lists of the files and user data of jobs, by JOB_RELATIONS; empty ones are left out."""
     by_id = {job['id']: job for job in jobs}
     query = ' UNION ALL '.join(f"SELECT '{field}' AS field, job_id, {column} AS item FROM {table}"
-                               for _, field, table, column, _ in JOB_RELATIONS)
-    for field, job_id, item in rows_by_ids(context,
-                                           f'SELECT field, job_id, item FROM ({query}) WHERE job_id IN',
-                                           list(by_id)):
+                               for _, field, table, column, _ in relations)
+    query = f'SELECT field, job_id, item FROM ({query}) WHERE job_id IN'
+    for field, job_id, item in rows_by_ids(context, query, list(by_id)):
         by_id[job_id].setdefault(field, []).append(item)
+
+
+def add_relations(context: Context, jobs: List[Values]) -> None:
+    """Fill in the id lists of jobs; empty ones are left out."""
+    add_item_ids(context, jobs, JOB_RELATIONS)
+    by_id = {job['id']: job for job in jobs}
     sets = dict(rows_by_ids(context, 'SELECT id, dep_set_id FROM job WHERE dep_set_id IS NOT NULL AND id IN',
                             list(by_id)))
     members = {set_id: set_members(context, set_id) for set_id in set(sets.values())}
@@ -7898,9 +7877,8 @@ WORKFLOW_EDITABLE = (
 def update_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     """Change the fields of a workflow that may change after its creation."""
     current = get_workflow(context, workflow_id)
-    given = {key: value for key, value in body.items() if value is not None}
-    is_restricted = context.service.identifies_callers and not context.is_admin
-    if given.get('user', current['user']) != current['user'] and is_restricted:
+    given = given_values(body)
+    if given.get('user', current['user']) != current['user'] and context.is_restricted:
         raise Denied("only the server's owner and administrators can give "
                      f'workflow {workflow_id} to another user')
     fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
@@ -8220,7 +8198,8 @@ def note_if_complete(context: Context, workflow_id: int) -> None:
 
 def note_complete(context: Context, workflow_id: int) -> None:
     """A workflow is complete: its on_workflow_complete actions are due."""
-    satisfy_trigger(context, workflow_id, 'on_workflow_complete')
+    context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? '
+                "AND trigger_type = 'on_workflow_complete'", (workflow_id,))
     note_run_end(context, workflow_id)
 
 
@@ -8884,14 +8863,9 @@ def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels:
 
 def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Values]:
     """Claimed jobs as JobModel, with the ids of what they write."""
-    jobs = {job['id']: job for piece in chunks(job_ids)
-            for job in context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))})", piece)}
-    for _, field, table, column, _ in JOB_RELATIONS:
-        if field.startswith('output'):
-            for job_id, item in rows_by_ids(context, f'SELECT job_id, {column} FROM {table} WHERE job_id IN',
-                                            job_ids):
-                jobs[job_id].setdefault(field, []).append(item)
-    return [jobs[job_id] for job_id in job_ids]
+    jobs = select_jobs(context, job_ids)
+    add_item_ids(context, jobs, [row for row in JOB_RELATIONS if row[0].startswith('output')])
+    return jobs
 
 
 def get_ready_job_requirements(context: Context, workflow_id: int,
@@ -9763,8 +9737,9 @@ def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
     if body.get('is_active') and before.get('is_active') is False:
         raise Refused(f'compute node {node_id} has ended, and its jobs are released; register a new one',
                       field='is_active')
-    context.update('compute_node', node_id, {key: value for key, value in body.items() if value is not None
-                                             and key not in ('workflow_id', 'labels')})
+    values = given_values(body)
+    values.pop('labels', None)
+    context.update('compute_node', node_id, values)
     if before.get('is_active') and body.get('is_active') is False:
         # it knows what it did not start
         return_claims(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))
@@ -10181,8 +10156,7 @@ def list_workflows(context: Context, resource: str, access_group: Sequence[str] 
                    **query: Any) -> Values:
     """Workflows; of one of these groups only, if any is named."""
     if access_group:
-        names = [access_group] if isinstance(access_group, str) else access_group
-        found = rows_by_ids(context, 'SELECT id FROM access_group WHERE name IN', names)
+        found = rows_by_ids(context, 'SELECT id FROM access_group WHERE name IN', access_group)
         query['access_group'] = ',' + ''.join(f'{row[0]},' for row in found)
     answer = list_rows(context, resource, **query)
     add_group_names(context, answer['items'])
@@ -10282,17 +10256,15 @@ def create_rows(context: Context, resource: str, body: Values) -> Values:
 def create_requirements(context: Context, resource: str, body: Values) -> Values:
     """Add resource requirements; memory and runtime must be readable."""
     workflow_state(context, body['workflow_id'])
-    return read_row(context, resource, insert_requirements(context, body['workflow_id'],
-                                                           {k: v for k, v in body.items() if k != 'id'}))
+    return read_row(context, resource, context.insert(resource, complete_requirements(body)))
 
 
 def update_requirements(context: Context, resource: str, row_id: int, body: Values) -> Values:
     """Change resource requirements, for all jobs that have them."""
     current = read_row(context, resource, row_id)
     check_stays(current['workflow_id'], body)
-    values = {key: value for key, value in body.items() if value is not None
-              and key not in ('id', 'workflow_id')}
-    values.update(checked_requirements(dict(current, **values)), is_implicit=False)
+    values = given_values(body)
+    values.update(checked_requirements({**current, **values}), is_implicit=False)
     context.update('resource_requirements', row_id, values)
     changed = read_row(context, resource, row_id)
     details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items()
@@ -10328,9 +10300,7 @@ def read_row(context: Context, resource: str, row_id: int) -> Values:
 
 def update_row(context: Context, resource: str, row_id: int, body: Values) -> Values:
     """Change the given fields of a row; it stays in its workflow."""
-    current = read_row(context, resource, row_id)
-    values = {key: value for key, value in body.items() if value is not None
-              and key not in ('id', 'workflow_id')}
+    current, values = read_row(context, resource, row_id), given_values(body)
     check_stays(current['workflow_id'], body)
     check_references(context, current['workflow_id'], body)
     fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values
@@ -10467,7 +10437,7 @@ def remove_link(context: Context, table: str, link: Values, what: str) -> Values
 
 def check_is_self(context: Context, user: str) -> None:
     """Refuse questions about other users, but from administrators and where users have no names."""
-    if context.caller != user and not context.is_admin and context.service.identifies_callers:
+    if context.caller != user and context.is_restricted:
         raise Denied(f'only {printable(user)} and administrators may ask this')
 
 
