@@ -5773,18 +5773,29 @@ def encode_cell(codec: str, value: Any) -> Any:
     return ENCODERS[codec](value) if value is not None and codec in ENCODERS else value
 
 
+def insertion(table: str, names: Sequence[str]) -> str:
+    """The statement that adds a row with these columns to a table."""
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+
+
 class Statements:
     """Single statements on a database, and rows as dicts. Whoever uses them holds a transaction."""
 
     def __init__(self, connection: sqlite3.Connection, now: Callable[[], float],
                  columns: Dict[str, List[TableColumn]]) -> None:
         self.connection = connection
+        self.execute = connection.execute
         self.now = now                      # the clock; seconds since the epoch
-        self.known_columns = columns             # of tables, as the database has described them
+        self.known_columns = columns        # of tables, as the database has described them
+
+    @property
+    def time(self) -> str:
+        """This moment as text (RFC 3339)."""
+        return format_time(self.now())
 
     def run(self, sql: str, parameters: Sequence[Any] = ()) -> int:
         """Execute one statement; the number of rows that it changed."""
-        return self.connection.execute(sql, parameters).rowcount
+        return self.execute(sql, parameters).rowcount
 
     def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """Execute one statement for each row of parameters."""
@@ -5792,34 +5803,33 @@ class Statements:
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> List[Tuple]:
         """All rows of a query, as tuples."""
-        return self.connection.execute(sql, parameters).fetchall()
+        return self.execute(sql, parameters).fetchall()
 
     def one(self, sql: str, parameters: Sequence[Any] = ()) -> Optional[Tuple]:
         """First row of a query, or None."""
-        return self.connection.execute(sql, parameters).fetchone()
+        return self.execute(sql, parameters).fetchone()
 
     def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
         """First cell of a query, or None."""
-        row = self.connection.execute(sql, parameters).fetchone()
+        row = self.execute(sql, parameters).fetchone()
         return None if row is None else row[0]
 
     def ids(self, sql: str, parameters: Sequence[Any] = ()) -> List[Any]:
         """First column of a query."""
-        return [row[0] for row in self.connection.execute(sql, parameters)]
+        return [row[0] for row in self.execute(sql, parameters)]
 
     def columns(self, table: str) -> List[TableColumn]:
         """Columns of a table or view, read back from the database."""
         if table not in self.known_columns:
-            described = self.connection.execute(f'PRAGMA table_info({table})')
             self.known_columns[table] = [TableColumn(row[1], (row[2].split() or [''])[0], bool(row[3]))
-                                    for row in described]
+                                         for row in self.execute(f'PRAGMA table_info({table})')]
         return self.known_columns[table]
 
     def select(self, table: str, where: str = '', parameters: Sequence[Any] = ()) -> List[Values]:
         """Rows of a table or view as dicts; `where` may go on with ORDER BY and LIMIT."""
         columns = [column for column in self.columns(table) if column.name not in PRIVATE_COLUMNS]
         names = ', '.join(column.name for column in columns)
-        found = self.connection.execute(f'SELECT {names} FROM {table} {where}', parameters)
+        found = self.execute(f'SELECT {names} FROM {table} {where}', parameters)
         return [{column.name: decode_cell(column.codec, cell) for column, cell in zip(columns, row)
                  if cell is not None}
                 for row in found]
@@ -5829,9 +5839,7 @@ class Statements:
         cells = {column.name: encode_cell(column.codec, values[column.name])
                  for column in self.columns(table) if column.name != 'id'
                  and values.get(column.name) is not None}
-        names, marks = ', '.join(cells), ', '.join('?' * len(cells))
-        return self.connection.execute(f'INSERT INTO {table} ({names}) VALUES ({marks})',
-                                       list(cells.values())).lastrowid
+        return self.execute(insertion(table, list(cells)), list(cells.values())).lastrowid
 
     def insert_many(self, table: str, rows: Sequence[Values]) -> List[int]:
         """As insert(), for many rows. Their ids, in the same order."""
@@ -5846,8 +5854,7 @@ class Statements:
 
     def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Add many rows of already encoded cells."""
-        marks = ', '.join('?' * len(names))
-        self.connection.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", rows)
+        self.run_many(insertion(table, names), rows)
 
     def update(self, table: str, row_id: int, values: Values) -> None:
         """Change columns of one row; None stores NULL, keys that are not columns are ignored."""
@@ -5855,7 +5862,7 @@ class Statements:
                  for column in self.columns(table) if column.name in values and column.name != 'id'}
         if cells:
             names = ', '.join(f'{name} = ?' for name in cells)
-            self.connection.execute(f'UPDATE {table} SET {names} WHERE id = ?', [*cells.values(), row_id])
+            self.execute(f'UPDATE {table} SET {names} WHERE id = ?', [*cells.values(), row_id])
 
     def next_id(self, table: str) -> int:
         """The id that the next row of a table would get."""
@@ -5907,8 +5914,8 @@ class Store(Statements):
 
     def open_files(self) -> None:
         """Take the lock that holds until close(), and open both files for looks at them."""
-        self.connection.execute('BEGIN IMMEDIATE')
-        self.connection.execute('COMMIT')
+        self.execute('BEGIN IMMEDIATE')
+        self.execute('COMMIT')
         for path in (self.path, self.path + '-wal')[len(self._descriptors):]:
             with contextlib.suppress(FileNotFoundError):    # no write-ahead log
                 self._descriptors.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
@@ -5927,7 +5934,7 @@ class Store(Statements):
         """Write the whole database, as it is now, to another file. Between transactions only."""
         with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
             if sqlite3.sqlite_version_info >= (3, 27):
-                self.connection.execute('VACUUM INTO ?', (path,))
+                self.execute('VACUUM INTO ?', (path,))
             else:
                 copy_rows(self.connection, path)
             os.fsync(file.fileno())
@@ -5946,9 +5953,9 @@ class Store(Statements):
 
         Between transactions only. False where there is no such log: the next transaction changes the file.
         """
-        self.connection.execute('PRAGMA wal_autocheckpoint = 0')
+        self.execute('PRAGMA wal_autocheckpoint = 0')
         self._is_frozen = True
-        is_busy, pages, _ = self.connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
+        is_busy, pages, _ = self.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
         self.note_files()
         if is_busy:
             self.thaw()
@@ -5958,7 +5965,7 @@ class Store(Statements):
     def thaw(self) -> None:
         """End freeze()."""
         self._is_frozen = False
-        self.connection.execute('PRAGMA wal_autocheckpoint = %s' % dict(PRAGMAS)['wal_autocheckpoint'])
+        self.execute('PRAGMA wal_autocheckpoint = %s' % dict(PRAGMAS)['wal_autocheckpoint'])
 
     # ---- the files ----
 
@@ -6007,7 +6014,7 @@ class Store(Statements):
         """Say in the log for which state of the main file it was written. In a transaction."""
         found = self.value('PRAGMA application_id')     # 0: an older version or copy_rows() made the file
         number = (found + 1) % 2 ** 31 if found else new_log_number()
-        self.connection.execute(f'PRAGMA application_id = {number}')
+        self.execute(f'PRAGMA application_id = {number}')
 
     def keep_room(self) -> None:
         """Empty the log before it fills the disk: the main file may need as much room as the log has."""
@@ -6018,14 +6025,14 @@ class Store(Statements):
         room = os.fstatvfs(self.main_file())
         if room.f_bavail * room.f_frsize < size:
             with contextlib.suppress(sqlite3.Error):    # not even that is left: a later commit tries again
-                self.connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
+                self.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
             self.note_files()
         self._room_look = self._files[1].size, now
 
     def roll_back(self) -> None:
         """Take a transaction back, with the room that it took: to empty the log of a full disk needs it."""
         if self.connection.in_transaction:     # SQLite has rolled back by itself when the disk is full
-            self.connection.execute('ROLLBACK')
+            self.execute('ROLLBACK')
         found = self.look()
         if found[1:] and found[1].identity == self._files[1].identity and found[1].size > self._files[1].size:
             with contextlib.suppress(OSError):
@@ -6057,9 +6064,9 @@ class Store(Statements):
         """Write the log, which has lost its name, to the main file, and begin a new one."""
         if os.path.lexists(self.path + '-wal'):     # SQLite would remove it
             os.rename(self.path + '-wal', free_name(self.path + '-wal.replaced'))
-        if self.connection.execute('PRAGMA journal_mode = DELETE').fetchone()[0] != 'delete':
+        if self.execute('PRAGMA journal_mode = DELETE').fetchone()[0] != 'delete':
             raise OSError(errno.EBUSY, 'the write-ahead log is in use')
-        self.connection.execute('PRAGMA journal_mode = WAL').fetchone()
+        self.execute('PRAGMA journal_mode = WAL').fetchone()
         os.close(self._descriptors.pop())
         self.open_files()
 
@@ -6101,7 +6108,7 @@ class Store(Statements):
     def transaction(self) -> Iterator[None]:
         """All of the block or none of it, on disk at the end."""
         self.check_in_place()
-        self.connection.execute('BEGIN IMMEDIATE')
+        self.execute('BEGIN IMMEDIATE')
         try:
             if self._is_new_log:
                 self.mark_log()
@@ -6111,7 +6118,7 @@ class Store(Statements):
             self.roll_back()
             raise
         try:
-            self.connection.execute('COMMIT')
+            self.execute('COMMIT')
         except sqlite3.Error as error:
             self.roll_back()
             raise explain_database_error(error, self.path) from None
@@ -6120,29 +6127,29 @@ class Store(Statements):
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """A view of one moment, for a block that changes nothing."""
-        self.connection.execute('BEGIN')
+        self.execute('BEGIN')
         try:
             yield
         finally:
-            self.connection.execute('ROLLBACK')
+            self.execute('ROLLBACK')
 
     @contextlib.contextmanager
     def savepoint(self, keeps: bool = True) -> Iterator[None]:
         """All of the block or none of it, within a transaction that goes on; without `keeps`, none of it."""
-        self.connection.execute('SAVEPOINT verb')
+        self.execute('SAVEPOINT verb')
         self.depth += 1
         try:
             yield
         except BaseException:
             if self.connection.in_transaction:     # a full disk may have rolled everything back already
-                self.connection.execute('ROLLBACK TO verb')
-                self.connection.execute('RELEASE verb')
+                self.execute('ROLLBACK TO verb')
+                self.execute('RELEASE verb')
             raise
         finally:
             self.depth -= 1
         if not keeps:
-            self.connection.execute('ROLLBACK TO verb')
-        self.connection.execute('RELEASE verb')
+            self.execute('ROLLBACK TO verb')
+        self.execute('RELEASE verb')
 
 
 def look_at_file(path: str, descriptor: int) -> FileState:
@@ -6496,6 +6503,7 @@ UNFINISHED = tuple(row.code for row in STATUSES if not row.is_finished)
 NOT_DONE = tuple(row.code for row in STATUSES if not row.is_done)
 ACTIVE = tuple(row.code for row in STATUSES if row.is_active)
 OPEN = tuple(row.code for row in STATUSES if not (row.is_final or row.is_done))    # the attempt may still end
+RAN = (COMPLETED, *BAD)
 
 
 def sql_list(codes: Iterable[int]) -> str:
@@ -6765,7 +6773,7 @@ def link_groups(context: Context, workflow_id: int, names: List[str]) -> None:
         raise Refused('access_groups names a group twice', field='access_groups')
     for name in names:
         link = {'workflow_id': workflow_id, 'group_id': group_named(context, name),
-                'created_at': format_time(context.now())}
+                'created_at': context.time}
         context.insert('workflow_access_group', link)
 
 
@@ -7151,7 +7159,7 @@ def claim_action(context: Context, workflow_id: int, action_id: int,
 
 def take_action(context: Context, action_id: int, node_id: Optional[int], persistent: bool) -> bool:
     """Mark an action as taken by a node; whether it was free."""
-    now = format_time(context.now())
+    now = context.time
     if persistent:
         taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) '
                             'VALUES (?, ?)', (action_id, node_id or 0))
@@ -7201,7 +7209,7 @@ def insert_workflow(context: Context, body: Values) -> int:
     """Check and store the workflow's own fields."""
     check_settings(body)
     values = {**WORKFLOW_DEFAULTS, **given_values(body)}
-    values.update(timestamp=format_time(context.now()), user=new_owner(context, body.get('user')), run_id=0,
+    values.update(timestamp=context.time, user=new_owner(context, body.get('user')), run_id=0,
                   is_canceled=False, is_archived=False, env=body.get('env') or None)
     workflow_id = context.insert('workflow', values)
     link_groups(context, workflow_id, body.get('access_groups') or [])
@@ -7643,17 +7651,14 @@ def find_job_class(context: Context, workflow_id: int,
                    parts: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
     """Id of the job class with these requirements, priority, scheduler and labels, made if there is none."""
     requirements, priority, scheduler, labels = parts
-    text = format_json(sorted(set(labels))) if labels else None
-    found = context.value('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? '
-                          'AND priority = ? '
-                          'AND scheduler_id IS ? AND labels IS ?',
-                          (workflow_id, requirements, priority, scheduler, text))
-    if found is None:
-        found = context.insert('job_kind',
-                               {'workflow_id': workflow_id, 'resource_requirements_id': requirements,
-                                          'priority': priority, 'scheduler_id': scheduler,
-                                'labels': json.loads(text) if text else None})
-    return found
+    sorted_labels = sorted(set(labels or ())) or None
+    found = context.value(
+        'SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? AND priority = ? '
+        'AND scheduler_id IS ? AND labels IS ?',
+        (workflow_id, requirements, priority, scheduler, encode_cell('JSON', sorted_labels)))
+    return found or context.insert('job_kind', {
+        'workflow_id': workflow_id, 'resource_requirements_id': requirements, 'priority': priority,
+        'scheduler_id': scheduler, 'labels': sorted_labels})
 
 
 # of a job, which make its job class
@@ -7957,7 +7962,12 @@ def get_workflow_status(context: Context, workflow_id: int) -> Values:
               'is_complete': workflow['is_canceled']
               or not any(counts[STATUS_NAMES[code]] for code in NOT_DONE),
               'unserved_ready_labels': count_unserved_labels(context, workflow_id)}
-    answer.update(measure_times(context, workflow_id))
+    answer['total_exec_time_minutes'], walltime_s = context.one(   # to the last end, from the first start
+        'SELECT total(exec_time_minutes), (max(julianday(completion_time)) - '
+        'min(julianday(completion_time) - exec_time_minutes / 1440)) * 86400 '
+        'FROM result WHERE workflow_id = ? AND is_current = 1', (workflow_id,))
+    if walltime_s is not None:
+        answer['walltime_seconds'] = walltime_s
     answer['active_compute_nodes'] = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? '
                                                    'AND is_active = 1', (workflow_id,))
     for status in ('pending', 'active'):
@@ -7966,16 +7976,6 @@ def get_workflow_status(context: Context, workflow_id: int) -> Values:
             (workflow_id, status))
     answer.update(measure_blocked_by_time(context, workflow_id))
     return answer
-
-
-def measure_times(context: Context, workflow_id: int) -> Values:
-    """Time spent in jobs, and from the first start to the last end, of the current results."""
-    total, walltime_s = context.one(
-        'SELECT total(exec_time_minutes), (max(julianday(completion_time)) - '
-        'min(julianday(completion_time) - exec_time_minutes / 1440)) * 86400 '
-        'FROM result WHERE workflow_id = ? AND is_current = 1', (workflow_id,))
-    return {'total_exec_time_minutes': total,
-            **({} if walltime_s is None else {'walltime_seconds': walltime_s})}
 
 
 def measure_blocked_by_time(context: Context, workflow_id: int) -> Values:
@@ -8144,7 +8144,7 @@ def note_run(context: Context, workflow_id: int) -> None:
                                      'AND entity_id = ?', (workflow_id, run)) or '{}')
     put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), dict(
         run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}",
-        startTime=known.get('startTime') or format_time(context.now()), endTime=None))
+        startTime=known.get('startTime') or context.time, endTime=None))
     for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? '
                             'AND st_mtime IS NOT NULL AND NOT EXISTS (SELECT 1 FROM job_output_file '
                             'WHERE file_id = file.id) ORDER BY id', (workflow_id,)):
@@ -8278,7 +8278,7 @@ def cancel_open_attempts(context: Context, job_ids: Sequence[int]) -> None:
                  'return_code, exec_time_minutes, completion_time, status, is_current, reason) '
                  'SELECT workflow_id, id, (SELECT run_id FROM workflow '
                  'WHERE workflow.id = workflow_id), attempt_id, ifnull(compute_node_id, 0), '
-                 f"{ORPHAN_RETURN_CODE}, 0, '{format_time(context.now())}', {CANCELED}, 0, 'the job was "
+                 f"{ORPHAN_RETURN_CODE}, 0, '{context.time}', {CANCELED}, 0, 'the job was "
                  f"reset while a runner had it' FROM job WHERE {OPEN_ATTEMPT} AND id IN", job_ids)
 
 
@@ -8458,7 +8458,6 @@ def find_outdated(context: Context, workflow_id: int, times: Dict[int, Optional[
 def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Optional[float]],
                        reasons: Dict[int, str]) -> None:
     """Add the jobs that read a changed file, and the completed ones that made a file which is gone."""
-    finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
     for file_id, path, known in context.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?',
                                              (workflow_id,)):
         if file_id not in times:
@@ -8472,15 +8471,14 @@ def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Opti
         if (seen is None) != (known is None) or seen is not None and abs(seen - known) > MTIME_TOLERANCE_S:
             for job_id in context.ids('SELECT job.id FROM job_input_file used '
                                       'CROSS JOIN job ON job.id = used.job_id WHERE used.file_id = ? '
-                                      f'AND job.status IN {finished}', (file_id,)):
+                                      f'AND job.status IN {sql_list(RAN)}', (file_id,)):
                 reasons.setdefault(job_id, f'its input {path} changed')
 
 
 def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
     """Finished jobs that would be handed out differently now than when they were claimed."""
-    finished = sql_list((COMPLETED, FAILED, CANCELED, TERMINATED))
     known = dict(context.rows('SELECT id, input_hash FROM job WHERE workflow_id = ? '
-                              f'AND input_hash IS NOT NULL AND status IN {finished}', (workflow_id,)))
+                              f'AND input_hash IS NOT NULL AND status IN {sql_list(RAN)}', (workflow_id,)))
     return [job_id for job_id, found in hash_inputs(context, list(known)).items() if found != known[job_id]]
 
 
@@ -8496,25 +8494,22 @@ def process_changed_job_inputs(context: Context, workflow_id: int, dry_run: bool
     return {'reinitialized_jobs': names}
 
 
+HASHED_ITEMS = (    # of what a job reads and writes: table of the relation, of the items, what of them counts
+    ('job_input_file', 'file', 'path'), ('job_output_file', 'file', 'path'),
+    ('job_input_user_data', 'user_data', "name || '=' || ifnull(data, '')"),
+    ('job_output_user_data', 'user_data', "name || '=' || name"))
+
+
 def hash_inputs(context: Context, job_ids: Sequence[int]) -> Dict[int, str]:
     """Job id -> SHA-256 of what it is given: command, script, env, prerequisites, file paths, input data."""
     parts = {row[0]: list(row[1:]) for row in rows_by_ids(
-        context,
-        'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set '
-        'WHERE dep_set.id = explicit_set_id) FROM job WHERE id IN', job_ids)}
-    for table, text in (('job_input_file', 'path'), ('job_output_file', 'path')):
-        for job_id, name, path in rows_by_ids(
-                context,
-            f"SELECT used.job_id, '{table}', file.{text} FROM {table} used "
-            'CROSS JOIN file ON file.id = used.file_id WHERE used.job_id IN', job_ids):
-            parts[job_id].append(f'{name}:{path}')
-    for table, text in (('job_input_user_data', 'data'), ('job_output_user_data', 'name')):
-        for job_id, name, content in rows_by_ids(
-                context,
-            f"SELECT used.job_id, '{table}', record.name || '=' || ifnull(record.{text}, '') "
-            f'FROM {table} used CROSS JOIN user_data record ON record.id = used.user_data_id '
-            'WHERE used.job_id IN', job_ids):
-            parts[job_id].append(f'{name}:{content}')
+        context, 'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set '
+                 'WHERE dep_set.id = explicit_set_id) FROM job WHERE id IN', job_ids)}
+    for table, item, text in HASHED_ITEMS:
+        query = (f"SELECT job_id, '{table}:' || {text} FROM {table} "
+                 f'CROSS JOIN {item} ON {item}.id = {item}_id WHERE job_id IN')
+        for job_id, given in rows_by_ids(context, query, job_ids):
+            parts[job_id].append(given)
     fixed = 4   # the columns of the job itself; what follows is in no certain order
     return {job_id: hashlib.sha256(format_json(part[:fixed] + sorted(part[fixed:])).encode()).hexdigest()
             for job_id, part in parts.items()}
@@ -8609,11 +8604,6 @@ class Kind(Row):
     scheduler_id: Optional[int]
     labels: Optional[str]           # JSON list
 
-    def rank(self) -> Tuple[int, ...]:
-        """Jobs with a smaller rank are claimed first."""
-        return (-self.priority, -self.num_gpus, -self.runtime_s, -self.memory_bytes, -self.num_cpus)
-
-
 ALL_KINDS_QUERY = (
     'SELECT kind.id, kind.priority, needs.num_gpus, needs.runtime_s, needs.memory_bytes, needs.num_cpus, '
     'needs.num_nodes, '
@@ -8707,7 +8697,8 @@ def kinds_by_turn(kinds: Sequence[Kind], want: Values) -> List[List[Kind]]:
     mine = want.get('scheduler_config_id')
 
     def order(kind: Kind) -> Tuple:
-        return (claim_turn(kind, mine), kind.rank(), kind.num_nodes)
+        return (claim_turn(kind, mine), -kind.priority, -kind.num_gpus, -kind.runtime_s, -kind.memory_bytes,
+                -kind.num_cpus, kind.num_nodes)
     allowed = [kind for kind in kinds if claim_turn(kind, mine) < 2 or not want.get('strict')]
     return [list(group) for _, group in itertools.groupby(sorted(allowed, key=order), key=order)]
 
@@ -8767,11 +8758,9 @@ def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str
         return 'Workflow is canceled'
     if want['limit'] <= 0:
         return 'the limit is 0'
-    everything = [Kind(*row) for row in context.rows(KIND_QUERY, (state.id,))]
-    if not everything:
-        waiting = count_by_status(context, state.id)
-        return 'no job is ready: ' + (', '.join(f'{count} {name}' for name, count in waiting.items() if count)
-                                      or 'there are none')
+    if not context.one(KIND_QUERY, (state.id,)):
+        waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
+        return 'no job is ready: ' + (', '.join(waiting) or 'there are none')
     kinds = ready_kinds(context, state.id, want.get('labels'))
     incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
     if incompatible and all(lacks_of(kind, want) for kind in kinds):
@@ -8906,7 +8895,7 @@ def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) 
             raise Refused(f'job {job_id} is {STATUS_NAMES[job.status]}; only a pending one can be started')
         if job.compute_node_id not in (None, compute_node_id):
             raise Refused(f'job {job_id} is held by compute node {job.compute_node_id}')
-        mark_started(context, job_id, compute_node_id, format_time(context.now()))
+        mark_started(context, job_id, compute_node_id, context.time)
     return get_row(context, 'job_view', job_id)
 
 
@@ -9188,7 +9177,7 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
     context.insert('result', {
         'workflow_id': state.id, 'job_id': job.id, 'run_id': state.run_id, 'attempt_id': job.attempt_id,
         'compute_node_id': job.compute_node_id, 'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0,
-        'completion_time': format_time(context.now()), 'status': 'canceled', 'is_current': True,
+        'completion_time': context.time, 'status': 'canceled', 'is_current': True,
         'is_interrupted': True, 'reason': reason})
 
 
@@ -9362,7 +9351,7 @@ def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
         check_bulk([caller.workflow_id], names, 'jobs')
     # it runs: its start report is in flight
     if caller.status == PENDING and caller.compute_node_id is not None:
-        mark_started(context, job_id, caller.compute_node_id, format_time(context.now()))
+        mark_started(context, job_id, caller.compute_node_id, context.time)
     elif caller.status != RUNNING:
         raise Refused(f'job {job_id} is {STATUS_NAMES[caller.status]}; only a running job can spawn others')
     lineage = body.get('lineage') or caller.name
@@ -9578,11 +9567,10 @@ def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
     found = {}
     for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? '
                                       'AND scheduler IS NOT NULL', (workflow_id,)):
-        scheduler = json.loads(text)
+        scheduler = json.loads(text)    # any JSON: Torc's clients say what they like there
         known = scheduler if isinstance(scheduler, dict) else {}
-        number = known.get('slurm_job_id') or scheduled.get(known['scheduler_id']
-                                                            if isinstance(known.get('scheduler_id'), int)
-                                                            else None)
+        allocation = known.get('scheduler_id')
+        number = known.get('slurm_job_id') or isinstance(allocation, int) and scheduled.get(allocation)
         if number:
             found[node_id] = str(number)
     return found
@@ -9697,15 +9685,12 @@ def create_compute_node(context: Context, body: Values) -> Values:
     check_labels(body.get('labels'))
     check_references(context, body['workflow_id'], body)
     job_counts(context, body['workflow_id'])       # so that no turn of a runner has to count them
-    labels = sorted(set(body['labels'])) if body.get('labels') else None
-    values = dict(body, labels=labels)
+    values = dict(body, labels=sorted(set(body.get('labels') or ())) or None)
     if body.get('identity'):    # a runner of ours
         release_former(context, body)
         if keeps_crate(context, body['workflow_id']):
             put_software(context, body['workflow_id'], 'torc')
-    node = get_row(context, 'compute_node', context.insert('compute_node', values))
-    announce_node(context, 'compute_node_started', node, STARTED_KEYS)
-    return node
+    return announce_node(context, 'compute_node_started', context.insert('compute_node', values))
 
 
 def release_former(context: Context, body: Values) -> None:
@@ -9714,19 +9699,26 @@ def release_former(context: Context, body: Values) -> None:
     condition = ' AND '.join(f'{key} = ?' for key in keys)
     for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
                                [body[key] for key in keys]):
-        announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id),
-                      STOPPED_KEYS)
-        release_node(context, node_id)
+        end_node(context, node_id)
 
 
-STARTED_KEYS = ('hostname', 'pid', 'num_cpus', 'memory_gb', 'num_gpus', 'compute_node_type')
-STOPPED_KEYS = ('hostname', 'pid', 'duration_seconds', 'compute_node_type')
+NODE_EVENTS = {     # type of the event -> what it says of the node
+    'compute_node_started': ('hostname', 'pid', 'num_cpus', 'memory_gb', 'num_gpus', 'compute_node_type'),
+    'compute_node_stopped': ('hostname', 'pid', 'duration_seconds', 'compute_node_type')}
 
 
-def announce_node(context: Context, event_type: str, node: Values, keys: Sequence[str]) -> None:
-    """Report that a node has begun or ended."""
+def announce_node(context: Context, event_type: str, node_id: int) -> Values:
+    """Report that a node has begun or ended. The node."""
+    node = get_row(context, 'compute_node', node_id)
     announce(context, node['workflow_id'], event_type,
-             dict({key: node.get(key) for key in keys}, compute_node_id=node['id']))
+             dict({key: node.get(key) for key in NODE_EVENTS[event_type]}, compute_node_id=node_id))
+    return node
+
+
+def end_node(context: Context, node_id: int) -> None:
+    """An active node has ended without saying so: report it, and release what it held."""
+    announce_node(context, 'compute_node_stopped', node_id)
+    release_node(context, node_id)
 
 
 def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
@@ -9746,7 +9738,7 @@ def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
         release_node(context, node_id)
     node = get_row(context, 'compute_node', node_id)
     if before.get('is_active') and not node.get('is_active'):
-        announce_node(context, 'compute_node_stopped', node, STOPPED_KEYS)
+        announce_node(context, 'compute_node_stopped', node_id)
     return node
 
 
@@ -9754,7 +9746,7 @@ def delete_compute_node(context: Context, node_id: int) -> Values:
     """Remove a node; what it had in hand is released first. Its results stay."""
     node = get_row(context, 'compute_node', node_id)
     if node.get('is_active'):
-        announce_node(context, 'compute_node_stopped', node, STOPPED_KEYS)
+        announce_node(context, 'compute_node_stopped', node_id)
     release_node(context, node_id)
     context.run('DELETE FROM compute_node WHERE id = ?', (node_id,))
     return node
@@ -9789,7 +9781,7 @@ def release_node(context: Context, node_id: int) -> None:
         spent_s = context.now() - parse_time(start_time) if start_time else 0.0
         record_end(context, state, {
             'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': format_time(context.now()),
+            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time,
             'reason': f'compute node {node_id} ({host}), which ran it, went away'})
         record_event(context, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id,
                                             'compute_node_id': node_id,
@@ -9815,9 +9807,7 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
         if not is_alive:
             try:
                 with context.savepoint():
-                    announce_node(context, 'compute_node_stopped', get_row(context, 'compute_node', node_id),
-                                  STOPPED_KEYS)
-                    release_node(context, node_id)
+                    end_node(context, node_id)
                 lost.append(node_id)
             except TorcError as error:      # the other nodes' jobs must not wait for it
                 log.error('compute node %d cannot be released: %s', node_id, error.message)
@@ -10363,16 +10353,14 @@ def delete_ro_crate_entity(context: Context, resource: str, row_id: int) -> Valu
     return {'message': f'Deleted RO-Crate entity {row_id}'}
 
 
-def delete_ro_crate_entities(context: Context, resource: str, workflow_id: int) -> Values:
-    """Remove all RO-Crate entities of a workflow."""
-    count = delete_rows(context, resource, workflow_id)['count']
-    return {'deleted_count': count, 'message': f'Deleted {count} RO-Crate entities of workflow {workflow_id}'}
+DELETED_WORDS = {'ro_crate_entity': 'RO-Crate entities', 'user_data': 'user data records'}
 
 
-def delete_all_user_data(context: Context, resource: str, workflow_id: int) -> Values:
-    """Remove all user data of a workflow."""
+def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Values:
+    """Remove all rows of a workflow, with a message for people."""
     count = delete_rows(context, resource, workflow_id)['count']
-    return {'deleted_count': count, 'message': f'Deleted {count} user data records of workflow {workflow_id}'}
+    message = f'Deleted {count} {DELETED_WORDS[resource]} of workflow {workflow_id}'
+    return {'deleted_count': count, 'message': message}
 
 
 # ======== 8g. Administration: access groups, the server itself, and event streams ========
@@ -10394,14 +10382,14 @@ def set_administrators(context: Context, users: Iterable[str]) -> None:
         raise BadInput(f'{ANONYMOUS!r} cannot be an administrator: it is anybody')
     group_id = context.value('SELECT id FROM access_group WHERE is_system = 1')
     group_id = group_id or context.insert('access_group',
-                                          {'name': ADMIN_GROUP, 'created_at': format_time(context.now()),
+                                          {'name': ADMIN_GROUP, 'created_at': context.time,
                                            'is_system': True})
     if set(context.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?',
                        (group_id,))) != wanted:
         context.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
         for user in sorted(wanted):
             context.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin',
-                                                     'created_at': format_time(context.now())})
+                                                     'created_at': context.time})
 
 
 def check_fills_by_hand(context: Context, group_id: int) -> None:
@@ -10421,7 +10409,7 @@ def add_link(context: Context, table: str, link: Values, what: str, **more: Any)
     """Add such a row; Conflict if it is there."""
     if find_link(context, table, link):
         raise Conflict(f'{what} already')
-    context.insert(table, dict(link, created_at=format_time(context.now()), **more))
+    context.insert(table, dict(link, created_at=context.time, **more))
     return find_link(context, table, link) or {}
 
 
@@ -10441,14 +10429,14 @@ def check_is_self(context: Context, user: str) -> None:
         raise Denied(f'only {printable(user)} and administrators may ask this')
 
 
-def group_page(context: Context, table: str, where: str, value: Any, offset: int,
-               limit: int) -> Values:
+def group_page(context: Context, table: str, where: str, value: Any, offset: int = 0,
+               limit: int = MAX_LIST_ITEMS) -> Values:
     """One page of groups or members, in the envelope that these lists have."""
     limit = page_size(offset, limit)
     total = context.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
     items = context.select(table, f'WHERE {where} ORDER BY id LIMIT ? OFFSET ?', (value, limit, offset))
-    return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total, 'has_more': offset
-            + len(items) < total}
+    return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total,
+            'has_more': offset + len(items) < total}
 
 
 def create_access_group(context: Context, body: Values) -> Values:
@@ -10457,14 +10445,14 @@ def create_access_group(context: Context, body: Values) -> Values:
     if context.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
         raise Conflict(f"there is an access group {printable(body['name'])!r} already")
     values = {'name': body['name'], 'description': body.get('description'),
-              'created_at': format_time(context.now())}
+              'created_at': context.time}
     return get_row(context, 'access_group', context.insert('access_group', values))
 
 
-def list_access_groups(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Values:
-    """All groups."""
+def list_access_groups(context: Context, **page: int) -> Values:
+    """All groups. `page`, here and below: offset and limit."""
     check_group_admin(context)
-    return group_page(context, 'access_group', 'id > ?', 0, offset, limit)
+    return group_page(context, 'access_group', 'id > ?', 0, **page)
 
 
 def get_access_group(context: Context, group_id: int) -> Values:
@@ -10482,11 +10470,10 @@ def delete_access_group(context: Context, group_id: int) -> Values:
     return group
 
 
-def list_group_members(context: Context, group_id: int, offset: int = 0,
-                       limit: int = MAX_LIST_ITEMS) -> Values:
+def list_group_members(context: Context, group_id: int, **page: int) -> Values:
     """Who is in a group."""
     check_group_admin(context, group_id)
-    return group_page(context, 'user_group_membership', 'group_id = ?', group_id, offset, limit)
+    return group_page(context, 'user_group_membership', 'group_id = ?', group_id, **page)
 
 
 def add_user_to_group(context: Context, group_id: int, body: Values) -> Values:
@@ -10511,17 +10498,15 @@ def remove_user_from_group(context: Context, group_id: int, user_name: str) -> V
                        f'{printable(user_name)} is not in access group {group_id}')
 
 
-def list_user_groups(context: Context, user_name: str, offset: int = 0,
-                     limit: int = MAX_LIST_ITEMS) -> Values:
+def list_user_groups(context: Context, user_name: str, **page: int) -> Values:
     """Groups that a user is in."""
     check_is_self(context, user_name)
-    return group_page(context, 'access_group', GROUPS_OF_USER, user_name, offset, limit)
+    return group_page(context, 'access_group', GROUPS_OF_USER, user_name, **page)
 
 
-def list_workflow_groups(context: Context, workflow_id: int, offset: int = 0,
-                         limit: int = MAX_LIST_ITEMS) -> Values:
+def list_workflow_groups(context: Context, workflow_id: int, **page: int) -> Values:
     """Groups whose members may use a workflow."""
-    return group_page(context, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, offset, limit)
+    return group_page(context, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, **page)
 
 
 def add_workflow_to_group(context: Context, workflow_id: int, group_id: int) -> Values:
@@ -10684,6 +10669,7 @@ READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURS
 WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
 MAKING_ACTIONS = frozenset([1, 2, 27])          # CREATE_INDEX, CREATE_TABLE, REINDEX
 FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
+FIXED_TABLES = Expression('sqlite_|(?:admin_audit_log|identity)\\Z', re.IGNORECASE)    # to be read only
 SCRATCH_PREFIX = 't_'       # of what administrators make: all other names are ours, now or later
 SQL_LITERALS = Expression(      # texts, quoted names and comments; an end may be missing
     r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
@@ -10789,7 +10775,7 @@ class SqlGuard:
         if not self.is_on or action in READING_ACTIONS and (two or '').lower() not in FORBIDDEN_FUNCTIONS:
             return 0
         one, two, is_main = one or '', two or '', database == 'main'
-        if is_main and action in WRITING_ACTIONS and self.writes and is_writable_table(one):
+        if is_main and action in WRITING_ACTIONS and self.writes and not FIXED_TABLES.match(one):
             self.tables.add(one)
             return 0
         if is_main and self.makes and may_be_made(action, one, two):
@@ -10811,11 +10797,6 @@ class SqlGuard:
         if 'interrupted' in str(error):
             return f'the statement was interrupted after {ADMIN_SQL_S:g} s: it would hold up everybody'
         return f'SQLite refuses the statement: {printable(str(error))[:200]}'
-
-
-def is_writable_table(table: str) -> bool:
-    """Whether an administrator may write to a table with SQL."""
-    return not table.lower().startswith('sqlite_') and table.lower() not in ('admin_audit_log', 'identity')
 
 
 def is_scratch(name: str) -> bool:
@@ -11627,7 +11608,7 @@ ROUTES = (
     *usual_routes(
         'user_data', 'user_data', 'consumer_job_id:int producer_job_id:int name:str is_ephemeral:bool',
         create={'verb': create_user_data, 'query': 'consumer_job_id:int producer_job_id:int'},
-        delete_all={'name': 'delete_all_user_data', 'verb': delete_all_user_data,
+        delete_all={'name': 'delete_all_user_data', 'verb': delete_rows_and_say,
                     'returns': '@DeletedUserData'}),
     route_to('POST', '/bulk_user_data', create_rows, '@CreateUserDataListResponse', body='UserDataListModel',
              resource='user_data', name='create_user_data_list'),
@@ -11682,7 +11663,7 @@ ROUTES = (
     *usual_routes('ro_crate_entity', 'ro_crate_entities', 'file_id:int entity_id:str',
                   list={'path': 'ro_crate_entities', 'query': PAGE},
                   delete={'verb': delete_ro_crate_entity, 'returns': '@MessageResponse'},
-                  delete_all={'path': 'ro_crate_entities', 'query': '', 'verb': delete_ro_crate_entities,
+                  delete_all={'path': 'ro_crate_entities', 'query': '', 'verb': delete_rows_and_say,
                               'returns': '@DeleteRoCrateEntitiesResponse'}),
 
     route_to('GET', 'events/stream', stream_workflow_events, STREAM, query='level:str'),
