@@ -5750,6 +5750,8 @@ PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
+Cells = Sequence[Any]       # of a row, or for the question marks of a statement
+Ids = Sequence[int]
 
 
 class TableColumn(Row):
@@ -5793,28 +5795,28 @@ class Statements:
         """This moment as text (RFC 3339)."""
         return format_time(self.now())
 
-    def run(self, sql: str, parameters: Sequence[Any] = ()) -> int:
+    def run(self, sql: str, parameters: Cells = ()) -> int:
         """Execute one statement; the number of rows that it changed."""
         return self.execute(sql, parameters).rowcount
 
-    def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+    def run_many(self, sql: str, rows: Iterable[Cells]) -> None:
         """Execute one statement for each row of parameters."""
         self.connection.executemany(sql, rows)
 
-    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> List[Tuple]:
+    def rows(self, sql: str, parameters: Cells = ()) -> List[Tuple]:
         """All rows of a query, as tuples."""
         return self.execute(sql, parameters).fetchall()
 
-    def one(self, sql: str, parameters: Sequence[Any] = ()) -> Optional[Tuple]:
+    def one(self, sql: str, parameters: Cells = ()) -> Optional[Tuple]:
         """First row of a query, or None."""
         return self.execute(sql, parameters).fetchone()
 
-    def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
+    def value(self, sql: str, parameters: Cells = ()) -> Any:
         """First cell of a query, or None."""
         row = self.execute(sql, parameters).fetchone()
         return None if row is None else row[0]
 
-    def ids(self, sql: str, parameters: Sequence[Any] = ()) -> List[Any]:
+    def ids(self, sql: str, parameters: Cells = ()) -> List[Any]:
         """First column of a query."""
         return [row[0] for row in self.execute(sql, parameters)]
 
@@ -5825,7 +5827,7 @@ class Statements:
                                          for row in self.execute(f'PRAGMA table_info({table})')]
         return self.known_columns[table]
 
-    def select(self, table: str, where: str = '', parameters: Sequence[Any] = ()) -> List[Values]:
+    def select(self, table: str, where: str = '', parameters: Cells = ()) -> List[Values]:
         """Rows of a table or view as dicts; `where` may go on with ORDER BY and LIMIT."""
         columns = [column for column in self.columns(table) if column.name not in PRIVATE_COLUMNS]
         names = ', '.join(column.name for column in columns)
@@ -5852,7 +5854,7 @@ class Statements:
                 [encode_cell(column.codec, row[column.name]) for column in names] for row in group))
         return list(range(first, first + len(rows)))
 
-    def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Cells]) -> None:
         """Add many rows of already encoded cells."""
         self.run_many(insertion(table, names), rows)
 
@@ -6511,19 +6513,19 @@ def sql_list(codes: Iterable[int]) -> str:
     return '(' + ', '.join(str(int(code)) for code in codes) + ')'
 
 
-def chunks(items: Sequence[Any], size: int = 500) -> Iterator[Sequence[Any]]:
+def chunks(items: Cells, size: int = 500) -> Iterator[Cells]:
     """Pieces that fit the number of parameters that any SQLite takes (999)."""
     for start in range(0, len(items), size):
         yield items[start:start + size]
 
 
-def rows_by_ids(context: Context, sql: str, ids: Sequence[Any]) -> List[Tuple]:
+def rows_by_ids(context: Context, sql: str, ids: Cells) -> List[Tuple]:
     """Rows of a query that ends in IN, for any number of ids or names."""
     return [row for piece in chunks(ids)
             for row in context.rows(f"{sql} ({', '.join('?' * len(piece))})", piece)]
 
 
-def run_by_ids(context: Context, sql: str, ids: Sequence[int]) -> None:
+def run_by_ids(context: Context, sql: str, ids: Ids) -> None:
     """A statement that ends in IN, for any number of ids."""
     for piece in chunks(ids):
         context.run(f"{sql} ({', '.join('?' * len(piece))})", piece)
@@ -6643,8 +6645,7 @@ def page_size(offset: int, limit: int) -> int:
 def list_answer(items: List[Any], offset: int, total: int) -> Values:
     """The envelope of every list."""
     return {'items': items, 'offset': offset, 'max_limit': MAX_LIST_ITEMS, 'count': len(items),
-            'total_count': total,
-            'has_more': offset + len(items) < total}
+            'total_count': total, 'has_more': offset + len(items) < total}
 
 
 # -------- updates for those who listen --------
@@ -6652,10 +6653,10 @@ def list_answer(items: List[Any], offset: int, total: int) -> Values:
 def announce(context: Context, workflow_id: int, event_type: str, data: Values,
              severity: str = 'info') -> None:
     """Report an update of a workflow: it is sent after the commit, if the workflow is watched."""
-    if workflow_id in context.service.watched:
-        context.service.updates.append(Update(workflow_id, event_type, severity, int(context.now() * 1000),
-                                              data)
-                          if len(context.service.updates) < MAX_UPDATES else workflow_id)
+    service = context.service
+    if workflow_id in service.watched:
+        update = Update(workflow_id, event_type, severity, int(context.now() * 1000), data)
+        service.updates.append(update if len(service.updates) < MAX_UPDATES else workflow_id)
 
 
 def announce_start(context: Context, job: JobState, run_id: int) -> None:
@@ -6676,7 +6677,7 @@ def announce_end(context: Context, workflow_id: int, job_id: int, job_name: str,
              dict(more, job_id=job_id, job_name=job_name, status=status), END_SEVERITIES.get(status, 'info'))
 
 
-def announce_canceled(context: Context, workflow_id: int, job_ids: Sequence[int]) -> None:
+def announce_canceled(context: Context, workflow_id: int, job_ids: Ids) -> None:
     """Report that jobs were canceled, however many they are."""
     if workflow_id in context.service.watched:
         room = max(0, MAX_UPDATES - len(context.service.updates))
@@ -6729,7 +6730,7 @@ def names_of(user: str) -> List[Optional[str]]:
     return [None if user == ANONYMOUS else user] * 2
 
 
-def may_use(context: Context, workflow_id: int, user: str) -> bool:
+def may_use(context: Context, workflow_id: Optional[int], user: str) -> bool:
     """Whether a workflow is a user's own, or linked to a group of theirs."""
     return context.one(f'SELECT 1 FROM workflow WHERE id = ? AND {MAY_USE}',
                        [workflow_id, *names_of(user)]) is not None
@@ -6737,7 +6738,7 @@ def may_use(context: Context, workflow_id: int, user: str) -> bool:
 
 def check_may_use(context: Context, workflow_id: Optional[int], what: str) -> None:
     """Refuse a limited caller what they have no access to, in the same words as what does not exist."""
-    if workflow_id is None or not may_use(context, workflow_id, context.caller):
+    if not may_use(context, workflow_id, context.caller):
         raise Denied(f'{printable(context.caller)} has no access to {what}, or there is none')
 
 
@@ -6771,10 +6772,8 @@ def link_groups(context: Context, workflow_id: int, names: List[str]) -> None:
     """Give groups access to a new workflow, by their names."""
     if len(set(names)) < len(names):
         raise Refused('access_groups names a group twice', field='access_groups')
-    for name in names:
-        link = {'workflow_id': workflow_id, 'group_id': group_named(context, name),
-                'created_at': context.time}
-        context.insert('workflow_access_group', link)
+    context.insert_rows('workflow_access_group', ('workflow_id', 'group_id', 'created_at'), [
+        (workflow_id, group_named(context, name), context.time) for name in names])
 
 
 def group_named(context: Context, name: str) -> int:
@@ -6788,10 +6787,9 @@ def group_named(context: Context, name: str) -> int:
 def add_group_names(context: Context, workflows: List[Values]) -> None:
     """Fill in the names of the access groups of workflows that have any."""
     by_id = {workflow['id']: workflow for workflow in workflows}
-    for workflow_id, name in sorted(rows_by_ids(context,
-                                                'SELECT workflow_id, name FROM workflow_access_group '
-                                                'JOIN access_group ON id = group_id WHERE workflow_id IN',
-                                                list(by_id))):
+    query = ('SELECT workflow_id, name FROM workflow_access_group JOIN access_group ON id = group_id '
+             'WHERE workflow_id IN')
+    for workflow_id, name in sorted(rows_by_ids(context, query, list(by_id))):
         by_id[workflow_id].setdefault('access_groups', []).append(name)
 
 
@@ -6832,7 +6830,7 @@ def find_set(context: Context, workflow_id: int, members: Iterable[int]) -> Opti
     return found
 
 
-def members_digest(ordered: Sequence[int]) -> str:
+def members_digest(ordered: Ids) -> str:
     """The key of a set of jobs."""
     return hashlib.sha256(','.join(map(str, ordered)).encode()).hexdigest()
 
@@ -6846,14 +6844,12 @@ def set_members(context: Context, set_id: Optional[int]) -> List[int]:
 def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[int]]:
     """Consumer -> producers, through files and user data."""
     found = collections.defaultdict(set)  # type: Dict[int, Set[int]]
-    for table, column in (('file', 'file_id'), ('user_data', 'user_data_id')):
-        pairs = context.rows(
-            f'SELECT consumer.job_id, producer.job_id FROM {table} item '
-            f'CROSS JOIN job_output_{table} producer ON producer.{column} = item.id '
-            f'CROSS JOIN job_input_{table} consumer ON consumer.{column} = item.id '
-            'WHERE item.workflow_id = ?',
-            (workflow_id,))
-        for consumer, producer in pairs:
+    for table in ('file', 'user_data'):
+        for consumer, producer in context.rows(
+                f'SELECT consumer.job_id, producer.job_id FROM {table} item '
+                f'CROSS JOIN job_output_{table} producer ON producer.{table}_id = item.id '
+                f'CROSS JOIN job_input_{table} consumer ON consumer.{table}_id = item.id '
+                'WHERE item.workflow_id = ?', (workflow_id,)):
             found[consumer].add(producer)
     return found
 
@@ -6883,9 +6879,8 @@ def rebuild_dependencies(context: Context, workflow_id: int) -> None:
     context.run('UPDATE job SET dep_set_id = explicit_set_id WHERE workflow_id = ? '
                 'AND dep_set_id IS NOT explicit_set_id', (workflow_id,))
     implied = implied_prerequisites(context, workflow_id)
-    explicit = dict(rows_by_ids(context,
-                                'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL '
-                                'AND id IN', list(implied)))
+    query = 'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND id IN'
+    explicit = dict(rows_by_ids(context, query, list(implied)))
     consumers = collections.defaultdict(list)  # type: Dict[Tuple[Optional[int], frozenset], List[int]]
     for consumer, producers in implied.items():
         consumers[explicit.get(consumer), frozenset(producers)].append(consumer)
@@ -6947,39 +6942,30 @@ def release_idle_sets(context: Context, workflow_id: int) -> None:
     settle(context, workflow_id, release_sets(context, workflow_id, idle_sets))
 
 
-def release_sets(context: Context, workflow_id: int, set_ids: Sequence[int]) -> List[Tuple[int, int]]:
+def release_sets(context: Context, workflow_id: int, set_ids: Ids) -> List[Tuple[int, int]]:
     """Release the jobs of sets without a pending member. Those that this cancels, with their status."""
-    canceled = []   # type: List[Tuple[int, int]]
-    ready = []      # type: List[int]
+    canceled, ready = [], []    # type: List[int], List[int]
     for set_id, failed in rows_by_ids(context, 'SELECT id, failed FROM dep_set WHERE pending <= 0 AND id IN',
                                       set_ids):
-        waiting = context.rows('SELECT id, cancel_on_blocking_job_failure FROM job WHERE dep_set_id = ? '
-                               f'AND status = {BLOCKED}',
-                               (set_id,))
-        for job_id, cancels in waiting:
-            if failed and cancels:
-                canceled.append((job_id, CANCELED))
-            else:
-                ready.append(job_id)
+        for job_id, cancels in context.rows('SELECT id, cancel_on_blocking_job_failure FROM job '
+                                            f'WHERE dep_set_id = ? AND status = {BLOCKED}', (set_id,)):
+            (canceled if failed and cancels else ready).append(job_id)
     run_by_ids(context, f'UPDATE job SET status = {READY} WHERE id IN', ready)
-    run_by_ids(context, f'UPDATE job SET status = {CANCELED} WHERE id IN', [job_id for job_id, _ in canceled])
-    announce_canceled(context, workflow_id, [job_id for job_id, _ in canceled])
+    run_by_ids(context, f'UPDATE job SET status = {CANCELED} WHERE id IN', canceled)
+    announce_canceled(context, workflow_id, canceled)
     count_trigger(context, workflow_id, 'on_jobs_ready', ready)
-    return canceled
+    return [(job_id, CANCELED) for job_id in canceled]
 
 
 # -------- actions --------
 
-def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Sequence[int]) -> None:
-    """Tell the actions with a job trigger that these jobs are ready, or have ended; each job counts once."""
-    if not job_ids or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? '
-                                      'AND trigger_type = ? LIMIT 1', (workflow_id, trigger)):
+def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Ids) -> None:
+    """Note in the actions with a job trigger that these jobs are ready, or have ended; each counts once."""
+    waiting = f"FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND trigger_type = '{trigger}'"
+    if not job_ids or not context.one(f'SELECT 1 {waiting} LIMIT 1'):
         return
-    gates = rows_by_ids(context,
-                        'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 '
-                        'AND action_id IN (SELECT id FROM workflow_action '
-                        f"WHERE workflow_id = {int(workflow_id)} AND trigger_type = '{trigger}') "
-                        'AND job_id IN', job_ids)
+    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 '
+                                 f'AND action_id IN (SELECT id {waiting}) AND job_id IN', job_ids)
     context.run_many('UPDATE action_job SET is_counted = 1 WHERE action_id = ? AND job_id = ?', gates)
     counts = collections.Counter(action_id for action_id, _ in gates)
     context.run_many('UPDATE workflow_action SET trigger_count = trigger_count + ? WHERE id = ?',
@@ -7031,7 +7017,7 @@ def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
                 f'required_triggers END WHERE id IN {chosen}')
 
 
-def action_rows(context: Context, where: str, parameters: Sequence[Any]) -> List[Values]:
+def action_rows(context: Context, where: str, parameters: Cells) -> List[Values]:
     """Actions as WorkflowActionModel, with the ids of the jobs that they wait for."""
     actions = context.select('workflow_action', where, parameters)
     for action in actions:
@@ -7053,7 +7039,7 @@ def get_pending_actions(context: Context, workflow_id: int,
     return action_rows(context, *due_condition(workflow_id, trigger_type))
 
 
-def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> Tuple[str, Sequence[Any]]:
+def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> Tuple[str, Cells]:
     """WHERE clause and its parameters for the actions that are due."""
     triggers = tuple(triggers) or TRIGGERS
     marks = ', '.join('?' * len(triggers))
@@ -7069,8 +7055,7 @@ def create_workflow_action(context: Context, workflow_id: int, body: Values) -> 
     check_owned(context, 'job', workflow_id, job_ids)
     is_gated = body['trigger_type'] in JOB_TRIGGERS
     values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None,
-                  executed_by=None,
-                  failure=None, required_triggers=max(1, len(job_ids)) if is_gated else 1)
+                  executed_by=None, failure=None, required_triggers=max(1, len(job_ids)) if is_gated else 1)
     action_id = context.insert('workflow_action', values)
     context.insert_rows('action_job', ('action_id', 'job_id'), ((action_id, job_id) for job_id in job_ids))
     if workflow_state(context, workflow_id).run_id:   # it comes late: what it waits for may have been
@@ -7096,8 +7081,7 @@ def check_action(context: Context, workflow_id: int, trigger_type: str, action_t
 
 
 SCHEDULE_TYPES = {'scheduler_id': int, 'scheduler_type': str, 'num_allocations': int,
-                  'start_one_worker_per_node': bool,
-                   'max_parallel_jobs': int}
+                  'start_one_worker_per_node': bool, 'max_parallel_jobs': int}
 
 
 def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
@@ -7111,11 +7095,10 @@ def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
         if value is not None and type(value) is not SCHEDULE_TYPES[name]:
             raise Refused(f'action_config: {name} must be of type {SCHEDULE_TYPES[name].__name__}, not '
                           f'{printable(repr(value)[:60])}')
-    owner = context.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?',
-                          (config.get('scheduler_id'),))
+    scheduler_id = config.get('scheduler_id')
+    owner = context.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?', (scheduler_id,))
     # None: it may come later
     if config.get('scheduler_type') in (None, 'slurm') and owner not in (None, workflow_id):
-        scheduler_id = config['scheduler_id']
         raise Refused(f'action_config: workflow {workflow_id} has no slurm scheduler {scheduler_id}')
 
 
@@ -7145,12 +7128,11 @@ def delete_workflow_action(context: Context, workflow_id: int, action_id: int) -
     return {'message': f'Deleted action {action_id} of workflow {workflow_id}'}
 
 
-def claim_action(context: Context, workflow_id: int, action_id: int,
-                 body: Optional[Values] = None) -> Values:
+def claim_action(context: Context, workflow_id: int, action_id: int, body: Optional[Values] = None) -> Values:
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
-    action = get_action(context, workflow_id, action_id)
-    check_references(context, workflow_id, body or {})
-    node_id = (body or {}).get('compute_node_id')
+    action, body = get_action(context, workflow_id, action_id), body or {}
+    check_references(context, workflow_id, body)
+    node_id = body.get('compute_node_id')
     if not take_action(context, action_id, node_id, action['persistent']):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
     note_action_reported(context, action_id, node_id or 0)     # no report follows a claim of this kind
@@ -7159,16 +7141,13 @@ def claim_action(context: Context, workflow_id: int, action_id: int,
 
 def take_action(context: Context, action_id: int, node_id: Optional[int], persistent: bool) -> bool:
     """Mark an action as taken by a node; whether it was free."""
-    now = context.time
     if persistent:
-        taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) '
-                            'VALUES (?, ?)', (action_id, node_id or 0))
-        context.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (now, action_id))
-    else:
-        taken = context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
+        context.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (context.time, action_id))
+        return bool(context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) '
+                                'VALUES (?, ?)', (action_id, node_id or 0)))
+    return bool(context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
                             'is_reported = 0, failure = NULL WHERE id = ? AND executed = 0',
-                            (now, node_id, action_id))
-    return bool(taken)
+                            (context.time, node_id, action_id)))
 
 
 def take_due_actions(context: Context, workflow_id: int, node_id: int,
@@ -7176,7 +7155,7 @@ def take_due_actions(context: Context, workflow_id: int, node_id: int,
     """The due run_commands actions of these triggers, taken for a node."""
     if not triggers or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1',
                                        (workflow_id,)):
-        return []
+        return []       # most workflows have none: a runner asks in every turn
     due = context.select('workflow_action',
                          *due_condition(workflow_id, triggers, "AND action_type = 'run_commands'"))
     return [action for action in due if take_action(context, action['id'], node_id, action['persistent'])]
@@ -7448,7 +7427,7 @@ class PlanMerge:
 
     # -- jobs --
 
-    def find_class(self, row: Sequence[Any], default: int) -> int:
+    def find_class(self, row: Cells, default: int) -> int:
         """Id of a job class of the plan: requirements and scheduler by index, priority, labels."""
         requirements, priority, scheduler, labels = row
         check_labels(labels)
@@ -7504,7 +7483,7 @@ class PlanMerge:
             run_by_ids(self.context, 'DELETE FROM job WHERE id IN', ids)
             self.changes['job', 'removed', ()] += [name for _, name in gone]
 
-    def store_jobs(self, sets: Sequence[int]) -> None:
+    def store_jobs(self, sets: Ids) -> None:
         """Add jobs, with consecutive ids, and change those that differ."""
         classes, handlers = self.ids['job_kind'], self.ids['failure_handler']
         env = self.body['workflow'].get('env') or {}
@@ -7533,7 +7512,7 @@ class PlanMerge:
         self.change_jobs(changed)
         run_by_ids(self.context, 'UPDATE job SET is_declared = 1 WHERE id IN', adopted)
 
-    def compare(self, known: KnownJob, cells: Sequence[Any]) -> List[Any]:
+    def compare(self, known: KnownJob, cells: Cells) -> List[Any]:
         """The cells to store for a job that was there; the fields that differ are noted."""
         stored = []
         for (column, field), before, after in zip(PLANNED_CELLS.items(), known.cells, cells):
@@ -7688,7 +7667,7 @@ def create_jobs(context: Context, body: Values) -> Values:
     return {'jobs': jobs}
 
 
-def check_bulk(workflow_ids: Sequence[int], names: Sequence[str], noun: str) -> None:
+def check_bulk(workflow_ids: Ids, names: Sequence[str], noun: str) -> None:
     """Refuse a bulk request of no or too many things, of several workflows, or with a name twice."""
     if not 0 < len(names) <= MAX_LIST_ITEMS:
         raise Refused(f'{len(names)} {noun} in one request; 1 to {MAX_LIST_ITEMS} are possible')
@@ -7757,7 +7736,7 @@ def get_job(context: Context, job_id: int) -> Values:
     return job
 
 
-def select_jobs(context: Context, job_ids: Sequence[int]) -> List[Values]:
+def select_jobs(context: Context, job_ids: Ids) -> List[Values]:
     """Jobs as JobModel, without what they are related to, in this order."""
     jobs = {job['id']: job for piece in chunks(job_ids)
             for job in context.select('job_view', f"WHERE id IN ({', '.join('?' * len(piece))})", piece)}
@@ -8123,7 +8102,7 @@ def run_of_crate(run_id: int) -> Values:
             'prov:wasAssociatedWith': refer(*agents)}
 
 
-def put_file(context: Context, workflow_id: int, row: Sequence[Any], more: Values) -> None:
+def put_file(context: Context, workflow_id: int, row: Cells, more: Values) -> None:
     """Describe a file that is there. `row`: a FILE_ROW."""
     file_id, path, identifier, mtime = row
     encoding = ENCODING_FORMATS.get(path.rpartition('.')[2].lower(), 'application/octet-stream')
@@ -8179,7 +8158,7 @@ def note_job_outputs(context: Context, state: WorkflowState, job: JobState) -> N
                                           'prov:wasAttributedTo': run})
 
 
-def note_contents(context: Context, workflow_id: int, contents: Sequence[Sequence[Any]]) -> None:
+def note_contents(context: Context, workflow_id: int, contents: Sequence[Cells]) -> None:
     """Take in file id, time of change, size and SHA-256 of files, unless they have changed since."""
     for file_id, mtime, size, digest in contents if contents and keeps_crate(context, workflow_id) else ():
         row = context.one(f'SELECT {FILE_ROW} FROM file WHERE id = ? AND workflow_id = ?',
@@ -8271,7 +8250,7 @@ def downstream_of_uninitialized(context: Context, workflow_id: int, condition: s
 OPEN_ATTEMPT = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_node_id IS NOT NULL)'
 
 
-def cancel_open_attempts(context: Context, job_ids: Sequence[int]) -> None:
+def cancel_open_attempts(context: Context, job_ids: Ids) -> None:
     """Record open attempts as canceled, so that their keys are never reused."""
     run_by_ids(
         context, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, '
@@ -8282,7 +8261,7 @@ def cancel_open_attempts(context: Context, job_ids: Sequence[int]) -> None:
                  f"reset while a runner had it' FROM job WHERE {OPEN_ATTEMPT} AND id IN", job_ids)
 
 
-def uninitialize(context: Context, job_ids: Sequence[int]) -> None:
+def uninitialize(context: Context, job_ids: Ids) -> None:
     """Set jobs back to the state before initialize."""
     cancel_open_attempts(context, job_ids)
     run_by_ids(context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', job_ids)
@@ -8366,6 +8345,7 @@ def reset_job_status(context: Context, workflow_id: int, failed_only: bool = Fal
 # -------- change detection --------
 
 MTIME_TOLERANCE_S = 0.01    # file systems and JSON round
+FileTimes = Dict[int, Optional[float]]      # id -> seconds since the epoch; None: it is missing
 
 
 def set_file_times(context: Context, workflow_id: int, body: Values) -> Values:
@@ -8377,13 +8357,13 @@ def set_file_times(context: Context, workflow_id: int, body: Values) -> Values:
     return {'count': len(times)}
 
 
-def store_file_times(context: Context, workflow_id: int, times: Dict[int, Optional[float]]) -> None:
+def store_file_times(context: Context, workflow_id: int, times: FileTimes) -> None:
     """The same, passing over files that are gone."""
     context.run_many('UPDATE file SET st_mtime = ? WHERE id = ? AND workflow_id = ?',
                      ((mtime, file_id, workflow_id) for file_id, mtime in times.items()))
 
 
-def times_by_id(files: Dict[str, Optional[float]]) -> Dict[int, Optional[float]]:
+def times_by_id(files: Dict[str, Optional[float]]) -> FileTimes:
     """File times with the ids as numbers: in JSON they are text."""
     for file_id in files:
         if not re.match(r'[0-9]{1,18}\Z', str(file_id)):
@@ -8438,7 +8418,7 @@ def find_downstream(context: Context, workflow_id: int, changed: Dict[int, str])
     return downstream
 
 
-def find_outdated(context: Context, workflow_id: int, times: Dict[int, Optional[float]],
+def find_outdated(context: Context, workflow_id: int, times: FileTimes,
                   differences: Dict[int, List[str]]) -> Dict[int, str]:
     """Finished job -> why what it has done is out of date.
 
@@ -8455,7 +8435,7 @@ def find_outdated(context: Context, workflow_id: int, times: Dict[int, Optional[
     return reasons
 
 
-def note_changed_files(context: Context, workflow_id: int, times: Dict[int, Optional[float]],
+def note_changed_files(context: Context, workflow_id: int, times: FileTimes,
                        reasons: Dict[int, str]) -> None:
     """Add the jobs that read a changed file, and the completed ones that made a file which is gone."""
     for file_id, path, known in context.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?',
@@ -8500,7 +8480,7 @@ HASHED_ITEMS = (    # of what a job reads and writes: table of the relation, of 
     ('job_output_user_data', 'user_data', "name || '=' || name"))
 
 
-def hash_inputs(context: Context, job_ids: Sequence[int]) -> Dict[int, str]:
+def hash_inputs(context: Context, job_ids: Ids) -> Dict[int, str]:
     """Job id -> SHA-256 of what it is given: command, script, env, prerequisites, file paths, input data."""
     parts = {row[0]: list(row[1:]) for row in rows_by_ids(
         context, 'SELECT id, command, invocation_script, env, (SELECT digest FROM dep_set '
@@ -8850,7 +8830,7 @@ def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels:
     return {'jobs': claimed_models(context, list(claim(context, state, want, None)))}
 
 
-def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Values]:
+def claimed_models(context: Context, job_ids: Ids) -> List[Values]:
     """Claimed jobs as JobModel, with the ids of what they write."""
     jobs = select_jobs(context, job_ids)
     add_item_ids(context, jobs, [row for row in JOB_RELATIONS if row[0].startswith('output')])
@@ -8860,16 +8840,16 @@ def claimed_models(context: Context, job_ids: Sequence[int]) -> List[Values]:
 def get_ready_job_requirements(context: Context, workflow_id: int,
                                scheduler_config_id: Optional[int] = None) -> Values:
     """What the ready jobs need in all, of any or one scheduler, and at most in nodes and time."""
-    kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
-    counts = {kind: context.value(f'SELECT count(*) FROM job WHERE kind_id = ? AND status = {READY}',
-                                  (kind.id,)) for kind in kinds
-              if scheduler_config_id in (None, kind.scheduler_id)}
-    return {'num_jobs': sum(counts.values()),
-            'num_cpus': sum(kind.num_cpus * count for kind, count in counts.items()),
-            'num_gpus': sum(kind.num_gpus * count for kind, count in counts.items()),
-            'memory_gb': sum(kind.memory_bytes * count for kind, count in counts.items()) / 1024 ** 3,
-            'max_num_nodes': max((kind.num_nodes for kind in counts), default=0),
-            'max_runtime': format_duration(max((kind.runtime_s for kind in counts), default=0))}
+    jobs, cpus, gpus, memory_bytes, nodes, runtime_s = context.one(
+        'SELECT total(count), total(num_cpus * count), total(num_gpus * count), '
+        'total(memory_bytes * count), ifnull(max(num_nodes), 0), ifnull(max(runtime_s), 0) FROM '
+        f'(SELECT *, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) AS count '
+        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+        'WHERE kind.workflow_id = ?1 AND ifnull(scheduler_id = ?2, ?2 IS NULL)) WHERE count > 0',
+        (workflow_id, scheduler_config_id))
+    return {'num_jobs': int(jobs), 'num_cpus': int(cpus), 'num_gpus': int(gpus),
+            'memory_gb': memory_bytes / 1024 ** 3, 'max_num_nodes': nodes,
+            'max_runtime': format_duration(runtime_s)}
 
 
 # ======== 8d. Completion: starts, ends, retries and what follows from them ========
@@ -9093,7 +9073,7 @@ def has_retries(context: Context, state: WorkflowState, job: JobState, max_retri
     return job.attempt_id - count_interruptions(context, state.run_id, [job.id])[job.id] < max_retries
 
 
-def count_interruptions(context: Context, run_id: int, job_ids: Sequence[int]) -> Dict[int, int]:
+def count_interruptions(context: Context, run_id: int, job_ids: Ids) -> Dict[int, int]:
     """How many attempts of each of these jobs ended in this run because their runners were interrupted."""
     sql = f'SELECT job_id FROM result WHERE is_interrupted = 1 AND run_id = {int(run_id)} AND job_id IN'
     return collections.Counter(row[0] for row in rows_by_ids(context, sql, job_ids))
@@ -9153,7 +9133,7 @@ def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
         count_trigger(context, job.workflow_id, 'on_jobs_complete', [job.id])
 
 
-def return_claims(context: Context, job_ids: Sequence[int]) -> None:
+def return_claims(context: Context, job_ids: Ids) -> None:
     """Return claims that were not started: pending -> ready."""
     run_by_ids(context,
                f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN',
@@ -9322,7 +9302,7 @@ WORKFLOW_STATES = (     # the first of which there is a job; a workflow without 
     ('uninitialized', (UNINITIALIZED,)), ('failed', BAD), ('completed', FINISHED))
 
 
-def list_workflow_statuses(context: Context, ids: Sequence[int]) -> Values:
+def list_workflow_statuses(context: Context, ids: Ids) -> Values:
     """State of workflows in one word, by id; without those that do not exist or the caller may not see."""
     form = "WHEN EXISTS (SELECT 1 FROM job WHERE workflow_id = workflow.id AND status IN {}) THEN '{}'"
     cases = ' '.join(form.format(sql_list(codes), word) for word, codes in WORKFLOW_STATES)
@@ -9908,7 +9888,7 @@ def find_revoked(context: Context, node_id: int, held: Sequence[List[int]]) -> L
     return [key for key in held if tuple(key) not in rows]
 
 
-def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held: Sequence[int]) -> List[int]:
+def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held: Ids) -> List[int]:
     """Of the actions that a node reports holding, those that another has; free ones are taken again."""
     own = (f'SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} '
            f'AND (persistent = 1 OR executed_by = {int(node_id)}) AND id IN')
@@ -9934,7 +9914,7 @@ def refuse_obsolete(context: Context, node_id: int, turn: Optional[int]) -> None
         context.service.turns[node_id] = turn
 
 
-def record_start(context: Context, state: WorkflowState, node_id: int, start: Sequence[Any]) -> None:
+def record_start(context: Context, state: WorkflowState, node_id: int, start: Cells) -> None:
     """Record that an attempt runs on the node that holds it, or had lost it; ignore any other."""
     job_id, attempt_id, start_time = start
     try:
