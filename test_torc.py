@@ -7690,7 +7690,7 @@ class MatrixTest(ServiceTest):
         self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
         with self.service.transaction():
             torc.set_administrators(self.context, ['root'])
-            for table in sorted({noun.table for noun in torc.RESOURCES.values()} - {'workflow', 'job', 'resource_requirements'} | set(torc.TABLES_BY_PARAMETER.values()) - {'job'}):
+            for table in sorted(set(torc.RESOURCES) - {'workflow', 'job', 'resource_requirements'} | set(torc.TABLES_BY_PARAMETER.values()) - {'job'}):
                 self.fill(table)
         self.call('create_job', {'workflow_id': self.workflow_id, 'name': 'j', 'command': 'c'})
         self.service.knows_users = self.service.enforces_access = True
@@ -8021,7 +8021,7 @@ class ListTest(LiveTest):
 
     def sort_key(self, route: Any, field: str) -> Callable[[Dict[str, Any]], Any]:
         """How SQLite orders the values of a column: NULL, numbers, texts by their bytes; JSON as text, a status by its code."""
-        view = torc.RESOURCES[route.resource].view if route.verb is not torc.list_relations and route.resource in torc.RESOURCES else ''
+        view = torc.VIEWS.get(route.resource, route.resource) if route.verb is not torc.list_relations and route.resource in torc.RESOURCES else ''
         codec = {column.name: column.codec for column in self.store.columns(view)}.get(field) if view else ''
 
         def key(item: Dict[str, Any]) -> Tuple[int, Any]:

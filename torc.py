@@ -7465,17 +7465,16 @@ class PlanMerge:
             raise Refused(f'another job has spawned a job {name!r}: give the one in the file another name')
         rows = context.rows(f"SELECT id, is_declared, name, {', '.join(PLANNED_CELLS)} FROM job "
                             'WHERE workflow_id = ? ORDER BY is_declared, id DESC', of)
-        known = {row[2]: KnownJob(row[0], bool(row[1]), row[3:]) for row in rows}
-        self.known = {name: job for name, job in known.items() if name not in spawned}
-        if known:
-            self.classes = {row[0]: row[1:] for row in context.rows(
-                'SELECT id, resource_requirements_id, priority, scheduler_id, labels FROM job_kind '
-                'WHERE workflow_id = ?', of)}
+        self.known = {row[2]: KnownJob(row[0], bool(row[1]), row[3:]) for row in rows
+                      if row[2] not in spawned}
+        self.classes = {row[0]: row[1:] for row in context.rows(
+            'SELECT id, resource_requirements_id, priority, scheduler_id, labels FROM job_kind '
+            'WHERE workflow_id = ?', of)}
 
     def remove_jobs(self, names: Set[str]) -> None:
         """Remove the jobs that the file has no longer, with their results and what they spawned."""
-        declared = [(job.id, name) for name, job in self.known.items() if job.is_declared]
-        gone = sorted((job_id, name) for job_id, name in declared if name not in names)
+        gone = sorted((job.id, name) for name, job in self.known.items()
+                      if job.is_declared and name not in names)
         if gone:
             ids = [job_id for job_id, _ in gone]
             run_by_ids(self.context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', ids)
@@ -7564,16 +7563,20 @@ class PlanMerge:
         where = 'WHERE workflow_id = ? AND is_declared = 1 ORDER BY id'
         for action in action_rows(self.context, where, (self.workflow_id,)):
             stored[action_key(action)].append(action)
-        for planned in self.body['actions']:
-            action = self.plan_action(planned)
-            if stored.get(action_key(action)):
+        for action in map(self.plan_action, self.body['actions']):
+            if stored[action_key(action)]:
                 stored[action_key(action)].pop(0)
             else:
                 create_workflow_action(self.context, self.workflow_id, action)
-                self.changes['action', 'added', ()].append(action_title(action))
+                self.note_action('added', action)
         for action in itertools.chain.from_iterable(stored.values()):
             delete_workflow_action(self.context, self.workflow_id, action['id'])
-            self.changes['action', 'removed', ()].append(action_title(action))
+            self.note_action('removed', action)
+
+    def note_action(self, change: str, action: Values) -> None:
+        """Note that an action is new, or gone, under what it is called for people."""
+        title = f"{action['trigger_type']} {action['action_type']}"
+        self.changes['action', change, ()].append(title)
 
     def plan_action(self, action: Values) -> Values:
         """An action of the plan as a row, with ids instead of indexes of scheduler and jobs."""
@@ -7619,11 +7622,6 @@ def action_key(action: Values) -> Tuple:
     config = json.dumps(action['action_config'], sort_keys=True)
     return (action['trigger_type'], action['action_type'], config, bool(action.get('persistent')),
             tuple(sorted(set(action.get('job_ids') or ()))))
-
-
-def action_title(action: Values) -> str:
-    """What an action is called, for people."""
-    return f"{action['trigger_type']} {action['action_type']}"
 
 
 def find_job_class(context: Context, workflow_id: int,
@@ -7709,8 +7707,8 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Values]) -> L
         rows.append(dict(
             job, env=dict(env, **job.get('env') or {}) or None, kind_id=classes[key],
             failure_handler_id=job.get('failure_handler_id') or None, explicit_set_id=sets[needs],
-            dep_set_id=sets[needs],
-            status='uninitialized', attempt_id=1, compute_node_id=None, start_time=None, origin=None))
+            dep_set_id=sets[needs], status='uninitialized', attempt_id=1, compute_node_id=None,
+            start_time=None, origin=None))
     ids = context.insert_many('job', rows)
     for _, field, table, column, _ in JOB_RELATIONS:
         context.insert_rows(table, ('job_id', column), (
@@ -7720,13 +7718,12 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Values]) -> L
 
 def job_class(context: Context, workflow_id: int, parts: Values) -> int:
     """Id of the job class with these CLASS_FIELDS."""
-    priority, requirements = parts['priority'] or 0, parts['resource_requirements_id'] or 0
-    scheduler = parts['scheduler_id'] or None
+    requirements, priority, scheduler, labels = (parts[field] or 0 for field in CLASS_FIELDS)
     if priority < 0:
         raise BadInput(f'priority is {priority}; it must be at least 0')
     check_owned(context, 'resource_requirements', workflow_id, [requirements])
     check_owned(context, 'slurm_scheduler', workflow_id, [scheduler] if scheduler else [])
-    return find_job_class(context, workflow_id, (requirements, priority, scheduler, parts['labels']))
+    return find_job_class(context, workflow_id, (requirements, priority, scheduler or None, labels or None))
 
 
 def get_job(context: Context, job_id: int) -> Values:
@@ -7773,11 +7770,11 @@ EDITABLE_BEFORE_START = ('depends_on_job_ids', 'status')
 def update_job(context: Context, job_id: int, body: Values) -> Values:
     """Change a job: its command only while no runner holds it, its prerequisites only before initialize."""
     job = get_job(context, job_id)
-    changed = {key: value for key, value in body.items()
-               if value is not None and key != 'id'
-               and comparable(key, value) != comparable(key, job.get(key))}
-    fixed = [key for key in changed if key not in ALWAYS_EDITABLE + EDITABLE_WHEN_IDLE + EDITABLE_BEFORE_START
-             or key in EDITABLE_WHEN_IDLE and STATUSES[STATUS_CODES[job['status']]].is_active]
+    changed = {key: value for key, value in given_values(body).items()
+               if key != 'id' and comparable(key, value) != comparable(key, job.get(key))}
+    is_active = STATUSES[STATUS_CODES[job['status']]].is_active
+    editable = ALWAYS_EDITABLE + EDITABLE_BEFORE_START + (() if is_active else EDITABLE_WHEN_IDLE)
+    fixed = [key for key in changed if key not in editable]
     early = [key for key in changed if key in EDITABLE_BEFORE_START and job['status'] != 'uninitialized']
     if fixed or early:
         raise Refused(f"{', '.join(fixed + early)} of job {job_id} cannot be changed: immutable " +
@@ -7826,12 +7823,11 @@ def remove_spawned(context: Context, workflow_id: int) -> None:
     """Remove what uninitialized jobs have spawned, and so on, with the records; but no active jobs."""
     idle = f'job.status NOT IN {sql_list(ACTIVE)}'
     gone = context.ids(
-        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn '
-        'CROSS JOIN job caller ON caller.id = spawn.caller_id '
-        'CROSS JOIN job ON job.id = spawn.job_id WHERE spawn.workflow_id = ? '
-        f'AND caller.status = {UNINITIALIZED} AND {idle} UNION SELECT job.id FROM gone '
-        'CROSS JOIN spawn ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = spawn.job_id '
-        f'WHERE {idle}) SELECT id FROM gone', (workflow_id,))
+        'WITH RECURSIVE gone (id) AS (SELECT job.id FROM spawn CROSS JOIN job caller '
+        'ON caller.id = spawn.caller_id CROSS JOIN job ON job.id = spawn.job_id WHERE spawn.workflow_id = ? '
+        f'AND caller.status = {UNINITIALIZED} AND {idle} UNION SELECT job.id FROM gone CROSS JOIN spawn '
+        f'ON spawn.caller_id = gone.id CROSS JOIN job ON job.id = spawn.job_id WHERE {idle}) '
+        'SELECT id FROM gone', (workflow_id,))
     generations = set(rows_by_ids(context, 'SELECT lineage, generation FROM spawn WHERE job_id IN', gone))
     names = {LINEAGE_RECORD.format(lineage) + last for lineage, generation in generations
              for last in (f'g{generation:06}', 'final')}
@@ -7896,11 +7892,10 @@ def cancel_workflow(context: Context, workflow_id: int) -> Values:
     """Stop a workflow: no job starts any more, and runners stop those that run."""
     state = workflow_state(context, workflow_id)
     context.run('UPDATE workflow SET is_canceled = 1 WHERE id = ?', (workflow_id,))
+    record_event(context, workflow_id, {
+        'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
+        'workflow_id': workflow_id, 'run_id': state.run_id, 'user': context.caller}, 'warning')
     stopped = f'workflow_id = ? AND status IN {sql_list((BLOCKED, READY, *ACTIVE))}'
-    record_event(context, workflow_id,
-                 {'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
-                                      'workflow_id': workflow_id, 'run_id': state.run_id,
-                  'user': context.caller}, 'warning')
     if workflow_id in context.service.watched:
         announce_canceled(context, workflow_id,
                           context.ids(f'SELECT id FROM job WHERE {stopped}', (workflow_id,)))
@@ -7932,29 +7927,23 @@ def count_by_status(context: Context, workflow_id: int) -> Dict[str, int]:
 
 def get_workflow_status(context: Context, workflow_id: int) -> Values:
     """One summary: jobs by status, times, nodes, and why ready jobs may be waiting."""
-    workflow = get_workflow(context, workflow_id)
-    counts = count_by_status(context, workflow_id)
-    answer = {'workflow_id': workflow_id, 'workflow_name': workflow['name'],
-              'workflow_user': workflow['user'],
-              'total_jobs': sum(counts.values()), 'jobs_by_status': counts,
-              'is_canceled': workflow['is_canceled'],
-              'is_complete': workflow['is_canceled']
-              or not any(counts[STATUS_NAMES[code]] for code in NOT_DONE),
-              'unserved_ready_labels': count_unserved_labels(context, workflow_id)}
-    answer['total_exec_time_minutes'], walltime_s = context.one(   # to the last end, from the first start
+    workflow, counts = get_workflow(context, workflow_id), count_by_status(context, workflow_id)
+    total_minutes, walltime_s, nodes, pending, active = context.one(
         'SELECT total(exec_time_minutes), (max(julianday(completion_time)) - '
-        'min(julianday(completion_time) - exec_time_minutes / 1440)) * 86400 '
-        'FROM result WHERE workflow_id = ? AND is_current = 1', (workflow_id,))
-    if walltime_s is not None:
-        answer['walltime_seconds'] = walltime_s
-    answer['active_compute_nodes'] = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? '
-                                                   'AND is_active = 1', (workflow_id,))
-    for status in ('pending', 'active'):
-        answer[f'{status}_scheduled_nodes'] = context.value(
-            'SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? AND status = ?',
-            (workflow_id, status))
-    answer.update(measure_blocked_by_time(context, workflow_id))
-    return answer
+        'min(julianday(completion_time) - exec_time_minutes / 1440)) * 86400, '    # from the first start
+        '(SELECT count(*) FROM compute_node WHERE workflow_id = ?1 AND is_active = 1), '
+        "(SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ?1 AND status = 'pending'), "
+        "(SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ?1 AND status = 'active') "
+        'FROM result WHERE workflow_id = ?1 AND is_current = 1', (workflow_id,))
+    return {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
+            'total_jobs': sum(counts.values()), 'jobs_by_status': counts,
+            'is_canceled': workflow['is_canceled'],
+            'is_complete': workflow['is_canceled'] or is_complete(context, workflow_id),
+            'unserved_ready_labels': count_unserved_labels(context, workflow_id),
+            'total_exec_time_minutes': total_minutes,
+            **({} if walltime_s is None else {'walltime_seconds': walltime_s}),
+            'active_compute_nodes': nodes, 'pending_scheduled_nodes': pending,
+            'active_scheduled_nodes': active, **measure_blocked_by_time(context, workflow_id)}
 
 
 def measure_blocked_by_time(context: Context, workflow_id: int) -> Values:
@@ -7985,15 +7974,12 @@ def count_unserved_labels(context: Context, workflow_id: int) -> Dict[str, int]:
     nodes = [set(json.loads(labels)) for labels in context.ids(
         'SELECT labels FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND labels IS NOT NULL',
         (workflow_id,))]
-    unserved = collections.Counter()  # type: Dict[str, int]
-    for text, count in context.rows(
-            'SELECT labels, (SELECT count(*) FROM job WHERE job.kind_id = job_kind.id '
-            f'AND status = {READY}) FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL',
-            (workflow_id,)):
-        labels = json.loads(text)
-        if count and not any(node.issuperset(labels) for node in nodes):
-            unserved[','.join(labels)] += count
-    return dict(unserved)
+    ready = context.rows(
+        'SELECT labels, sum((SELECT count(*) FROM job WHERE kind_id = job_kind.id '
+        f'AND status = {READY})) AS ready FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL '
+        'GROUP BY labels HAVING ready > 0', (workflow_id,))
+    return {','.join(json.loads(text)): count for text, count in ready
+            if not any(node.issuperset(json.loads(text)) for node in nodes)}
 
 
 def list_job_ids(context: Context, workflow_id: int) -> Values:
@@ -10031,22 +10017,20 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
 # -------- lists --------
 
 class Resource(Row):
-    """A noun with the usual operations on rows of one table."""
-    table: str
-    view: str                   # what is read; usually the table
+    """A noun with the usual operations on the rows of one table, which has its name."""
     model: str                  # of its rows
     plural: str                 # in the name of the model of its lists
     # query parameter -> condition with one ?; other parameters compare for equality
-    filters: Dict[str, str]
+    filters: Dict[str, str] = {}
 
 
 CONTAINS = 'instr(lower({0}), lower(?)) > 0'
 RESOURCES = {
-    'workflow': Resource('workflow', 'workflow', 'WorkflowModel', 'Workflows', {
+    'workflow': Resource('WorkflowModel', 'Workflows', {
         'description': CONTAINS.format('description'),
         'access_group': 'id IN (SELECT workflow_id FROM workflow_access_group '
                         "WHERE instr(?, ',' || group_id || ',') > 0)"}),
-    'job': Resource('job', 'job_view', 'JobModel', 'Jobs', {
+    'job': Resource('JobModel', 'Jobs', {
         'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
         'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
         'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = '
@@ -10054,38 +10038,32 @@ RESOURCES = {
         'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
         'origin_is_set': '(origin IS NOT NULL) = ?',
         'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"}),
-    'file': Resource('file', 'file', 'FileModel', 'Files', {
+    'file': Resource('FileModel', 'Files', {
         'path': CONTAINS.format('path'),
         'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
         'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
-    'user_data': Resource('user_data', 'user_data', 'UserDataModel', 'UserData', {
+    'user_data': Resource('UserDataModel', 'UserData', {
         'name': CONTAINS.format('name'),
         'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
         'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
-    'resource_requirements': Resource('resource_requirements', 'resource_requirements',
-                                      'ResourceRequirementsModel', 'ResourceRequirements', {
+    'resource_requirements': Resource('ResourceRequirementsModel', 'ResourceRequirements', {
         'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job '
                   'JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)',
         'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'}),
-    'failure_handler': Resource('failure_handler', 'failure_handler', 'FailureHandlerModel',
-                                'FailureHandlers', {}),
-    'slurm_scheduler': Resource('slurm_scheduler', 'slurm_scheduler', 'SlurmSchedulerModel',
-                                'SlurmSchedulers', {}),
-    'local_scheduler': Resource('local_scheduler', 'local_scheduler', 'LocalSchedulerModel',
-                                'LocalSchedulers', {}),
-    'scheduled_compute_node': Resource('scheduled_compute_node', 'scheduled_compute_node',
-                                       'ScheduledComputeNodesModel', 'ScheduledComputeNodes', {}),
-    'compute_node': Resource('compute_node', 'compute_node', 'ComputeNodeModel', 'ComputeNodes', {
+    'failure_handler': Resource('FailureHandlerModel', 'FailureHandlers'),
+    'slurm_scheduler': Resource('SlurmSchedulerModel', 'SlurmSchedulers'),
+    'local_scheduler': Resource('LocalSchedulerModel', 'LocalSchedulers'),
+    'scheduled_compute_node': Resource('ScheduledComputeNodesModel', 'ScheduledComputeNodes'),
+    'compute_node': Resource('ComputeNodeModel', 'ComputeNodes', {
         'hostname': CONTAINS.format('hostname'),
         'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
-    'result': Resource('result', 'result_view', 'ResultModel', 'Results',
-                       {'all_runs': '(? OR is_current = 1)'}),
-    'slurm_stats': Resource('slurm_stats', 'slurm_stats', 'SlurmStatsModel', 'SlurmStats', {}),
-    'ro_crate_entity': Resource('ro_crate_entity', 'ro_crate_entity', 'RoCrateEntityModel', 'RoCrateEntities',
-                                {}),
-    'event': Resource('event', 'event', 'EventModel', 'Events', {
+    'result': Resource('ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
+    'slurm_stats': Resource('SlurmStatsModel', 'SlurmStats'),
+    'ro_crate_entity': Resource('RoCrateEntityModel', 'RoCrateEntities'),
+    'event': Resource('EventModel', 'Events', {
         'category': "has_member(data, 'category', ?)", 'after_timestamp': 'timestamp > ?'}),
 }
+VIEWS = {'job': 'job_view', 'result': 'result_view'}    # what is read of a resource; of others, the table
 
 
 def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
@@ -10097,33 +10075,32 @@ def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
 
 
 def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS,
-              sort_by: str = '',
-              reverse_sort: bool = False, **filters: Any) -> Values:
+              sort_by: str = '', reverse_sort: bool = False, **filters: Any) -> Values:
     """One page of a list: filtered, sorted (by id among equals), with the total count under the filters."""
-    noun = RESOURCES[resource]
+    view, known = VIEWS.get(resource, resource), RESOURCES[resource].filters
     limit = page_size(offset, limit)
-    if resource in ('job', 'result') and filters.get('status', 'ready') not in STATUS_CODES:
-        raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of "
-                       f"{', '.join(STATUS_CODES)}", field='status')
-    names = [column.name for column in context.columns(noun.view) if column.name not in PRIVATE_COLUMNS]
-    check_sort_field(sort_by, names)
-    conditions = [f'({noun.filters.get(name, name + " = ?")})' for name in filters]
-    values = [STATUS_CODES[value] if name == 'status' and resource in ('job', 'result') else value
-              for name, value in filters.items()]
+    if resource in VIEWS and 'status' in filters:
+        if filters['status'] not in STATUS_CODES:
+            raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of "
+                           f"{', '.join(STATUS_CODES)}", field='status')
+        filters['status'] = STATUS_CODES[filters['status']]
+    check_sort_field(sort_by, [column.name for column in context.columns(view)
+                               if column.name not in PRIVATE_COLUMNS])
+    conditions = [f"({known.get(name, name + ' = ?')})" for name in filters]
+    values = list(filters.values())
     if is_limited(context):
         conditions.append(f"{'id' if resource == 'workflow' else 'workflow_id'} IN (SELECT id FROM workflow "
                           f"WHERE {MAY_USE})")
         values += names_of(context.caller)
     where = ('WHERE ' + ' AND '.join(conditions)) if conditions else ''
-    total = context.value(f'SELECT count(*) FROM {noun.view} {where}', values)
+    total = context.value(f'SELECT count(*) FROM {view} {where}', values)
     way = 'DESC' if reverse_sort else 'ASC'
     order = f'{sort_by} {way}, id {way}' if sort_by and sort_by != 'id' else f'id {way}'
-    items = context.select(noun.view, f'{where} ORDER BY {order} LIMIT ? OFFSET ?', [*values, limit, offset])
+    items = context.select(view, f'{where} ORDER BY {order} LIMIT ? OFFSET ?', [*values, limit, offset])
     return list_answer(items, offset, total)
 
 
-def list_workflows(context: Context, resource: str, access_group: Sequence[str] = (),
-                   **query: Any) -> Values:
+def list_workflows(context: Context, resource: str, access_group: Sequence[str] = (), **query: Any) -> Values:
     """Workflows; of one of these groups only, if any is named."""
     if access_group:
         found = rows_by_ids(context, 'SELECT id FROM access_group WHERE name IN', access_group)
@@ -10133,8 +10110,7 @@ def list_workflows(context: Context, resource: str, access_group: Sequence[str] 
     return answer
 
 
-def list_jobs(context: Context, resource: str, include_relationships: bool = False,
-              **query: Any) -> Values:
+def list_jobs(context: Context, resource: str, include_relationships: bool = False, **query: Any) -> Values:
     """Jobs; their id lists only if asked for."""
     if 'labels' in query:
         query['labels'] = served_labels(context, query['workflow_id'],
@@ -10175,20 +10151,18 @@ RELATION_QUERIES = {
 
 
 def list_relations(context: Context, resource: str, workflow_id: int, offset: int = 0,
-                   limit: int = MAX_LIST_ITEMS,
-                   sort_by: str = '', reverse_sort: bool = False) -> Values:
+                   limit: int = MAX_LIST_ITEMS, sort_by: str = '', reverse_sort: bool = False) -> Values:
     """Which job waits for which, or makes and uses which file or user data; dependency sets spelled out."""
     query = RELATION_QUERIES[resource]
     names = re.findall(r' AS (\w+)', query)
     check_sort_field(sort_by, [*names, 'workflow_id'])
     limit = page_size(offset, limit)
-    total = context.value(f'SELECT count(*) FROM (SELECT {query})', {'workflow': workflow_id})
+    values = {'workflow': workflow_id, 'limit': limit, 'offset': offset}
+    total = context.value(f'SELECT count(*) FROM (SELECT {query})', values)
     way = 'DESC' if reverse_sort else 'ASC'
     first = [sort_by] if sort_by in names else []   # all are of one workflow
-    order = ', '.join(f'{column} {way}' for column in first
-                      + [name for name in names if name.endswith('_id')])
-    rows = context.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset',
-                        {'workflow': workflow_id, 'limit': limit, 'offset': offset})
+    order = ', '.join(f'{name} {way}' for name in first + [name for name in names if name.endswith('_id')])
+    rows = context.rows(f'SELECT {query} ORDER BY {order} LIMIT :limit OFFSET :offset', values)
     items = [{name: cell for name, cell in zip(names, row[1:]) if cell is not None} for row in rows]
     return list_answer([dict(item, workflow_id=workflow_id) for item in items], offset, total)
 
@@ -10200,7 +10174,7 @@ def create_row(context: Context, resource: str, body: Values) -> Values:
     workflow_state(context, body['workflow_id'])
     check_references(context, body['workflow_id'], body)
     try:
-        return read_row(context, resource, context.insert(RESOURCES[resource].table, body))
+        return read_row(context, resource, context.insert(resource, body))
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, body) from None
 
@@ -10265,7 +10239,7 @@ def create_result(context: Context, resource: str, body: Values) -> Values:
 
 def read_row(context: Context, resource: str, row_id: int) -> Values:
     """One row."""
-    return get_row(context, RESOURCES[resource].view, row_id)
+    return get_row(context, VIEWS.get(resource, resource), row_id)
 
 
 def update_row(context: Context, resource: str, row_id: int, body: Values) -> Values:
@@ -10280,7 +10254,7 @@ def update_row(context: Context, resource: str, row_id: int, body: Values) -> Va
     if resource == 'file':
         values['st_mtime'] = body.get('st_mtime')   # as in Torc, whose clients leave out what is null
     try:
-        context.update(RESOURCES[resource].table, row_id, values)
+        context.update(resource, row_id, values)
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, values) from None
     return read_row(context, resource, row_id)
@@ -10314,7 +10288,7 @@ def delete_where(context: Context, resource: str, column: str, value: int) -> in
         with context.savepoint():
             if resource == 'resource_requirements':     # job classes without jobs
                 context.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
-            return context.run(f'DELETE FROM {RESOURCES[resource].table} WHERE {column} = ?', (value,))
+            return context.run(f'DELETE FROM {resource} WHERE {column} = ?', (value,))
     except sqlite3.IntegrityError:
         raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete "
                       'them first') from None
@@ -10360,16 +10334,13 @@ def set_administrators(context: Context, users: Iterable[str]) -> None:
     wanted = set(users)
     if ANONYMOUS in wanted:
         raise BadInput(f'{ANONYMOUS!r} cannot be an administrator: it is anybody')
-    group_id = context.value('SELECT id FROM access_group WHERE is_system = 1')
-    group_id = group_id or context.insert('access_group',
-                                          {'name': ADMIN_GROUP, 'created_at': context.time,
-                                           'is_system': True})
-    if set(context.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?',
-                       (group_id,))) != wanted:
+    group_id = context.value('SELECT id FROM access_group WHERE is_system = 1') or context.insert(
+        'access_group', {'name': ADMIN_GROUP, 'created_at': context.time, 'is_system': True})
+    members = context.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?', (group_id,))
+    if set(members) != wanted:
         context.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
-        for user in sorted(wanted):
-            context.insert('user_group_membership', {'group_id': group_id, 'user_name': user, 'role': 'admin',
-                                                     'created_at': context.time})
+        context.insert_rows('user_group_membership', ('group_id', 'user_name', 'role', 'created_at'), [
+            (group_id, user, 'admin', context.time) for user in sorted(wanted)])
 
 
 def check_fills_by_hand(context: Context, group_id: int) -> None:
@@ -10381,8 +10352,12 @@ def check_fills_by_hand(context: Context, group_id: int) -> None:
 
 def find_link(context: Context, table: str, link: Values) -> Optional[Values]:
     """The row that gives a user or a workflow (its other key) to a group; None if there is none."""
-    condition = ' AND '.join(f'{column} = ?' for column in link)
-    return next(iter(context.select(table, f'WHERE {condition}', list(link.values()))), None)
+    return next(iter(context.select(table, link_condition(link), list(link.values()))), None)
+
+
+def link_condition(link: Values) -> str:
+    """WHERE clause for the row with these keys."""
+    return 'WHERE ' + ' AND '.join(f'{column} = ?' for column in link)
 
 
 def add_link(context: Context, table: str, link: Values, what: str, **more: Any) -> Values:
@@ -10398,8 +10373,7 @@ def remove_link(context: Context, table: str, link: Values, what: str) -> Values
     found = find_link(context, table, link)
     if found is None:
         raise NotFound(what)
-    context.run(f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in link)}",
-                list(link.values()))
+    context.run(f'DELETE FROM {table} {link_condition(link)}', list(link.values()))
     return found
 
 
@@ -10424,8 +10398,7 @@ def create_access_group(context: Context, body: Values) -> Values:
     check_group_admin(context)
     if context.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
         raise Conflict(f"there is an access group {printable(body['name'])!r} already")
-    values = {'name': body['name'], 'description': body.get('description'),
-              'created_at': context.time}
+    values = {'name': body['name'], 'description': body.get('description'), 'created_at': context.time}
     return get_row(context, 'access_group', context.insert('access_group', values))
 
 
@@ -10934,14 +10907,12 @@ def describe_cell(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def add_audit(context: Context, body: Values, rows_affected: Optional[int],
-              error: Optional[str]) -> None:
+def add_audit(context: Context, body: Values, rows_affected: Optional[int], error: Optional[str]) -> None:
     """Put on record what an administrator wrote, or why it was refused."""
     context.insert('admin_audit_log', {
         'user_name': context.caller, 'timestamp': int(context.now() * 1000), 'sql_text': body['sql'],
-        'is_write': True,
-        'allow_full_table': bool(body.get('allow_full_table')), 'rows_affected': rows_affected,
-        'committed': error is None, 'success': error is None, 'error': error})
+        'is_write': True, 'allow_full_table': bool(body.get('allow_full_table')),
+        'rows_affected': rows_affected, 'committed': error is None, 'success': error is None, 'error': error})
 
 
 def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Values:
@@ -11794,7 +11765,7 @@ def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]
     """Refuse a limited caller what is about a workflow that they have no access to, or about no workflow."""
     about = [(number, f'workflow {number}') for name, number in arguments.items() if name == 'workflow_id']
     first = next(iter(path_parameters(route)), '')
-    table = RESOURCES[route.resource].table if first == 'row_id' else TABLES_BY_PARAMETER.get(first)
+    table = route.resource if first == 'row_id' else TABLES_BY_PARAMETER.get(first)
     if table:
         row_id = arguments[first]
         found = context.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (row_id,))
