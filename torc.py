@@ -6596,6 +6596,17 @@ def is_complete(context: Context, workflow_id: int) -> bool:
                            f'AND status IN {sql_list(NOT_DONE)} LIMIT 1', (workflow_id,))
 
 
+def ids_of_jobs(context: Context, workflow_id: int, condition: str) -> List[int]:
+    """Ids of a workflow's jobs under an SQL condition of our own, which may go on with ORDER BY and LIMIT."""
+    return context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {condition}', (workflow_id,))
+
+
+def count_active(context: Context, workflow_id: int) -> int:
+    """How many jobs of a workflow are in runners' hands."""
+    return context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
+                         (workflow_id,))
+
+
 def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[int]) -> None:
     """Refuse ids that do not exist or belong to another workflow."""
     wanted = sorted(set(ids))
@@ -7895,11 +7906,10 @@ def cancel_workflow(context: Context, workflow_id: int) -> Values:
     record_event(context, workflow_id, {
         'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
         'workflow_id': workflow_id, 'run_id': state.run_id, 'user': context.caller}, 'warning')
-    stopped = f'workflow_id = ? AND status IN {sql_list((BLOCKED, READY, *ACTIVE))}'
+    stopped = f'status IN {sql_list((BLOCKED, READY, *ACTIVE))}'
     if workflow_id in context.service.watched:
-        announce_canceled(context, workflow_id,
-                          context.ids(f'SELECT id FROM job WHERE {stopped}', (workflow_id,)))
-    context.run(f'UPDATE job SET status = {CANCELED} WHERE {stopped}', (workflow_id,))
+        announce_canceled(context, workflow_id, ids_of_jobs(context, workflow_id, stopped))
+    context.run(f'UPDATE job SET status = {CANCELED} WHERE workflow_id = ? AND {stopped}', (workflow_id,))
     recount_sets(context, workflow_id)
     return get_workflow(context, workflow_id)
 
@@ -7984,29 +7994,28 @@ def count_unserved_labels(context: Context, workflow_id: int) -> Dict[str, int]:
 
 def list_job_ids(context: Context, workflow_id: int) -> Values:
     """Ids of all jobs."""
-    ids = context.ids('SELECT id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    ids = ids_of_jobs(context, workflow_id, '1 ORDER BY id')
     return {'job_ids': ids, 'count': len(ids)}
 
 
 def list_required_existing_files(context: Context, workflow_id: int) -> Values:
     """Files that must exist before the start: inputs that no job makes, and outputs of completed jobs."""
-    return {'files': list_required(context, workflow_id, 'file', 'file_id', '1')}
+    return {'files': list_required(context, workflow_id, 'file', '1')}
 
 
 def list_missing_user_data(context: Context, workflow_id: int) -> Values:
     """User data that lack a value: inputs that no job makes, and outputs of completed jobs."""
-    return {'user_data': list_required(context, workflow_id, 'user_data', 'user_data_id',
-                                       'item.data IS NULL')}
+    return {'user_data': list_required(context, workflow_id, 'user_data', 'item.data IS NULL')}
 
 
-def list_required(context: Context, workflow_id: int, table: str, column: str, condition: str) -> List[int]:
+def list_required(context: Context, workflow_id: int, table: str, condition: str) -> List[int]:
     """Ids of files or user data that jobs rely on from the start."""
     return context.ids(
-        f'SELECT item.id FROM {table} item WHERE item.workflow_id = ? AND {condition} AND ('
-        f'EXISTS (SELECT 1 FROM job_input_{table} WHERE {column} = item.id) '
-        f'AND NOT EXISTS (SELECT 1 FROM job_output_{table} WHERE {column} = item.id) '
-        f'OR EXISTS (SELECT 1 FROM job_output_{table} made CROSS JOIN job ON job.id = made.job_id '
-        f'WHERE made.{column} = item.id AND job.status = {COMPLETED})) ORDER BY item.id', (workflow_id,))
+        f'SELECT item.id FROM {table} item WHERE item.workflow_id = ? AND {condition} AND (EXISTS (SELECT 1 '
+        f'FROM job_input_{table} WHERE {table}_id = item.id) AND NOT EXISTS (SELECT 1 '
+        f'FROM job_output_{table} WHERE {table}_id = item.id) OR EXISTS (SELECT 1 '
+        f'FROM job_output_{table} CROSS JOIN job ON job.id = job_id WHERE {table}_id = item.id '
+        f'AND job.status = {COMPLETED})) ORDER BY item.id', (workflow_id,))
 
 
 # ======== 8b. Initialization: making jobs ready, resetting them, and seeing what changed ========
@@ -8054,8 +8063,7 @@ def refer(*entity_ids: str) -> Any:
     return references if len(references) > 1 else references[0] if references else None
 
 
-def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequence[str],
-               metadata: Values,
+def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequence[str], metadata: Values,
                file_id: Optional[int] = None) -> None:
     """Add an RO-Crate entity, or renew the one of this file or name; None takes a key away."""
     known = context.one('SELECT id, entity_id, metadata FROM ro_crate_entity WHERE workflow_id = ? '
@@ -8066,11 +8074,11 @@ def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequen
     if old.get('dateModified') != metadata.get('dateModified'):     # it is another content
         old = {key: value for key, value in old.items() if key not in ('contentSize', 'sha256')}
     merged = {**old, '@id': entity_id, '@type': list(types), **metadata}
-    kept = {key: value for key, value in merged.items() if value is not None}
+    values = {'entity_type': types[0], 'metadata': given_values(merged)}
     if row_id is not None:
-        return context.update('ro_crate_entity', row_id, {'entity_type': types[0], 'metadata': kept})
-    context.insert('ro_crate_entity', {'workflow_id': workflow_id, 'file_id': file_id, 'entity_id': entity_id,
-                                       'entity_type': types[0], 'metadata': kept})
+        return context.update('ro_crate_entity', row_id, values)
+    context.insert('ro_crate_entity', dict(values, workflow_id=workflow_id, file_id=file_id,
+                                           entity_id=entity_id))
 
 
 def put_software(context: Context, workflow_id: int, role: str) -> None:
@@ -8100,31 +8108,19 @@ def put_file(context: Context, workflow_id: int, row: Cells, more: Values) -> No
 def note_run(context: Context, workflow_id: int) -> None:
     """A run begins: describe the workflow, the run, this server and the input files."""
     workflow = get_workflow(context, workflow_id)
-    run_id = workflow['run_id']
     put_entity(context, workflow_id, CRATE_PLAN, ('SoftwareApplication', 'prov:Plan'),
                {'name': workflow['name'], 'description': workflow.get('description')})
     put_software(context, workflow_id, 'torc-server')
-    run = CRATE_RUN.format(run_id)
+    run = CRATE_RUN.format(workflow['run_id'])
     known = json.loads(context.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? '
                                      'AND entity_id = ?', (workflow_id, run)) or '{}')
     put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), dict(
-        run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}",
+        run_of_crate(workflow['run_id']), name=f"{workflow['name']} Run {workflow['run_id']}",
         startTime=known.get('startTime') or context.time, endTime=None))
     for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? '
                             'AND st_mtime IS NOT NULL AND NOT EXISTS (SELECT 1 FROM job_output_file '
                             'WHERE file_id = file.id) ORDER BY id', (workflow_id,)):
         put_file(context, workflow_id, row, {})
-
-
-def note_run_end(context: Context, workflow_id: int) -> None:
-    """Nothing more is to come: the run has ended with its last job."""
-    run_id = workflow_state(context, workflow_id).run_id if keeps_crate(context, workflow_id) else 0
-    run = CRATE_RUN.format(run_id)
-    if run_id and context.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?',
-                              (workflow_id, run)):
-        last = context.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
-                             (workflow_id, run_id))
-        put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), {'endTime': last})
 
 
 def note_job_outputs(context: Context, state: WorkflowState, job: JobState) -> None:
@@ -8162,10 +8158,17 @@ def note_if_complete(context: Context, workflow_id: int) -> None:
 
 
 def note_complete(context: Context, workflow_id: int) -> None:
-    """A workflow is complete: its on_workflow_complete actions are due."""
+    """A workflow is complete: its on_workflow_complete actions are due, and the run has ended."""
     context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? '
                 "AND trigger_type = 'on_workflow_complete'", (workflow_id,))
-    note_run_end(context, workflow_id)
+    if not keeps_crate(context, workflow_id):
+        return
+    run_id = workflow_state(context, workflow_id).run_id
+    of_run = (workflow_id, CRATE_RUN.format(run_id))
+    if context.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?', of_run):
+        last = context.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
+                             (workflow_id, run_id))
+        put_entity(context, *of_run, ('CreateAction', 'prov:Activity'), {'endTime': last})
 
 
 def refuse_archived(state: WorkflowState) -> None:
@@ -8187,14 +8190,10 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
     context.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(context, workflow_id)
     if only_uninitialized:
-        uninitialize(context,
-                     context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status = {PENDING_FAILED}',
-                                 (workflow_id,)))
+        uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
-        cancel_open_attempts(context,
-                             context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {OPEN_ATTEMPT}',
-                                         (workflow_id,)))
+        cancel_open_attempts(context, ids_of_jobs(context, workflow_id, OPEN_ATTEMPT))
         context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE workflow_id = ? '
                     f'AND status NOT IN ({UNINITIALIZED}, {DISABLED})', (workflow_id,))
     remove_spawned(context, workflow_id)
@@ -8213,8 +8212,7 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
 
 def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
     """Refuse while jobs are pending or running."""
-    active = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
-                           (workflow_id,))
+    active = count_active(context, workflow_id)
     if active:
         raise Refused(f'workflow {workflow_id} cannot be {verb} while {active} of its jobs are pending or '
                       f'running; cancel it first (torc.py cancel {workflow_id}), or reset it with --force')
@@ -8224,13 +8222,11 @@ def downstream_of_uninitialized(context: Context, workflow_id: int, condition: s
     """Jobs that depend, however far, on an uninitialized one; none that is so, disabled or active."""
     kept = sql_list((UNINITIALIZED, DISABLED, *ACTIVE))
     return context.ids(
-        'WITH RECURSIVE downstream (id) AS ('
-        f'SELECT id FROM job WHERE workflow_id = ? AND status = {UNINITIALIZED} UNION '
-        'SELECT waiting.id FROM downstream CROSS JOIN dep_member ON dep_member.job_id = downstream.id '
-        'CROSS JOIN job waiting ON waiting.dep_set_id = dep_member.dep_set_id) '
-        f'SELECT id FROM job WHERE id IN (SELECT id FROM downstream) AND status NOT IN {kept} '
-        f'AND {condition}',
-        (workflow_id,))
+        'WITH RECURSIVE downstream (id) AS (SELECT id FROM job WHERE workflow_id = ? '
+        f'AND status = {UNINITIALIZED} UNION SELECT waiting.id FROM downstream '
+        'CROSS JOIN dep_member ON dep_member.job_id = downstream.id CROSS JOIN job waiting '
+        'ON waiting.dep_set_id = dep_member.dep_set_id) SELECT id FROM job WHERE id IN '
+        f'(SELECT id FROM downstream) AND status NOT IN {kept} AND {condition}', (workflow_id,))
 
 
 OPEN_ATTEMPT = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_node_id IS NOT NULL)'
@@ -8240,11 +8236,10 @@ def cancel_open_attempts(context: Context, job_ids: Ids) -> None:
     """Record open attempts as canceled, so that their keys are never reused."""
     run_by_ids(
         context, 'INSERT OR IGNORE INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, '
-                 'return_code, exec_time_minutes, completion_time, status, is_current, reason) '
-                 'SELECT workflow_id, id, (SELECT run_id FROM workflow '
-                 'WHERE workflow.id = workflow_id), attempt_id, ifnull(compute_node_id, 0), '
-                 f"{ORPHAN_RETURN_CODE}, 0, '{context.time}', {CANCELED}, 0, 'the job was "
-                 f"reset while a runner had it' FROM job WHERE {OPEN_ATTEMPT} AND id IN", job_ids)
+        'return_code, exec_time_minutes, completion_time, status, is_current, reason) SELECT workflow_id, '
+        'id, (SELECT run_id FROM workflow WHERE workflow.id = workflow_id), attempt_id, '
+        f"ifnull(compute_node_id, 0), {ORPHAN_RETURN_CODE}, 0, '{context.time}', {CANCELED}, 0, "
+        f"'the job was reset while a runner had it' FROM job WHERE {OPEN_ATTEMPT} AND id IN", job_ids)
 
 
 def uninitialize(context: Context, job_ids: Ids) -> None:
@@ -8314,8 +8309,7 @@ def reset_job_status(context: Context, workflow_id: int, failed_only: bool = Fal
     if not failed_only:
         refuse_active(context, workflow_id, 'reset')
     wanted = (*BAD, PENDING_FAILED) if failed_only else tuple(set(STATUS_NAMES) - {UNINITIALIZED, DISABLED})
-    job_ids = context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND status IN {sql_list(wanted)}',
-                          (workflow_id,))
+    job_ids = ids_of_jobs(context, workflow_id, f'status IN {sql_list(wanted)}')
     uninitialize(context, job_ids)
     if failed_only:
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
@@ -8382,7 +8376,7 @@ def find_downstream(context: Context, workflow_id: int, changed: Dict[int, str])
     downstream = {}     # type: Dict[int, str]
     for status, reason in ((UNINITIALIZED, 'it was added or set back, and not initialized since'),
                            (PENDING_FAILED, 'it failed, and that is undecided')):
-        ids = context.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ?', (workflow_id, status))
+        ids = ids_of_jobs(context, workflow_id, f'status = {status}')
         downstream.update((job_id, reason) for job_id in ids if job_id not in changed)
     found = [*changed, *downstream]
     passed, seen = set(found), set()    # type: Set[int], Set[int]
@@ -8424,20 +8418,18 @@ def find_outdated(context: Context, workflow_id: int, times: FileTimes,
 def note_changed_files(context: Context, workflow_id: int, times: FileTimes,
                        reasons: Dict[int, str]) -> None:
     """Add the jobs that read a changed file, and the completed ones that made a file which is gone."""
+    query = 'SELECT id FROM {} CROSS JOIN job ON id = job_id WHERE file_id = ? AND status IN '
+    made, used = query.format('job_output_file'), query.format('job_input_file')
     for file_id, path, known in context.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?',
                                              (workflow_id,)):
         if file_id not in times:
             continue
         seen = times[file_id]
         if seen is None:
-            for job_id in context.ids('SELECT job.id FROM job_output_file made '
-                                      'CROSS JOIN job ON job.id = made.job_id WHERE made.file_id = ? '
-                                      f'AND job.status = {COMPLETED}', (file_id,)):
+            for job_id in context.ids(f'{made} ({COMPLETED})', (file_id,)):
                 reasons.setdefault(job_id, f'its output {path} is missing')
         if (seen is None) != (known is None) or seen is not None and abs(seen - known) > MTIME_TOLERANCE_S:
-            for job_id in context.ids('SELECT job.id FROM job_input_file used '
-                                      'CROSS JOIN job ON job.id = used.job_id WHERE used.file_id = ? '
-                                      f'AND job.status IN {sql_list(RAN)}', (file_id,)):
+            for job_id in context.ids(used + sql_list(RAN), (file_id,)):
                 reasons.setdefault(job_id, f'its input {path} changed')
 
 
@@ -8543,8 +8535,7 @@ def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
 
 def refuse_runners(context: Context, workflow_id: int) -> None:
     """Refuse while runners work on a workflow, or have jobs of it in hand."""
-    jobs = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
-                         (workflow_id,))
+    jobs = count_active(context, workflow_id)
     nodes = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1',
                           (workflow_id,))
     if jobs or nodes:
@@ -8572,8 +8563,7 @@ class Kind(Row):
 
 ALL_KINDS_QUERY = (
     'SELECT kind.id, kind.priority, needs.num_gpus, needs.runtime_s, needs.memory_bytes, needs.num_cpus, '
-    'needs.num_nodes, '
-    'kind.scheduler_id, kind.labels FROM job_kind kind '
+    'needs.num_nodes, kind.scheduler_id, kind.labels FROM job_kind kind '
     'CROSS JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
     'WHERE kind.workflow_id = ?')
 KIND_QUERY = (f'{ALL_KINDS_QUERY} AND EXISTS '
@@ -8796,24 +8786,22 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kin
 def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int, body: Values,
                                   strict_scheduler_match: bool = False) -> Values:
     """Claim jobs that fit a node's free resources."""
-    state = context.state
     check_owned(context, 'compute_node', workflow_id, [body['id']] if body.get('id') else [])
     want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match)
-    chosen = claim(context, state, want, body.get('id') or None)
+    chosen = claim(context, context.state, want, body.get('id') or None)
     answer = {'jobs': claimed_models(context, list(chosen))}  # type: Values
     if not chosen:
-        answer['reason'] = explain_no_jobs(context, state, want)
+        answer['reason'] = explain_no_jobs(context, context.state, want)
     return answer
 
 
 def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels: str = '') -> Values:
     """Claim the next jobs of the queue."""
-    state = context.state
     if limit < 0:
         raise Refused(f'limit is {limit}; it must be at least 0')
     want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS),
             'labels': [label for label in labels.split(',') if label]}
-    return {'jobs': claimed_models(context, list(claim(context, state, want, None)))}
+    return {'jobs': claimed_models(context, list(claim(context, context.state, want, None)))}
 
 
 def claimed_models(context: Context, job_ids: Ids) -> List[Values]:
@@ -9264,11 +9252,10 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
         'GROUP BY result.return_code, result.reason ORDER BY 2 DESC, 1 LIMIT ?', (workflow_id, limit))
     failures = [dict(explain_job(context, job_id), count=count, return_code=code)
                 for job_id, count, code in groups]
-    canceled = context.ids('SELECT id FROM job WHERE workflow_id = ? AND status = ? ORDER BY id LIMIT ?',
-                           (workflow_id, CANCELED, limit))
-    blockers = find_blockers(context, workflow_id, limit)
+    canceled = ids_of_jobs(context, workflow_id, f'status = {CANCELED} ORDER BY id LIMIT {limit}')
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
-            'blockers': [explain_job(context, job_id) for job_id in blockers]}
+            'blockers': [explain_job(context, job_id)
+                         for job_id in find_blockers(context, workflow_id, limit)]}
 
 
 def find_blockers(context: Context, workflow_id: int, limit: int) -> List[int]:
@@ -9331,7 +9318,7 @@ def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
                 'iteration': max(known[name][1] for name in names)}
     if old:
         raise Refused(f'lineage {lineage!r} has spawned {old[0]!r} before, but not all jobs of this request')
-    spawned = insert_spawned(context, caller, lineage, counter + 1, body['jobs'])
+    spawned = insert_spawned(context, caller, lineage, counter + 1, body['jobs']) if names else []
     counter += bool(spawned)
     record_generation(context, caller.workflow_id, lineage, counter, len(spawned), body.get('state'))
     return {'spawned_job_ids': spawned, 'iteration': counter}
@@ -9349,82 +9336,72 @@ def count_generations(context: Context, workflow_id: int, lineage: str) -> int:
 def record_generation(context: Context, workflow_id: int, lineage: str, counter: int, count: int,
                       state: Any) -> None:
     """Record a generation, or, without jobs, the end of the lineage; an earlier record of its end goes."""
-    final = LINEAGE_RECORD.format(lineage) + 'final'
+    prefix = LINEAGE_RECORD.format(lineage)
     content = {'generation': counter, 'spawn_count': count, 'state': state}
     if count or state is not None:
-        context.run('DELETE FROM user_data WHERE workflow_id = ? AND name = ?', (workflow_id, final))
-        context.insert('user_data', {'workflow_id': workflow_id, 'is_ephemeral': True,
-                                     'name': LINEAGE_RECORD.format(lineage) + f'g{counter:06}' if count
-                                     else final,
-                                     'data': content if count else dict(content, final=True)})
+        context.run('DELETE FROM user_data WHERE workflow_id = ? AND name = ?',
+                    (workflow_id, prefix + 'final'))
+        context.insert('user_data', {
+            'workflow_id': workflow_id, 'is_ephemeral': True,
+            'name': prefix + (f'g{counter:06}' if count else 'final'),
+            'data': content if count else dict(content, final=True)})
 
 
 def insert_spawned(context: Context, caller: JobState, lineage: str, generation: int,
                    jobs: List[Values]) -> List[int]:
     """Add the jobs of one generation, blocked. Their ids, in the order of the request."""
-    if not jobs:
-        return []
-    limit = (get_workflow(context, caller.workflow_id).get('dynamic_jobs')
-             or {}).get('max_iterations') or DEFAULT_MAX_ITERATIONS
+    workflow_id = caller.workflow_id
+    settings = get_workflow(context, workflow_id).get('dynamic_jobs') or {}
+    limit = settings.get('max_iterations') or DEFAULT_MAX_ITERATIONS
     if generation > limit:
         raise Refused(f'lineage {lineage!r} has spawned {limit} times, which is its limit (dynamic_jobs: '
                       'max_iterations)')
-    refuse_sibling_cycles(jobs)
-    by_name = jobs_by_name(context, caller.workflow_id,
-                           {name for job in jobs for name in (job['name'], *(job.get('depends_on') or ()))})
-    for job in jobs:
-        if job['name'] in by_name:
-            raise Refused(f"workflow {caller.workflow_id} has a job {job['name']!r} already, which lineage "
-                          f"{lineage!r} did not spawn")
-    ids = insert_jobs(context, caller.workflow_id,
-                      [spawned_model(context, caller.workflow_id, lineage, job) for job in jobs])
-    by_name.update((job['name'], [job_id]) for job, job_id in zip(jobs, ids))
-    sets = [find_set(context, caller.workflow_id, {caller.id, *(find_prerequisite(by_name, job, name)
-                                                                for name in job.get('depends_on') or ())})
-            for job in jobs]
+    needs = {job['name']: job.get('depends_on') or () for job in jobs}
+    for cycle in find_cycles(needs, lambda name: needs.get(name, ()), 1):
+        raise Refused(f"these jobs wait for each other: {' -> '.join(cycle + cycle[:1])}")
+    by_name = collections.defaultdict(list)  # type: Dict[str, List[int]]
+    for name, job_id in rows_by_ids(
+            context, f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND name IN',
+            list({*needs, *itertools.chain.from_iterable(needs.values())})):
+        by_name[name].append(job_id)
+    for name in needs:
+        if name in by_name:
+            raise Refused(f'workflow {workflow_id} has a job {name!r} already, which lineage {lineage!r} '
+                          'did not spawn')
+    ids = insert_jobs(context, workflow_id, spawned_models(context, workflow_id, lineage, jobs))
+    by_name.update((name, [job_id]) for name, job_id in zip(needs, ids))
+    sets = [find_set(context, workflow_id, [caller.id, *(find_prerequisite(by_name, name, need)
+                                                         for need in needs[name])]) for name in needs]
     context.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id "
                      '= ? WHERE id = ?', zip(sets, sets, ids))
     context.insert_rows('spawn', ('job_id', 'workflow_id', 'caller_id', 'lineage', 'generation'),
-                        ((job_id, caller.workflow_id, caller.id, lineage, generation) for job_id in ids))
+                        ((job_id, workflow_id, caller.id, lineage, generation) for job_id in ids))
     run_by_ids(context, RECOUNT + 'id IN', list(set(sets)))
     return ids
 
 
-def spawned_model(context: Context, workflow_id: int, lineage: str, job: Values) -> Values:
-    """JobModel of a job that is to be spawned; its requirements are found by their name."""
-    name = job.get('resource_requirements') or 'default'
-    needs = context.value('SELECT id FROM resource_requirements WHERE workflow_id = ? AND name = ? '
-                          'ORDER BY id LIMIT 1', (workflow_id, name))
-    if needs is None:
-        raise Refused(f'job {job["name"]!r}: workflow {workflow_id} has no resource requirements {name!r}')
-    return dict(job, workflow_id=workflow_id, resource_requirements_id=needs,
-                env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage})
+def spawned_models(context: Context, workflow_id: int, lineage: str, jobs: List[Values]) -> List[Values]:
+    """Jobs that are to be spawned as JobModel; their requirements are found by their names."""
+    known = dict(context.rows('SELECT name, id FROM resource_requirements WHERE workflow_id = ? '
+                              'ORDER BY id DESC', (workflow_id,)))
+    models = []
+    for job in jobs:
+        name = job.get('resource_requirements') or 'default'
+        if name not in known:
+            raise Refused(f"job {job['name']!r}: workflow {workflow_id} has no resource requirements "
+                          f'{name!r}')
+        models.append(dict(job, workflow_id=workflow_id, resource_requirements_id=known[name],
+                           env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage}))
+    return models
 
 
-def jobs_by_name(context: Context, workflow_id: int, names: Set[str]) -> Dict[str, List[int]]:
-    """The jobs of a workflow that have one of these names."""
-    found = collections.defaultdict(list)  # type: Dict[str, List[int]]
-    for name, job_id in rows_by_ids(context,
-                                    f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} '
-                                    'AND name IN', list(names)):
-        found[name].append(job_id)
-    return found
-
-
-def find_prerequisite(by_name: Dict[str, List[int]], job: Values, name: str) -> int:
+def find_prerequisite(by_name: Dict[str, List[int]], job_name: str, name: str) -> int:
     """The job that a spawned one means in depends_on."""
     found = by_name.get(name, [])
     if len(found) != 1:
-        raise Refused(f"job {job['name']!r} depends on {name!r}, "
+        raise Refused(f'job {job_name!r} depends on {name!r}, '
                       + (f'but {len(found)} jobs are called so' if found else 'which does not exist'))
     return found[0]
-
-
-def refuse_sibling_cycles(jobs: List[Values]) -> None:
-    """Refuse jobs of one request that wait for each other, by name."""
-    needs = {job['name']: job.get('depends_on') or () for job in jobs}
-    for cycle in find_cycles(needs, lambda name: needs.get(name, ()), 1):
-        raise Refused(f"these jobs wait for each other: {' -> '.join(cycle + cycle[:1])}")
 
 
 # -------- tasks --------
@@ -9945,44 +9922,38 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
                                       'message': result.get('message') or ''}, severity)
 
 
+CLASS_NEEDS = {     # name in a claim's answer -> column of resource_requirements
+    'resource_requirements_name': 'name', 'num_cpus': 'num_cpus', 'memory_bytes': 'memory_bytes',
+    'num_gpus': 'num_gpus', 'num_nodes': 'num_nodes', 'runtime_s': 'runtime_s', 'is_implicit': 'is_implicit'}
+
+
 def describe_claims(context: Context, run_id: int, chosen: Placement) -> Values:
     """Claimed jobs with all that is needed to run them; what many share stands once."""
-    job_ids = list(chosen)
-    if not job_ids:
+    if not chosen:
         return {'jobs': [], 'kinds': [], 'handlers': []}
     rows = {row[0]: row for row in rows_by_ids(
-        context,
-        'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id '
-        'FROM job WHERE id IN', job_ids)}
+        context, 'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id '
+        'FROM job WHERE id IN', list(chosen))}
     outputs = collections.defaultdict(list)  # type: Dict[int, List[List[Any]]]
     for job_id, file_id, path in rows_by_ids(
-            context,
-        'SELECT made.job_id, file.id, file.path FROM job_output_file made '
-        'CROSS JOIN file ON file.id = made.file_id WHERE made.job_id IN', job_ids):
+            context, 'SELECT job_id, id, path FROM job_output_file CROSS JOIN file ON id = file_id '
+            'WHERE job_id IN', list(chosen)):
         outputs[job_id].append([file_id, path])
-    classes = list(dict.fromkeys(rows[job_id][6] for job_id in job_ids))
+    classes = list(dict.fromkeys(rows[job_id][6] for job_id in chosen))
+    needs = {row[0]: dict(zip(CLASS_NEEDS, row[1:]), is_implicit=bool(row[-1])) for row in rows_by_ids(
+        context, f"SELECT kind.id, needs.{', needs.'.join(CLASS_NEEDS.values())} FROM job_kind kind "
+        'CROSS JOIN resource_requirements needs ON needs.id = resource_requirements_id WHERE kind.id IN',
+        classes)}
     handlers = list(dict.fromkeys(row[7] for row in rows.values() if row[7]))
     rules = dict(rows_by_ids(context, 'SELECT id, rules FROM failure_handler WHERE id IN', handlers))
     interruptions = count_interruptions(context, run_id, [row[0] for row in rows.values() if row[5] > 1])
-    jobs = [{'id': row[0], 'name': row[1], 'command': row[2], 'invocation_script': row[3],
-             'env': json.loads(row[4]) if row[4] else None,
-             'attempt_id': row[5], 'kind': classes.index(row[6]), 'outputs': outputs.get(row[0], []),
-             'failure_handler': handlers.index(row[7]) if row[7] else None,
-             'interruptions': interruptions[row[0]], 'nodes': chosen[row[0]]}
-            for row in (rows[job_id] for job_id in job_ids)]
-    return {'jobs': jobs, 'kinds': [describe_job_class(context, class_id) for class_id in classes],
-            'handlers': [json.loads(rules[h]) for h in handlers]}
-
-
-def describe_job_class(context: Context, class_id: int) -> Values:
-    """What a job of a class needs."""
-    row = context.one('SELECT needs.name, needs.num_cpus, needs.memory_bytes, needs.num_gpus, '
-                      'needs.num_nodes, needs.runtime_s, needs.is_implicit FROM job_kind kind '
-                      'CROSS JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
-                      'WHERE kind.id = ?', (class_id,))
-    names = ('resource_requirements_name', 'num_cpus', 'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s',
-             'is_implicit')
-    return dict(zip(names, row), is_implicit=bool(row[-1]))
+    jobs = [{'id': job_id, 'name': name, 'command': command, 'invocation_script': script,
+             'env': decode_cell('JSON', env), 'attempt_id': attempt_id, 'kind': classes.index(class_id),
+             'outputs': outputs.get(job_id, []), 'interruptions': interruptions[job_id],
+             'failure_handler': handlers.index(handler_id) if handler_id else None, 'nodes': chosen[job_id]}
+            for job_id, name, command, script, env, attempt_id, class_id, handler_id in map(rows.get, chosen)]
+    return {'jobs': jobs, 'kinds': [needs[class_id] for class_id in classes],
+            'handlers': [json.loads(rules[handler_id]) for handler_id in handlers]}
 
 
 def describe_progress(context: Context, state: WorkflowState, node_id: int, counts: Dict[int, int],
