@@ -7296,6 +7296,7 @@ PLANNED_CELLS = {   # column of a job that a plan gives -> field of a workflow f
     'failure_handler_id': 'failure_handler', 'explicit_set_id': 'depends_on',
     'cancel_on_blocking_job_failure': 'cancel_on_blocking_job_failure',
     'supports_termination': 'supports_termination'}
+ACTION_TITLE = '{trigger_type} {action_type}'
 CLASS_PARTS = ('resource_requirements', 'priority', 'scheduler', 'labels')   # what makes a job class
 # Fields of which another value lets a completed job run again; all others do not change what it has done.
 OUTCOME_FIELDS = ('command', 'invocation_script', 'env', 'depends_on', *(row[0] for row in JOB_RELATIONS))
@@ -7349,8 +7350,12 @@ class PlanMerge:
             check_may_link(context, workflow_id, group_named(context, name))
         link_groups(context, workflow_id, groups)
         fields += ['access_groups'] if groups else []
-        if fields:
-            self.changes['workflow', 'changed', tuple(fields)].append(stored['name'])
+        self.note('workflow', 'changed', [stored['name']], fields)
+
+    def note(self, noun: str, change: str, names: Sequence[Any], fields: Sequence[str] = ()) -> None:
+        """Note what was added or removed, or changed in these fields, if any; without a name it is ''."""
+        if fields if change == 'changed' else names:
+            self.changes[noun, change, tuple(fields)] += [name or '' for name in names]
 
     def merge_rows(self) -> None:
         """Make everything else what the plan says."""
@@ -7371,7 +7376,7 @@ class PlanMerge:
         self.merge_relations()
         for job_id, job in zip(self.ids['job'], self.jobs):
             if job_id in self.differences:
-                self.changes['job', 'changed', tuple(self.differences[job_id])].append(job.name)
+                self.note('job', 'changed', [job.name], self.differences[job_id])
         self.merge_actions()
         self.remove_unnamed()
 
@@ -7403,8 +7408,7 @@ class PlanMerge:
                           and differs(column, row.get(column.name), cell)]
                 self.change_row(table, found[0], row, fields)
         context.insert_many(table, added)
-        if added:
-            self.changes[table, 'added', ()] += [row.get('name') or '' for row in added]
+        self.note(table, 'added', [row.get('name') for row in added])
         self.ids[table], matched = ids, set(ids)
         self.unnamed[table] = sorted(row[0] for row in known.values() if row[2] and row[0] not in matched)
 
@@ -7414,8 +7418,7 @@ class PlanMerge:
         implied += ['st_mtime'] if 'path' in fields else []
         values = {name: row.get(name) for name in fields + implied}
         self.context.update(table, row_id, dict(values, is_declared=True))
-        if fields:
-            self.changes[table, 'changed', tuple(fields)].append(row.get('name') or '')
+        self.note(table, 'changed', [row.get('name')], fields)
 
     def remove_unnamed(self) -> None:
         """Remove what the workflow file has no longer, unless something else still needs it."""
@@ -7433,8 +7436,7 @@ class PlanMerge:
             query = f'SELECT id, name FROM {table} WHERE {is_free} AND id IN'
             free = sorted(rows_by_ids(context, query, ids))
             run_by_ids(context, f'DELETE FROM {table} WHERE id IN', [row_id for row_id, _ in free])
-            if free:
-                self.changes[table, 'removed', ()] += [name or '' for _, name in free]
+            self.note(table, 'removed', [name for _, name in free])
 
     # -- jobs --
 
@@ -7491,7 +7493,7 @@ class PlanMerge:
             run_by_ids(self.context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', ids)
             remove_spawned(self.context, self.workflow_id)
             run_by_ids(self.context, 'DELETE FROM job WHERE id IN', ids)
-            self.changes['job', 'removed', ()] += [name for _, name in gone]
+            self.note('job', 'removed', [name for _, name in gone])
 
     def store_jobs(self, sets: Ids) -> None:
         """Add jobs, with consecutive ids, and change those that differ."""
@@ -7515,8 +7517,7 @@ class PlanMerge:
                     changed[job_id] = stored
             if not known.is_declared:
                 adopted.append(job_id)
-        if added:
-            self.changes['job', 'added', ()] += [row[2] for row in added]
+        self.note('job', 'added', [row[2] for row in added])
         columns = ('workflow_id', 'is_declared', 'name', 'dep_set_id', *PLANNED_CELLS)
         self.context.insert_rows('job', columns, added)
         self.change_jobs(changed)
@@ -7579,15 +7580,10 @@ class PlanMerge:
                 stored[action_key(action)].pop(0)
             else:
                 create_workflow_action(self.context, self.workflow_id, action)
-                self.note_action('added', action)
+                self.note('action', 'added', [ACTION_TITLE.format_map(action)])
         for action in itertools.chain.from_iterable(stored.values()):
             delete_workflow_action(self.context, self.workflow_id, action['id'])
-            self.note_action('removed', action)
-
-    def note_action(self, change: str, action: Values) -> None:
-        """Note that an action is new, or gone, under what it is called for people."""
-        title = f"{action['trigger_type']} {action['action_type']}"
-        self.changes['action', change, ()].append(title)
+            self.note('action', 'removed', [ACTION_TITLE.format_map(action)])
 
     def plan_action(self, action: Values) -> Values:
         """An action of the plan as a row, with ids instead of indexes of scheduler and jobs."""
@@ -9035,9 +9031,8 @@ def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) ->
                 'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
     expect_completion(context, state.id)
     record_event(context, state.id, {
-        'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name,
-        'previous_attempt': job.attempt_id,
-        'new_attempt': job.attempt_id + 1, 'run_id': state.run_id,
+        'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'run_id': state.run_id,
+        'previous_attempt': job.attempt_id, 'new_attempt': job.attempt_id + 1,
         'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
     return 'ready'
 
@@ -9109,9 +9104,8 @@ def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
 
 def return_claims(context: Context, job_ids: Ids) -> None:
     """Return claims that were not started: pending -> ready."""
-    run_by_ids(context,
-               f'UPDATE job SET status = {READY}, compute_node_id = NULL WHERE status = {PENDING} AND id IN',
-               job_ids)
+    run_by_ids(context, f'UPDATE job SET status = {READY}, compute_node_id = NULL '
+                        f'WHERE status = {PENDING} AND id IN', job_ids)
 
 
 # -------- attempts that were lost with their node --------
@@ -9136,8 +9130,7 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
 
 
 def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
-                 node_id: Optional[int],
-                 start_time: Optional[str] = None) -> Optional[JobState]:
+                 node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
     """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may run."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
@@ -9173,9 +9166,8 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN',
                    sets)
         job_ids = [row[0] for row in rows_by_ids(
-            context,
-            'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id WHERE failed = 0 '
-            f'AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
+            context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
+            f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
 
 
@@ -9253,9 +9245,9 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
     failures = [dict(explain_job(context, job_id), count=count, return_code=code)
                 for job_id, count, code in groups]
     canceled = ids_of_jobs(context, workflow_id, f'status = {CANCELED} ORDER BY id LIMIT {limit}')
+    blockers = find_blockers(context, workflow_id, limit)
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
-            'blockers': [explain_job(context, job_id)
-                         for job_id in find_blockers(context, workflow_id, limit)]}
+            'blockers': [explain_job(context, job_id) for job_id in blockers]}
 
 
 def find_blockers(context: Context, workflow_id: int, limit: int) -> List[int]:
@@ -9411,8 +9403,7 @@ class Accepted(dict):
 
 
 def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: bool = False,
-                        clear_ephemeral_user_data: bool = True,
-                        **more: bool) -> Values:
+                        clear_ephemeral_user_data: bool = True, **more: bool) -> Values:
     """Initialize a workflow: at once, or, with `async` (a keyword of Python), as a task."""
     request = {'only_uninitialized': only_uninitialized,
                'clear_ephemeral_user_data': clear_ephemeral_user_data}
@@ -9445,9 +9436,9 @@ def get_task(context: Context, task_id: int) -> Values:
 
 
 def get_active_task_for_workflow(context: Context, workflow_id: int) -> Values:
-    """The task that a workflow has at work, or null."""
-    return {'task': next(iter(context.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}',
-                                             (workflow_id,))), None)}
+    """The task that a workflow has not done yet, or null."""
+    found = context.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
+    return {'task': found[0] if found else None}
 
 
 def run_tasks(service: Service) -> None:
@@ -9482,11 +9473,10 @@ def end_task(context: Context, task_id: int, error: str) -> None:
                    {'status': status, 'error': error or None, 'finished_at_ms': int(context.now() * 1000)})
     workflow_id, operation, user = context.one('SELECT workflow_id, operation, requested_by '
                                                'FROM task WHERE id = ?', (task_id,))
-    record_event(context, workflow_id, dict({'error': error} if error else {}, category='tasks',
-                                            event_type='task_completed', task_id=task_id,
-                                            operation=operation, status=status, user=user,
-                                            message=f'Task {task_id} ({operation}) {status}'),
-                 'error' if error else 'info')
+    record_event(context, workflow_id, dict(
+        {'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
+        operation=operation, status=status, user=user, message=f'Task {task_id} ({operation}) {status}'),
+        'error' if error else 'info')
 
 
 def fail_open_tasks(context: Context) -> None:
@@ -9585,17 +9575,16 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
 
 # How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
 # by temporary triggers, in memory: databases without runners pay nothing, and a rollback undoes it too.
+COUNT_ONE = ('UPDATE job_count SET count = count {} 1 '
+             'WHERE workflow_id = {}.workflow_id AND status = {}.status; ')
+JOB_ADDED, JOB_REMOVED = COUNT_ONE.format('+', 'new', 'new'), COUNT_ONE.format('-', 'old', 'old')
 JOB_COUNTERS = (
     'CREATE TEMP TABLE job_count (workflow_id INTEGER, status INTEGER, count INTEGER NOT NULL, '
     'PRIMARY KEY (workflow_id, status)) WITHOUT ROWID',
-    'CREATE TEMP TRIGGER job_count_added AFTER INSERT ON main.job BEGIN '
-    'UPDATE job_count SET count = count + 1 WHERE workflow_id = new.workflow_id AND status = new.status; END',
-    'CREATE TEMP TRIGGER job_count_removed AFTER DELETE ON main.job BEGIN '
-    'UPDATE job_count SET count = count - 1 WHERE workflow_id = old.workflow_id AND status = old.status; END',
-    'CREATE TEMP TRIGGER job_count_moved AFTER UPDATE OF status ON main.job WHEN new.status <> old.status '
-    'BEGIN '
-    'UPDATE job_count SET count = count - 1 WHERE workflow_id = old.workflow_id AND status = old.status; '
-    'UPDATE job_count SET count = count + 1 WHERE workflow_id = new.workflow_id AND status = new.status; END',
+    f'CREATE TEMP TRIGGER job_count_added AFTER INSERT ON main.job BEGIN {JOB_ADDED} END',
+    f'CREATE TEMP TRIGGER job_count_removed AFTER DELETE ON main.job BEGIN {JOB_REMOVED} END',
+    'CREATE TEMP TRIGGER job_count_moved AFTER UPDATE OF status ON main.job '
+    f'WHEN new.status <> old.status BEGIN {JOB_REMOVED} {JOB_ADDED} END',
 )
 
 def job_counts(context: Context, workflow_id: int) -> Dict[int, int]:
@@ -9624,25 +9613,21 @@ def forget_job_counts(context: Context) -> None:
 
 def create_compute_node(context: Context, body: Values) -> Values:
     """Register a compute node."""
-    workflow_state(context, body['workflow_id'])
+    workflow_id = body['workflow_id']
+    workflow_state(context, workflow_id)
     check_labels(body.get('labels'))
-    check_references(context, body['workflow_id'], body)
-    job_counts(context, body['workflow_id'])       # so that no turn of a runner has to count them
+    check_references(context, workflow_id, body)
+    job_counts(context, workflow_id)       # so that no turn of a runner has to count them
+    if body.get('identity'):    # a runner of ours, which never got the answer that named its earlier nodes
+        same = ('workflow_id', 'hostname', 'pid', 'identity')
+        condition = ' AND '.join(f'{key} = ?' for key in same)
+        for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
+                                   [body[key] for key in same]):
+            end_node(context, node_id)
+        if keeps_crate(context, workflow_id):
+            put_software(context, workflow_id, 'torc')
     values = dict(body, labels=sorted(set(body.get('labels') or ())) or None)
-    if body.get('identity'):    # a runner of ours
-        release_former(context, body)
-        if keeps_crate(context, body['workflow_id']):
-            put_software(context, body['workflow_id'], 'torc')
     return announce_node(context, 'compute_node_started', context.insert('compute_node', values))
-
-
-def release_former(context: Context, body: Values) -> None:
-    """Release earlier nodes of a runner that registers: it never got the answer that named them."""
-    keys = ('workflow_id', 'hostname', 'pid', 'identity')
-    condition = ' AND '.join(f'{key} = ?' for key in keys)
-    for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
-                               [body[key] for key in keys]):
-        end_node(context, node_id)
 
 
 NODE_EVENTS = {     # type of the event -> what it says of the node
@@ -9726,10 +9711,9 @@ def release_node(context: Context, node_id: int) -> None:
             'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
             'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time,
             'reason': f'compute node {node_id} ({host}), which ran it, went away'})
-        record_event(context, workflow_id, {'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id,
-                                            'compute_node_id': node_id,
-                                            'message': f'Job {job_id} was running on node {node_id}, which '
-                                                       'went away'}, 'warning')
+        record_event(context, workflow_id, {
+            'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
+            'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
     note_if_complete(context, workflow_id)
 
 
@@ -9788,12 +9772,11 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     want = body.get('want')
     chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
-    answer['reason'] = explain_no_jobs(context, state,
-                                       want) if want and not chosen and body.get('explain') else None
+    is_asked_why = want and not chosen and body.get('explain')
+    answer['reason'] = explain_no_jobs(context, state, want) if is_asked_why else None
     undone = f'workflow_id = {state.id} AND status IN {sql_list(NOT_DONE)}'
-    is_survey = want and body.get('survey')
     answer['notices'] = (find_incompatible_jobs(context, state.id, want, ALL_KINDS_QUERY, undone)
-                         if is_survey else [])
+                         if want and body.get('survey') else [])
     counts = job_counts(context, workflow_id)       # nothing below changes the jobs
     if not any(counts[code] for code in NOT_DONE):
         note_complete(context, workflow_id)
@@ -9917,9 +9900,9 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
         failure = result.get('message') or 'failed'
         context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, result['action_id']))
     event_type, severity = ('action_completed', 'info') if result['success'] else ('action_failed', 'error')
-    record_event(context, workflow_id,
-                 {'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
-                                      'message': result.get('message') or ''}, severity)
+    record_event(context, workflow_id, {
+        'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
+        'message': result.get('message') or ''}, severity)
 
 
 CLASS_NEEDS = {     # name in a claim's answer -> column of resource_requirements
@@ -9963,10 +9946,10 @@ def describe_progress(context: Context, state: WorkflowState, node_id: int, coun
     # A blocked job waits for one of those that are ready or active, or for a decision.
     is_active = any(counts[code] for code in ACTIVE)
     claimable = is_active or counts[READY] and not (is_denied and is_last_node(context, state.id, node_id))
-    actions = context.value("SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 "
-                            "AND persistent = 0 "
-                            "AND action_type = 'run_commands' "
-                            "AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')", (state.id,))
+    actions = context.value(
+        'SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 '
+        "AND action_type = 'run_commands' AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')",
+        (state.id,))
     return {'is_complete': not unfinished or state.is_canceled, 'is_canceled': state.is_canceled,
             'unfinished': unfinished, 'claimable': bool(claimable), 'pending_actions': actions,
             'jobs_by_status': {STATUS_NAMES[code]: count for code, count in counts.items() if count}}
@@ -10618,14 +10601,6 @@ DANGLING_COUNT = 'SELECT ' + ' + '.join(    # references that no foreign key wat
 COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])
 
 
-class SqlAnswer(Row):
-    """What a statement brought."""
-    columns: List[str]
-    rows: List[Tuple]
-    changed: int                # rows that it changed itself
-    tables: Set[str]            # that it wrote to
-
-
 def check_statement(sql: str, writes: bool, allows_full_table: bool) -> bool:
     """Refuse by its words what must not even be compiled: it would end our transaction, or change a whole
     table by mistake. Whether the statement makes something.
@@ -10736,8 +10711,10 @@ def may_be_made(action: int, one: str, two: str) -> bool:
     return action in MAKING_ACTIONS and not is_ours
 
 
-def execute_guarded(context: Context, sql: str, limit: int, writes: bool, makes: bool = False) -> SqlAnswer:
-    """Execute a checked statement; at most `limit` rows of what it brings. Refused for all that goes wrong.
+def execute_guarded(context: Context, sql: str, limit: int, writes: bool,
+                    makes: bool = False) -> Tuple[Values, int]:
+    """Execute a checked statement: at most `limit` rows of what it brings, and how many it changed itself.
+    Refused for all that goes wrong.
 
     Callers hold a savepoint around it, and have done nothing before in this transaction: SQLite rolls the
     whole transaction back when a statement that writes is interrupted, and it begins here anew.
@@ -10764,7 +10741,7 @@ def execute_guarded(context: Context, sql: str, limit: int, writes: bool, makes:
                 connection.execute('BEGIN IMMEDIATE')
                 for _ in range(depth):
                     connection.execute('SAVEPOINT verb')
-        return SqlAnswer([row[0] for row in cursor.description or ()], rows, changed, set(guard.tables))
+        return describe_answer([row[0] for row in cursor.description or ()], rows), changed
 
 
 def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
@@ -10791,7 +10768,7 @@ def admin_sql(context: Context, body: Values) -> Values:
     limit = MAX_LIST_ITEMS if wanted is None else max(1, min(wanted, MAX_LIST_ITEMS))
     if not writes:
         with failing_as('QueryFailed'):
-            return describe_answer(execute_guarded(context, body['sql'], limit, False))
+            return execute_guarded(context, body['sql'], limit, False)[0]
     try:
         with failing_as('ExecutionFailed'):
             answer = write_sql(context, body['sql'], limit, is_dry, makes)
@@ -10808,24 +10785,25 @@ def write_sql(context: Context, sql: str, limit: int, is_dry: bool, makes: bool)
     """Execute a statement that writes; refused if something could not be read, or a job waits for nothing."""
     with context.savepoint(keeps=not is_dry):
         duplicates, dangling = context.value(DUPLICATE_COUNT), context.value(DANGLING_COUNT)
-        found = execute_guarded(context, sql, limit, True, makes)
-        for table in sorted(found.tables):
+        answer, changed = execute_guarded(context, sql, limit, True, makes)
+        tables = context.service.sql_guard.tables
+        for table in sorted(tables):
             if not is_scratch(table):   # those are read by no verb
                 check_cells(context, table)
         if makes:
             refuse_references(context)
-        if 'job' in found.tables and context.value(DUPLICATE_COUNT) > duplicates:
+        if 'job' in tables and context.value(DUPLICATE_COUNT) > duplicates:
             raise Refused('two jobs of a workflow would have the same name')
         if context.value(DANGLING_COUNT) > dangling:
             raise Refused('jobs would have a job_kind or dep_set that their workflow does not have')
-        if 'resource_requirements' in found.tables:     # claims look at numbers, people at texts
+        if 'resource_requirements' in tables:       # claims look at numbers, people at texts
             for row in context.select('resource_requirements'):
                 context.update('resource_requirements', row['id'], checked_requirements(row))
         started = 'SELECT id FROM workflow WHERE run_id > 0'
-        for workflow_id in context.ids(started) if found.tables & COUNTED_TABLES else ():
+        for workflow_id in context.ids(started) if tables & COUNTED_TABLES else ():
             recount_sets(context, workflow_id)
             release_idle_sets(context, workflow_id)
-    return dict(describe_answer(found), rows_affected=found.changed, committed=not is_dry)
+    return dict(answer, rows_affected=changed, committed=not is_dry)
 
 
 def check_cells(context: Context, table: str) -> None:
@@ -10859,15 +10837,15 @@ def refuse_references(context: Context) -> None:
                           'whose rows could not be deleted any more')
 
 
-def describe_answer(found: SqlAnswer) -> Values:
+def describe_answer(columns: List[str], rows: List[Tuple]) -> Values:
     """Rows of a statement as AdminSqlResponse: a name that comes again gets _2, blobs are hexadecimal."""
     names = []  # type: List[str]
-    for name in found.columns:
-        number = 2
+    for column in columns:
+        name, number = column, 2
         while name in names:
-            name, number = f'{found.columns[len(names)]}_{number}', number + 1
+            name, number = f'{column}_{number}', number + 1
         names.append(name)
-    items = [dict(zip(names, map(describe_cell, row))) for row in found.rows]
+    items = [dict(zip(names, map(describe_cell, row))) for row in rows]
     return {'columns': names, 'items': items, 'committed': False}
 
 
