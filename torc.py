@@ -5421,7 +5421,7 @@ CREATE TABLE workflow_action (
     executed          BOOL INTEGER NOT NULL DEFAULT 0,  -- taken by a node
     executed_at       TEXT,
     executed_by       INTEGER,                          -- that node
-    is_reported       BOOL INTEGER NOT NULL DEFAULT 0,  -- that node has told how it ended
+    is_reported       BOOL INTEGER NOT NULL DEFAULT 0,  -- that node has reported how it ended
     persistent        BOOL INTEGER NOT NULL DEFAULT 0,  -- once for every node instead of once
     is_declared       BOOL INTEGER NOT NULL DEFAULT 0,
     is_recovery       BOOL INTEGER NOT NULL DEFAULT 0,
@@ -5440,7 +5440,7 @@ CREATE INDEX action_job_by_job ON action_job (job_id);
 CREATE TABLE action_execution (
     action_id       INTEGER NOT NULL REFERENCES workflow_action (id) ON DELETE CASCADE,
     compute_node_id INTEGER NOT NULL,                   -- a node that has taken a persistent action
-    is_reported     BOOL INTEGER NOT NULL DEFAULT 0,    -- ... and has told how it ended
+    is_reported     BOOL INTEGER NOT NULL DEFAULT 0,    -- ... and has reported how it ended
     PRIMARY KEY (action_id, compute_node_id)
 ) WITHOUT ROWID;
 
@@ -5616,7 +5616,7 @@ ALTER TABLE workflow_action ADD COLUMN failure TEXT;
 """,
     8: """
 ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
-UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- a runner's longest, until its next word
+UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
 """,
 }
 
@@ -5730,12 +5730,12 @@ class NodePool:
 
 PRAGMAS = (
     ('locking_mode', 'EXCLUSIVE'),  # before the first access: no shared memory file, no second process
-    ('journal_mode', 'WAL'),
-    ('synchronous', 'FULL'),        # an answer means: on disk
+    ('journal_mode', 'WAL'),        # one fsync a commit; a rollback journal needs several
+    ('synchronous', 'FULL'),        # an answer means: on disk; NORMAL may lose the last commits of a WAL
     ('foreign_keys', 'ON'),
     ('secure_delete', 'OFF'),       # EL 8 builds zero-fill freed pages; we store no secrets
     ('temp_store', 'MEMORY'),
-    # a file from elsewhere calls no function with effects; since SQLite 3.31, passed over before
+    # a file from elsewhere calls no function with effects; since SQLite 3.31, ignored before
     ('trusted_schema', 'OFF'),
     ('cache_size', '-16384'),       # KiB; four times as much claims and completes 300,000 jobs no faster
     # pages: a fourth of the checkpoints, a tenth of a completion's time; 16 MB beside the database
@@ -5846,7 +5846,7 @@ class Statements:
     def insert_many(self, table: str, rows: Sequence[Values]) -> List[int]:
         """As insert(), for many rows. Their ids, in the same order."""
         columns = [column for column in self.columns(table) if column.name != 'id']
-        first = self.next_id(table)
+        first = self.next_id(table)     # AUTOINCREMENT counts on from it, and nobody else adds rows
         for names, group in itertools.groupby(rows, lambda row: tuple(
                 # others have their defaults
                 column for column in columns if row.get(column.name) is not None)):
@@ -5916,6 +5916,7 @@ class Store(Statements):
 
     def open_files(self) -> None:
         """Take the lock that holds until close(), and open both files for looks at them."""
+        # In exclusive mode the lock of the first transaction that writes is kept (sqlite.org/pragma.html).
         self.execute('BEGIN IMMEDIATE')
         self.execute('COMMIT')
         for path in (self.path, self.path + '-wal')[len(self._descriptors):]:
@@ -5935,7 +5936,7 @@ class Store(Statements):
     def copy_to(self, path: str) -> None:
         """Write the whole database, as it is now, to another file. Between transactions only."""
         with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
-            if sqlite3.sqlite_version_info >= (3, 27):
+            if sqlite3.sqlite_version_info >= (3, 27):      # which brought VACUUM INTO
                 self.execute('VACUUM INTO ?', (path,))
             else:
                 copy_rows(self.connection, path)
@@ -6144,7 +6145,7 @@ class Store(Statements):
             yield
         except BaseException:
             if self.connection.in_transaction:     # a full disk may have rolled everything back already
-                self.execute('ROLLBACK TO verb')
+                self.execute('ROLLBACK TO verb')    # which leaves the savepoint open
                 self.execute('RELEASE verb')
             raise
         finally:
@@ -6197,7 +6198,7 @@ def read_log(path: str) -> Optional[LogContent]:
                 if len(frame) < 24 + page_bytes or frame[8:16] != head[16:24]:  # it is of an earlier log
                     break
                 found.pages.add(int.from_bytes(frame[:4], 'big'))
-                if frame[:4] == b'\0\0\0\1':
+                if frame[:4] == b'\0\0\0\1':     # behind the frame's own 24 bytes: the database header
                     found.numbers.append(int.from_bytes(frame[92:96], 'big'))
     except OSError:
         return None
@@ -6219,6 +6220,7 @@ def read_main(path: str) -> Optional[Tuple[int, int, int]]:
             return None
         with open(path, 'rb') as file:      # shorter than its header says: none is that a process has locked
             head = file.read(HEAD_BYTES)
+        # Size of a page, number of pages, application id (sqlite.org/fileformat2.html, section 1.3).
         page_bytes, pages, number = (int.from_bytes(head[start:end], 'big')
                                      for start, end in ((16, 18), (28, 32), (68, 72)))
     return (number, pages, page_bytes) if pages and page_bytes > 1 else None
@@ -6395,7 +6397,9 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 # completion (8d), compute nodes and a runner's turn (8e); then rows that few rules hold for (8f),
 # administration (8g), and SQL that an administrator wrote (8h). They start no process, open no socket and
 # know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at
-# all. SQL of one use stands with the rule that it is for; only the Store executes it.
+# all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
+# where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and elsewhere it
+# guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based where it can be.
 #
 # Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts,
 # completions and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt)
@@ -6481,7 +6485,7 @@ class Context(Statements):
 
     @property
     def is_restricted(self) -> bool:
-        """Whether the caller is neither an administrator nor one of those who are not told apart."""
+        """Whether it matters who the caller is, and they are no administrator."""
         return self.service.identifies_callers and not self.is_admin
 
     @contextlib.contextmanager
@@ -6513,10 +6517,10 @@ def sql_list(codes: Iterable[int]) -> str:
     return '(' + ', '.join(str(int(code)) for code in codes) + ')'
 
 
-def chunks(items: Cells, size: int = 500) -> Iterator[Cells]:
-    """Pieces that fit the number of parameters that any SQLite takes (999)."""
-    for start in range(0, len(items), size):
-        yield items[start:start + size]
+def chunks(items: Cells) -> Iterator[Cells]:
+    """Pieces that fit the number of parameters that any SQLite takes (999 before 3.32)."""
+    for start in range(0, len(items), 500):
+        yield items[start:start + 500]
 
 
 def rows_by_ids(context: Context, sql: str, ids: Cells) -> List[Tuple]:
@@ -6613,7 +6617,7 @@ def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[in
     if not wanted:
         return
     query = f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN'
-    owned = {row[0] for row in rows_by_ids(context, query, wanted)}
+    owned = {row[0] for row in rows_by_ids(context, query, wanted)}     # of 100,000 jobs in 200 statements
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
         raise Refused(f"workflow {workflow_id} has no {table.replace('_', ' ')} {missing[0]}")
@@ -6629,7 +6633,7 @@ REFERENCES = (
 
 
 def check_references(context: Context, workflow_id: int, values: Values) -> None:
-    """Refuse fields that name a thing of another workflow."""
+    """Refuse fields that name an object of another workflow."""
     for field, table, may_be_gone in REFERENCES:
         if values.get(field) is not None:
             owner = context.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (values[field],))
@@ -6639,7 +6643,7 @@ def check_references(context: Context, workflow_id: int, values: Values) -> None
 
 
 def check_stays(workflow_id: int, body: Values) -> None:
-    """Refuse a change that would move a thing to another workflow."""
+    """Refuse a change that would move an object to another workflow."""
     if body.get('workflow_id') not in (None, workflow_id):
         raise Refused(f"workflow_id is {body['workflow_id']}: objects of workflow {workflow_id} cannot be "
                       'moved', field='workflow_id')
@@ -6691,7 +6695,7 @@ def announce_end(context: Context, workflow_id: int, job_id: int, job_name: str,
 def announce_canceled(context: Context, workflow_id: int, job_ids: Ids) -> None:
     """Report that jobs were canceled, however many they are."""
     if workflow_id in context.service.watched:
-        room = max(0, MAX_UPDATES - len(context.service.updates))
+        room = max(0, MAX_UPDATES - len(context.service.updates))       # further names are not looked up
         for job_id, name in rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', job_ids[:room]):
             announce_end(context, workflow_id, job_id, name, 'canceled', return_code=None)
         context.service.updates += [workflow_id] * len(job_ids[room:])
@@ -6934,7 +6938,7 @@ def recount_sets(context: Context, workflow_id: int) -> None:
 
 def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]]) -> None:
     """Release or cancel what waits for jobs that have just ended so, to the end of the cascade."""
-    while ended:
+    while ended:        # a chain of 100,000 jobs is as deep: no recursion
         bad_by_set = collections.Counter()  # type: Dict[int, int]
         all_by_set = collections.Counter()  # type: Dict[int, int]
         for job_id, status in ended:
@@ -6989,6 +6993,9 @@ def expect_completion(context: Context, workflow_id: int) -> None:
                 "AND trigger_type = 'on_workflow_complete'", (workflow_id,))
 
 
+IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written as in SQL
+
+
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
 
@@ -6999,11 +7006,9 @@ def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     recount_actions(context, workflow_id, '1')
     kept = '0'
     if is_partial:
-        kept = ("trigger_type = 'on_workflow_start' OR trigger_type IN ('on_jobs_ready', "
-                "'on_jobs_complete') AND NOT EXISTS "
+        kept = (f"trigger_type = 'on_workflow_start' OR {IS_GATED} AND NOT EXISTS "
                 '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
-                'WHERE action_job.action_id = workflow_action.id '
-                f'AND job.status NOT IN {sql_list(FINISHED)})')
+                f'WHERE action_id = workflow_action.id AND status NOT IN {sql_list(FINISHED)})')
         kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(context, workflow_id) else ''
     context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
                 f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
@@ -7019,13 +7024,11 @@ def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
                 f'ELSE job.status IN {sql_list(FINISHED)} END FROM job, workflow_action action '
                 'WHERE job.id = action_job.job_id AND action.id = action_job.action_id) '
                 f'WHERE action_id IN {chosen}')
-    context.run("UPDATE workflow_action SET trigger_count = CASE WHEN trigger_type IN ('on_jobs_ready', "
-                "'on_jobs_complete') THEN "
-                '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id AND is_counted = 1) '
-                "WHEN trigger_type = 'on_workflow_complete' THEN 0 ELSE required_triggers END, "
-                "required_triggers = CASE WHEN trigger_type IN ('on_jobs_ready', 'on_jobs_complete') THEN "
-                'max(1, (SELECT count(*) FROM action_job WHERE action_id = workflow_action.id)) ELSE '
-                f'required_triggers END WHERE id IN {chosen}')
+    count = '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id'
+    context.run(f'UPDATE workflow_action SET trigger_count = CASE WHEN {IS_GATED} THEN {count} '
+                "AND is_counted = 1) WHEN trigger_type = 'on_workflow_complete' THEN 0 "
+                f'ELSE required_triggers END, required_triggers = CASE WHEN {IS_GATED} THEN max(1, {count})) '
+                f'ELSE required_triggers END WHERE id IN {chosen}')
 
 
 def action_rows(context: Context, where: str, parameters: Cells) -> List[Values]:
@@ -7044,8 +7047,7 @@ def get_workflow_actions(context: Context, workflow_id: int) -> List[Values]:
     return action_rows(context, 'WHERE workflow_id = ? ORDER BY id', (workflow_id,))
 
 
-def get_pending_actions(context: Context, workflow_id: int,
-                        trigger_type: Sequence[str] = ()) -> List[Values]:
+def get_pending_actions(context: Context, workflow_id: int, trigger_type: Sequence[str] = ()) -> List[Values]:
     """Actions that are due and not taken, of the given triggers or of all."""
     return action_rows(context, *due_condition(workflow_id, trigger_type))
 
@@ -7275,7 +7277,7 @@ def index_below(index: int, count: int) -> int:
     return index
 
 
-JOB_RELATIONS = (   # field of a planned job, field of JobModel, table, column, table of the related thing
+JOB_RELATIONS = (   # field of a planned job, field of JobModel, table, column, table of the related objects
     ('input_files',      'input_file_ids',       'job_input_file',       'file_id',      'file'),
     ('output_files',     'output_file_ids',      'job_output_file',      'file_id',      'file'),
     ('input_user_data',  'input_user_data_ids',  'job_input_user_data',  'user_data_id', 'user_data'),
@@ -7392,7 +7394,8 @@ class PlanMerge:
             f"SELECT id, name, is_declared, {', '.join(listed)} FROM {table} WHERE workflow_id = ? "
             'ORDER BY is_declared, id DESC', (self.workflow_id,))}
         named = {row.get('name') for row in rows} if known else ()
-        renamed = {row[4]: row for name, row in known.items()       # by path
+        # By path: a file that only got another name keeps its id, and so what its jobs have done.
+        renamed = {row[4]: row for name, row in known.items()
                    if table == 'file' and row[2] and name not in named}
         added, ids = [], []     # type: List[Values], List[int]
         new_ids = itertools.count(context.next_id(table))
@@ -7763,6 +7766,7 @@ def add_relations(context: Context, jobs: List[Values]) -> None:
     by_id = {job['id']: job for job in jobs}
     sets = dict(rows_by_ids(context, 'SELECT id, dep_set_id FROM job WHERE dep_set_id IS NOT NULL AND id IN',
                             list(by_id)))
+    # Each set once, and one list for all: 1,000 jobs behind a barrier of 1,000 would have a million numbers.
     members = {set_id: set_members(context, set_id) for set_id in set(sets.values())}
     for job_id, set_id in sets.items():
         by_id[job_id]['depends_on_job_ids'] = members[set_id]
@@ -7854,11 +7858,8 @@ def get_workflow(context: Context, workflow_id: int) -> Values:
 
 WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups')
 WORKFLOW_EDITABLE = (
-    'name', 'description', 'project', 'metadata', 'compute_node_expiration_buffer_seconds',
-    'compute_node_wait_for_new_jobs_seconds',
-    'compute_node_ignore_workflow_completion', 'compute_node_wait_for_healthy_database_minutes',
-    'compute_node_min_time_for_new_jobs_seconds', 'use_pending_failed', 'enable_ro_crate', 'execution_config',
-    'resource_monitor_config', 'slurm_defaults', 'user', 'spec_path')
+    *SPEC_REMARKS, *WORKFLOW_DEFAULTS, 'name', 'compute_node_expiration_buffer_seconds', 'enable_ro_crate',
+    'execution_config', 'resource_monitor_config', 'slurm_defaults', 'user', 'spec_path')
 
 
 def update_workflow(context: Context, workflow_id: int, body: Values) -> Values:
@@ -8254,9 +8255,9 @@ def start_over(context: Context, workflow_id: int, clear_ephemeral: bool) -> Non
                   f'(SELECT user_data_id FROM job_output_user_data WHERE job_id IN {fresh})', (workflow_id,))
     recount_sets(context, workflow_id)
     context.run(f'UPDATE job SET status = CASE WHEN dep_set_id IS NULL THEN {READY} '
-                f'ELSE {BLOCKED} END, attempt_id = 1, start_time = NULL, compute_node_id = NULL, origin = '
-                f'nullif(origin, ?) WHERE workflow_id = ? AND status = {UNINITIALIZED}',
-                ('retry', workflow_id))
+                f'ELSE {BLOCKED} END, attempt_id = 1, start_time = NULL, compute_node_id = NULL, '
+                f"origin = nullif(origin, 'retry') WHERE workflow_id = ? AND status = {UNINITIALIZED}",
+                (workflow_id,))     # a job that was spawned stays one
     number_attempts(context, workflow_id)
     release_idle_sets(context, workflow_id)
 
@@ -8288,7 +8289,7 @@ def reset_workflow_status(context: Context, workflow_id: int, force: bool = Fals
 
 
 def begin_run(context: Context, workflow_id: int) -> None:
-    """Raise the run generation; what runners still have in hand is theirs no longer."""
+    """Raise the run generation; what runners still hold is theirs no longer."""
     active = f'workflow_id = ? AND status IN {sql_list(ACTIVE)}'
     context.run(f'UPDATE job SET status = {UNINITIALIZED} WHERE {active}', (workflow_id,))
     # Otherwise the end of an attempt of the old run would be taken for one of the new run.
@@ -8477,8 +8478,7 @@ WHY_TO_RUN = {  # status before -> why a job is to run
     CANCELED: 'it was canceled', TERMINATED: 'it was terminated', PENDING_FAILED: 'its failure is undecided'}
 
 
-def apply_spec(context: Context, workflow_id: int, body: Values,
-               dry_run: bool = False) -> Values:
+def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
     """Make a workflow what an edited file says, and ready what is new, failed, unfinished or outdated.
 
     A completed job is outdated if its command, invocation script, environment, prerequisites, files or input
@@ -8530,7 +8530,7 @@ def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
 
 
 def refuse_runners(context: Context, workflow_id: int) -> None:
-    """Refuse while runners work on a workflow, or have jobs of it in hand."""
+    """Refuse while runners work on a workflow, or hold jobs of it."""
     jobs = count_active(context, workflow_id)
     nodes = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1',
                           (workflow_id,))
@@ -8566,13 +8566,13 @@ KIND_QUERY = (f'{ALL_KINDS_QUERY} AND EXISTS '
               f'(SELECT 1 FROM job WHERE job.kind_id = kind.id AND job.status = {READY})')
 
 
-def ready_kinds(context: Context, workflow_id: int, labels: Optional[Sequence[str]]) -> List[Kind]:
-    """Job classes with ready jobs that a node with these labels may take.
+def ready_kinds(context: Context, workflow_id: int, want: Values) -> List[Kind]:
+    """Job classes with ready jobs that a node may take with the labels that it wants.
 
     It must have all of a job's labels, and labelled nodes take labelled jobs only.
     """
-    check_labels(labels)
-    mine = set(labels or ())
+    check_labels(want.get('labels'))
+    mine = set(want.get('labels') or ())
     kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
     return [kind for kind in kinds if matches_labels(mine, kind.labels)]
 
@@ -8584,6 +8584,7 @@ def matches_labels(mine: Set[str], labels: Optional[str]) -> bool:
 
 def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> List[int]:
     """Ids of the first ready jobs of a kind."""
+    # A number, no parameter: SQLite must see that the partial index job_ready holds all such jobs.
     return context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} AND id > ? '
                        'ORDER BY id LIMIT ?', (kind_id, after, count))
 
@@ -8598,10 +8599,9 @@ def claim_by_resources(context: Context, workflow_id: int, want: Values) -> Plac
     rounds of all that the nodes have may be taken ahead.
     """
     free, sizes = free_nodes(want), node_sizes(want)
-    limit_s = parse_time_limit(want.get('time_limit'))
-    kinds = [kind for kind in ready_kinds(context, workflow_id, want.get('labels'))
-             if limit_s is None or kind.runtime_s <= limit_s]
-    kinds = kinds_by_turn(kinds, want)
+    limit_s = parse_time_limit(want)
+    kinds = kinds_by_turn([kind for kind in ready_kinds(context, workflow_id, want)
+                           if limit_s is None or kind.runtime_s <= limit_s], want)
     chosen = {}  # type: Placement
     last = {}    # type: Dict[int, int]
     for number in range(max(1, want.get('depth') or 1)):
@@ -8671,7 +8671,7 @@ def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool
 
 def claim_by_queue(context: Context, workflow_id: int, want: Values) -> Placement:
     """The next ready jobs by priority and id, whatever they need; on which nodes is the caller's business."""
-    kinds = sorted(ready_kinds(context, workflow_id, want.get('labels')), key=lambda kind: -kind.priority)
+    kinds = sorted(ready_kinds(context, workflow_id, want), key=lambda kind: -kind.priority)
     chosen = []  # type: List[int]
     for _, group in itertools.groupby(kinds, key=lambda kind: kind.priority):
         room = want['limit'] - len(chosen)
@@ -8684,8 +8684,9 @@ def claim_by_queue(context: Context, workflow_id: int, want: Values) -> Placemen
 CLAIM_STRATEGIES = {'resources': claim_by_resources, 'queue': claim_by_queue}
 
 
-def parse_time_limit(text: Optional[str]) -> Optional[int]:
+def parse_time_limit(want: Values) -> Optional[int]:
     """A claim's time limit in seconds; None: no limit."""
+    text = want.get('time_limit')
     try:
         return None if text is None else parse_duration(text)
     except ValueError as error:
@@ -8713,14 +8714,14 @@ def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str
     if not context.one(KIND_QUERY, (state.id,)):
         waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
         return 'no job is ready: ' + (', '.join(waiting) or 'there are none')
-    kinds = ready_kinds(context, state.id, want.get('labels'))
+    kinds = ready_kinds(context, state.id, want)
     incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
     if incompatible and all(lacks_of(kind, want) for kind in kinds):
         return '; '.join(incompatible)
     if not kinds:
         return "the ready jobs have labels that this node lacks" if not want.get('labels') else \
             "no ready job has labels that are all among this node's"
-    limit_s = parse_time_limit(want.get('time_limit'))
+    limit_s = parse_time_limit(want)
     if limit_s is not None and all(kind.runtime_s > limit_s for kind in kinds):
         shortest_s = min(kind.runtime_s for kind in kinds)
         return (f'every ready job needs at least {format_duration(shortest_s)}, '
@@ -8739,7 +8740,7 @@ INCOMPATIBLE_SHOWN = 5
 def lacks_of(kind: Kind, want: Values) -> List[str]:
     """What jobs of a kind need and a runner of the size `total` will never have, with the option for it.
 
-    A labelled runner passes over jobs of other labels: that is no lack.
+    A labelled runner skips jobs of other labels: that is no lack.
     """
     labels = set(json.loads(kind.labels)) if kind.labels else set()
     if want.get('labels') and not (labels and labels.issubset(want['labels'])):
@@ -8749,7 +8750,7 @@ def lacks_of(kind: Kind, want: Values) -> List[str]:
         return lacks
     sizes = node_sizes(want)
     size = Capacity(*map(max, zip(*sizes)))
-    limit_s = parse_time_limit(want.get('time_limit'))
+    limit_s = parse_time_limit(want)
     left = format_duration(max(0, (limit_s or 0) - CLAIM_GRACE_S))
     return lacks + [f'{needs}, and this runner has {has}' for is_lacking, needs, has in (
         (kind.num_cpus > size.num_cpus, f'{kind.num_cpus} CPUs', f'{size.num_cpus} (--num-cpus)'),
@@ -8810,6 +8811,7 @@ def claimed_models(context: Context, job_ids: Ids) -> List[Values]:
 def get_ready_job_requirements(context: Context, workflow_id: int,
                                scheduler_config_id: Optional[int] = None) -> Values:
     """What the ready jobs need in all, of any or one scheduler, and at most in nodes and time."""
+    # total(), unlike sum(), never overflows (sqlite.org/lang_aggfunc.html).
     jobs, cpus, gpus, memory_bytes, nodes, runtime_s = context.one(
         'SELECT total(count), total(num_cpus * count), total(num_gpus * count), '
         'total(memory_bytes * count), ifnull(max(num_nodes), 0), ifnull(max(runtime_s), 0) FROM '
@@ -8991,7 +8993,7 @@ def note_unclaimed(context: Context, job: JobState) -> None:
 def record_unwritten_data(context: Context, state: WorkflowState, job: JobState) -> None:
     """Warn of user data that a job has declared as its output and not written.
 
-    It stays completed: Torc passes over it, and its workflows go on.
+    It stays completed: Torc ignores it, and its workflows go on.
     """
     names = context.ids('SELECT item.name FROM job_output_user_data made '
                         'CROSS JOIN user_data item ON item.id = made.user_data_id '
@@ -9318,7 +9320,7 @@ def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
 
 def count_generations(context: Context, workflow_id: int, lineage: str) -> int:
     """Number of the newest generation of a lineage, by its records."""
-    prefix = LINEAGE_RECORD.format(lineage) + 'g'
+    prefix = LINEAGE_RECORD.format(lineage) + 'g'       # up to ':', which follows '9': a range of the index
     names = context.ids('SELECT name FROM user_data WHERE workflow_id = ? AND name >= ? AND name < ?',
                         (workflow_id, prefix, prefix + ':'))
     return max((int(name[len(prefix):]) for name in names if re.match(r'[0-9]{6,18}\Z', name[len(prefix):])),
@@ -9513,10 +9515,9 @@ def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int =
                                limit: int = MAX_LIST_ITEMS) -> Values:
     """Which job ran, or runs, in which Slurm job, over all runs; each pair once."""
     slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
-    pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in context.rows(
-        'SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
-        'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,))
-             if node_id in slurm_jobs}
+    on_nodes = context.rows('SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
+                            'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,))
+    pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in on_nodes if node_id in slurm_jobs}
     pairs.update(context.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? '
                               'AND slurm_job_id IS NOT NULL', (workflow_id,)))
     page = sorted(pairs)[offset:][:page_size(offset, limit)]
@@ -9671,7 +9672,7 @@ def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
 
 
 def delete_compute_node(context: Context, node_id: int) -> Values:
-    """Remove a node; what it had in hand is released first. Its results stay."""
+    """Remove a node; what it held is released first. Its results stay."""
     node = get_row(context, 'compute_node', node_id)
     if node.get('is_active'):
         announce_node(context, 'compute_node_stopped', node_id)
@@ -9726,6 +9727,7 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
     rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
                         'WHERE is_active = 1 AND lease_s IS NOT NULL')
     for node_id, hostname, pid, identity, lease_s in rows:
+        # After a start of the server no lease is known, and a runner may be in its longest pause.
         ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
                                                     + MAX_RETRY_PAUSE_S)
         is_alive = lives(hostname, pid, identity or '')
@@ -9948,8 +9950,7 @@ def describe_progress(context: Context, state: WorkflowState, node_id: int, coun
     claimable = is_active or counts[READY] and not (is_denied and is_last_node(context, state.id, node_id))
     actions = context.value(
         'SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 '
-        "AND action_type = 'run_commands' AND trigger_type IN ('on_jobs_ready', 'on_jobs_complete')",
-        (state.id,))
+        f"AND action_type = 'run_commands' AND {IS_GATED}", (state.id,))
     return {'is_complete': not unfinished or state.is_canceled, 'is_canceled': state.is_canceled,
             'unfinished': unfinished, 'claimable': bool(claimable), 'pending_actions': actions,
             'jobs_by_status': {STATUS_NAMES[code]: count for code, count in counts.items() if count}}
@@ -10090,8 +10091,7 @@ def list_results(context: Context, resource: str, all_runs: bool = False, **quer
 
 ITEM_RELATIONS = (     # of files or user data: who makes, and who uses them
     'item.name, item.id AS {0}_id, item.name AS {0}_name, {1}made.job_id AS producer_job_id, maker.name AS '
-    'producer_job_name, '
-    'used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM {0} item '
+    'producer_job_name, used.job_id AS consumer_job_id, user.name AS consumer_job_name FROM {0} item '
     'LEFT JOIN job_output_{0} made ON made.{0}_id = item.id LEFT JOIN job maker ON maker.id = made.job_id '
     'LEFT JOIN job_input_{0} used ON used.{0}_id = item.id LEFT JOIN job user ON user.id = used.job_id '
     'WHERE item.workflow_id = :workflow AND (made.job_id IS NOT NULL OR used.job_id IS NOT NULL)')
@@ -10171,8 +10171,7 @@ def update_requirements(context: Context, resource: str, row_id: int, body: Valu
     return changed
 
 
-def create_user_data(context: Context, resource: str, body: Values,
-                     consumer_job_id: Optional[int] = None,
+def create_user_data(context: Context, resource: str, body: Values, consumer_job_id: Optional[int] = None,
                      producer_job_id: Optional[int] = None) -> Values:
     """Add user data, and link it to the jobs that use and make it."""
     record = create_row(context, resource, body)
@@ -10748,7 +10747,7 @@ def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
     """The first rows of a statement. Refused if they are too large to be sent."""
     rows, size = [], 0
     for row in itertools.islice(cursor, limit):
-        size += sum(len(cell) if isinstance(cell, (str, bytes)) else 16 for cell in row)
+        size += sum(len(cell) if isinstance(cell, (str, bytes)) else 16 for cell in row)   # 16: of a number
         if size > MAX_SQL_ANSWER_BYTES:
             raise Refused(f'the answer has more than {MAX_SQL_ANSWER_BYTES // 1024 ** 2} MiB; ask for less, '
                           'or give a limit')
