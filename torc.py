@@ -7409,19 +7409,15 @@ class PlanMerge:
                 fields = [column.name for column, cell in zip(columns, found[3:])
                           if not (column.name == 'data' and index in made)
                           and differs(column, row.get(column.name), cell)]
-                self.change_row(table, found[0], row, fields)
+                implied = [name for name in ('memory_bytes', 'runtime_s') if name in row]
+                implied += ['st_mtime'] if 'path' in fields else []     # not seen yet under its new path
+                values = {name: row.get(name) for name in fields + implied}
+                context.update(table, found[0], dict(values, is_declared=True))
+                self.note(table, 'changed', [row.get('name')], fields)
         context.insert_many(table, added)
         self.note(table, 'added', [row.get('name') for row in added])
         self.ids[table], matched = ids, set(ids)
         self.unnamed[table] = sorted(row[0] for row in known.values() if row[2] and row[0] not in matched)
-
-    def change_row(self, table: str, row_id: int, row: Values, fields: List[str]) -> None:
-        """Store some fields of a row that was there, and what follows from them."""
-        implied = [name for name in ('memory_bytes', 'runtime_s') if name in row]
-        implied += ['st_mtime'] if 'path' in fields else []
-        values = {name: row.get(name) for name in fields + implied}
-        self.context.update(table, row_id, dict(values, is_declared=True))
-        self.note(table, 'changed', [row.get('name')], fields)
 
     def remove_unnamed(self) -> None:
         """Remove what the workflow file has no longer, unless something else still needs it."""
@@ -8162,7 +8158,8 @@ def note_complete(context: Context, workflow_id: int) -> None:
         return
     run_id = workflow_state(context, workflow_id).run_id
     of_run = (workflow_id, CRATE_RUN.format(run_id))
-    if context.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?', of_run):
+    known = context.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?', of_run)
+    if known and run_id:
         last = context.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
                              (workflow_id, run_id))
         put_entity(context, *of_run, ('CreateAction', 'prov:Activity'), {'endTime': last})
@@ -10067,21 +10064,17 @@ def list_workflows(context: Context, resource: str, access_group: Sequence[str] 
 
 def list_jobs(context: Context, resource: str, include_relationships: bool = False, **query: Any) -> Values:
     """Jobs; their id lists only if asked for."""
-    if 'labels' in query:
-        query['labels'] = served_labels(context, query['workflow_id'],
-                                        set(filter(None, query['labels'].split(','))))
+    if 'labels' in query:       # of a runner: the label sets that it may serve
+        mine = set(filter(None, query['labels'].split(',')))
+        found = context.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? '
+                            'AND labels IS NOT NULL', (query['workflow_id'],))
+        served = [text for text in found if mine.issuperset(json.loads(text))] if mine else ['']
+        # One text for one parameter, between line ends: no JSON text holds one.
+        query['labels'] = '\n' + '\n'.join(served) + '\n' if served else ''
     answer = list_rows(context, resource, **query)
     if include_relationships:
         add_relations(context, answer['items'])
     return answer
-
-
-def served_labels(context: Context, workflow_id: int, labels: Set[str]) -> str:
-    """The label sets that a runner with these labels may serve, between line ends: no JSON text holds one."""
-    found = context.ids('SELECT DISTINCT labels FROM job_kind WHERE workflow_id = ? AND labels IS NOT NULL',
-                        (workflow_id,))
-    served = [text for text in found if labels.issuperset(json.loads(text))] if labels else ['']
-    return '\n' + '\n'.join(served) + '\n' if served else ''
 
 
 def list_results(context: Context, resource: str, all_runs: bool = False, **query: Any) -> Values:
