@@ -2552,6 +2552,17 @@ class StoreTest(unittest.TestCase):
         self.assertEqual(('wal', 2, 'exclusive'), (store.value('PRAGMA journal_mode'), store.value('PRAGMA synchronous'),
                                                     store.value('PRAGMA locking_mode')))
 
+    def test_many_rows_are_stored_in_their_order_whatever_is_null_in_some_of_them(self):
+        store, columns = self.open(), ('workflow_id', 'name', 'memory', 'num_cpus')
+        rows = [(1, f'row {index}', None if index % 500 < 400 else 'all', index if index < 300 else None)
+                for index in range(1234)]
+        with store.transaction():
+            store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't'})
+            for some in ([], rows[:1], rows[1:]):
+                store.insert_rows('local_scheduler', columns, iter(some))
+        self.assertEqual([(index + 1, *row) for index, row in enumerate(rows)],
+                         store.rows(f"SELECT id, {', '.join(columns)} FROM local_scheduler ORDER BY id"))
+
     def test_a_second_opener_is_refused_while_the_first_lives(self):
         store = self.open()
         with self.assertRaises(torc.Conflict) as caught:
