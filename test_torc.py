@@ -12982,7 +12982,8 @@ def guardians_of(runner: int) -> List[int]:
         with contextlib.suppress(OSError):
             return os.readlink(f'/proc/{pid}/exe')
         return ''
-    return [pid for pid in torc.read_proc_children(runner) if program(pid) == program(runner)]
+    with contextlib.closing(torc.ProcChildren(runner)) as children:
+        return [pid for pid in children.read() if program(pid) == program(runner)]
 
 
 def steal_commands(world: World, trials: int) -> str:
@@ -14474,6 +14475,15 @@ class LinkTest(PartTest):
         link.report_soon(0)
         link.act(link.due())
         self.assertEqual([['a'], ['b']], [request['started'] for request in self.client.requests])
+
+    def test_the_start_of_what_has_ended_meanwhile_is_not_sent(self):
+        link = self.link()
+        ended, running = self.attempt('reported', 1), self.attempt('running', 2)
+        link.started += [[*attempt.key, 'now'] for attempt in (ended, running)]
+        link.act(0.0)
+        self.assertEqual(([ended.completion], [[*running.key, 'now']]),
+                         tuple(self.client.requests[0][key] for key in ('completions', 'started')))
+        self.assertEqual([], link.started)
 
     def test_more_completions_than_a_request_carries_follow_at_once(self):
         link = self.link()

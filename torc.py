@@ -691,10 +691,16 @@ def parse_time(text: str) -> float:
     return seconds + float(fraction or 0)
 
 
+@functools.lru_cache(maxsize=16)    # many times are of the same second
+def format_second(value_s: int) -> str:
+    """Seconds since the epoch -> '2026-11-21T09:28:54'."""
+    return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(value_s))
+
+
 def format_time(value_s: float) -> str:
     """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'; the nearest with a year of four digits."""
     whole, milliseconds = divmod(int(round(min(max(value_s, -30610224000), 253402300799) * 1000)), 1000)
-    return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole)) + f'.{milliseconds:03d}Z'
+    return f'{format_second(whole)}.{milliseconds:03d}Z'
 
 
 def format_elapsed(value_s: float) -> str:
@@ -16984,13 +16990,28 @@ class ProcSnapshot:
         return {pid: table[pid].start_ticks for pid in family}
 
 
-def read_proc_children(pid: int) -> List[int]:
-    """Children of a process's first thread, zombies included (proc(5); CONFIG_PROC_CHILDREN)."""
-    try:
-        with open(f'/proc/{pid}/task/{pid}/children', 'rb') as file:
-            return [int(word) for word in file.read().split()]
-    except OSError:
-        return []
+class ProcChildren:
+    """Children of a process's first thread, held open: to open the file takes ten times as long as a look."""
+
+    def __init__(self, pid: int) -> None:
+        self.descriptors = []       # type: List[int]  # none where there is no such file
+        with contextlib.suppress(OSError):
+            self.descriptors.append(os.open(f'/proc/{pid}/task/{pid}/children', os.O_RDONLY | os.O_CLOEXEC))
+
+    def read(self) -> List[int]:
+        """Their pids, zombies included (proc(5); CONFIG_PROC_CHILDREN)."""
+        text = b''
+        for descriptor in self.descriptors:
+            with contextlib.suppress(OSError):      # the process has gone
+                # A page at a time: two calls for the usual few.
+                for piece in iter(lambda: os.pread(descriptor, 65536, len(text)), b''):
+                    text += piece
+        return list(map(int, text.split()))
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 def signal_process(pid: int, start_ticks: int, number: int) -> None:
@@ -17183,6 +17204,15 @@ def encode_text(text: str) -> bytes:
     return text.encode('utf-8', 'surrogateescape')
 
 
+@functools.lru_cache(maxsize=64)     # most are the same for all jobs
+def encode_variable(name: str, value: str) -> Tuple[bytes, bytes]:
+    """An entry of an environment, behind its key. ValueError if it cannot be one."""
+    key, data = encode_text(name), encode_text(value)
+    if b'\0' in data or b'\0' in key or b'=' in key or not key:
+        raise ValueError(f'variable {name!r} cannot be passed to a process')
+    return key, key + b'=' + data
+
+
 def compose_command(script: Optional[str], command: str) -> str:
     """What the shell gets: an invocation script of one line wraps the command, a longer one precedes it."""
     if not script or not script.strip():
@@ -17233,6 +17263,7 @@ class Spawner:
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(None)
+        self.text_array = functools.lru_cache(maxsize=16)(functools.partial(operator.mul, ctypes.c_char_p))
         buffers = [ctypes.create_string_buffer(SPAWN_STRUCTURE_BYTES) for _ in range(3)]
         self.actions, self.attributes, signals = buffers
         self.devnull = os.open(os.devnull, os.O_RDONLY)
@@ -17260,8 +17291,8 @@ class Spawner:
             library.posix_spawn_file_actions_adddup2(actions, source, COMMAND_DESCRIPTOR)
         pid = ctypes.c_int()
         code = library.posix_spawn(ctypes.byref(pid), argv[0], actions, self.attributes,
-                                   (ctypes.c_char_p * (len(argv) + 1))(*argv),
-                                   (ctypes.c_char_p * (len(environment) + 1))(*environment))
+                                   self.text_array(len(argv) + 1)(*argv),
+                                   self.text_array(len(environment) + 1)(*environment))
         library.posix_spawn_file_actions_destroy(actions)
         if code:
             raise OSError(code, os.strerror(code), os.fsdecode(argv[0]))
@@ -17450,6 +17481,7 @@ class Launcher:
         self.guardians: Set[int] = set()
         self.replace_at = 0.0       # monotonic; no guardian is replaced before
         self.become_subreaper(True)
+        self.proc_children = ProcChildren(os.getpid())
         self.exempt: Set[int] = set()       # children that belong to no job: never touched
         self.exempt_children()
         self.replace_guardians()
@@ -17478,7 +17510,7 @@ class Launcher:
 
     def exempt_children(self) -> None:
         """Exclude children that belong to no job from clean-up, such as a server started through us."""
-        for pid in read_proc_children(os.getpid()):
+        for pid in self.proc_children.read():
             if not self.is_known(pid) and pid not in self.adopted:
                 self.exempt.add(pid)
                 if self.group:
@@ -17514,14 +17546,12 @@ class Launcher:
         start. OSError if it cannot be started, ValueError if it cannot be passed to the system (NUL, lone
         surrogate).
         """
-        entries = dict(self.environment)
-        for key, value in ((encode_text(key), encode_text(value)) for key, value in variables.items()):
-            if b'\0' in value or b'\0' in key or b'=' in key or not key:
-                raise ValueError(f'variable {os.fsdecode(key)!r} cannot be passed to a process')
-            entries[key] = key + b'=' + value
-        if any(b'\0' in word for word in argv):
+        entries = {**self.environment, **dict(itertools.starmap(encode_variable, variables.items()))}
+        if b'\0' in b''.join(argv):
             raise ValueError('the command contains a NUL character')
-        serial = next(serial for serial in self.serials if serial not in self.used_serials)
+        serial = next(self.serials)
+        while serial in self.used_serials:
+            serial = next(self.serials)
         mark = Mark(self.mark.text + encode_text(name + ';'), self.mark.number << SERIAL_BITS | serial, 0)
         entries[RUN_TAG.encode()] = encode_text(f'{RUN_TAG}={self.outer_tag}') + mark.text
         set_mark_number(mark.number)
@@ -17630,7 +17660,7 @@ class Launcher:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:   # it was reaped at the last look
                 pass
-        self.adopted = {pid for pid in read_proc_children(os.getpid()) if not self.is_known(pid)}
+        self.adopted = {pid for pid in self.proc_children.read() if not self.is_known(pid)}
 
     def has_leftovers(self, process: Process, snapshot: ProcSnapshot) -> bool:
         """Whether anything of an ended process seems to live."""
@@ -17732,6 +17762,7 @@ class Launcher:
                 kill_control_group(self.group)
         self.dismiss_guardians()
         self.become_subreaper(False)
+        self.proc_children.close()
         self.spawn.close()
 
     def kill_adopted(self) -> None:
@@ -18879,7 +18910,9 @@ class ServerLink:
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
                      'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
-        return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions])
+        ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
+        return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
+                    started=[start for start in self.started if tuple(start[:2]) not in ended])
 
     def finish(self, deadline_s: float) -> None:
         """Fetch the answer, and take it in. Errors that no later request would cure pass."""
@@ -19879,6 +19912,8 @@ class ProgressView:
     def __init__(self, context: NodeContext, link: ServerLink) -> None:
         self.context = context
         self.link = link
+        self.seen = None        # type: Optional[Dict[str, Any]]  # the last answer, and
+        self.counts = {}        # type: Dict[str, int]  # ... what it says
 
     def due(self) -> float:
         """Only with what others do."""
@@ -19887,15 +19922,21 @@ class ProgressView:
     def act(self, now: float) -> None:
         """Pass the counts on, and write the log."""
         if self.link.num_answers:
-            counts = collections.Counter(self.link.answer['jobs_by_status'])    # those of other runners too
-            done = sum(counts[row.name] for row in STATUSES if row.is_done)
-            running = max(counts['running'], self.link.attempts.count(*STARTED))
-            self.context.progress.on_turn({
-                'total': sum(counts.values()), 'done': done, 'running': running,
-                'completed': counts['completed'],
-                'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
-                'canceled': counts['canceled'], 'unfinished': self.link.answer['unfinished']})
+            if self.link.answer is not self.seen:
+                self.seen = self.link.answer
+                self.counts = self.count(self.seen)
+            running = max(self.counts['running'], self.link.attempts.count(*STARTED))
+            self.context.progress.on_turn(dict(self.counts, running=running))
         self.context.log.flush()
+
+    @staticmethod
+    def count(answer: Dict[str, Any]) -> Dict[str, int]:
+        """What an answer says of the workflow's jobs, those of other runners too."""
+        counts = collections.Counter(answer['jobs_by_status'])
+        return {'total': sum(counts.values()), 'running': counts['running'], 'completed': counts['completed'],
+                'done': sum(counts[row.name] for row in STATUSES if row.is_done),
+                'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
+                'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
 
 
 class Runner:
