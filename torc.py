@@ -5782,11 +5782,6 @@ def encode_cell(codec: str, value: Any) -> Any:
     return ENCODERS[codec](value) if value is not None and codec in ENCODERS else value
 
 
-def insertion(table: str, names: Sequence[str]) -> str:
-    """The statement that adds a row with these columns to a table."""
-    return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-
-
 class Statements:
     """Single statements on a database, and rows as dicts. Whoever uses them holds a transaction."""
 
@@ -5845,10 +5840,14 @@ class Statements:
 
     def insert(self, table: str, values: Values) -> int:
         """Add a row; keys that are not columns, and `id`, are ignored. The new row's id."""
-        cells = {column.name: encode_cell(column.codec, values[column.name])
-                 for column in self.columns(table) if column.name != 'id'
-                 and values.get(column.name) is not None}
-        return self.execute(insertion(table, list(cells)), list(cells.values())).lastrowid
+        cells = {}
+        for name, codec, _ in self.columns(table):
+            value = values.get(name)
+            if value is not None and name != 'id':
+                cells[name] = ENCODERS[codec](value) if codec in ENCODERS else value
+        marks = ', '.join('?' * len(cells))
+        return self.execute(f"INSERT INTO {table} ({', '.join(cells)}) VALUES ({marks})",
+                            list(cells.values())).lastrowid
 
     def insert_many(self, table: str, rows: Sequence[Values]) -> List[int]:
         """As insert(), for many rows. Their ids, in the same order."""
@@ -6590,12 +6589,19 @@ class JobState(Row):
     status: int
     attempt_id: int
     compute_node_id: Optional[int]
+    has_results: bool       # of this run or an earlier one
+    writes_data: bool       # it is to write user data
+    is_awaited: bool        # by others
 
 
 def job_state(context: Context, job_id: int) -> JobState:
     """The job's state. NotFound if there is none."""
-    row = context.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id FROM job '
-                      'WHERE id = ?', (job_id,))
+    # What most jobs do not have is asked here: a statement that finds nothing costs as much as all of this.
+    row = context.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id, '
+                      'EXISTS (SELECT 1 FROM result WHERE job_id = job.id), '
+                      'EXISTS (SELECT 1 FROM job_output_user_data WHERE job_id = job.id), '
+                      'EXISTS (SELECT 1 FROM dep_member WHERE job_id = job.id) FROM job WHERE id = ?',
+                      (job_id,))
     if row is None:
         raise NotFound(f'there is no job {job_id}')
     return JobState(*row)
@@ -6964,7 +6970,7 @@ def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]]) -> 
         context.run_many('UPDATE dep_set SET pending = pending - ?, failed = failed + ? WHERE id = ?',
                          ((count, bad_by_set[set_id], set_id) for set_id, count in all_by_set.items()))
         count_trigger(context, workflow_id, 'on_jobs_complete', [job_id for job_id, _ in ended])
-        ended = release_sets(context, workflow_id, list(all_by_set))
+        ended = release_sets(context, workflow_id, list(all_by_set)) if all_by_set else []
 
 
 def release_idle_sets(context: Context, workflow_id: int) -> None:
@@ -8930,7 +8936,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and status != PENDING_FAILED:
         return decide_failure(context, state, job, end)
     results = context.rows('SELECT return_code, status, run_id, attempt_id, is_current FROM result '
-                           'WHERE job_id = ? ORDER BY id', (job.id,))
+                           'WHERE job_id = ? ORDER BY id', (job.id,)) if job.has_results else []
     runs = (state.run_id, reported['run_id'])   # 0 names run 1, but what ended in run 0 has not ended in 1
     ends = [row[:2] for row in results if row[2] in runs and row[3] == attempt_id]
     if any(is_same_end(known, end) for known in ends):
@@ -8972,8 +8978,10 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
     context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
     if status == COMPLETED:
         record_unwritten_data(context, state, job)
-    if STATUSES[status].is_finished:
+    if STATUSES[status].is_finished and job.is_awaited:
         settle(context, state.id, [(job.id, status)])
+    elif STATUSES[status].is_finished:
+        count_trigger(context, state.id, 'on_jobs_complete', [job.id])
     return end['status']
 
 
@@ -9011,7 +9019,8 @@ def record_unwritten_data(context: Context, state: WorkflowState, job: JobState)
     """
     names = context.ids('SELECT item.name FROM job_output_user_data made '
                         'CROSS JOIN user_data item ON item.id = made.user_data_id '
-                        'WHERE made.job_id = ? AND item.data IS NULL ORDER BY item.name', (job.id,))
+                        'WHERE made.job_id = ? AND item.data IS NULL ORDER BY item.name',
+                        (job.id,)) if job.writes_data else []
     if names:
         message = f"job {job.name} has completed without writing its output_user_data: {', '.join(names)}"
         record_event(context, state.id, {
