@@ -670,22 +670,26 @@ def parse_whole_seconds(text: str) -> int:
     return int(value_s)
 
 
+@functools.lru_cache(maxsize=16)    # many times are of the same second
+def parse_second(fields: Tuple[str, ...], zone: str) -> float:
+    """Year to second, and a zone -> seconds since the epoch. ValueError, OverflowError."""
+    # time.strptime takes ten times as long.
+    value = datetime.datetime(*map(int, fields), tzinfo=datetime.timezone.utc)
+    zone = '+0000' if zone in 'Zz' else zone.replace(':', '')
+    offset_s = (int(zone[1:3]) * 60 + int(zone[3:5])) * 60 * (-1 if zone[0] == '-' else 1)
+    return value.timestamp() - offset_s
+
+
 def parse_time(text: str) -> float:
     """RFC 3339 time -> seconds since the epoch. Without a zone it is local time."""
     match = TIME_TEXT.match(text.strip())
     if not match:
         raise ValueError(f'{text!r} is not a time: write it as 2026-11-21T18:30:00Z or with an offset such '
                          'as +01:00')
-    fraction, zone = match.group(7), match.group(8)
+    fields, fraction, zone = match.groups()[:6], match.group(7), match.group(8)
     try:
-        # time.strptime takes ten times as long.
-        value = datetime.datetime(*map(int, match.groups()[:6]), tzinfo=datetime.timezone.utc)
-        if zone is None:
-            seconds = time.mktime(value.timetuple()[:8] + (-1,))
-        else:
-            zone = '+0000' if zone in 'Zz' else zone.replace(':', '')
-            offset_s = (int(zone[1:3]) * 60 + int(zone[3:5])) * 60 * (-1 if zone[0] == '-' else 1)
-            seconds = value.timestamp() - offset_s
+        seconds = time.mktime(datetime.datetime(*map(int, fields)).timetuple()[:8] + (-1,)) \
+            if zone is None else parse_second(fields, zone)
     except (ValueError, OverflowError):
         raise ValueError(f'{text!r} is not a time that exists') from None
     return seconds + float(fraction or 0)
@@ -6958,13 +6962,17 @@ def recount_sets(context: Context, workflow_id: int) -> None:
     context.run(RECOUNT + 'workflow_id = ?', (workflow_id,))
 
 
-def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]]) -> None:
-    """Release or cancel what waits for jobs that have just ended so, to the end of the cascade."""
+def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]], is_awaited: bool = True) -> None:
+    """Release or cancel what waits for jobs that have just ended so, to the end of the cascade.
+
+    Without `is_awaited` it is known that nothing waits.
+    """
     while ended:        # a chain of 100,000 jobs is as deep: no recursion
         bad_by_set = collections.Counter()  # type: Dict[int, int]
         all_by_set = collections.Counter()  # type: Dict[int, int]
         for job_id, status in ended:
-            for set_id in context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,)):
+            for set_id in context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?',
+                                      (job_id,)) if is_awaited else ():
                 all_by_set[set_id] += 1
                 bad_by_set[set_id] += status in BAD
         context.run_many('UPDATE dep_set SET pending = pending - ?, failed = failed + ? WHERE id = ?',
@@ -8978,10 +8986,8 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
     context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
     if status == COMPLETED:
         record_unwritten_data(context, state, job)
-    if STATUSES[status].is_finished and job.is_awaited:
-        settle(context, state.id, [(job.id, status)])
-    elif STATUSES[status].is_finished:
-        count_trigger(context, state.id, 'on_jobs_complete', [job.id])
+    if STATUSES[status].is_finished:
+        settle(context, state.id, [(job.id, status)], job.is_awaited)
     return end['status']
 
 
@@ -11305,6 +11311,21 @@ SCALARS.update({    # lists that stand for objects where there may be many
     'output': row_of('int', 'str')})
 
 
+def check_word(path: str, value: Any, words: Sequence[str]) -> None:
+    """Refuse anything but one of some words."""
+    if value not in words:
+        raise wrong_type(path, 'one of ' + ', '.join(words), value)
+
+
+@functools.lru_cache(maxsize=None)
+def field_checks(model: str) -> List[Tuple[str, str, bool, Any]]:
+    """Of a model's fields: name, type, whether it is required, and what refuses other values or None."""
+    checks = {'@' + name: functools.partial(check_word, words=words) for name, words in ENUMS.items()}
+    checks.update((name, row[0]) for name, row in SCALARS.items())
+    return [(name, field.type, field.is_required, checks.get(field.type))
+            for name, field in model_fields(model).items()]
+
+
 def check_value(path: str, kind: str, value: Any) -> Any:
     """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
     if kind in SCALARS:
@@ -11323,8 +11344,7 @@ def check_value(path: str, kind: str, value: Any) -> Any:
                 check_value(f'{path}.{printable(key)}', kind[1:-1].rstrip('?'), item)
         return value
     if kind[1:] in ENUMS:
-        if value not in ENUMS[kind[1:]]:
-            raise wrong_type(path, 'one of ' + ', '.join(ENUMS[kind[1:]]), value)
+        check_word(path, value, ENUMS[kind[1:]])
         return value
     return check_model(path, kind[1:], value, is_partial=kind[0] == '?')
 
@@ -11339,14 +11359,22 @@ def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> 
         raise BadInput(f'there is no field {field}' + did_you_mean(unknown[0], model_fields(model)),
                        field=field)
     known = {}
-    for name, field in model_fields(model).items():
+    for name, kind, is_required, check in field_checks(model):
         found = value.get(name)
-        inner = f'{path}.{name}' if path else name
         if found is not None:
-            known[name] = check_value(inner, field.type, found)
-        elif name in value and (field.type == 'any' or is_partial or not field.is_required):
+            inner = name if not path or check else f'{path}.{name}'
+            if check is None:
+                known[name] = check_value(inner, kind, found)
+                continue
+            try:
+                check(inner, found)
+            except BadInput:    # say where: to make all paths takes as long as all checks
+                check(f'{path}.{name}'.lstrip('.'), found)
+            known[name] = found
+        elif name in value and (kind == 'any' or is_partial or not is_required):
             known[name] = None
-        elif field.is_required and not is_partial:
+        elif is_required and not is_partial:
+            inner = f'{path}.{name}'.lstrip('.')
             raise BadInput(f'{inner} is missing', field=inner)
     return known
 
