@@ -17814,10 +17814,10 @@ class Launcher:
 
     def dismiss_guardians(self) -> None:
         """End the guardians: nothing is left to guard."""
-        for pid in self.guardians:
-            with contextlib.suppress(OSError):  # SIGCHLD is ignored by whoever imports this file
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        for step in (lambda pid: os.kill(pid, signal.SIGKILL), lambda pid: os.waitpid(pid, 0)):
+            for pid in self.guardians:
+                with contextlib.suppress(OSError):  # SIGCHLD is ignored by whoever imports this file
+                    step(pid)
         self.guardians.clear()
         for descriptor in self.pipe:
             os.close(descriptor)
