@@ -15270,7 +15270,7 @@ class TableTest(unittest.TestCase):
 
     def test_small_formats(self):
         self.assertEqual(['6.7s', '1m 10s'], [torc.format_seconds(6.71), torc.format_seconds(70)])
-        self.assertEqual(['99.5%', ''], [torc.format_percent(99.49999), torc.format_percent(None)])
+        self.assertEqual(['99.5%', ''], [torc.show_percent(99.49999), torc.show_percent(None)])
         self.assertEqual(['1.0MB', ''], [torc.format_memory_cell(1 << 20), torc.format_memory_cell(None)])
 
 

@@ -20275,16 +20275,6 @@ def format_seconds(value_s: float) -> str:
     return f'{value_s:.1f}s' if value_s < 60 else format_elapsed(value_s)
 
 
-def format_percent(value: Optional[float]) -> str:
-    """98.76 -> '98.8%'."""
-    return '' if value is None else f'{value:.1f}%'
-
-
-def format_memory_cell(value_bytes: Optional[float]) -> str:
-    """As format_memory; nothing for None."""
-    return '' if value_bytes is None else format_memory(value_bytes)
-
-
 # -------- tables --------
 
 class Heading(Row):
@@ -20315,6 +20305,7 @@ def fitting_columns(rows: Sequence[Sequence[str]], ranks: Sequence[int], limit: 
     kept = list(range(len(rows[0])))
     if not limit:
         return kept
+    # what each column takes with its borders, and whether it holds nothing but its title
     needed, is_empty = [], []
     for column in zip(*rows):
         width = max(map(text_width, column))
@@ -20707,18 +20698,14 @@ class Session:
     def credentials(self) -> Credentials:
         """Password and cookie that were given with the command; asked for once."""
         if self._credentials is None:
-            self._credentials = self.read_credentials()
+            password = self.options['password'] or ''
+            if password:
+                self.report('warning: others on this machine can see the password on the command line; '
+                            'use TORC_PASSWORD or --prompt-password')
+            if self.options['prompt_password']:
+                password = self.ask_password(f'Password of {user_name()}: ')
+            self._credentials = Credentials(password, self.options['cookie_header'] or '')
         return self._credentials
-
-    def read_credentials(self) -> Credentials:
-        """The same, from options and terminal."""
-        password = self.options['password'] or ''
-        if password:
-            self.report('warning: others on this machine can see the password on the command line; '
-                        'use TORC_PASSWORD or --prompt-password')
-        if self.options['prompt_password']:
-            password = self.ask_password(f'Password of {user_name()}: ')
-        return Credentials(password, self.options['cookie_header'] or '')
 
     def ask_password(self, question: str) -> str:
         """A password from the terminal, without showing it; where there is none, a line of stdin."""
@@ -20743,6 +20730,18 @@ class Session:
         """One operation of the API."""
         return self.client.call(op, body, **params)
 
+    def workflow(self, workflow_id: int) -> Dict[str, Any]:
+        """A workflow."""
+        return self.call('get_workflow', workflow_id=workflow_id)
+
+    def job(self, job_id: int) -> Dict[str, Any]:
+        """A job."""
+        return self.call('get_job', job_id=job_id)
+
+    def reason(self, job: Dict[str, Any]) -> Optional[str]:
+        """Why a job failed or does not run; None if there is nothing to say."""
+        return call_addition(self.client, 'explain_job', job_id=job['id']).get('reason')
+
     def items(self, op: str, limit: Optional[int] = None, offset: int = 0,
               **params: Any) -> List[Dict[str, Any]]:
         """Items of a list operation, page after page."""
@@ -20758,8 +20757,10 @@ class Session:
             self.out.write(text.encode(self.out.encoding, 'backslashreplace').decode(self.out.encoding))
 
     def show_json(self, value: Any, is_line: bool = False) -> None:
-        """A JSON document to stdout, indented or in one line."""
+        """A JSON document to stdout: indented, or in one line, which programs may wait for: it is flushed."""
         self.out.write(format_json_document(value, not style_of(self.out, os.environ).is_unicode, is_line))
+        if is_line:
+            self.out.flush()
 
     def report_message(self, text: str) -> None:
         """A message to stderr that may have several lines."""
@@ -20772,6 +20773,18 @@ class Session:
             self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
         except OSError:     # nobody reads it; the command is carried out all the same
             pass
+
+    def note(self, *lines: str) -> None:
+        """Lines to stderr, unless only errors are wanted."""
+        if not self.options['quiet']:
+            self.report(*lines)
+
+    def announce(self, value: Any, text: str) -> None:
+        """What was done before a command goes on: one line of JSON for scripts, or a note for people."""
+        if self.format == 'json':
+            self.show_json(value, True)
+        else:
+            self.note(*text.splitlines())
 
     def ask(self, question: str) -> str:
         """The line that is typed as the answer to a question."""
@@ -20786,13 +20799,17 @@ class Session:
         else:
             self.show(text, style)
 
-    def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str) -> None:
-        """The result of a list command in the requested format. `what` names the items, such as 'jobs'."""
+    def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str,
+                  value: Any = None) -> None:
+        """The result of a list command in the requested format. `what` names the items, such as 'jobs'.
+
+        `value` is what stands in JSON where that is not {"items": items}.
+        """
         if self.format == 'csv':
             headings = [heading for heading in headings if not heading.is_ours]
         titles = [heading.title for heading in headings]
         if self.format == 'json':
-            self.show_json({'items': items})
+            self.show_json({'items': items} if value is None else value)
         elif self.format == 'csv':
             self.show(format_csv(titles, table_cells(headings, items)))
         elif items:
@@ -20809,10 +20826,14 @@ class Session:
         if not self.is_interactive:
             raise BadInput(f'confirmation required ("{question}"), and there is no terminal; '
                            'pass --no-prompts')
-        if self.ask(f'{question} (y/N) ').lower() in ('y', 'yes'):
-            return True
-        self.report('Cancelled')
-        return False
+        return self.agrees(question)
+
+    def agrees(self, question: str) -> bool:
+        """Whether the answer to a question is yes."""
+        is_yes = self.ask(f'{question} (y/N) ').lower() in ('y', 'yes')
+        if not is_yes:
+            self.report('Cancelled')
+        return is_yes
 
     def leave(self) -> None:
         """Give the connection back, and see that what was done stays."""
@@ -20830,7 +20851,7 @@ class Session:
 
 def name_workflow(session: Session, workflow_id: int) -> str:
     """'workflow 1 (hello) of the database /home/ann/torc.db', for questions and answers."""
-    workflow = session.call('get_workflow', workflow_id=workflow_id)
+    workflow = session.workflow(workflow_id)
     return printable_line(f"workflow {workflow['id']} ({workflow['name']}) of {session.client.location}")
 
 
@@ -20950,10 +20971,7 @@ def lists(op: str, columns: str, what: str, key: str = '') -> CommandFunction:
     def command(session: Session, args: Arguments) -> int:
         query = with_workflow(session, args)
         items = session.call(op, **query) if key else session.items(op, **query)
-        if key and session.format == 'json':
-            session.show_json({key: items})
-        else:
-            session.show_list(headings_of(columns), items, what)
+        session.show_list(headings_of(columns), items, what, {key: items} if key else None)
         return 0
     return command
 
@@ -20972,6 +20990,22 @@ def changes(op: str, text: str) -> CommandFunction:
     return command
 
 
+def deletes(op: str, what: str, text: str, keys: str) -> CommandFunction:
+    """A command that asks before it deletes something of a workflow.
+
+    `what` is deleted, `text` says that it was, `keys` are those of the JSON: of the answer, the arguments,
+    and `deleted` and `message`.
+    """
+    def command(session: Session, args: Arguments) -> int:
+        named = name_workflow(session, args['workflow_id'])
+        if session.confirm(f'Delete {what.format(**args)} of {named}?'):
+            known = dict(session.call(op, **args), **args, deleted=True)
+            known['message'] = text.format(**known)
+            session.answer({key: known[key] for key in keys.split()}, format_lines([known['message']]))
+        return 0
+    return command
+
+
 # -------- objects: list, get, create, update, delete --------
 
 def format_running_time(job: Dict[str, Any]) -> str:
@@ -20983,8 +21017,17 @@ def format_running_time(job: Dict[str, Any]) -> str:
     return format_elapsed(max(0.0, time.time() - parse_time(job['start_time'])))
 
 
-def peak_and_average(peak: str, average: str, show: Callable[[Any], str]) -> Callable[[Dict[str, Any]], str]:
-    """A cell made of two keys: 'peak / average'."""
+def or_blank(show: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A cell that stays empty where there is no value."""
+    return lambda value: '' if value is None else show(value)
+
+
+show_percent, show_memory = or_blank('{:.1f}%'.format), or_blank(format_memory)
+
+
+def peak_and_average(name: str, show: Callable[[Any], str]) -> Callable[[Dict[str, Any]], str]:
+    """A cell made of two keys of a compute node: 'peak / average'."""
+    peak, average = f'peak_{name}', f'avg_{name}'
     return lambda node: '' if node.get(peak) is None else f'{show(node[peak])} / {show(node.get(average))}'
 
 
@@ -21009,14 +21052,12 @@ def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, 
 
 # How cells are written that format_cell would write badly: by key, from the key's value...
 SHOWN_VALUES = {
-    'timestamp': format_local_time, 'timestamp_formatted': format_local_time,
-    'executed_at': format_local_time,
-    'completion_time': format_local_time, 'start_time': format_local_time,
-    'st_mtime': lambda value: '' if value is None else format_local_time(format_time(value)),
-    'exec_time_minutes': lambda value: '' if value is None else format_seconds(value * 60),
-    'duration_seconds': lambda value: '' if value is None else format_elapsed(value),
-    'peak_memory_bytes': format_memory_cell, 'peak_cpu_percent': format_percent,
-    'start_ms': format_local_time,
+    **dict.fromkeys(('timestamp', 'timestamp_formatted', 'executed_at', 'completion_time', 'start_time',
+                     'start_ms'), format_local_time),
+    'st_mtime': or_blank(lambda value: format_local_time(format_time(value))),
+    'exec_time_minutes': or_blank(lambda value: format_seconds(value * 60)),
+    'duration_seconds': or_blank(format_elapsed),
+    'peak_memory_bytes': show_memory, 'peak_cpu_percent': show_percent,
 }
 # ... and from the whole object, where no key has the name.
 SHOWN_OBJECTS = {
@@ -21030,8 +21071,8 @@ SHOWN_OBJECTS = {
     '(type)': format_event_type,
     '(message)': format_event_message,
     '(slurm job)': inner_value('scheduler', 'slurm_job_id'),
-    '(cpu)': peak_and_average('peak_cpu_percent', 'avg_cpu_percent', format_percent),
-    '(memory)': peak_and_average('peak_memory_bytes', 'avg_memory_bytes', format_memory_cell),
+    '(cpu)': peak_and_average('cpu_percent', show_percent),
+    '(memory)': peak_and_average('memory_bytes', show_memory),
 }
 
 
@@ -21149,8 +21190,8 @@ RELATIONS = (           # field of a job, its name in the text, the operation th
 
 def cmd_jobs_get(session: Session, args: Arguments) -> int:
     """One job, with why it failed or does not run; for people with names instead of ids, and times."""
-    job = session.call('get_job', job_id=args['id'])
-    reason = call_addition(session.client, 'explain_job', job_id=job['id']).get('reason')
+    job = session.job(args['id'])
+    reason = session.reason(job)
     results = session.items('list_results', limit=1, workflow_id=job['workflow_id'], job_id=job['id'])
     if session.format == 'json':
         more = {'reason': reason, 'result': results[0] if results else None}
@@ -21197,17 +21238,13 @@ def cmd_jobs_list(session: Session, args: Arguments) -> int:
 
 def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
     """Fill in what the current results of jobs say."""
-    ended = [job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final]
-    if not ended:
-        return
-    queries = [{}]  # type: List[Dict[str, int]]
-    if len(ended) <= OUTCOMES_ASKED:
-        queries = [{'job_id': job['id']} for job in ended]
-    results = {result['job_id']: result for query in queries
-               for result in session.items('list_results', workflow_id=ended[0]['workflow_id'], **query)}
-    for job in ended:
-        if job['id'] in results:
-            job.update({key: results[job['id']][key] for key in ('return_code', 'exec_time_minutes')})
+    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final}
+    queries = [{'job_id': job_id} for job_id in ended]  # type: List[Dict[str, int]]
+    for query in queries if len(ended) <= OUTCOMES_ASKED else [{}]:
+        for result in session.items('list_results', workflow_id=jobs[0]['workflow_id'], **query):
+            if result['job_id'] in ended:
+                job = ended[result['job_id']]
+                job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
 
 
 def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[str, Any]:
@@ -21227,20 +21264,23 @@ def cmd_get(session: Session, args: Arguments) -> int:
 
 def cmd_create(session: Session, args: Arguments) -> int:
     """A new object from the arguments that were given."""
+    body = with_workflow(session, args)
+    jobs = {key: body.pop(key) for key in ('consumer_job_id', 'producer_job_id') if key in body}
+    return answer_created(session, body, **jobs)
+
+
+def answer_created(session: Session, body: Dict[str, Any], **params: Any) -> int:
+    """Make an object of the command's kind, and say its id."""
     noun = noun_of(session)
-    parameters = {key: args[key] for key in ('consumer_job_id', 'producer_job_id')
-                  if args.get(key) is not None}
-    body = dict(given(args, 'workflow_id', *parameters), workflow_id=choose_workflow(session, args))
-    record = dated(session.call(f'create_{noun.name}', body, **parameters))
+    record = dated(session.call(f'create_{noun.name}', body, **params))
     session.answer(record, f"Created {noun.words} {record['id']}\n")
     return 0
 
 
 def cmd_update(session: Session, args: Arguments) -> int:
     """Changes of one object; what is not given stays."""
-    changes = {key: value for key, value in args.items() if value is not None and key != 'id'}
-    if not changes:
-        raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
+    changes = given(args, 'id')
+    require_changes(session, changes)
     if noun_of(session).name == 'file':
         changes['st_mtime'] = call_on(session, 'get', args['id']).get('st_mtime')   # else it would have none
     record = call_on(session, 'update', args['id'], changes)
@@ -21248,9 +21288,12 @@ def cmd_update(session: Session, args: Arguments) -> int:
     return 0
 
 
-def option_names(command: Any) -> List[str]:
-    """Long names of a command's options."""
-    return [argument.names.split()[-1] for argument in command.arguments if argument.names.startswith('-')]
+def require_changes(session: Session, changes: Any) -> None:
+    """Refuse an update that would change nothing: name the options."""
+    if not changes:
+        names = [argument.names.split()[-1] for argument in session.command.arguments]
+        options = ', '.join(name for name in names if name.startswith('-'))
+        raise BadInput(f'nothing to change: give one of {options}')
 
 
 def cmd_delete(session: Session, args: Arguments) -> int:
@@ -21260,31 +21303,16 @@ def cmd_delete(session: Session, args: Arguments) -> int:
     return 0
 
 
-def cmd_delete_all_user_data(session: Session, args: Arguments) -> int:
-    """Delete all user data of a workflow."""
-    workflow_id = args['workflow_id']
-    if not session.confirm(f'Delete all user data of {name_workflow(session, workflow_id)}?'):
-        return 0
-    count = session.call('delete_all_user_data', workflow_id=workflow_id)['deleted_count']
-    message = f'Deleted {count} user data records for workflow {workflow_id}'
-    session.answer({'deleted_count': count, 'message': message}, message + '\n')
-    return 0
-
-
 def cmd_create_event(session: Session, args: Arguments) -> int:
     """A new event. The operation requires a time."""
-    body = {'workflow_id': choose_workflow(session, args), 'timestamp': int(time.time() * 1000),
-            'data': args['data']}
-    record = dated(session.call('create_event', body))
-    session.answer(record, f"Created event {record['id']}\n")
-    return 0
+    now_ms = int(time.time() * 1000)
+    return answer_created(session, dict(with_workflow(session, args), data=args['data'], timestamp=now_ms))
 
 
 def cmd_latest_event(session: Session, args: Arguments) -> int:
     """The newest event of a workflow, or null."""
-    workflow_id = choose_workflow(session, args)
     found = session.items('list_events', limit=1, sort_by='timestamp', reverse_sort=True,
-                          workflow_id=workflow_id)
+                          workflow_id=choose_workflow(session, args))
     event = dated(found[0]) if found else None
     session.answer(event, format_record(event) if event else 'No events found\n')
     return 0
@@ -21325,15 +21353,6 @@ def open_to_append(path: str) -> Any:
         raise BadInput(f'cannot write to {path}: {error.strerror}') from None
 
 
-def show_rows(session: Session, columns: str, rows: List[Dict[str, Any]], what: str) -> int:
-    """A list whose JSON is a bare array."""
-    if session.format == 'json':
-        session.show_json(rows)
-    else:
-        session.show_list(headings_of(columns), rows, what)
-    return 0
-
-
 # -------- for administrators --------
 
 AUDIT_COLUMNS = ('ID=id, Time=timestamp:1, User=user_name:2, Committed=committed:5, Success=success:3, '
@@ -21346,7 +21365,6 @@ def cmd_tail_api(session: Session, args: Arguments) -> int:
     """Requests as the server answers them, one JSON line each."""
     for value in stream_values(session, 'stream_api_events', include_bodies=bool(args['include_bodies'])):
         session.show_json(value, True)
-        session.out.flush()
     return 0
 
 
@@ -21355,20 +21373,16 @@ def cmd_api_stats(session: Session, args: Arguments) -> int:
     answer = session.call('get_api_stats', window_seconds=args['window'], interval_seconds=args['interval'])
     busy = [dict(bucket, start_ms=format_time(bucket['start_ms'] / 1000)) for bucket in answer['buckets']
             if any(list(bucket.values())[:-1])]
-    if session.format == 'json':
-        session.show_json(answer)
-        return 0
-    return show_rows(session, STATS_COLUMNS, busy, 'steps with requests')
+    session.show_list(headings_of(STATS_COLUMNS), busy, 'steps with requests', answer)
+    return 0
 
 
 def cmd_list_audit_log(session: Session, args: Arguments) -> int:
     """What administrators changed with SQL."""
     answer = session.call('list_admin_audit_log', **given(args))
-    if session.format == 'json':
-        session.show_json(answer)
-        return 0
-    return show_rows(session, AUDIT_COLUMNS, [dict(item, timestamp=format_time(item['timestamp'] / 1000))
-                                              for item in answer['items']], 'entries')
+    entries = [dict(item, timestamp=format_time(item['timestamp'] / 1000)) for item in answer['items']]
+    session.show_list(headings_of(AUDIT_COLUMNS), entries, 'entries', answer)
+    return 0
 
 
 def cmd_admin_sql(session: Session, args: Arguments) -> int:
@@ -21377,11 +21391,9 @@ def cmd_admin_sql(session: Session, args: Arguments) -> int:
     if args['write'] and not (args['yes'] or session.options['no_prompts'] or confirm_sql(session, body)):
         return 0
     answer = session.call('admin_sql', body)
-    if session.format == 'json':
-        session.show_json(answer)
-    elif answer['columns'] or session.format == 'csv':
+    if answer['columns'] or session.format != 'table':
         headings = [Heading(name, '', lambda row, name=name: row[name]) for name in answer['columns']]
-        session.show_list(headings, answer['items'], 'rows')
+        session.show_list(headings, answer['items'], 'rows', answer)
     if answer.get('rows_affected') is not None and session.format == 'table':
         session.show(f"{answer['rows_affected']} rows changed\n")
     return 0
@@ -21392,10 +21404,7 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
     if not session.is_interactive:
         raise BadInput('confirmation required: this changes the database, and there is no terminal; pass -y')
     count = session.call('admin_sql', dict(body, dry_run=True)).get('rows_affected')
-    is_wanted = session.ask(f'{count} rows would change. Go on? (y/N) ').lower() in ('y', 'yes')
-    if not is_wanted:
-        session.report('Cancelled')
-    return is_wanted
+    return session.agrees(f'{count} rows would change. Go on?')
 
 
 # ======== 20a. Workflows: commands about workflows and jobs ========
@@ -21427,17 +21436,16 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
         answer = call_addition(session.client, 'list_workflow_statuses', ids=piece)
         statuses.update(answer.get('statuses', {}))
     items = [dict(item, status=statuses.get(str(item['id']))) for item in items]
-    hidden = '' if args['all_users'] or args['access_group'] else 'User'
-    headings = [heading for heading in headings_of(NOUNS['workflows'].columns) if heading.title != hidden]
+    headings = headings_of(NOUNS['workflows'].columns)
+    if 'user' in query:     # it would say the same in every row
+        headings = tuple(heading for heading in headings if heading.key != 'user')
     session.show_list(headings, items, 'workflows')
     return 0
 
 
 def cmd_workflows_update(session: Session, args: Arguments) -> int:
     """Change name, description, owner, project, metadata or workflow file."""
-    workflow_id = choose_workflow(session, args)
-    return cmd_update(session, dict({key: value for key, value in args.items() if key != 'workflow_id'},
-                                    id=workflow_id))
+    return cmd_update(session, dict(given(args, 'workflow_id'), id=choose_workflow(session, args)))
 
 
 def cmd_update_action(session: Session, args: Arguments) -> int:
@@ -21445,22 +21453,10 @@ def cmd_update_action(session: Session, args: Arguments) -> int:
     if not isinstance(args['json'], (dict, type(None))):
         raise BadInput('--json requires an object, such as \'{"num_allocations": 2}\'')
     changes = dict(args['json'] or {}, **given(args, 'workflow_id', 'action_id', 'json'))
-    if not changes:
-        raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
+    require_changes(session, changes)
     action = session.call('update_workflow_action', changes, workflow_id=args['workflow_id'],
                           action_id=args['action_id'])
     session.answer(action, f"Updated action {args['action_id']}\n")
-    return 0
-
-
-def cmd_delete_action(session: Session, args: Arguments) -> int:
-    """Delete one action."""
-    workflow_id, action_id = args['workflow_id'], args['action_id']
-    if not session.confirm(f'Delete action {action_id} of {name_workflow(session, workflow_id)}?'):
-        return 0
-    session.call('delete_workflow_action', workflow_id=workflow_id, action_id=action_id)
-    session.answer({'action_id': action_id, 'deleted': True, 'workflow_id': workflow_id},
-                   f'Deleted action {action_id}\n')
     return 0
 
 
@@ -21485,49 +21481,43 @@ def cmd_archive(session: Session, args: Arguments) -> int:
 
 def cmd_init(session: Session, args: Arguments) -> int:
     """Make every job ready or blocked again, in a new run, whatever its status is."""
-    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
-    check = check_files(session.client, workflow)
-    if args['dry_run']:
-        return answer_file_check(session, workflow['id'], check, {})
-    active = active_task(session, workflow)
-    if active:
-        return answer_task(session, args, active)
-    refuse_missing_inputs(check, args['force'], session.report)
-    question = f"Forget all results of {name_workflow(session, workflow['id'])}, and start it again?"
-    if workflow.get('run_id') and not session.confirm(question):
-        return 0
-    if check.existing_outputs:
-        session.report(f'{len(check.existing_outputs)} output files exist already and will be written over')
-    session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
-    session.call('reset_job_status', workflow_id=workflow['id'])
-    session.call('set_file_times', {'files': file_times(session.client, workflow)},
-                 workflow_id=workflow['id'])
-    record_contents(session.client, workflow)
-    return answer_task(session, args, begin_initialize(session.client, workflow, False))
+    return initialize(session, args, False)
 
 
 def cmd_reinit(session: Session, args: Arguments) -> int:
     """Make ready what must run again because files, data or commands changed, and what depends on it."""
-    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
-    check = check_files(session.client, workflow)
+    return initialize(session, args, True)
+
+
+def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
+    """What init and reinit have in common: a check of the files, a reset, and a task of the server."""
+    workflow = session.workflow(choose_workflow(session, args))
+    number, client = workflow['id'], session.client
+    check = check_files(client, workflow)
     if args['dry_run']:
-        return answer_file_check(session, workflow['id'], check,
-                                 find_changes(session.client, workflow, is_dry_run=True))
-    active = active_task(session, workflow)
-    if active:
+        found = find_changes(client, workflow, is_dry_run=True) if is_partial else {}
+        return answer_file_check(session, number, check, found)
+    active = session.call('get_active_task_for_workflow', workflow_id=number).get('task')
+    if active:      # another would begin another run
         return answer_task(session, args, active)
     refuse_missing_inputs(check, args['force'], session.report)
-    session.call('reset_workflow_status', workflow_id=workflow['id'], force=args['force'])
-    found = find_changes(session.client, workflow, is_dry_run=False)
-    for change in found['changed'] + found['downstream_jobs']:
-        session.report(f"{change['job_name']} will run again: {change['reason']}")
-    record_contents(session.client, workflow)
-    return answer_task(session, args, begin_initialize(session.client, workflow, True))
-
-
-def active_task(session: Session, workflow: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """The task that is at work on a workflow: to begin another would only begin another run."""
-    return session.call('get_active_task_for_workflow', workflow_id=workflow['id']).get('task')
+    if not is_partial:
+        question = f'Forget all results of {name_workflow(session, number)}, and start it again?'
+        if workflow.get('run_id') and not session.confirm(question):
+            return 0
+        count = len(check.existing_outputs)
+        if count:
+            session.report(f'{count} output files exist already and will be written over')
+    session.call('reset_workflow_status', workflow_id=number, force=args['force'])
+    if is_partial:
+        found = find_changes(client, workflow, is_dry_run=False)
+        for change in found['changed'] + found['downstream_jobs']:
+            session.report(f"{change['job_name']} will run again: {change['reason']}")
+    else:
+        session.call('reset_job_status', workflow_id=number)
+        session.call('set_file_times', {'files': file_times(client, workflow)}, workflow_id=number)
+    record_contents(client, workflow)
+    return answer_task(session, args, begin_initialize(client, workflow, is_partial))
 
 
 def explain_task(session: Session, task: Dict[str, Any]) -> Optional[str]:
@@ -21605,14 +21595,13 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
     messages = [f'Successfully reset workflow status for workflow {workflow_id}',
                 f'Successfully reset {count} jobs of workflow {workflow_id}']
     if args['reinitialize']:
-        reinitialize(session.client, session.call('get_workflow', workflow_id=workflow_id))
+        reinitialize(session.client, session.workflow(workflow_id))
         messages.append(f'Successfully reinitialized workflow {workflow_id}')
     operations = {'job_reset': True, 'reinitialize': True if args['reinitialize'] else None,
                   'workflow_reset': True}
     value = {'failed_only': bool(args['failed_only']), 'messages': messages, 'operations': operations,
-             'status': 'success',
-             'workflow_id': workflow_id}
-    session.answer(value, ''.join(message + '\n' for message in messages))
+             'status': 'success', 'workflow_id': workflow_id}
+    session.answer(value, format_lines(messages))
     return 0
 
 
@@ -21662,8 +21651,9 @@ def cmd_delete_workflows(session: Session, args: Arguments) -> int:
                               lambda number: session.call('delete_workflow', workflow_id=number))
     for workflow in deleted:    # the command's answer is the workflow alone
         workflow.pop('message', None)
-    named = [f"workflow {workflow['id']} ({workflow['name']})" for workflow in deleted]
-    session.answer(deleted, format_lines(f'Deleted {name} of {session.client.location}' for name in named))
+    place = session.client.location
+    session.answer(deleted, format_lines(f"Deleted workflow {workflow['id']} ({workflow['name']}) of {place}"
+                                         for workflow in deleted))
     return later or code
 
 
@@ -21681,7 +21671,7 @@ def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any]) ->
 
 def own_workflow(session: Session, workflow_id: int) -> Dict[str, Any]:
     """A workflow of the user: another's is not deleted by mistake."""
-    workflow = session.call('get_workflow', workflow_id=workflow_id)
+    workflow = session.workflow(workflow_id)
     if workflow['user'] != user_name():
         user = workflow['user']
         raise Denied(printable(f'workflow {workflow_id} belongs to {user}, you are {user_name()}: it stays'))
@@ -21724,57 +21714,38 @@ def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
 
 def cmd_jobs_update(session: Session, args: Arguments) -> int:
     """Change a job; --runtime changes the requirements that it then has, which other jobs may share."""
-    changes = {key: value for key, value in args.items() if value is not None
-               and key not in ('id', 'runtime', 'clear_labels')}
+    changes, runtime = given(args, 'id', 'runtime', 'clear_labels'), args['runtime']
     if args['clear_labels']:
         changes['labels'] = []
-    if not changes and not args['runtime']:
-        raise BadInput(f"nothing to change: give one of {', '.join(option_names(session.command))}")
-    job = session.call('get_job', job_id=args['id'])
+    require_changes(session, changes or runtime)
+    job = session.job(args['id'])
     if changes:
         job = session.call('update_job', changes, job_id=args['id'])
-    if args['runtime']:
-        update_runtime(session, job, args['runtime'])
+    if runtime:
+        needs_id = job['resource_requirements_id']
+        needs = session.call('update_resource_requirements', {'runtime': runtime}, row_id=needs_id)
+        count = session.call('list_jobs', limit=1, workflow_id=job['workflow_id'],
+                             resource_requirements_id=needs_id)['total_count']
+        if count > 1:
+            name = f"resource requirements {needs_id} ({needs['name']})"
+            session.report(f'the runtime of {name} is {runtime} now; {count} jobs share them')
     session.answer(job, f"Updated job {args['id']}\n")
     return 0
 
 
-def update_runtime(session: Session, job: Dict[str, Any], runtime: str) -> None:
-    """Change the runtime of a job's requirements, and say who else has them."""
-    needs_id = job['resource_requirements_id']
-    needs = session.call('update_resource_requirements', {'runtime': runtime}, row_id=needs_id)
-    query = {'workflow_id': job['workflow_id'], 'resource_requirements_id': needs_id}
-    count = session.call('list_jobs', limit=1, **query)['total_count']
-    if count > 1:
-        name = f"resource requirements {needs_id} ({needs['name']})"
-        session.report(f'the runtime of {name} is {runtime} now; {count} jobs share them')
-
-
 def cmd_jobs_delete(session: Session, args: Arguments) -> int:
     """Delete jobs: all, or none if one does not exist or is active."""
-    jobs = [session.call('get_job', job_id=job_id) for job_id in dict.fromkeys(args['job_ids'])]
+    jobs = [session.job(job_id) for job_id in dict.fromkeys(args['job_ids'])]
     refuse_active_jobs(jobs)
     deleted = [session.call('delete_job', job_id=job['id']) for job in jobs]
-    session.answer({'items': deleted}, ''.join(f"Deleted job {job['id']}\n" for job in deleted))
-    return 0
-
-
-def cmd_jobs_delete_all(session: Session, args: Arguments) -> int:
-    """Delete every job of a workflow."""
-    workflow_id = args['workflow_id']
-    if not session.confirm(f'Delete all jobs of {name_workflow(session, workflow_id)}?'):
-        return 0
-    answer = session.call('delete_jobs', workflow_id=workflow_id)
-    session.answer({'count': answer['count']}, f"Deleted {answer['count']} jobs\n")
+    session.answer({'items': deleted}, format_lines(f"Deleted job {job['id']}" for job in deleted))
     return 0
 
 
 def jobs_with(session: Session, args: Arguments, op: str, key: str) -> Iterator[Tuple[Dict[str, Any], Any]]:
     """Jobs of a workflow, or the given one, each with the object of a list that its `key` names, if any."""
-    if args['job_id'] is not None:
-        jobs = [session.call('get_job', job_id=args['job_id'])]
-    else:
-        jobs = session.items('list_jobs', workflow_id=choose_workflow(session, args))
+    jobs = ([session.job(args['job_id'])] if args['job_id'] is not None else
+            session.items('list_jobs', workflow_id=choose_workflow(session, args)))
     items = session.items(op, workflow_id=jobs[0]['workflow_id']) if jobs else []
     known = {item['id']: item for item in items}
     return ((job, known[job[key]]) for job in jobs if job.get(key) in known)
@@ -21787,17 +21758,18 @@ def cmd_jobs_requirements(session: Session, args: Arguments) -> int:
         row = dict(needs, job_id=job['id'], job_name=job['name'], rr_id=needs['id'], rr_name=needs['name'])
         del row['id'], row['name']
         rows.append(row)
-    return show_rows(session, JOB_REQUIREMENT_COLUMNS, rows, 'jobs')
+    session.show_list(headings_of(JOB_REQUIREMENT_COLUMNS), rows, 'jobs', rows)
+    return 0
 
 
 def cmd_jobs_handlers(session: Session, args: Arguments) -> int:
     """Failure handler of each job that has one."""
-    rows = []
-    for job, handler in jobs_with(session, args, 'list_failure_handlers', 'failure_handler_id'):
-        rows.append({'job_id': job['id'], 'job_name': job['name'], 'failure_handler_id': handler['id'],
-                     'failure_handler_name': handler['name'], 'rules': handler['rules'],
-                     'workflow_id': job['workflow_id']})
-    return show_rows(session, JOB_HANDLER_COLUMNS, rows, 'jobs with a failure handler')
+    rows = [{'job_id': job['id'], 'job_name': job['name'], 'failure_handler_id': handler['id'],
+             'failure_handler_name': handler['name'], 'rules': handler['rules'],
+             'workflow_id': job['workflow_id']}
+            for job, handler in jobs_with(session, args, 'list_failure_handlers', 'failure_handler_id')]
+    session.show_list(headings_of(JOB_HANDLER_COLUMNS), rows, 'jobs with a failure handler', rows)
+    return 0
 
 
 def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
@@ -21836,7 +21808,7 @@ def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
     if len(chosen) != 1:
         raise BadInput('give either job ids, or --status, or --return-code')
     if chosen == ['job_ids']:
-        jobs = [session.call('get_job', job_id=job_id) for job_id in dict.fromkeys(args['job_ids'])]
+        jobs = [session.job(job_id) for job_id in dict.fromkeys(args['job_ids'])]
         refuse_several_workflows(jobs, args['workflow_id'])
         return jobs
     workflow_id = choose_workflow(session, args)
@@ -21845,11 +21817,10 @@ def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
                 for job in session.items('list_jobs', workflow_id=workflow_id, status=status)]
     else:
         results = session.items('list_results', workflow_id=workflow_id, return_code=args['return_code'])
-        jobs = [session.call('get_job', job_id=result['job_id']) for result in results]
+        jobs = [session.job(result['job_id']) for result in results]
     if not jobs:
-        words = f"return code {args['return_code']}"
-        if args['status']:
-            words = f"status in [{', '.join(args['status'])}]"
+        words = (f"status in [{', '.join(args['status'])}]" if args['status'] else
+                 f"return code {args['return_code']}")
         message = f'No jobs in workflow {workflow_id} match {words}.'
         raise Refused(message, reset_count=0, reset_job_ids=[], workflow_id=workflow_id)
     return jobs
@@ -21871,21 +21842,19 @@ def brief(job: Dict[str, Any]) -> Dict[str, Any]:
 
 def downstream_jobs(session: Session, jobs: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """Jobs that wait for these, however far away."""
-    seen, found = {job['id'] for job in jobs}, []
-    queue = [job['id'] for job in jobs]
+    workflow_id, queue = jobs[0]['workflow_id'], [job['id'] for job in jobs]
+    found = dict.fromkeys(queue)    # type: Dict[int, Any]
     while queue:
-        for job in session.items('list_jobs', workflow_id=jobs[0]['workflow_id'],
-                                 upstream_job_id=queue.pop()):
-            if job['id'] not in seen:
-                seen.add(job['id'])
+        for job in session.items('list_jobs', workflow_id=workflow_id, upstream_job_id=queue.pop()):
+            if job['id'] not in found:
+                found[job['id']] = brief(job)
                 queue.append(job['id'])
-                found.append(brief(job))
-    return sorted(found, key=operator.itemgetter('job_id'))
+    return [found[job_id] for job_id in sorted(found) if found[job_id]]
 
 
 def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int], List[Dict[str, Any]]]:
     """Set jobs to uninitialized. Returns ids that were, and failures."""
-    run_id = session.call('get_workflow', workflow_id=jobs[0]['workflow_id']).get('run_id', 0)
+    run_id = session.workflow(jobs[0]['workflow_id']).get('run_id', 0)
     done, failures = [], []
     for job in jobs:
         try:
@@ -21930,7 +21899,7 @@ RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason'
 def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, Any]],
                       args: Arguments) -> Dict[str, Any]:
     """Results with the paths of the files that their jobs wrote."""
-    workflow = session.call('get_workflow', workflow_id=workflow_id)
+    workflow = session.workflow(workflow_id)
     base = output_directory(session, workflow, args)
     nodes = {node['id']: node for node in session.items('list_compute_nodes', workflow_id=workflow_id)}
     rows = []
@@ -22014,7 +21983,7 @@ class LogReader:
     def __init__(self, session: Session, args: Arguments) -> None:
         self.session = session
         self.args = args
-        self.workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
+        self.workflow = session.workflow(choose_workflow(session, args))
         self.id = self.workflow['id']
         self.output_dir = output_directory(session, self.workflow, args)
         named = [find_job(session, self.id, word, args['follow']) for word in args['jobs']]
@@ -22192,7 +22161,7 @@ def follow_logs(reader: LogReader) -> int:
         is_over = are_over(session, reader.id, reader.jobs)     # asked first: what ends later is seen later
         ended = reader.ended(all_runs=True, offset=count)
         count += len(ended)
-        reader.workflow = session.call('get_workflow', workflow_id=reader.id)   # there may be another run
+        reader.workflow = session.workflow(reader.id)   # there may be another run
         attempts = list(filter(reader.is_wanted, attempts + ended + reader.running()))
         for attempt in attempts:
             for path in reader.paths_of(attempt):
@@ -22220,7 +22189,7 @@ def are_over(session: Session, workflow_id: int, jobs: Sequence[Dict[str, Any]])
     """Whether nothing more is to come of jobs; of all if none is named."""
     if not jobs:
         return session.call('is_workflow_complete', workflow_id=workflow_id)['is_complete']
-    statuses = (session.call('get_job', job_id=job['id'])['status'] for job in jobs)
+    statuses = (session.job(job['id'])['status'] for job in jobs)
     return all(STATUSES[STATUS_CODES[status]].is_done for status in statuses)
 
 
@@ -22228,7 +22197,7 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
     """A job by its id or, if there is none of that id in the workflow, its name."""
     if is_id(word):
         try:
-            job = session.call('get_job', job_id=int(word))
+            job = session.job(int(word))
             if job['workflow_id'] == workflow_id:
                 return job
         except NotFound:
@@ -22365,7 +22334,7 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
 
 def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
     """Execution plan of a workflow from its jobs as they are stored."""
-    workflow = session.call('get_workflow', workflow_id=workflow_id)
+    workflow = session.workflow(workflow_id)
     graph = session.call('get_dependency_graph', workflow_id=workflow_id)
     index = {job_id: position for position, job_id in enumerate(graph['job_ids'])}
     sets = [frozenset(index[job_id] for job_id in members) for members in graph['sets']]
@@ -22610,7 +22579,7 @@ def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[D
 
 def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool) -> int:
     """Initialize if need be, run, report. Returns the exit code."""
-    workflow = session.call('get_workflow', workflow_id=target.workflow_id)
+    workflow = session.workflow(target.workflow_id)
     refuse_short_time(workflow, options)
     if target.retries_failed:
         prepare_output_dir(session, options)
@@ -22777,7 +22746,7 @@ def report_unwritten_data(session: Session, workflow_id: int) -> None:
     """Warn of user data that jobs of this run have declared and not written."""
     try:
         events = session.items('list_events', workflow_id=workflow_id, category='user_data')
-        run_id = session.call('get_workflow', workflow_id=workflow_id)['run_id'] if events else 0
+        run_id = session.workflow(workflow_id)['run_id'] if events else 0
     except TorcError:       # no server any more: the events are kept
         return
     found = [event['data'].get('message') for event in events if event['data'].get('run_id') == run_id]
@@ -23304,9 +23273,9 @@ def parse_logs_workflow(text: str) -> int:
     return parse_id(text)
 
 
-def parse_ids(text: str) -> List[int]:
-    """Ids separated by commas."""
-    return [parse_id(word) for word in text.split(',')]
+def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
+    """A parser of values with commas between them."""
+    return lambda text: list(map(parse, text.split(',')))
 
 
 def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
@@ -23351,19 +23320,12 @@ def parse_server_verb(text: str) -> str:
     return one_of('run')(text)
 
 
-def parse_statuses(text: str) -> List[str]:
-    """Statuses of jobs, separated by commas."""
-    return [one_of(*STATUS_CODES)(word) for word in text.split(',')]
-
-
-def parse_labels(text: str) -> List[str]:
-    """Labels separated by commas."""
-    labels = text.split(',')
-    for label in labels:
-        error = label_error(label)
-        if error:
-            raise ValueError(f"label '{shorten(label)}' {error}")
-    return labels
+def parse_label(text: str) -> str:
+    """A label of a job or runner."""
+    error = label_error(text)
+    if error:
+        raise ValueError(f"label '{shorten(text)}' {error}")
+    return text
 
 
 def parse_cost(text: str) -> int:
@@ -23374,6 +23336,8 @@ def parse_cost(text: str) -> int:
     return value
 
 
+parse_ids, parse_labels = comma_separated(parse_id), comma_separated(parse_label)
+parse_status = one_of(*STATUS_CODES)
 LOG_LEVELS = ('debug', 'info', 'warning', 'error', 'off')
 MONITOR_WORDS = ('off', 'summary', 'time-series')
 STDIO_WORDS = tuple(mode.replace('_', '-') for mode in STDIO_MODES)
@@ -23398,9 +23362,9 @@ OFFSET = Argument('--offset', 'N', 'number of items to skip', at_least(0))
 SORT = Argument('--sort-by', 'FIELD', 'sort by a field')
 REVERSE = Argument('--reverse-sort', '', 'sort in descending order')
 PAGE_OPTIONS = (LIMIT, OFFSET, SORT, REVERSE)
-SHORT_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'number of items to skip', at_least(0)),
-              Argument('-s --sort-by', 'FIELD', 'sort by a field'),
-              Argument('-r --reverse-sort', '', 'sort in descending order'))
+SHORT_PAGE_OPTIONS = (LIMIT, OFFSET._replace(names='-o --offset'))
+SHORT_SORT_OPTIONS = (*SHORT_PAGE_OPTIONS, SORT._replace(names='-s --sort-by'),
+                      REVERSE._replace(names='-r --reverse-sort'))
 JOB = Argument('-j --job-id', 'JOB', 'of this job only', parse_id)
 RESUME = Argument('--resume', '', 'update the workflow last made from this file (see: help resume)')
 SPEC_OPTIONS = (
@@ -23442,7 +23406,6 @@ RELOAD_OPTIONS = (
     Argument('--server-password', 'PW', 'your own password there, where --url names it'))
 GROUP_ID = Argument('GROUP', '', 'id of the access group', parse_id, key='group_id')
 GROUP_USER = USER._replace(key='user_name')
-GROUP_PAGE_OPTIONS = (LIMIT, Argument('-o --offset', 'N', 'number of items to skip', at_least(0)))
 INIT_OPTIONS = (
     FORCE, DRY_RUN, Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
     Argument('--wait-timeout', 'SECONDS', 'wait at most this long; the task continues',
@@ -23506,8 +23469,8 @@ COMMANDS = (
         Argument('--dry-run', '', 'with --resume: only show what would change and run'), *RUN_OPTIONS,
         Argument('--persistent', '', 'keep running when nothing is left to do'),
         Argument('--retry-failed', '',
-                 'with an id: run again what failed or was canceled, and what depends on it'),
-        FORCE, *SPEC_OPTIONS), 'run examples/hello.yaml'),
+                 'with an id: run again what failed or was canceled, and what depends on it'), FORCE,
+        *SPEC_OPTIONS), 'run examples/hello.yaml'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, for runners to be started later', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
         Argument('--dry-run', '', 'only check the file; with --resume: only show what would change'), RESUME,
@@ -23519,12 +23482,11 @@ COMMANDS = (
         Argument('--link', 'MODE', 'product: all combinations; zip: value by value', one_of('product', 'zip'),
                  default='product'),
         Argument('-n --name', 'NAME', 'name of the workflow'),
-        Argument('--description', 'TEXT', 'description of the workflow'),
-        DRY_RUN, *RUN_OPTIONS,
+        Argument('--description', 'TEXT', 'description of the workflow'), DRY_RUN, *RUN_OPTIONS,
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
                  one_of(*MONITOR_WORDS), is_pending=True),
-        Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)',
-                 one_of(*MONITOR_WORDS), is_pending=True),
+        Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)', one_of(*MONITOR_WORDS),
+                 is_pending=True),
         Argument('--generate-plots', '', 'draw what was measured', is_pending=True),
         Argument('-i --sample-interval --sample-interval-seconds', 'SECONDS',
                  'between measurements (default 10)', at_least(1, parse_whole_seconds), is_pending=True),
@@ -23582,20 +23544,18 @@ COMMANDS = (
                  at_least(0, parse_seconds))),
         'serve --port 0'),
     Command('ping', cmd_ping, 'check whether a server answers', (), 'ping'),
-    Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file", (
-        PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS),
+    Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file",
+        (PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS),
         'htpasswd add -f users.htpasswd -p a-long-word ann'),
     Command('htpasswd hash', cmd_htpasswd_hash, "print the entry of a user in a password file", (
         Argument('USER', '', 'name, for the whole line', count='?'), PASSWORD, COST),
         'htpasswd hash -p a-long-word ann'),
     Command('htpasswd verify', cmd_htpasswd_verify, "check a user's password",
-        (PASSWORD_FILE, USER, PASSWORD),
-        'htpasswd verify -f users.htpasswd -p open-sesame you'),
+        (PASSWORD_FILE, USER, PASSWORD), 'htpasswd verify -f users.htpasswd -p open-sesame you'),
     Command('htpasswd list', cmd_htpasswd_list, 'list the users of a password file', (PASSWORD_FILE,),
         'htpasswd list -f users.htpasswd'),
     Command('htpasswd remove', cmd_htpasswd_remove, 'remove a user from a password file',
-        (PASSWORD_FILE, USER, *RELOAD_OPTIONS),
-        'htpasswd remove -f users.htpasswd you'),
+        (PASSWORD_FILE, USER, *RELOAD_OPTIONS), 'htpasswd remove -f users.htpasswd you'),
     Command('install', cmd_install, 'install this file as the command `torc`, which is compiled once', (
         Argument('--prefix', 'DIR', 'where: DIR/bin/torc and DIR/lib/torc', default='~/.local'),
         Argument('--force', '', 'replace files of these names that `install` has not made'),
@@ -23603,8 +23563,8 @@ COMMANDS = (
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
 
-    Command('workflows new', cmd_workflows_new, 'create an empty workflow', (
-        THE_NAME, Argument('-d --description', 'TEXT', 'one sentence about it')), 'workflows new -n study'),
+    Command('workflows new', cmd_workflows_new, 'create an empty workflow',
+        (THE_NAME, Argument('-d --description', 'TEXT', 'one sentence about it')), 'workflows new -n study'),
     Command('workflows list', cmd_workflows_list, 'list your workflows', (
         *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'),
         Argument('--include-archived', '', 'archived ones too'),
@@ -23620,14 +23580,12 @@ COMMANDS = (
         Argument('--spec-path', 'FILE', 'the workflow file that it follows with `run --resume`', spec_path)),
         'workflows update 1 -n study'),
     Command('workflows init', cmd_init, 'make all jobs ready or blocked again, in a new run',
-        (ASKED_WF, *INIT_OPTIONS),
-        'workflows init 1 --no-prompts'),
+        (ASKED_WF, *INIT_OPTIONS), 'workflows init 1 --no-prompts'),
     Command('workflows reinit', cmd_reinit, 'make ready what changed since it ran', (ASKED_WF, *INIT_OPTIONS),
         'workflows reinit 1 --dry-run'),
     Command('workflows reset-status', cmd_reset_status, 'reset jobs to uninitialized', (
         ASKED_WF, Argument('--failed-only', '', 'only those that failed, and what depends on them'),
-        Argument('-r --reinitialize', '', 'and make them ready'),
-        ALTHOUGH_RUNNING),
+        Argument('-r --reinitialize', '', 'and make them ready'), ALTHOUGH_RUNNING),
         'workflows reset-status 1 --failed-only -r --no-prompts'),
     Command('workflows is-complete',
         shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
@@ -23642,11 +23600,13 @@ COMMANDS = (
         Argument('--max-parallel-jobs', 'N', 'run at most N jobs at a time', at_least(1)),
         Argument('--json', 'OBJECT', 'keys and values, as JSON', parse_json)),
         'workflows update-action 1 1 --num-allocations 2'),
-    Command('workflows delete-action', cmd_delete_action, 'delete an action', (NEEDED_WF, ACTION_ID),
-        'workflows delete-action 1 1 --no-prompts'),
+    Command('workflows delete-action',
+        deletes('delete_workflow_action', 'action {action_id}',
+                'Deleted action {action_id}', 'action_id deleted workflow_id'),
+        'delete an action', (NEEDED_WF, ACTION_ID), 'workflows delete-action 1 1 --no-prompts'),
     Command('workflows execution-plan', cmd_execution_plan, 'show in which order jobs become ready', (
-        Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'),
-        *SPEC_OPTIONS), 'workflows execution-plan examples/diamond.yaml'),
+        Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
+        'workflows execution-plan examples/diamond.yaml'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('TRUTH', '', 'true or false', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
@@ -23658,43 +23618,37 @@ COMMANDS = (
         Argument('-b --blocking-job-ids', 'ID', 'jobs that must finish first', parse_ids, '+',
                  key='depends_on_job_ids'),
         Argument('-i --input-file-ids', 'ID', 'files that it reads', parse_ids, '+'),
-        Argument('-o --output-file-ids', 'ID', 'files that it writes', parse_ids, '+'),
-        PRIORITY, LABELS),
+        Argument('-o --output-file-ids', 'ID', 'files that it writes', parse_ids, '+'), PRIORITY, LABELS),
         "jobs create 1 -n extra -c 'echo more'"),
     Command('jobs create-from-file', cmd_jobs_create_from_file, 'add a job for each line of a file', (
         NEEDED_WF, Argument('FILE', '', 'commands, one a line; - for stdin'),
         Argument('--cpus-per-job', 'N', 'CPUs of each', at_least(1), default=1),
         Argument('--memory-per-job', 'MEMORY', 'memory of each', normalize_memory, default='1m'),
         Argument('--runtime-per-job', 'DURATION', 'longest run time of each', normalize_duration,
-                 default=DEFAULT_RUNTIME)),
-        'jobs create-from-file 1 commands.txt'),
+                 default=DEFAULT_RUNTIME)), 'jobs create-from-file 1 commands.txt'),
     Command('jobs list', cmd_jobs_list, 'list jobs', (
-        ASKED_WF, Argument('-s --status', 'STATUS', 'in this status only', one_of(*STATUS_CODES)),
+        ASKED_WF, Argument('-s --status', 'STATUS', 'in this status only', parse_status),
         Argument('--upstream-job-id', 'JOB', 'that wait for this job', parse_id), *PAGE_OPTIONS,
         Argument('--include-relationships', '', 'JSON: with ids of files and prerequisites'),
-        Argument('-x --exclude', 'COLUMN', 'without this column', count='*')), 'jobs list 1 --status failed',
-        True),
+        Argument('-x --exclude', 'COLUMN', 'without this column', count='*')),
+        'jobs list 1 --status failed', True),
     Command('jobs get', cmd_jobs_get, 'show a job, and why it failed or does not run', (ID,), 'jobs get 1'),
     Command('jobs running', lists('get_running_jobs', RUNNING_COLUMNS, 'running jobs'),
-        'list jobs that run now', (ASKED_WF,),
-        'jobs running 1', True),
+        'list jobs that run now', (ASKED_WF,), 'jobs running 1', True),
     Command('jobs update', cmd_jobs_update, 'change a job', (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
         Argument('--runtime', 'DURATION', 'of its requirements, which others may share', normalize_duration),
-        Argument('--resource-requirements-id', 'ID', 'what it needs', parse_id),
-        PRIORITY, LABELS,
+        Argument('--resource-requirements-id', 'ID', 'what it needs', parse_id), PRIORITY, LABELS,
         Argument('--clear-labels', '', 'without labels')), 'jobs update 1 --priority 5'),
     Command('jobs delete', cmd_jobs_delete, 'delete jobs',
-        (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),),
-        'jobs delete 1'),
-    Command('jobs delete-all', cmd_jobs_delete_all, 'delete all jobs of a workflow', (NEEDED_WF,),
-        'jobs delete-all 1 --no-prompts'),
+        (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),), 'jobs delete 1'),
+    Command('jobs delete-all', deletes('delete_jobs', 'all jobs', 'Deleted {count} jobs', 'count'),
+        'delete all jobs of a workflow', (NEEDED_WF,), 'jobs delete-all 1 --no-prompts'),
     Command('jobs reset-status', cmd_jobs_reset_status, 'reset chosen jobs to uninitialized', (
         Argument('ID', '', 'ids of jobs', parse_id, '*', key='job_ids'),
-        Argument('--status', 'STATUS,...', 'jobs in these statuses', parse_statuses, '*'),
+        Argument('--status', 'STATUS,...', 'jobs in these statuses', comma_separated(parse_status), '*'),
         Argument('--return-code', 'N', 'jobs that ended with this code', parse_number),
-        Argument('--workflow-id', 'WF', 'workflow of --status and --return-code', parse_id),
-        ALTHOUGH_RUNNING,
+        Argument('--workflow-id', 'WF', 'workflow of --status and --return-code', parse_id), ALTHOUGH_RUNNING,
         DRY_RUN, Argument('--reinitialize --reinit', '', 'and make them ready')),
         'jobs reset-status --return-code 1 --workflow-id 1 --reinit --no-prompts'),
     Command('jobs list-resource-requirements', cmd_jobs_requirements, 'list what jobs need', (ASKED_WF, JOB),
@@ -23710,8 +23664,7 @@ COMMANDS = (
         'files list 1', True),
     Command('files get', cmd_get, 'show a file', (ID,), 'files get 1'),
     Command('files update', cmd_update, 'change a file',
-        (ID, NAME, Argument('-p --path', 'PATH', 'where it is')),
-        'files update 1 -p data.csv'),
+        (ID, NAME, Argument('-p --path', 'PATH', 'where it is')), 'files update 1 -p data.csv'),
     Command('files delete', cmd_delete, 'remove a file from its workflow', (ID,), 'files delete 1'),
     Command('files list-required-existing', shows_ids('list_required_existing_files', 'files'),
         'list files that must exist: no job makes them, or a job has made them', (ASKED_WF,),
@@ -23724,36 +23677,31 @@ COMMANDS = (
         Argument('--producer-job-id', 'JOB', 'job that writes it', parse_id)),
         """user-data create 1 -n limits -d '{"low": 1}'"""),
     Command('user-data list', cmd_list, 'list user data', (
-        ASKED_WF, Argument('-l --limit', 'N', 'maximum number of items', at_least(1)),
-        Argument('-o --offset', 'N', 'number of items to skip', at_least(0)), SORT, REVERSE,
-        Argument('--name', 'NAME', 'with this in its name'),
+        ASKED_WF, *SHORT_PAGE_OPTIONS, SORT, REVERSE, Argument('--name', 'NAME', 'with this in its name'),
         Argument('--is-ephemeral', 'TRUTH', 'true or false', parse_truth),
         Argument('--consumer-job-id', 'JOB', 'read by this job', parse_id),
-        Argument('--producer-job-id', 'JOB', 'written by this job', parse_id)),
-        'user-data list 1', True),
+        Argument('--producer-job-id', 'JOB', 'written by this job', parse_id)), 'user-data list 1', True),
     Command('user-data get', cmd_get, 'show user data', (ID,), 'user-data get 1'),
     Command('user-data update', cmd_update, 'change user data', (
         ID, NAME, DATA, Argument('--ephemeral', 'TRUTH', 'true or false', parse_truth, key='is_ephemeral')),
         "user-data update 1 -d '[1, 2]'"),
     Command('user-data delete', cmd_delete, 'delete user data', (ID,), 'user-data delete 1'),
-    Command('user-data delete-all', cmd_delete_all_user_data, 'delete all user data of a workflow',
-        (NEEDED_WF,
-        ),
-        'user-data delete-all 1 --no-prompts'),
+    Command('user-data delete-all',
+        deletes('delete_all_user_data', 'all user data',
+                'Deleted {deleted_count} user data records for workflow {workflow_id}', 'deleted_count message'),
+        'delete all user data of a workflow', (NEEDED_WF,), 'user-data delete-all 1 --no-prompts'),
     Command('user-data list-missing', shows_ids('list_missing_user_data', 'user_data'),
-        'list user data that has no value',
-        (NEEDED_WF,), 'user-data list-missing 1'),
+        'list user data that has no value', (NEEDED_WF,), 'user-data list-missing 1'),
 
-    Command('resource-requirements create', cmd_create, 'add resource requirements to a workflow', (
-        ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS),
+    Command('resource-requirements create', cmd_create, 'add resource requirements to a workflow',
+        (ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS),
         'resource-requirements create 1 -n big --num-cpus 4 -m 8g -r PT1H'),
     Command('resource-requirements list', cmd_list, 'list resource requirements', (ASKED_WF, *PAGE_OPTIONS),
         'resource-requirements list 1', True),
     Command('resource-requirements get', cmd_get, 'show resource requirements', (ID,),
         'resource-requirements get 1'),
     Command('resource-requirements update', cmd_update, 'change resource requirements',
-        (ID, NAME, *REQUIREMENT_OPTIONS),
-        'resource-requirements update 1 --memory 16g'),
+        (ID, NAME, *REQUIREMENT_OPTIONS), 'resource-requirements update 1 --memory 16g'),
     Command('resource-requirements delete', cmd_delete, 'delete resource requirements', (ID,),
         'resource-requirements delete 1'),
 
@@ -23765,20 +23713,20 @@ COMMANDS = (
         ASKED_WF, JOB, Argument('-r --run-id', 'N', 'of this run', at_least(0)),
         Argument('--return-code', 'N', 'with this return code', parse_number),
         Argument('--failed', '', 'with a return code other than 0'),
-        Argument('-s --status', 'STATUS', 'with this status', one_of(*STATUS_CODES)),
+        Argument('-s --status', 'STATUS', 'with this status', parse_status),
         Argument('--compute-node', 'ID', 'of this compute node', parse_id, key='compute_node_id'),
-        Argument('--all-runs', '', 'of earlier runs and attempts too'),
-        *PAGE_OPTIONS, Argument('--include-logs', '', 'JSON: with the paths of output files'),
+        Argument('--all-runs', '', 'of earlier runs and attempts too'), *PAGE_OPTIONS,
+        Argument('--include-logs', '', 'JSON: with the paths of output files'),
         Argument('-o --output-dir', 'DIR', "the runner's, for --include-logs", default=DEFAULT_OUTPUT_DIR)),
         'results list 1 --failed', True),
     Command('results get', cmd_get, 'show a result', (ID,), 'results get 1'),
     Command('results delete', cmd_delete, 'delete a result', (ID,), 'results delete 1'),
 
-    Command('events create', cmd_create_event, 'add an event',
-        (ASKED_WF, Argument('-d --data', 'JSON', 'what happened', parse_json, '!')),
+    Command('events create', cmd_create_event, 'add an event', (
+        ASKED_WF, Argument('-d --data', 'JSON', 'what happened', parse_json, '!')),
         """events create 1 -d '{"category": "note"}'"""),
-    Command('events list', cmd_list, 'list events',
-        (ASKED_WF, Argument('-t --type --category', 'TYPE', 'of this category'), *SHORT_PAGE_OPTIONS),
+    Command('events list', cmd_list, 'list events', (
+        ASKED_WF, Argument('-t --type --category', 'TYPE', 'of this category'), *SHORT_SORT_OPTIONS),
         'events list 1', True),
     Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,),
         'events get-latest-event 1'),
@@ -23791,14 +23739,13 @@ COMMANDS = (
     Command('events delete', cmd_delete, 'delete an event', (ID,), 'events delete 1'),
 
     Command('compute-nodes list', cmd_list, 'list compute nodes', (
-        ASKED_WF, *SHORT_PAGE_OPTIONS,
+        ASKED_WF, *SHORT_SORT_OPTIONS,
         Argument('--scheduled-compute-node', 'ID', 'of this allocation', parse_id,
-                 key='scheduled_compute_node_id')),
-        'compute-nodes list 1', True),
+                 key='scheduled_compute_node_id')), 'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
 
     Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; exit code 1 if it failed', (
-        Argument('ID', '', 'id of the task', parse_id),
+        ID._replace(meaning='id of the task'),
         Argument('--timeout', 'SECONDS', 'wait at most this long', at_least(0, parse_seconds)),
         Argument('--poll-fallback-interval', 'SECONDS', 'longest interval between requests',
                  at_least(0.01, parse_seconds), default=10)), 'tasks wait 1'),
@@ -23822,29 +23769,26 @@ COMMANDS = (
         Argument('-y --yes', '', 'do not ask before a change'),
         Argument('--limit', 'N', 'maximum number of rows', at_least(1))),
         "admin sql 'SELECT id, name FROM workflow'", True),
-    Command('admin list-audit-log', cmd_list_audit_log, 'list what was changed with SQL', (
-        Argument('--limit', 'N', 'maximum number of items', at_least(1)), OFFSET), 'admin list-audit-log',
-            True),
+    Command('admin list-audit-log', cmd_list_audit_log, 'list what was changed with SQL',
+        (LIMIT._replace(names='--limit'), OFFSET), 'admin list-audit-log', True),
     Command('admin api-stats', cmd_api_stats, "count the server's requests", (
-        Argument('--window', 'SECONDS', 'period up to now, at most 3600',
-                 at_least(1, parse_whole_seconds), default=3600),
+        Argument('--window', 'SECONDS', 'period up to now, at most 3600', at_least(1, parse_whole_seconds),
+                 default=3600),
         Argument('--interval', 'SECONDS', 'length of each step', at_least(1, parse_whole_seconds),
-                 default=60)),
-        'admin api-stats --window 120', True),
-    Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON object a line', (
-        Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
+                 default=60)), 'admin api-stats --window 120', True),
+    Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON object a line',
+        (Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
     Command('admin reload-auth', shows('reload_auth', '{message}: {user_count} users'),
         'have the server read its password file again', (), 'admin reload-auth'),
 
     Command('access-groups create', changes('create_access_group', 'Created access group {id}'),
-        'create an access group', (
-        Argument('NAME', '', 'its name'), Argument('-d --description', 'TEXT', 'one sentence about it')),
+        'create an access group',
+        (Argument('NAME', '', 'its name'), Argument('-d --description', 'TEXT', 'one sentence about it')),
         'access-groups create chemists'),
     Command('access-groups list', lists('list_access_groups', GROUP_COLUMNS, 'access groups'),
-        'list access groups',
-        GROUP_PAGE_OPTIONS, 'access-groups list', True),
-    Command('access-groups get', shows('get_access_group'), 'show an access group', (GROUP_ID,),
-        'access-groups get 1'),
+        'list access groups', SHORT_PAGE_OPTIONS, 'access-groups list', True),
+    Command('access-groups get', shows('get_access_group'),
+        'show an access group', (GROUP_ID,), 'access-groups get 1'),
     Command('access-groups delete', changes('delete_access_group', 'Deleted access group {group_id}'),
         'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
     Command('access-groups add-user',
@@ -23856,9 +23800,9 @@ COMMANDS = (
         changes('remove_user_from_group', '{user_name} is no longer in access group {group_id}'),
         'remove a user from a group', (GROUP_ID, GROUP_USER), 'access-groups remove-user 2 you'),
     Command('access-groups list-members', lists('list_group_members', MEMBER_COLUMNS, 'members'),
-        'list the members of a group', (GROUP_ID, *GROUP_PAGE_OPTIONS), 'access-groups list-members 2', True),
+        'list the members of a group', (GROUP_ID, *SHORT_PAGE_OPTIONS), 'access-groups list-members 2', True),
     Command('access-groups list-user-groups', lists('list_user_groups', GROUP_COLUMNS, 'access groups'),
-        'list the groups of a user', (GROUP_USER, *GROUP_PAGE_OPTIONS), 'access-groups list-user-groups you',
+        'list the groups of a user', (GROUP_USER, *SHORT_PAGE_OPTIONS), 'access-groups list-user-groups you',
         True),
     Command('access-groups add-workflow',
         changes('add_workflow_to_group', 'Access group {group_id} has access to workflow {workflow_id}'),
@@ -23870,7 +23814,7 @@ COMMANDS = (
         'access-groups remove-workflow 1 2'),
     Command('access-groups list-workflow-groups',
         lists('list_workflow_groups', GROUP_COLUMNS, 'access groups'),
-        'list the groups that have access to a workflow', (NEEDED_WF, *GROUP_PAGE_OPTIONS),
+        'list the groups that have access to a workflow', (NEEDED_WF, *SHORT_PAGE_OPTIONS),
         'access-groups list-workflow-groups 1', True),
 )
 
