@@ -15271,7 +15271,7 @@ class TableTest(unittest.TestCase):
     def test_small_formats(self):
         self.assertEqual(['6.7s', '1m 10s'], [torc.format_seconds(6.71), torc.format_seconds(70)])
         self.assertEqual(['99.5%', ''], [torc.show_percent(99.49999), torc.show_percent(None)])
-        self.assertEqual(['1.0MB', ''], [torc.format_memory_cell(1 << 20), torc.format_memory_cell(None)])
+        self.assertEqual(['1.0MB', ''], [torc.show_memory(1 << 20), torc.show_memory(None)])
 
 
 class StatusReportTest(unittest.TestCase):

@@ -22031,7 +22031,7 @@ class LogReader:
                             and self.args['attempt_id'] in (None, attempt['attempt_id']))
             if is_asked_for and any(self.stdio_of(attempt)):
                 return attempt
-        reason = call_addition(self.session.client, 'explain_job', job_id=job['id']).get('reason')
+        reason = self.session.reason(job)
         start = f"job {job['name']} ({job['status']}) has left no output"
         if not attempts and reason:
             raise Refused(printable(f'{start}: {reason}'))
@@ -22181,7 +22181,7 @@ def describe_wait(reader: LogReader) -> str:
     if len(reader.jobs) != 1:
         return 'waiting for jobs to fail' if reader.args['failed'] else 'waiting for jobs to start'
     job = reader.jobs[0]
-    reason = call_addition(reader.session.client, 'explain_job', job_id=job['id']).get('reason')
+    reason = reader.session.reason(job)
     return f"waiting for job {job['name']} ({job['status']})" + (f': {reason}' if reason else '')
 
 
@@ -22254,9 +22254,9 @@ COUNTED = (     # key of the summary, words for it
     ('resource_requirements_count', 'resource requirements'), ('slurm_scheduler_count', 'Slurm schedulers'),
     ('action_count', 'actions'))
 EMPTY_SUMMARY = dict(       # of a file that cannot be read: the keys are there all the same
-    {key: 0 for key, _ in COUNTED}, workflow_name=None, workflow_description=None,
-    job_count_before_expansion=0,
-    file_count_before_expansion=0, has_schedule_nodes_action=False, job_names=[], scheduler_names=[])
+    dict.fromkeys([key for key, _ in COUNTED], 0), workflow_name=None, workflow_description=None,
+    job_count_before_expansion=0, file_count_before_expansion=0, has_schedule_nodes_action=False,
+    job_names=[], scheduler_names=[])
 
 
 def cmd_create_workflow(session: Session, args: Arguments) -> int:
@@ -22423,11 +22423,8 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
     if is_dry_run or session.command.name == 'create':
         hint = f"Run them with: {command_line(session, 'run', earlier['id'])}\n"
         session.answer(answer, text + (hint if answer['to_run'] and not is_dry_run else ''))
-    elif session.format == 'json':
-        session.show_json(dict(answer, message=f"Resuming workflow {earlier['id']}"), True)
-        session.out.flush()
-    elif not session.options['quiet']:
-        session.report(*text.splitlines())
+    else:
+        session.announce(dict(answer, message=f"Resuming workflow {earlier['id']}"), text)
     return 0
 
 
@@ -22493,7 +22490,8 @@ def cmd_run(session: Session, args: Arguments) -> int:
         apply_plan(session, plan, earlier, False)
         return run_to_end(session, Target(earlier['id'], True), options, args['force'])
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    report_created(session, workflow_id)
+    message = f'Created workflow {workflow_id}'
+    session.announce({'workflow_id': workflow_id, 'message': message}, message)
     return run_to_end(session, Target(workflow_id, True), options, args['force'])
 
 
@@ -22517,16 +22515,6 @@ def await_server(session: Session, options: RunnerOptions) -> None:
         time.sleep(RECONNECT_S)
 
 
-def report_created(session: Session, workflow_id: int) -> None:
-    """Say the new id: scripts read it from stdout."""
-    message = f'Created workflow {workflow_id}'
-    if session.format == 'json':
-        session.show_json({'workflow_id': workflow_id, 'message': message}, True)
-        session.out.flush()
-    elif not session.options['quiet']:
-        session.report(message)
-
-
 def runner_options(args: Arguments) -> RunnerOptions:
     """Options of the runner from the command line. --end-time beats --time-limit."""
     end_time = args['end_time']
@@ -22535,8 +22523,7 @@ def runner_options(args: Arguments) -> RunnerOptions:
     return RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
-        end_time=end_time,
-        labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
+        end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
         claim_backoff_max_s=args['claim_backoff_max_secs'])
 
 
@@ -22552,9 +22539,9 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                 raise Refused(f'{session.client.location} is not served by this version of torc.py, as '
                               'runners need: stop that server, and start it again with this one')
             gone = take_output_dir(output.top, database)
-        if gone and not session.options['quiet']:
-            session.report(f'The output directory {options.output_dir} belonged to the database '
-                           f"{gone}, which no longer exists; it now belongs to {database['path']}")
+        if gone:
+            session.note(f'The output directory {options.output_dir} belonged to the database '
+                         f"{gone}, which no longer exists; it now belongs to {database['path']}")
     except (OSError, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
         raise BadInput(printable(f'cannot write to the output directory {options.output_dir}: {reason}; '
@@ -22610,8 +22597,8 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         progress.finish()
     with contextlib.suppress(TorcError):    # no server any more: what it said last must do
         status = session.call('get_workflow_status', workflow_id=workflow['id'])
-        known = {key: status[key] for key in ('jobs_by_status', 'is_complete', 'is_canceled')}
-        outcome = outcome._replace(**known)
+        outcome = outcome._replace(**{key: status[key] for key in ('jobs_by_status', 'is_complete',
+                                                                   'is_canceled')})
     report_outcome(session, workflow, outcome, options)
     return outcome_exit(outcome)
 
@@ -22647,9 +22634,8 @@ def report_location(session: Session, workflow: Dict[str, Any]) -> None:
         session.report(f'warning: {client.location} is served already, and not from memory')
     is_embedded = not client.named_url and not client.is_lasting
     is_usual = is_embedded and client.database == os.path.abspath(EMBEDDED_DATABASE)
-    if not is_usual and not session.options['quiet']:
-        named = f"Workflow {workflow['id']} ({workflow['name']})"
-        session.report(f'{named} is stored in {client.location}')
+    if not is_usual:
+        session.note(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
 
 
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
@@ -22715,8 +22701,8 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     number = workflow['id']
     session.report(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}")
     for _, name, return_code, last_line in outcome.failed_jobs[:CANDIDATES_SHOWN]:
-        session.report(f'  {name} ended with return code {return_code}'
-                       + (f': {last_line}' if last_line else ''))
+        detail = f': {last_line}' if last_line else ''
+        session.report(f'  {name} ended with return code {return_code}{detail}')
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
         session.report(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
@@ -22737,8 +22723,8 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
         session.report(f"To go on{where}: {command_line(session, 'run', number, *words)}")
         if words[:1] == ['--retry-failed']:
             report_edit(session, workflow, words[1:])
-    if session.client.database and not os.path.exists(session.client.database):
-        database = session.client.database
+    database = session.client.database
+    if database and not os.path.exists(database):
         session.report(f'The database {database} was deleted during the run: its results are lost')
 
 
@@ -22775,14 +22761,13 @@ def report_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> No
                 more = count - len(jobs) + len(names[NAMES_SHOWN:])
                 text = ', '.join(names[:NAMES_SHOWN]) + (f' and {more} more' if more else '')
                 session.report(f'  {row.name}: {text}')
-        query = {'workflow_id': workflow_id, 'return_code': ORPHAN_RETURN_CODE, 'limit': 1,
-                 'status': 'failed'}
-        lost = session.call('list_results', **query)['total_count']
+        lost = session.call('list_results', workflow_id=workflow_id, return_code=ORPHAN_RETURN_CODE, limit=1,
+                            status='failed')['total_count']
     except TorcError:       # no server any more: nothing more can be said
         return
     if lost:
-        session.report('Jobs of other runners were lost with them '
-                       f'(return code {ORPHAN_RETURN_CODE}): {lost}')
+        code = ORPHAN_RETURN_CODE
+        session.report(f'Jobs of other runners were lost with them (return code {code}): {lost}')
 
 
 def words_to_go_on(outcome: RunOutcome) -> Optional[List[str]]:
@@ -22841,15 +22826,14 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     refuse_short_time(plan.body['workflow'], options)
     prepare_output_dir(session, options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    if session.format != 'json':
-        report_created(session, workflow_id)
+    if session.format != 'json':    # which is one line, at the end
+        session.note(f'Created workflow {workflow_id}')
     code = run_to_end(session, Target(workflow_id, True), options, False)
     if session.format == 'json':
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
-        value = {'workflow_id': workflow_id, 'status': 'failed' if code else 'completed',
-                 'had_failures': bool(counts['failed']),
-                 'had_terminations': bool(counts['terminated'])}
-        session.show_json(value, True)
+        session.show_json({'workflow_id': workflow_id, 'status': 'failed' if code else 'completed',
+                           'had_failures': bool(counts['failed']),
+                           'had_terminations': bool(counts['terminated'])}, True)
     return code
 
 
@@ -22870,11 +22854,9 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     texts = [substitute(command, instance) if instance else command for command in commands
              for instance in instances]
     jobs = [{'name': f'job{number}', 'command': text, 'cancel_on_blocking_job_failure': False,
-             'supports_termination': False}
-            for number, text in enumerate(texts, 1)]
+             'supports_termination': False} for number, text in enumerate(texts, 1)]
     spec = {'name': utf8_text(args['name'] or '') or time.strftime('exec_%Y%m%d_%H%M%S'), 'user': user_name(),
-            'jobs': jobs,
-            'resource_monitor': exec_monitor(args)}
+            'jobs': jobs, 'resource_monitor': exec_monitor(args)}
     if args['description']:
         spec['description'] = utf8_text(args['description'])
     if args['stdio']:
@@ -22914,8 +22896,7 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
     monitor = {'enabled': any(word != 'off' for word in scopes.values()),
                'granularity': 'time_series' if args['monitor'] == 'time-series' else 'summary',
                'sample_interval_seconds': args['sample_interval_seconds'] or 10,
-               'flush_interval_seconds': 300,
-               'generate_plots': bool(args['generate_plots'])}
+               'flush_interval_seconds': 300, 'generate_plots': bool(args['generate_plots'])}
     for scope, word in scopes.items():
         monitor[scope] = None if word == 'off' else {'enabled': True, 'granularity': word.replace('-', '_')}
     return monitor
@@ -22980,18 +22961,18 @@ def change_password_line(path: str, user: str, stored: Optional[str]) -> bool:
     if any(line.count(':') != 1 for line in lines if line.strip() and not line.strip().startswith('#')):
         raise BadInput(f'{path} is no password file: not all of its lines are USER:HASH. '
                        'It was not changed; give another one with -f')
-    places = [place for place, line in enumerate(lines) if line.strip().partition(':')[0] == user]
-    if stored is None and not places:
+    found = [index for index, line in enumerate(lines) if line.strip().partition(':')[0] == user]
+    if stored is None and not found:
         raise NotFound(f'{path} has no user {printable(user)!r}')
-    kept = [line for place, line in enumerate(lines) if place not in places]
-    first = places[0] if places else len(kept)
-    kept[first:first] = [] if stored is None else [f'{user}:{stored}']
+    kept = [line for index, line in enumerate(lines) if index not in found]
+    if stored is not None:
+        kept.insert(found[0] if found else len(kept), f'{user}:{stored}')
     text = ''.join(line + '\n' for line in kept)
     try:
         write_atomically(os.path.realpath(path), text.encode('utf-8', 'surrogateescape'))
     except OSError as error:
         raise BadInput(f'cannot write {path}: {error.strerror}') from None
-    return bool(places)
+    return bool(found)
 
 
 def reload_after(session: Session, args: Arguments) -> None:
@@ -23069,10 +23050,16 @@ def cmd_serve(session: Session, args: Arguments) -> int:
         options = options._replace(ends_with_input=False, auth_file=absolute(options.auth_file))
         session.show(start_detached_server(options, LogFile, log_path or options.database + '.log'))
         return 0
+
+    def announce(text: str) -> None:
+        session.show(text)
+        session.out.flush()     # others wait for it
+
     with contextlib.ExitStack() as stack:
         if log_path:
-            stack.enter_context(logging_to_file(log_path))
-        serve_database(options, functools.partial(announce_server, session))
+            file = stack.enter_context(contextlib.closing(LogFile(log_path)))
+            stack.enter_context(logging_with(file, log.handlers[-1].formatter))
+        serve_database(options, announce)
     return 0
 
 
@@ -23133,22 +23120,14 @@ def prepare_log(directory: str) -> str:
 
 
 @contextlib.contextmanager
-def logging_to_file(path: str) -> Iterator[None]:
-    """Log lines go to a file too, in the form of those on stderr."""
-    handler = LogFile(path)
-    handler.setFormatter(log.handlers[-1].formatter)
+def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
+    """Log lines of this program go to a handler too, for a while."""
+    handler.setFormatter(formatter)
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
-        handler.close()
-
-
-def announce_server(session: Session, text: str) -> None:
-    """Lines on stdout that others wait for."""
-    session.show(text)
-    session.out.flush()
 
 
 # -------- installing --------
@@ -23376,8 +23355,7 @@ SPEC_OPTIONS = (
 RUN_OPTIONS = (
     OUTPUT_DIR,
     Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
-             at_least(0.01, parse_seconds),
-             default=DEFAULT_POLL_INTERVAL_S),
+             at_least(0.01, parse_seconds), default=DEFAULT_POLL_INTERVAL_S),
     Argument('--num-cpus', 'N', 'CPUs to use (default: all)', at_least(1)),
     Argument('--memory-gb', 'N', 'memory to use, in GiB, or such as 512m (default: all)',
              at_least(0, parse_gigabytes)),
@@ -23399,8 +23377,7 @@ USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
 PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
 COST = Argument('-c --cost', 'N', f'work of a check, doubled by each step: 4 to {MOST_PASSWORD_COST}',
-                parse_cost,
-                default=DEFAULT_PASSWORD_COST)
+                parse_cost, default=DEFAULT_PASSWORD_COST)
 RELOAD_OPTIONS = (
     Argument('--reload-auth', '', 'then have the server read its password file again (see --url)'),
     Argument('--server-password', 'PW', 'your own password there, where --url names it'))
@@ -23688,7 +23665,8 @@ COMMANDS = (
     Command('user-data delete', cmd_delete, 'delete user data', (ID,), 'user-data delete 1'),
     Command('user-data delete-all',
         deletes('delete_all_user_data', 'all user data',
-                'Deleted {deleted_count} user data records for workflow {workflow_id}', 'deleted_count message'),
+                'Deleted {deleted_count} user data records for workflow {workflow_id}',
+                'deleted_count message'),
         'delete all user data of a workflow', (NEEDED_WF,), 'user-data delete-all 1 --no-prompts'),
     Command('user-data list-missing', shows_ids('list_missing_user_data', 'user_data'),
         'list user data that has no value', (NEEDED_WF,), 'user-data list-missing 1'),
@@ -23841,37 +23819,29 @@ def format_arguments(arguments: Sequence[Argument]) -> str:
     """Two columns: names with their value, and meaning."""
     rows = []
     for argument in arguments:
-        needed = ' (required)' if argument.count == '!' else ''
-        needed += '; not in effect yet' if argument.is_pending else ''
-        default = ''
+        meaning = argument.meaning + (' (required)' if argument.count == '!' else '')
+        meaning += '; not in effect yet' if argument.is_pending else ''
         if argument.default is not None and 'default' not in argument.meaning:
-            default = f' (default {argument.default})'
-        rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(),
-                     argument.meaning + needed + default))
+            meaning += f' (default {argument.default})'
+        rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(), meaning))
     return format_rows(rows)
 
 
 def format_command_help(words: str) -> str:
     """Help on a command, or the commands of a group."""
-    found = [command for command in COMMANDS if command.name == words]
-    if found:
-        command = found[0]
+    commands, program = {command.name: command for command in COMMANDS}, program_name()
+    if words in commands:
+        command = commands[words]
         arguments = '\n' + format_arguments(command.arguments) if command.arguments else ''
-        program = program_name()
-        return (f'Usage: {program} {format_usage(command)}\n\n{sentence(command.help)}\n{arguments}\n'
+        sentence = command.help[0].upper() + command.help[1:] + '.'
+        return (f'Usage: {program} {format_usage(command)}\n\n{sentence}\n{arguments}\n'
                 f'Example: {program} {command.example}\nOptions of all commands: {program} help commands\n')
-    group = [command for command in COMMANDS if command.name.startswith(words + ' ')]
-    if group:
-        return f'Commands of {words}:\n\n' + format_rows((format_usage(command), command.help)
-                                                         for command in group)
-    names = [*TOPICS, *(command.name for command in COMMANDS), *GROUPS]
-    near = did_you_mean(words, names)
-    raise BadInput(printable(f'there is no help on {words!r}{near} (see: {program_name()} help)'))
-
-
-def sentence(text: str) -> str:
-    """With a capital and a full stop."""
-    return text[0].upper() + text[1:] + '.'
+    if words in GROUPS:
+        rows = ((format_usage(command), command.help) for command in COMMANDS
+                if command.name.startswith(words + ' '))
+        return f'Commands of {words}:\n\n{format_rows(rows)}'
+    near = did_you_mean(words, [*TOPICS, *commands, *GROUPS])
+    raise BadInput(printable(f'there is no help on {words!r}{near} (see: {program} help)'))
 
 
 def verbs_of(group: str) -> List[str]:
@@ -23883,8 +23853,8 @@ def format_overview() -> str:
     """What `help` says alone."""
     plain = [(command.name, command.help) for command in COMMANDS if ' ' not in command.name]
     groups = [(group, ', '.join(verbs_of(group))) for group in GROUPS]
-    topics = [(f'help {name}', topic.help) for name,
-              topic in TOPICS.items()] + [('help COMMAND', 'arguments of a command')]
+    topics = [(f'help {name}', topic.help) for name, topic in TOPICS.items()]
+    topics.append(('help COMMAND', 'arguments of a command'))
     return ('torc.py: a workflow manager in one file.\n\n'
             f'    {program_name()} run FILE        create, run, wait, report\n\n'
             f'Commands:\n{format_rows(plain)}\nGroups:\n{format_rows(groups)}\n'
@@ -24160,24 +24130,16 @@ def report_error(session: Session, error: TorcError) -> int:
 
 
 @contextlib.contextmanager
-def logging_to(stream: Any, level: str) -> Iterator[None]:
-    """Log lines of this program go to a stream for a while."""
-    handler = LogStream(stream)
-    handler.setFormatter(LogLines())
+def logging_at_level(parsed: Parsed) -> Iterator[None]:
+    """The log has the level that was asked for, for a while; a server's tells more than a command's."""
+    usual = 'info' if parsed.command is not None and parsed.command.name == 'serve' else 'warning'
+    level = parsed.args.get('log_level') or parsed.options['log_level'] or usual
     before = log.level
-    log.addHandler(handler)
     log.setLevel(logging.CRITICAL + 1 if level == 'off' else level.upper())
     try:
         yield
     finally:
-        log.removeHandler(handler)
         log.setLevel(before)
-
-
-def log_level(parsed: Parsed) -> str:
-    """Level that was asked for; a server tells more than a command."""
-    own = parsed.args.get('log_level') or parsed.options['log_level']
-    return own or ('info' if parsed.command is not None and parsed.command.name == 'serve' else 'warning')
 
 
 def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None) -> int:
@@ -24189,7 +24151,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
     try:
         parsed = parse_command_line(sys.argv[1:] if argv is None else argv)
         session.options = parsed.options
-        with logging_to(err, log_level(parsed)):
+        with logging_at_level(parsed), logging_with(LogStream(err), LogLines()):
             code = run_command(parsed, session)
             session.leave()
         out.flush()
