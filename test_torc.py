@@ -17039,7 +17039,7 @@ class ParserTest(unittest.TestCase):
             ('run 1 --force=yes', '--force takes no value'),
             ('jobs list 1 -s faild', "-s: 'faild' is none of uninitialized, blocked, ready, pending, running, completed, failed, canceled, terminated, "
                                      "disabled, pending_failed, did you mean 'failed'?"),
-            ('workflows archive perhaps 1', "'perhaps' is neither true nor false; usage: torc.py workflows archive TRUTH [WF...]"),
+            ('workflows archive perhaps 1', "'perhaps' is neither true nor false; usage: torc.py workflows archive true|false [WF...]"),
             ('user-data create 1 -n x -d "{"', '-d: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)'),
         )
         for line, message in table:
@@ -21134,7 +21134,7 @@ class ReadmeLaws(unittest.TestCase):
 
     def test_its_lines_for_the_client_of_torc_show_the_token(self):
         lines = re.findall(r'(?:^    .*\n)+', self.text.partition("**A job that calls back**")[2], re.MULTILINE)[0]
-        self.assertEqual(3, lines.count('\n'))
+        self.assertEqual(4, lines.count('\n'))
         with tempfile.NamedTemporaryFile('w') as file, \
                 unittest.mock.patch.dict(os.environ, {'TORC_API_URL': 'http://here', 'TORC_TOKEN_FILE': file.name}):
             file.write('T' * 43 + '\n')

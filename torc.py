@@ -23329,13 +23329,13 @@ ACTION_ID = Argument('ID', '', 'id of the action', parse_id, key='action_id')
 THE_NAME = Argument('-n --name', 'NAME', 'name', count='!')
 NAME = Argument('-n --name', 'NAME', 'new name')
 DATA = Argument('-d --data', 'JSON', 'its value, as JSON', parse_json)
-PRIORITY = Argument('--priority', 'N', 'higher is claimed first', parse_number)
+PRIORITY = Argument('--priority', 'N', 'jobs of higher priority are claimed first', parse_number)
 LABELS = Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*',
                   key='labels')
 ALTHOUGH_RUNNING = Argument('--force', '', 'even if jobs are running')
 DRY_RUN = Argument('--dry-run', '', 'only show what would happen')
-FORCE = Argument('--force', '', 'go on although input files are missing, or jobs or runners are at work')
-OUTPUT_DIR = Argument('-o --output-dir', 'DIR', 'where output goes', default=DEFAULT_OUTPUT_DIR)
+FORCE = Argument('--force', '', 'proceed even if input files are missing, or jobs or runners are active')
+OUTPUT_DIR = Argument('-o --output-dir', 'DIR', 'output directory', default=DEFAULT_OUTPUT_DIR)
 LIMIT = Argument('-l --limit', 'N', 'maximum number of items', at_least(1))
 OFFSET = Argument('--offset', 'N', 'number of items to skip', at_least(0))
 SORT = Argument('--sort-by', 'FIELD', 'sort by a field')
@@ -23344,11 +23344,11 @@ PAGE_OPTIONS = (LIMIT, OFFSET, SORT, REVERSE)
 SHORT_PAGE_OPTIONS = (LIMIT, OFFSET._replace(names='-o --offset'))
 SHORT_SORT_OPTIONS = (*SHORT_PAGE_OPTIONS, SORT._replace(names='-s --sort-by'),
                       REVERSE._replace(names='-r --reverse-sort'))
-JOB = Argument('-j --job-id', 'JOB', 'of this job only', parse_id)
+JOB = Argument('-j --job-id', 'JOB', 'only of this job', parse_id)
 RESUME = Argument('--resume', '', 'update the workflow last made from this file (see: help resume)')
 SPEC_OPTIONS = (
-    Argument('--skip-checks', '', 'create it although resources fit no scheduler'),
-    Argument('--max-instances', 'N', f'most jobs or files from parameters (default {MAX_INSTANCES})',
+    Argument('--skip-checks', '', 'create the workflow even if jobs fit no scheduler'),
+    Argument('--max-instances', 'N', f'maximum number of instances from parameters (default {MAX_INSTANCES})',
              at_least(1)),
     Argument('--no-resource-monitoring', '', 'do not measure what jobs use'),
 )
@@ -23361,11 +23361,12 @@ RUN_OPTIONS = (
              at_least(0, parse_gigabytes)),
     Argument('--num-gpus', 'N', 'GPUs to use (default: all)', at_least(0)),
     Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
-    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest wait while nothing changes',
+    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
              at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
     Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_span),
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
-    Argument('--label', 'LABEL,...', 'take jobs with these labels only', parse_labels, '*'),
+    Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
+             '*'),
 )
 REQUIREMENT_OPTIONS = (
     Argument('--num-cpus', 'N', 'CPUs', at_least(1)), Argument('--num-gpus', 'N', 'GPUs', at_least(0)),
@@ -23376,11 +23377,11 @@ REQUIREMENT_OPTIONS = (
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
 PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
-COST = Argument('-c --cost', 'N', f'work of a check, doubled by each step: 4 to {MOST_PASSWORD_COST}',
+COST = Argument('-c --cost', 'N', f'cost of the hash; each step doubles the work: 4 to {MOST_PASSWORD_COST}',
                 parse_cost, default=DEFAULT_PASSWORD_COST)
 RELOAD_OPTIONS = (
     Argument('--reload-auth', '', 'then have the server read its password file again (see --url)'),
-    Argument('--server-password', 'PW', 'your own password there, where --url names it'))
+    Argument('--server-password', 'PW', 'your own password at the server that --url names'))
 GROUP_ID = Argument('GROUP', '', 'id of the access group', parse_id, key='group_id')
 GROUP_USER = USER._replace(key='user_name')
 INIT_OPTIONS = (
@@ -23407,7 +23408,7 @@ GLOBAL_ARGUMENTS = (
              'trusted certificates (PEM), for an https URL (default: TORC_TLS_CA_CERT)'),
     Argument('--tls-insecure', '', "do not verify the server's certificate"),
     Argument('--no-prompts', '', 'do not ask for confirmation: assume yes'),
-    Argument('-q --quiet', '', 'errors only'),
+    Argument('-q --quiet', '', 'print errors only'),
     Argument('--log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS)),
     Argument('--skip-version-check', '', 'accepted, without effect'),
     Argument('-h --help', '', 'help on the command'),
@@ -23441,18 +23442,18 @@ def cmd_help(session: Session, args: Arguments) -> int:
 
 
 COMMANDS = (
-    Command('run', cmd_run, 'create a workflow from a file, or take one by its id; run its jobs here', (
+    Command('run', cmd_run, 'create a workflow from a file, or take one by its id, and run its jobs here', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), RESUME,
         Argument('--dry-run', '', 'with --resume: only show what would change and run'), *RUN_OPTIONS,
         Argument('--persistent', '', 'keep running when nothing is left to do'),
         Argument('--retry-failed', '',
                  'with an id: run again what failed or was canceled, and what depends on it'), FORCE,
         *SPEC_OPTIONS), 'run examples/hello.yaml'),
-    Command('create', cmd_create_workflow, 'create a workflow from a file, for runners to be started later', (
+    Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
         Argument('--dry-run', '', 'only check the file; with --resume: only show what would change'), RESUME,
         *SPEC_OPTIONS), 'create --dry-run examples/hello.yaml'),
-    Command('exec', cmd_exec, 'run commands as jobs, without a file', (
+    Command('exec', cmd_exec, 'run commands as jobs, without a workflow file', (
         Argument('-c --command', 'CMD', 'a command; {name} stands for a parameter', count='*'),
         Argument('-C --command-file --commands-file', 'FILE', 'commands, one a line; - for stdin'),
         Argument('--param', 'NAME=VALUES', 'parameter: 1:10, [a,b], @FILE or one value', count='*'),
@@ -23475,47 +23476,47 @@ COMMANDS = (
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
         Argument('--force', '', 'as --no-prompts', key='no_prompts')), 'delete 1 --no-prompts'),
-    Command('logs', cmd_logs, 'print what jobs wrote, each in its newest attempt', (
+    Command('logs', cmd_logs, 'print the output of jobs, of the newest attempt of each', (
         ASKED_WF._replace(parse=parse_logs_workflow),
         Argument('JOB', '', 'ids or names of jobs; without them all that ran', count='*', key='jobs'),
-        Argument('--failed', '', 'of failed jobs only'),
-        Argument('-f --follow', '', 'keep printing what they write until they have ended'),
-        Argument('-o --output-dir', 'DIR', "the runner's", default=DEFAULT_OUTPUT_DIR),
-        Argument('--run-id', 'N', 'of this run', at_least(0)),
-        Argument('--attempt-id', 'N', 'of this attempt', at_least(1)),
+        Argument('--failed', '', 'only of failed jobs'),
+        Argument('-f --follow', '', 'keep printing what they write, until they have ended'),
+        Argument('-o --output-dir', 'DIR', "output directory of the runner", default=DEFAULT_OUTPUT_DIR),
+        Argument('--run-id', 'N', 'only of this run', at_least(0)),
+        Argument('--attempt-id', 'N', 'only of this attempt', at_least(1)),
         Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only')), 'logs 1 greet'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
         Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
                  default='127.0.0.1'),
-        Argument('-p --port', 'PORT', f'0: any free one (default {DEFAULT_PORT})', at_least(0),
+        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT})', at_least(0),
                  default=DEFAULT_PORT),
         Argument('-d --database --db', 'FILE',
                  "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
                  ":memory: for one that ends with the server"),
         Argument('--no-auth', '', 'accept requests without token or password; on 127.0.0.1 only'),
-        Argument('--new-token', '', 'make a new token'),
+        Argument('--new-token', '', 'replace the token of this database'),
         Argument('--takeover', '', 'take over the lease of a server that is known to be gone'),
-        Argument('--disable-admin-sql', '', 'no `admin sql`'),
-        Argument('--disable-admin-sql-writes', '', 'no `admin sql --write`'),
+        Argument('--disable-admin-sql', '', 'refuse `admin sql`'),
+        Argument('--disable-admin-sql-writes', '', 'refuse `admin sql --write`'),
         Argument('--auth-file', 'FILE', 'accept the users of this password file, as well as the token'),
         Argument('--credential-cache-ttl-secs', 'SECONDS',
                  'how long a verified password is valid after its last use (default 60; 0: not at all)',
                  at_least(0, parse_whole_seconds)),
-        Argument('--require-auth', '', 'accepted: it is always on, unless --no-auth is given'),
+        Argument('--require-auth', '', 'accepted: this is the default, unless --no-auth is given'),
         Argument('--enforce-access-control', '',
                  'show users only workflows of their own and of their groups'),
-        Argument('--admin-user', 'USER', 'an administrator: has the rights of the owner', count='*'),
+        Argument('--admin-user', 'USER', 'an administrator, who has the rights of the owner', count='*'),
         Argument('--tls-cert', 'FILE', 'speak https, with this certificate (PEM; default: TORC_TLS_CERT)'),
         Argument('--tls-key', 'FILE', 'its key (PEM; default: TORC_TLS_KEY)'),
         Argument('--https', '', 'accepted: a certificate implies it'),
         Argument('-l --log-level', 'LEVEL', 'debug, info, warning, error or off', parse_log_level),
         Argument('--log-dir', 'DIR', 'also log to DIR/torc-server.log, in five files of 10 MiB '
                  '(default: TORC_LOG_DIR)'),
-        Argument('--json-logs', '', 'log as JSON, an object a line'),
-        Argument('--daemon', '', 'go into the background as soon as it answers'),
-        Argument('--pid-file', 'FILE', 'write the process id there'),
-        Argument('--shutdown-on-stdin-eof', '', 'end when stdin ends'),
+        Argument('--json-logs', '', 'log JSON, one object a line'),
+        Argument('--daemon', '', 'run in the background; the command returns when the server answers'),
+        Argument('--pid-file', 'FILE', 'write the process id to this file'),
+        Argument('--shutdown-on-stdin-eof', '', 'exit at the end of stdin'),
         Argument('-t --threads', 'N', 'accepted, without effect', at_least(1)),
         Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted, without effect',
                  at_least(0, parse_seconds))),
@@ -23524,8 +23525,8 @@ COMMANDS = (
     Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file",
         (PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS),
         'htpasswd add -f users.htpasswd -p a-long-word ann'),
-    Command('htpasswd hash', cmd_htpasswd_hash, "print the entry of a user in a password file", (
-        Argument('USER', '', 'name, for the whole line', count='?'), PASSWORD, COST),
+    Command('htpasswd hash', cmd_htpasswd_hash, "print a password's hash, as in a password file", (
+        Argument('USER', '', 'name of the user, to print the whole line', count='?'), PASSWORD, COST),
         'htpasswd hash -p a-long-word ann'),
     Command('htpasswd verify', cmd_htpasswd_verify, "check a user's password",
         (PASSWORD_FILE, USER, PASSWORD), 'htpasswd verify -f users.htpasswd -p open-sesame you'),
@@ -23533,21 +23534,21 @@ COMMANDS = (
         'htpasswd list -f users.htpasswd'),
     Command('htpasswd remove', cmd_htpasswd_remove, 'remove a user from a password file',
         (PASSWORD_FILE, USER, *RELOAD_OPTIONS), 'htpasswd remove -f users.htpasswd you'),
-    Command('install', cmd_install, 'install this file as the command `torc`, which is compiled once', (
+    Command('install', cmd_install, 'install this file, compiled, as the command `torc`', (
         Argument('--prefix', 'DIR', 'where: DIR/bin/torc and DIR/lib/torc', default='~/.local'),
-        Argument('--force', '', 'replace files of these names that `install` has not made'),
-        Argument('--uninstall', '', 'remove what `install` has made there')), 'install --prefix tools'),
+        Argument('--force', '', 'replace files of these names that `install` did not write'),
+        Argument('--uninstall', '', 'remove what `install` wrote there')), 'install --prefix tools'),
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
 
     Command('workflows new', cmd_workflows_new, 'create an empty workflow',
         (THE_NAME, Argument('-d --description', 'TEXT', 'one sentence about it')), 'workflows new -n study'),
     Command('workflows list', cmd_workflows_list, 'list your workflows', (
-        *PAGE_OPTIONS, Argument('--archived-only', '', 'archived ones'),
-        Argument('--include-archived', '', 'archived ones too'),
-        Argument('-a --all-users', '', "other users' too"),
-        Argument('-g --access-group', 'NAME', 'of this group, of all its users', count='*')),
-        'workflows list', True),
+        *PAGE_OPTIONS, Argument('--archived-only', '', 'only archived ones'),
+        Argument('--include-archived', '', 'include archived ones'),
+        Argument('-a --all-users', '', "include those of other users"),
+        Argument('-g --access-group', 'NAME', 'those that this access group may use, of all users',
+                 count='*')), 'workflows list', True),
     Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,), 'workflows get 1'),
     Command('workflows update', cmd_workflows_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
@@ -23558,8 +23559,8 @@ COMMANDS = (
         'workflows update 1 -n study'),
     Command('workflows init', cmd_init, 'make all jobs ready or blocked again, in a new run',
         (ASKED_WF, *INIT_OPTIONS), 'workflows init 1 --no-prompts'),
-    Command('workflows reinit', cmd_reinit, 'make ready what changed since it ran', (ASKED_WF, *INIT_OPTIONS),
-        'workflows reinit 1 --dry-run'),
+    Command('workflows reinit', cmd_reinit, 'make jobs ready whose inputs or commands have changed',
+        (ASKED_WF, *INIT_OPTIONS), 'workflows reinit 1 --dry-run'),
     Command('workflows reset-status', cmd_reset_status, 'reset jobs to uninitialized', (
         ASKED_WF, Argument('--failed-only', '', 'only those that failed, and what depends on them'),
         Argument('-r --reinitialize', '', 'and make them ready'), ALTHOUGH_RUNNING),
@@ -23568,12 +23569,12 @@ COMMANDS = (
         shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
         'show whether a workflow has ended', (ASKED_WF,), 'workflows is-complete 1'),
     Command('workflows list-actions', lists('get_workflow_actions', ACTION_COLUMNS, 'actions', 'actions'),
-        'list actions and how far their triggers are', (ASKED_WF,), 'workflows list-actions 1', True),
+        'list actions and the progress of their triggers', (ASKED_WF,), 'workflows list-actions 1', True),
     Command('workflows update-action', cmd_update_action, "change an action's configuration", (
         NEEDED_WF, ACTION_ID, Argument('--scheduler-id', 'N', 'id of the scheduler', parse_id),
         Argument('--scheduler-type', 'TYPE', 'slurm'),
         Argument('--num-allocations', 'N', 'how many allocations', at_least(0)),
-        Argument('--start-one-worker-per-node', 'TRUTH', 'true or false', parse_truth),
+        Argument('--start-one-worker-per-node', 'BOOL', 'true or false', parse_truth),
         Argument('--max-parallel-jobs', 'N', 'run at most N jobs at a time', at_least(1)),
         Argument('--json', 'OBJECT', 'keys and values, as JSON', parse_json)),
         'workflows update-action 1 1 --num-allocations 2'),
@@ -23581,11 +23582,11 @@ COMMANDS = (
         deletes('delete_workflow_action', 'action {action_id}',
                 'Deleted action {action_id}', 'action_id deleted workflow_id'),
         'delete an action', (NEEDED_WF, ACTION_ID), 'workflows delete-action 1 1 --no-prompts'),
-    Command('workflows execution-plan', cmd_execution_plan, 'show in which order jobs become ready', (
+    Command('workflows execution-plan', cmd_execution_plan, 'show the order in which jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
         'workflows execution-plan examples/diamond.yaml'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
-        Argument('TRUTH', '', 'true or false', parse_truth, key='is_archived'),
+        Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
         'workflows archive true 1'),
 
@@ -23604,19 +23605,19 @@ COMMANDS = (
         Argument('--runtime-per-job', 'DURATION', 'longest run time of each', normalize_duration,
                  default=DEFAULT_RUNTIME)), 'jobs create-from-file 1 commands.txt'),
     Command('jobs list', cmd_jobs_list, 'list jobs', (
-        ASKED_WF, Argument('-s --status', 'STATUS', 'in this status only', parse_status),
-        Argument('--upstream-job-id', 'JOB', 'that wait for this job', parse_id), *PAGE_OPTIONS,
-        Argument('--include-relationships', '', 'JSON: with ids of files and prerequisites'),
-        Argument('-x --exclude', 'COLUMN', 'without this column', count='*')),
+        ASKED_WF, Argument('-s --status', 'STATUS', 'only in this status', parse_status),
+        Argument('--upstream-job-id', 'JOB', 'only jobs that depend on this one', parse_id), *PAGE_OPTIONS,
+        Argument('--include-relationships', '', 'JSON: include the ids of files and prerequisites'),
+        Argument('-x --exclude', 'COLUMN', 'leave out this column', count='*')),
         'jobs list 1 --status failed', True),
     Command('jobs get', cmd_jobs_get, 'show a job, and why it failed or does not run', (ID,), 'jobs get 1'),
     Command('jobs running', lists('get_running_jobs', RUNNING_COLUMNS, 'running jobs'),
-        'list jobs that run now', (ASKED_WF,), 'jobs running 1', True),
+        'list the jobs that are running', (ASKED_WF,), 'jobs running 1', True),
     Command('jobs update', cmd_jobs_update, 'change a job', (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
         Argument('--runtime', 'DURATION', 'of its requirements, which others may share', normalize_duration),
         Argument('--resource-requirements-id', 'ID', 'what it needs', parse_id), PRIORITY, LABELS,
-        Argument('--clear-labels', '', 'without labels')), 'jobs update 1 --priority 5'),
+        Argument('--clear-labels', '', 'remove all labels')), 'jobs update 1 --priority 5'),
     Command('jobs delete', cmd_jobs_delete, 'delete jobs',
         (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),), 'jobs delete 1'),
     Command('jobs delete-all', deletes('delete_jobs', 'all jobs', 'Deleted {count} jobs', 'count'),
@@ -23628,8 +23629,8 @@ COMMANDS = (
         Argument('--workflow-id', 'WF', 'workflow of --status and --return-code', parse_id), ALTHOUGH_RUNNING,
         DRY_RUN, Argument('--reinitialize --reinit', '', 'and make them ready')),
         'jobs reset-status --return-code 1 --workflow-id 1 --reinit --no-prompts'),
-    Command('jobs list-resource-requirements', cmd_jobs_requirements, 'list what jobs need', (ASKED_WF, JOB),
-        'jobs list-resource-requirements 1', True),
+    Command('jobs list-resource-requirements', cmd_jobs_requirements,
+        'list the resource requirements of jobs', (ASKED_WF, JOB), 'jobs list-resource-requirements 1', True),
     Command('jobs list-failure-handlers', cmd_jobs_handlers, 'list failure handlers of jobs', (ASKED_WF, JOB),
         'jobs list-failure-handlers 1', True),
 
@@ -23637,30 +23638,32 @@ COMMANDS = (
         ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')),
         'files create 1 -n data -p data.csv'),
     Command('files list', cmd_list, 'list files', (
-        ASKED_WF, Argument('--produced-by-job-id', 'JOB', 'that this job writes', parse_id), *PAGE_OPTIONS),
-        'files list 1', True),
+        ASKED_WF, Argument('--produced-by-job-id', 'JOB', 'only files that this job writes', parse_id),
+        *PAGE_OPTIONS), 'files list 1', True),
     Command('files get', cmd_get, 'show a file', (ID,), 'files get 1'),
     Command('files update', cmd_update, 'change a file',
         (ID, NAME, Argument('-p --path', 'PATH', 'where it is')), 'files update 1 -p data.csv'),
     Command('files delete', cmd_delete, 'remove a file from its workflow', (ID,), 'files delete 1'),
     Command('files list-required-existing', shows_ids('list_required_existing_files', 'files'),
-        'list files that must exist: no job makes them, or a job has made them', (ASKED_WF,),
+        'list files that must exist: no job writes them, or one has written them', (ASKED_WF,),
         'files list-required-existing 1'),
 
     Command('user-data create', cmd_create, 'add user data to a workflow', (
         ASKED_WF, THE_NAME, DATA,
-        Argument('--ephemeral', '', 'deleted at every initialize', key='is_ephemeral'),
+        Argument('--ephemeral', '', 'cleared at every initialization', key='is_ephemeral'),
         Argument('--consumer-job-id', 'JOB', 'job that reads it', parse_id),
         Argument('--producer-job-id', 'JOB', 'job that writes it', parse_id)),
         """user-data create 1 -n limits -d '{"low": 1}'"""),
     Command('user-data list', cmd_list, 'list user data', (
-        ASKED_WF, *SHORT_PAGE_OPTIONS, SORT, REVERSE, Argument('--name', 'NAME', 'with this in its name'),
-        Argument('--is-ephemeral', 'TRUTH', 'true or false', parse_truth),
-        Argument('--consumer-job-id', 'JOB', 'read by this job', parse_id),
-        Argument('--producer-job-id', 'JOB', 'written by this job', parse_id)), 'user-data list 1', True),
+        ASKED_WF, *SHORT_PAGE_OPTIONS, SORT, REVERSE,
+        Argument('--name', 'NAME', 'only those with this text in their name'),
+        Argument('--is-ephemeral', 'BOOL', 'true or false', parse_truth),
+        Argument('--consumer-job-id', 'JOB', 'only what this job reads', parse_id),
+        Argument('--producer-job-id', 'JOB', 'only what this job writes', parse_id)),
+        'user-data list 1', True),
     Command('user-data get', cmd_get, 'show user data', (ID,), 'user-data get 1'),
     Command('user-data update', cmd_update, 'change user data', (
-        ID, NAME, DATA, Argument('--ephemeral', 'TRUTH', 'true or false', parse_truth, key='is_ephemeral')),
+        ID, NAME, DATA, Argument('--ephemeral', 'BOOL', 'true or false', parse_truth, key='is_ephemeral')),
         "user-data update 1 -d '[1, 2]'"),
     Command('user-data delete', cmd_delete, 'delete user data', (ID,), 'user-data delete 1'),
     Command('user-data delete-all',
@@ -23688,15 +23691,15 @@ COMMANDS = (
     Command('failure-handlers get', cmd_get, 'show a failure handler', (ID,), 'failure-handlers get 1'),
 
     Command('results list', cmd_results_list, 'list results of the current run', (
-        ASKED_WF, JOB, Argument('-r --run-id', 'N', 'of this run', at_least(0)),
-        Argument('--return-code', 'N', 'with this return code', parse_number),
-        Argument('--failed', '', 'with a return code other than 0'),
-        Argument('-s --status', 'STATUS', 'with this status', parse_status),
-        Argument('--compute-node', 'ID', 'of this compute node', parse_id, key='compute_node_id'),
-        Argument('--all-runs', '', 'of earlier runs and attempts too'), *PAGE_OPTIONS,
-        Argument('--include-logs', '', 'JSON: with the paths of output files'),
-        Argument('-o --output-dir', 'DIR', "the runner's, for --include-logs", default=DEFAULT_OUTPUT_DIR)),
-        'results list 1 --failed', True),
+        ASKED_WF, JOB, Argument('-r --run-id', 'N', 'only of this run', at_least(0)),
+        Argument('--return-code', 'N', 'only with this return code', parse_number),
+        Argument('--failed', '', 'only with a return code other than 0'),
+        Argument('-s --status', 'STATUS', 'only with this status', parse_status),
+        Argument('--compute-node', 'ID', 'only of this compute node', parse_id, key='compute_node_id'),
+        Argument('--all-runs', '', 'include earlier runs and attempts'), *PAGE_OPTIONS,
+        Argument('--include-logs', '', 'JSON: include the paths of output files'),
+        Argument('-o --output-dir', 'DIR', "output directory of the runner, for --include-logs",
+                 default=DEFAULT_OUTPUT_DIR)), 'results list 1 --failed', True),
     Command('results get', cmd_get, 'show a result', (ID,), 'results get 1'),
     Command('results delete', cmd_delete, 'delete a result', (ID,), 'results delete 1'),
 
@@ -23704,21 +23707,23 @@ COMMANDS = (
         ASKED_WF, Argument('-d --data', 'JSON', 'what happened', parse_json, '!')),
         """events create 1 -d '{"category": "note"}'"""),
     Command('events list', cmd_list, 'list events', (
-        ASKED_WF, Argument('-t --type --category', 'TYPE', 'of this category'), *SHORT_SORT_OPTIONS),
+        ASKED_WF, Argument('-t --type --category', 'TYPE', 'only of this category'), *SHORT_SORT_OPTIONS),
         'events list 1', True),
     Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,),
         'events get-latest-event 1'),
-    Command('events monitor', cmd_monitor_events, 'show what happens, as it happens', (
-        ASKED_WF, Argument('-d --duration', 'MINUTES', 'for so long; else until it is interrupted',
-                           at_least(0, parse_minutes)),
+    Command('events monitor', cmd_monitor_events, 'print events as they happen', (
+        ASKED_WF,
+        Argument('-d --duration', 'MINUTES', 'stop after this time (default: when interrupted)',
+                 at_least(0, parse_minutes)),
         Argument('--level', 'LEVEL', ', '.join(SEVERITIES) + ': this and worse', one_of(*SEVERITIES),
                  default='info'),
-        Argument('--filename', 'FILE', 'add them to a file too, one a line')), 'events monitor 1 -d 0'),
+        Argument('--filename', 'FILE', 'also append them to this file, one a line')),
+        'events monitor 1 -d 0'),
     Command('events delete', cmd_delete, 'delete an event', (ID,), 'events delete 1'),
 
     Command('compute-nodes list', cmd_list, 'list compute nodes', (
         ASKED_WF, *SHORT_SORT_OPTIONS,
-        Argument('--scheduled-compute-node', 'ID', 'of this allocation', parse_id,
+        Argument('--scheduled-compute-node', 'ID', 'only of this allocation', parse_id,
                  key='scheduled_compute_node_id')), 'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
 
@@ -23729,33 +23734,34 @@ COMMANDS = (
                  at_least(0.01, parse_seconds), default=10)), 'tasks wait 1'),
 
     Command('job-dependencies job-job', lists('list_job_dependencies', JOB_JOB_COLUMNS, 'job dependencies'),
-        'list which job waits for which', (ASKED_WF, LIMIT, OFFSET), 'job-dependencies job-job 1', True),
+        'list the jobs that each job depends on', (ASKED_WF, LIMIT, OFFSET), 'job-dependencies job-job 1',
+        True),
     Command('job-dependencies job-file',
         lists('list_job_file_relationships', JOB_FILE_COLUMNS, 'job file relationships'),
-        'list which job writes and reads which file', (ASKED_WF, LIMIT, OFFSET),
+        'list the jobs that write and read each file', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-file 1', True),
     Command('job-dependencies job-user-data',
         lists('list_job_user_data_relationships', JOB_DATA_COLUMNS, 'job user data relationships'),
-        'list which job writes and reads which user data', (ASKED_WF, LIMIT, OFFSET),
+        'list the jobs that write and read each piece of user data', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-user-data 1', True),
 
     Command('admin sql', cmd_admin_sql, "run an SQL statement on the server's database", (
         Argument('STATEMENT', '', 'SELECT, WITH or VALUES; with --write INSERT, REPLACE, UPDATE or DELETE',
                  key='sql'),
-        Argument('--write', '', 'it changes something'),
-        Argument('--allow-full-table', '', 'an UPDATE or DELETE may do without WHERE'),
+        Argument('--write', '', 'allow a statement that changes data'),
+        Argument('--allow-full-table', '', 'allow UPDATE and DELETE without WHERE'),
         Argument('-y --yes', '', 'do not ask before a change'),
         Argument('--limit', 'N', 'maximum number of rows', at_least(1))),
         "admin sql 'SELECT id, name FROM workflow'", True),
-    Command('admin list-audit-log', cmd_list_audit_log, 'list what was changed with SQL',
+    Command('admin list-audit-log', cmd_list_audit_log, 'list the changes that were made with SQL',
         (LIMIT._replace(names='--limit'), OFFSET), 'admin list-audit-log', True),
-    Command('admin api-stats', cmd_api_stats, "count the server's requests", (
+    Command('admin api-stats', cmd_api_stats, "show counts of the server's requests", (
         Argument('--window', 'SECONDS', 'period up to now, at most 3600', at_least(1, parse_whole_seconds),
                  default=3600),
         Argument('--interval', 'SECONDS', 'length of each step', at_least(1, parse_whole_seconds),
                  default=60)), 'admin api-stats --window 120', True),
     Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON object a line',
-        (Argument('--include-bodies', '', 'with what was sent and answered'),), 'admin tail-api'),
+        (Argument('--include-bodies', '', 'include the bodies of requests and answers'),), 'admin tail-api'),
     Command('admin reload-auth', shows('reload_auth', '{message}: {user_count} users'),
         'have the server read its password file again', (), 'admin reload-auth'),
 
