@@ -20641,7 +20641,9 @@ PROBLEMS_SHOWN = 20
 LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
 ANSWER_FORMATS = ('table', 'json', 'csv')
 TASK_PAUSE_S = 1.0          # longest between looks at a task
-MEMORY_COMMANDS = ('run', 'exec', 'serve')      # that may have the database in memory
+# Only these last until the end of the work: any other command would copy the database twice, to memory and
+# back, for one request.
+MEMORY_COMMANDS = ('run', 'exec', 'serve')
 MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
 
 Arguments = Dict[str, Any]
@@ -20774,7 +20776,7 @@ class Session:
         except OSError:     # nobody reads it; the command is carried out all the same
             pass
 
-    def note(self, *lines: str) -> None:
+    def inform(self, *lines: str) -> None:
         """Lines to stderr, unless only errors are wanted."""
         if not self.options['quiet']:
             self.report(*lines)
@@ -20784,7 +20786,7 @@ class Session:
         if self.format == 'json':
             self.show_json(value, True)
         else:
-            self.note(*text.splitlines())
+            self.inform(*text.splitlines())
 
     def ask(self, question: str) -> str:
         """The line that is typed as the answer to a question."""
@@ -20859,6 +20861,7 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     """The given workflow; without an id on a terminal a choice, elsewhere an error that lists candidates."""
     if args['workflow_id'] is not None:
         return args['workflow_id']
+    # Only the user's own: an operation on somebody else's needs its id.
     own = session.items('list_workflows', user=user_name(), is_archived=False)
     if not own:
         raise BadInput('there is no workflow yet: make one with `create` or `run`')
@@ -21651,9 +21654,9 @@ def cmd_delete_workflows(session: Session, args: Arguments) -> int:
                               lambda number: session.call('delete_workflow', workflow_id=number))
     for workflow in deleted:    # the command's answer is the workflow alone
         workflow.pop('message', None)
-    place = session.client.location
-    session.answer(deleted, format_lines(f"Deleted workflow {workflow['id']} ({workflow['name']}) of {place}"
-                                         for workflow in deleted))
+    location = session.client.location
+    names = [f"workflow {workflow['id']} ({workflow['name']})" for workflow in deleted]
+    session.answer(deleted, format_lines(f'Deleted {name} of {location}' for name in names))
     return later or code
 
 
@@ -21925,7 +21928,7 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
             if database:
                 refuse_foreign_output(directory, read_output_record(held, False)[1], database)
         with hold_stdio(directory) as stdio:
-            if stdio.found.st_uid != os.geteuid():      # a colleague, or who has put it in the place of ours
+            if stdio.found.st_uid != os.geteuid():      # a colleague, or an attacker who replaced ours
                 owner = f'belongs to another user (uid {stdio.found.st_uid})'
                 session.report(f'torc: {stdio.path} {owner}')
     return directory
@@ -22324,8 +22327,9 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
     for action in body['actions']:
         config = action['action_config']
         if action['action_type'] == 'schedule_nodes':
-            place = config.get('scheduler')
-            name = body['slurm_schedulers'][place].get('name') if isinstance(place, int) else place
+            name = config.get('scheduler')     # or its index, before it has an id
+            if isinstance(name, int):
+                name = body['slurm_schedulers'][name].get('name')
             allocations.append(Allocation(action['trigger_type'], action.get('job_indexes'),
                                    allocation_row(config, name)))
     plan = execution_plan([job.name for job in jobs], [sets[key] for key in keys], allocations)
@@ -22496,7 +22500,7 @@ def cmd_run(session: Session, args: Arguments) -> int:
 
 
 def await_server(session: Session, options: RunnerOptions) -> None:
-    """A runner that joins a workflow waits for a server that is being started again, as one at work does."""
+    """Wait for a server that is being restarted, for as long as a running runner waits for it."""
     minutes = WORKFLOW_DEFAULTS['compute_node_wait_for_healthy_database_minutes']
     began, is_reported = time.time(), False
     while True:
@@ -22540,7 +22544,7 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                               'runners need: stop that server, and start it again with this one')
             gone = take_output_dir(output.top, database)
         if gone:
-            session.note(f'The output directory {options.output_dir} belonged to the database '
+            session.inform(f'The output directory {options.output_dir} belonged to the database '
                          f"{gone}, which no longer exists; it now belongs to {database['path']}")
     except (OSError, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
@@ -22635,7 +22639,7 @@ def report_location(session: Session, workflow: Dict[str, Any]) -> None:
     is_embedded = not client.named_url and not client.is_lasting
     is_usual = is_embedded and client.database == os.path.abspath(EMBEDDED_DATABASE)
     if not is_usual:
-        session.note(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
+        session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
 
 
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
@@ -22651,21 +22655,21 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
 
 
 def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
-                        place: Sequence[str]) -> int:
+                        words: Sequence[str]) -> int:
     """A finished workflow is not run again: say how to do so."""
     number, code = status['workflow_id'], 0 if verdict_of(status)[0] == 'complete' else 1
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     if code:
-        retry = command_line(session, 'run', number, '--retry-failed', *place)
+        retry = command_line(session, 'run', number, '--retry-failed', *words)
         session.report(f'To go on from here: {retry}')
-        report_edit(session, workflow, place)
+        report_edit(session, workflow, words)
     rows = [('what failed:', 'reset-status', ('--failed-only', '-r'))] if code else []
     if not status['is_canceled']:   # init would forget what is done
         rows += [('what changed:', 'reinit', ()), ('everything:', 'init', ())]
-    lines = format_rows((words, command_line(session, 'workflows', verb, number, *more))
-                        for words, verb, more in rows)
-    run = command_line(session, 'run', number, *place)
+    lines = format_rows((title, command_line(session, 'workflows', verb, number, *more))
+                        for title, verb, more in rows)
+    run = command_line(session, 'run', number, *words)
     session.report(f'To run again, before `{run}`:', *lines.splitlines())
     return code
 
@@ -22707,14 +22711,14 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
         session.report(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
         report_undone(session, number, outcome)
-    place = logs_words(workflow, options)
+    directory_words = logs_words(workflow, options)
     if outcome.failed_jobs:
-        logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *place)
+        logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
         session.report(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
     if not session.options['quiet']:
         report_unwritten_data(session, number)
     directory = os.path.join(options.output_dir, 'job_stdio')
-    session.report(f"Output: {directory} ({command_line(session, 'logs', number, *place)})")
+    session.report(f"Output: {directory} ({command_line(session, 'logs', number, *directory_words)})")
     words = words_to_go_on(outcome)
     if words is not None:
         words += output_words(options)
@@ -22827,7 +22831,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     prepare_output_dir(session, options)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     if session.format != 'json':    # which is one line, at the end
-        session.note(f'Created workflow {workflow_id}')
+        session.inform(f'Created workflow {workflow_id}')
     code = run_to_end(session, Target(workflow_id, True), options, False)
     if session.format == 'json':
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
@@ -23087,7 +23091,7 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
 
 
 def snapshot_path(database: str) -> str:
-    """Where a copy of a database goes: beside it, or, if it has no place, where that of other servers is."""
+    """Path of a copy of a database: beside it; in the state directory for one that exists only in memory."""
     directory = state_directory() if database == IN_MEMORY else os.path.dirname(database)
     return os.path.join(directory, 'torc-server-snapshot.db')
 
@@ -23143,7 +23147,7 @@ def cmd_install(session: Session, args: Arguments) -> int:
         raise Refused(printable(f'{foreign[0]} was not made by `install`: give another --prefix, '
                                 'or --force to replace it'))
     refuse_open_directory(os.path.dirname(made.module))
-    mask = os.umask(0o022)      # who else may enter the prefix may use it
+    mask = os.umask(0o022)      # all who can read the prefix may use it, for /opt and the like
     try:
         write_installation(made)
     except OSError as error:
@@ -23435,7 +23439,7 @@ def cmd_help(session: Session, args: Arguments) -> int:
     if not words:
         session.show(format_overview())
     elif words in TOPICS:
-        session.show(TOPICS[words].show())
+        session.show(TOPICS[words][0]())
     else:
         session.show(format_command_help(words))
     return 0
@@ -23805,12 +23809,6 @@ COMMANDS = (
 
 # -------- help --------
 
-class Topic(Row):
-    """One topic of the manual."""
-    show: Callable[[], str]
-    help: str
-
-
 def format_usage(command: Command) -> str:
     """'jobs list [WF] [options]'."""
     forms = {'1': '{}', '?': '[{}]', '*': '[{}...]', '+': '{}...', '--': '[-- {}...]'}
@@ -23835,9 +23833,9 @@ def format_arguments(arguments: Sequence[Argument]) -> str:
 
 def format_command_help(words: str) -> str:
     """Help on a command, or the commands of a group."""
-    commands, program = {command.name: command for command in COMMANDS}, program_name()
-    if words in commands:
-        command = commands[words]
+    program = program_name()
+    if words in COMMANDS_BY_NAME:
+        command = COMMANDS_BY_NAME[words]
         arguments = '\n' + format_arguments(command.arguments) if command.arguments else ''
         sentence = command.help[0].upper() + command.help[1:] + '.'
         return (f'Usage: {program} {format_usage(command)}\n\n{sentence}\n{arguments}\n'
@@ -23846,7 +23844,7 @@ def format_command_help(words: str) -> str:
         rows = ((format_usage(command), command.help) for command in COMMANDS
                 if command.name.startswith(words + ' '))
         return f'Commands of {words}:\n\n{format_rows(rows)}'
-    near = did_you_mean(words, [*TOPICS, *commands, *GROUPS])
+    near = did_you_mean(words, [*TOPICS, *COMMANDS_BY_NAME, *GROUPS])
     raise BadInput(printable(f'there is no help on {words!r}{near} (see: {program} help)'))
 
 
@@ -23859,7 +23857,7 @@ def format_overview() -> str:
     """What `help` says alone."""
     plain = [(command.name, command.help) for command in COMMANDS if ' ' not in command.name]
     groups = [(group, ', '.join(verbs_of(group))) for group in GROUPS]
-    topics = [(f'help {name}', topic.help) for name, topic in TOPICS.items()]
+    topics = [(f'help {name}', meaning) for name, (_, meaning) in TOPICS.items()]
     topics.append(('help COMMAND', 'arguments of a command'))
     return ('torc.py: a workflow manager in one file.\n\n'
             f'    {program_name()} run FILE        create, run, wait, report\n\n'
@@ -23911,25 +23909,24 @@ def format_environment() -> str:
     return '\n'.join(parts + ['Exit codes:\n' + format_rows((str(row.code), row.meaning) for row in EXITS)])
 
 
+COMMANDS_BY_NAME = {command.name: command for command in COMMANDS}
 GROUPS = tuple(dict.fromkeys(command.name.split()[0] for command in COMMANDS if ' ' in command.name))
-TOPICS = {
-    'spec': Topic(format_field_help, 'every field of a workflow file'),
-    'parameters': Topic(format_parameter_help, 'how one job becomes many'),
-    'resume': Topic(lambda: RESUME_HELP, 'how a workflow follows its edited file'),
-    'commands': Topic(format_all_commands, 'every command, and options of all'),
-    'environment': Topic(format_environment, 'environment variables and exit codes'),
+TOPICS = {      # of the manual: what makes the text, what it is about
+    'spec': (format_field_help, 'every field of a workflow file'),
+    'parameters': (format_parameter_help, 'how one job becomes many'),
+    'resume': (lambda: RESUME_HELP, 'how a workflow follows its edited file'),
+    'commands': (format_all_commands, 'every command, and options of all'),
+    'environment': (format_environment, 'environment variables and exit codes'),
 }
 
 
 # -------- parsing --------
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
+# Commands whose errors Torc 1.0 prints as JSON on stdout, too.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
                'workflows reset-status', 'jobs reset-status')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
-
-
-HELP = next(command for command in COMMANDS if command.run is cmd_help)
 
 
 class Parsed(Row):
@@ -23952,6 +23949,7 @@ def option_table(arguments: Sequence[Argument]) -> Dict[str, Argument]:
 
 def parse_command_line(words: Sequence[str]) -> Parsed:
     """Words after the program's name -> what is to be done. BadInput for what is not understood."""
+    # What follows a -- is the words of `exec`, whatever they look like (POSIX utility syntax, guideline 10).
     words, rest = list(words), []
     if '--' in words:
         position = words.index('--')
@@ -23962,7 +23960,7 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
     if not positional:
         return Parsed(None, {}, options)
     if positional[0] in GROUPS and len(queue) == 1 and queue[0] in ('-h', '--help'):
-        return Parsed(HELP, {'topic': positional}, options)
+        return Parsed(COMMANDS_BY_NAME['help'], {'topic': positional}, options)
     command = find_command(positional[0], queue, options)
     args = {key_of(argument): argument.default for argument in command.arguments}
     found = {}      # type: Arguments
@@ -23982,15 +23980,14 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
 
 def find_command(first: str, queue: Any, options: Arguments) -> Command:
     """The row that the first word, or the first two, name."""
-    names = {command.name: command for command in COMMANDS}
-    if first in names:
-        return names[first]
+    if first in COMMANDS_BY_NAME:
+        return COMMANDS_BY_NAME[first]
     if first not in GROUPS:
-        near = did_you_mean(first, [*names, *GROUPS])
+        near = did_you_mean(first, [*COMMANDS_BY_NAME, *GROUPS])
         raise BadInput(printable(f'there is no command {first!r}{near} (see: {program_name()} help)'))
     second = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
-    if second and f'{first} {second[0]}' in names:
-        return names[f'{first} {second[0]}']
+    if second and f'{first} {second[0]}' in COMMANDS_BY_NAME:
+        return COMMANDS_BY_NAME[f'{first} {second[0]}']
     verbs = verbs_of(first)
     if not second:
         raise BadInput(f"`{first}` requires one of: {', '.join(verbs)}")
