@@ -588,6 +588,11 @@ class WorldTest(unittest.TestCase):
         self.assertNotIn('Traceback', outcome.err)
         return outcome
 
+    def set_constant(self, name: str, value: Any) -> None:
+        """Another value for a constant of torc, in this test."""
+        self.addCleanup(setattr, torc, name, getattr(torc, name))
+        setattr(torc, name, value)
+
 
 class HarnessTest(unittest.TestCase):
     """The tests end by themselves, and find the same process, wherever they are started."""
@@ -8679,11 +8684,6 @@ class ServerTest(WorldTest):
         """None: plain HTTP."""
         return None
 
-    def set_constant(self, name: str, value: Any) -> None:
-        """Another value for a constant of torc, in this test."""
-        self.addCleanup(setattr, torc, name, getattr(torc, name))
-        setattr(torc, name, value)
-
     def test_requests_follow_each_other_on_one_connection(self) -> None:
         with self.server.connect() as client:
             for _ in range(3):
@@ -8853,7 +8853,6 @@ class ServerTest(WorldTest):
 
 class SpoolTest(WorldTest):
     """Long bodies, on their way."""
-    set_constant = ServerTest.set_constant
     PATH = '/torc-service/v1/bulk_files'
 
     def setUp(self) -> None:
@@ -8975,7 +8974,6 @@ class SpoolTest(WorldTest):
 
 class LongAnswerTest(WorldTest):
     """Answers that their clients do not take."""
-    set_constant = ServerTest.set_constant
     LIST = torc.API_PREFIX + '/user_data?workflow_id=1'
 
     def setUp(self) -> None:
@@ -9081,7 +9079,6 @@ class LongAnswerTest(WorldTest):
 
 class LongBodyTest(WorldTest):
     """Requests whose bodies are read by a child and carried out by a thread."""
-    set_constant = ServerTest.set_constant
 
     def setUp(self) -> None:
         super().setUp()
@@ -9408,7 +9405,6 @@ class Reader:
 
 class StreamTest(WorldTest):
     """Streams of events, on real sockets."""
-    set_constant = ServerTest.set_constant
 
     def setUp(self) -> None:
         super().setUp()
@@ -11538,7 +11534,6 @@ class Relay(threading.Thread):
 
 class RelayTest(WorldTest):
     """Somebody at an old address of the server, or on the way to it."""
-    set_constant = ServerTest.set_constant
 
     def setUp(self) -> None:
         super().setUp()
@@ -12390,7 +12385,6 @@ class ClientTest(WorldTest):
 
 class ClientStreamTest(WorldTest):
     """Streams of events through a client."""
-    set_constant = ServerTest.set_constant
     tell = StreamTest.tell
 
     def setUp(self) -> None:
