@@ -20326,6 +20326,7 @@ def column_widths(rows: Sequence[Sequence[str]], limit: int) -> List[int]:
     widths = [max(map(text_width, column)) for column in columns]
     fixed = [bool(limit) and is_time(column) for column in columns]
     flexible = sorted(width for width, stays in zip(widths, fixed) if limit and not stays)
+    # From narrow to wide: what a column leaves of its equal share goes to the wider ones.
     left = limit - 3 * len(widths) - 1 - (sum(widths) - sum(flexible))
     for index, width in enumerate(flexible):
         share = left // (len(flexible) - index)
@@ -20673,6 +20674,7 @@ class Session:
         """Connection to the server, or to the embedded database; made at its first use."""
         if self._client is None:
             interval_s = self.snapshot_interval_s
+            # A typing error in --db must not leave an empty database: only what makes workflows makes one.
             is_reading = self.is_reading or self.command.name not in MAKERS
             tls = TlsSettings(self.options['tls_ca_cert'] or '', bool(self.options['tls_insecure']))
             client = Client.find(self.options['url'] or '', self.database or '', '', tls, self.credentials)
@@ -20891,6 +20893,7 @@ def command_line(session: Session, *words: Any) -> str:
 
 def is_id(word: str) -> bool:
     """Whether a word that may be an id or a file is an id: an integer is, whatever files there are."""
+    # Else `run 7` would depend on the current directory; a file of that name is `./7`.
     if re.match(r'[0-9]{19,}\Z', word) and int(word) > MAX_INTEGER:
         raise BadInput(f'{word} is not an id: it is too large')
     return bool(re.match(r'[0-9]+\Z', word))
@@ -21675,7 +21678,7 @@ def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any]) ->
 def own_workflow(session: Session, workflow_id: int) -> Dict[str, Any]:
     """A workflow of the user: another's is not deleted by mistake."""
     workflow = session.workflow(workflow_id)
-    if workflow['user'] != user_name():
+    if workflow['user'] != user_name():     # the server would allow it to an administrator, or to a group
         user = workflow['user']
         raise Denied(printable(f'workflow {workflow_id} belongs to {user}, you are {user_name()}: it stays'))
     return workflow
@@ -21942,6 +21945,7 @@ def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[in
     """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was."""
     found: List[Optional[str]] = [None, None]
     with contextlib.suppress(OSError), hold_stdio(output_dir) as stdio:     # there may be no such directory
+        # All modes are tried: the mode may have been changed since the attempt.
         for mode in STDIO_MODES:
             for place, name in enumerate(stdio_names(workflow_id, job_id, *attempt, mode)):
                 if found[place] is None and name and has(stdio, name):
@@ -22473,7 +22477,7 @@ class Target(Row):
 def cmd_run(session: Session, args: Arguments) -> int:
     """Create a workflow from a file, or take an existing one; run its jobs here; report."""
     options = runner_options(args)      # what is wrong with them shows before anything is created
-    if args['dry_run'] and not args['resume']:
+    if args['dry_run'] and not args['resume']:      # it would run the jobs of a user who expects a check
         raise BadInput('--dry-run goes with --resume; to check a workflow file: `create --dry-run FILE`')
     if is_id(args['target']):
         if args['resume']:
@@ -22821,6 +22825,7 @@ def outcome_exit(outcome: RunOutcome) -> int:
 def cmd_exec(session: Session, args: Arguments) -> int:
     """Run commands as the jobs of a new workflow, without a file."""
     options = runner_options(args)
+    # From here on as if a file had said it: the same checks, messages and defaults.
     spec = exec_spec(session, args)
     if args['dry_run']:
         session.show_json(spec)
@@ -22982,6 +22987,7 @@ def change_password_line(path: str, user: str, stored: Optional[str]) -> bool:
 def reload_after(session: Session, args: Arguments) -> None:
     """Let a server read its password file again, if --reload-auth asks for it."""
     if args['reload_auth']:
+        # -p of these commands is the password that is changed; this one is for the connection.
         session.options.update(password=args['server_password'] or session.options['password'])
         answer = session.call('reload_auth')
         session.report(f"{answer['message']}: {answer['user_count']} users")
@@ -24031,6 +24037,7 @@ def read_option_word(word: str, queue: Any, table: Dict[str, Argument], found: A
 
 def take_values(name: str, argument: Argument, queue: Any) -> List[str]:
     """The word after an option; for those that take several, all words up to the next option."""
+    # Negative numbers are values, not options (is_option): `--return-code -9`.
     values = []
     while queue and not is_option(queue[0]) and (not values or argument.count == '+'):
         values.append(queue.popleft())
@@ -24124,6 +24131,7 @@ def report_error(session: Session, error: TorcError) -> int:
         session.report_message(f'error: {problem}')
     if len(problems) > PROBLEMS_SHOWN:
         session.report(f'and {len(problems) - PROBLEMS_SHOWN} more')
+    # The message of an error with one problem is that problem: it is said once.
     if error.message not in [text for problem in problems for text in (problem.message, str(problem),
                                                                        str(problem._replace(path='')))]:
         session.report_message(f'torc: {error.message}')
