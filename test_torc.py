@@ -12559,9 +12559,9 @@ class SnapshotTest(unittest.TestCase):
             marks = [torc.Mark(b'tag-1;', 7, 0)]
             self.assertTrue(snapshot.has_mark(20, marks))
             self.assertEqual([('number', 20), ('environ', 20)], reads)
-            self.assertEqual({11: 6, 12: 7, 20: 8}, snapshot.family(set(), marks))
-            self.assertEqual({10: 5, 11: 6, 12: 7, 20: 8}, snapshot.family({10}, marks))
-            self.assertEqual({10: 5, 11: 6, 12: 7}, snapshot.family({10}, [torc.Mark(b'other', 9, 0)]))
+            self.assertEqual({11: 6, 12: 7, 20: 8}, snapshot.family({}, marks))
+            self.assertEqual({10: 5, 11: 6, 12: 7, 20: 8}, snapshot.family({10: math.inf}, marks))
+            self.assertEqual({10: 5, 11: 6, 12: 7}, snapshot.family({10: math.inf}, [torc.Mark(b'other', 9, 0)]))
         self.assertEqual(len(set(reads)), len(reads))
         self.assertNotIn(('environ', 11), reads[:6], 'its number says enough')
 
@@ -14570,6 +14570,7 @@ class FakeStarter:
         self.ends = {}          # type: Dict[str, Callable[[Any], Any]]
         self.faults = []        # type: List[Exception]
         self.verdicts = []      # type: List[Any]
+        self.is_drained, self.judge_at = False, math.inf
 
     def start(self, attempt: Any, outputs: List[int], on_end: Any, check: Any) -> None:
         """Remember it."""
@@ -14585,9 +14586,9 @@ class FakeStarter:
         """Let one end."""
         self.ends.pop(name)(unittest.mock.Mock(end=PartTest.end(return_code)))
 
-    def stop(self, attempt: Any, lead_s: float) -> None:
-        """Remember it."""
-        self.stopped.append(attempt.name)
+    def stop(self, attempts: Sequence[Any], lead_s: float) -> None:
+        """Remember them."""
+        self.stopped += [attempt.name for attempt in attempts]
 
     def kill(self, attempts: Sequence[Any]) -> None:
         """Remember them."""
@@ -14856,7 +14857,8 @@ class JobPartsTest(PartTest):
         self.build(**workflow)
         self.claim(1, 2, 3)
         self.dispatcher.act(time.monotonic())
-        self.children = unittest.mock.Mock(children={1: None}, kill_due=lambda: [])
+        self.children = unittest.mock.Mock(children={1: None}, kill_due=list)
+        self.children.kill_children.return_value = []
         return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.digests, self.server)
 
     def test_a_signal_stops_jobs_and_returns_claims_and_a_second_one_kills(self):
@@ -14878,8 +14880,9 @@ class JobPartsTest(PartTest):
         shutdown.act(shutdown.due() - 1)
         self.assertEqual('', shutdown.reason)
         shutdown.act(shutdown.due())
-        self.assertEqual(('deadline', ['j1', 'j2'], shutdown.end), (shutdown.reason, self.starter.stopped, shutdown.due()))
-        shutdown.act(shutdown.end)
+        self.assertEqual(('deadline', ['j1', 'j2']), (shutdown.reason, self.starter.stopped))
+        self.assertAlmostEqual(shutdown.end - torc.LEAVE_S, shutdown.due())
+        shutdown.act(shutdown.due())
         self.children.kill_children.assert_called_once_with()
         self.assertEqual(math.inf, shutdown.due())
 

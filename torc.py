@@ -1247,7 +1247,8 @@ def read_pid_namespace() -> int:
 def read_proc_stat(pid: int) -> List[bytes]:
     """Fields of /proc/PID/stat from the third on, the state (proc(5)); [] if there is no such process.
 
-    A zombie counts as none: it cannot be signalled to any effect.
+    A zombie counts as none: it cannot be signalled to any effect. A process whose first thread alone has ended
+    (pthread_exit(3) in main) shows the same state, and lives: it has other threads.
     """
     try:
         descriptor = os.open(f'/proc/{pid}/stat', os.O_RDONLY)
@@ -1259,7 +1260,7 @@ def read_proc_stat(pid: int) -> List[bytes]:
         return []
     finally:
         os.close(descriptor)
-    return [] if fields[0] in (b'Z', b'X') else fields
+    return [] if fields[0] == b'X' or fields[0] == b'Z' and int(fields[17]) < 2 else fields
 
 
 def read_process_start_ticks(pid: int) -> int:
@@ -16907,7 +16908,7 @@ def write_installation(made: Installation) -> None:
 #   its number cannot be used again; any other process only when pid and start time still fit.
 
 SWEEP_INTERVAL_S = 0.05
-UNKILLABLE_S = 10.0                     # after SIGKILL; a process in uninterruptible sleep is abandoned then
+UNKILLABLE_S = 10.0                     # after SIGKILL; what lives then is in uninterruptible sleep, say
 RUN_TAG = 'TORC_RUN_TAG'
 GROUP_PREFIX = 'torc-runner-'           # of the name of a control group; the rest is its runner's mark
 # A mark, from its highest bit: one that is always set, the runner's realm (bits of a digest of its PID
@@ -16922,12 +16923,13 @@ class ProcRow(Row):
     parent: int
     session: int
     start_ticks: int
+    group: int = 0
 
 
 def read_proc_row(pid: int) -> Optional[ProcRow]:
     """One process, or None if it does not live."""
     fields = read_proc_stat(pid)
-    return ProcRow(int(fields[1]), int(fields[3]), int(fields[19])) if fields else None
+    return ProcRow(int(fields[1]), int(fields[3]), int(fields[19]), int(fields[2])) if fields else None
 
 
 def read_proc_environ(pid: int) -> bytes:
@@ -17015,16 +17017,30 @@ class ProcSnapshot:
             self.environs[pid] = read_proc_environ(pid)
         return any(mark.text in self.environs[pid] for mark in marks)
 
-    def family(self, sessions: Set[int], marks: Sequence[Mark]) -> Dict[int, int]:
-        """Processes of sessions, those with one of the marks, and their descendants: pid -> start ticks."""
-        table = self.rows
-        family = {pid for pid, row in table.items() if row.session in sessions or self.has_mark(pid, marks)}
+    def family(self, sessions: Dict[int, float], marks: Sequence[Mark]) -> Dict[int, int]:
+        """Processes of sessions, those with one of the marks, and their descendants: pid -> start ticks.
+
+        `sessions`: number -> clock ticks since boot at which its leader was reaped, infinite before. From then
+        on the number may come to name another session, whose members have begun later. A later one of ours
+        has a parent that is found, or was adopted by us.
+        """
+        table, own = self.rows, os.getpid()
+        family = {pid for pid, row in table.items()
+                  if row.session in sessions and (row.start_ticks <= sessions[row.session] or row.parent == own)
+                  or self.has_mark(pid, marks)}
         size = -1
         while size != len(family):
             size = len(family)
             family.update(pid for pid, row in table.items() if row.parent in family)
-        family.discard(os.getpid())
+        family.discard(own)
         return {pid: table[pid].start_ticks for pid in family}
+
+    def is_inner(self, pid: int, marks: Sequence[Mark]) -> bool:
+        """Whether a process carries only another mark, thus belongs to a runner that is a job itself."""
+        if pid not in self.numbers:
+            self.numbers[pid] = read_mark_number(pid)
+        number = self.numbers[pid]
+        return number >= MARK_BIT and all(number >> mark.shift != mark.number for mark in marks)
 
 
 class ProcChildren:
@@ -17053,11 +17069,18 @@ class ProcChildren:
 
 def signal_process(pid: int, start_ticks: int, number: int) -> None:
     """Signal a process if it is still the one that was meant."""
-    if read_process_start_ticks(pid) == start_ticks:
-        try:
-            os.kill(pid, number)
-        except (ProcessLookupError, PermissionError):   # it ended just now, or has become another user's
-            pass
+    try:    # Linux 5.3, Python 3.9: between the look and the signal the number cannot become another's
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        descriptor = -1
+    try:
+        if read_process_start_ticks(pid) == start_ticks:
+            signal.pidfd_send_signal(descriptor, number) if descriptor >= 0 else os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):   # it ended just now, or has become another user's
+        pass
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def signal_group(pid: int, number: int) -> bool:
@@ -17069,6 +17092,21 @@ def signal_group(pid: int, number: int) -> bool:
     except PermissionError:     # only processes of other users (setuid) are left in it
         pass
     return True
+
+
+def describe_unkillable(pids: Iterable[int]) -> str:
+    """Which of these processes live on though we may kill them, and where in the kernel they sleep; or ''."""
+    found = []
+    for pid in sorted(pids):
+        with contextlib.suppress(OSError):      # it has ended, or is another user's
+            os.kill(pid, 0)
+            fields, place = read_proc_stat(pid), ''
+            with contextlib.suppress(OSError), open(f'/proc/{pid}/wchan') as file:
+                place = file.read().strip('0 \n')      # '0': not shown to us
+            if fields:
+                state = 'in uninterruptible sleep' if fields[0] == b'D' else f'in state {fields[0].decode()}'
+                found.append(f'process {pid} is {state}' + (f' ({place})' if place else ''))
+    return first_of(found)
 
 
 # -------- control groups: what nothing can leave, where there are any to be had --------
@@ -17124,10 +17162,11 @@ def kill_control_group(directory: str) -> None:
 
 # -------- when a runner has died --------
 
-def kill_family(sessions: Set[int], marks: Sequence[Mark]) -> None:
-    """SIGKILL processes of these sessions or marks, and descendants, until two looks in a row find none."""
-    quiet, give_up_at = 0, time.monotonic() + UNKILLABLE_S
-    while quiet < 2 and time.monotonic() < give_up_at:
+def kill_family(sessions: Dict[int, float], marks: Sequence[Mark], until: float) -> None:
+    """SIGKILL a family (ProcSnapshot.family) until two looks in a row find none, or the time is over."""
+    quiet = looks = 0
+    while quiet < 2 and (looks < 2 or time.monotonic() < until):
+        looks += 1
         family = ProcSnapshot().family(sessions, marks)
         for pid, ticks in family.items():
             signal_process(pid, ticks, signal.SIGKILL)
@@ -17223,6 +17262,7 @@ REPLACED_AT_ONCE, REPLACE_PAUSE_S = 20, 1.0     # so many dead guardians are rep
 MAX_REPLY_BYTES = 64 * 1024 * 1024      # of another program's output; what is more is cut off
 REPLY_TIMED_OUT = 124                   # as timeout(1)
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
+UNKILLABLE_SWEEP_S = 1.0                # between looks at what SIGKILL has not ended
 # The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
 # that is lost. What it runs finds stdin, $0, $- and the open descriptors as with `-c COMMAND`.
 COMMAND_DESCRIPTOR = 9                  # sh knows no larger ones
@@ -17386,7 +17426,7 @@ class ProcessEnd(Row):
 class Process:
     """A started program. Held by the Launcher until nothing of it lives."""
     __slots__ = ('pid', 'mark', 'on_end', 'started_at', 'started', 'end', 'kill_at', 'is_swept', 'is_killed',
-                 'give_up_at')
+                 'give_up_at', 'reaped_ticks', 'remark')
 
     def __init__(self, pid: int, mark: Mark, on_end: Callable[['Process'], Any] = bool) -> None:
         self.pid = pid              # also the number of its session and group
@@ -17399,6 +17439,8 @@ class Process:
         self.is_swept = False       # what it left behind was asked to end
         self.is_killed = False      # SIGKILL was sent
         self.give_up_at = math.inf  # monotonic; set with SIGKILL
+        self.reaped_ticks = math.inf    # clock ticks since boot; from then on the pid may become another's
+        self.remark = ''            # why it was given up
 
     def close(self, status: int, usage: Any) -> None:
         """Set how it ended, from what wait4(2) has returned."""
@@ -17411,6 +17453,7 @@ class Process:
         self.end = ProcessEnd(
             code, number, time.monotonic() - self.started, usage.ru_utime + usage.ru_stime, peak, time.time(),
             bool(number and os.WCOREDUMP(status)))
+        self.reaped_ticks = uptime_s() * os.sysconf('SC_CLK_TCK')
 
 
 def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str],
@@ -17484,7 +17527,7 @@ def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
             join_control_group(os.path.dirname(group))
         os.read(pipe[0], 1)     # nothing is ever written
         kill_control_group(group)
-        kill_family(set(), [mark])
+        kill_family({}, [mark], time.monotonic() + UNKILLABLE_S)
         end_leftovers()     # of a runner that was one of these processes, and its guardians
     finally:
         os._exit(0)
@@ -17508,6 +17551,10 @@ class Launcher:
         self.queries: Set[Process] = set()
         self.unstarted: List[Callable[[], Any]] = []    # replies of queries that could not be started
         self.adopted: Set[int] = set()              # children that we did not start: daemons of jobs
+        self.unkillable: Dict[Process, str] = {}    # what lives though it was killed long ago, and where
+        self.gives_up = False       # ... is taken as ended
+        self.has_lost = False       # ... was, once
+        self.last_at = math.inf     # monotonic; nothing is waited for any longer
         self.environment = {name: name + b'=' + value for name, value in os.environb.items()
                             if os.fsdecode(name) not in SECRETS}
         self.outer_tag = os.environ.get(RUN_TAG, '')    # of a runner whose job we are: it must find ours, too
@@ -17659,6 +17706,7 @@ class Launcher:
                        if now >= process.kill_at and not process.is_killed], now)
         for process in self.poll() + self.give_up():
             self.children.pop(process, None)
+            self.unkillable.pop(process, None)
             process.on_end(process)
 
     def poll(self) -> List[Process]:
@@ -17709,8 +17757,8 @@ class Launcher:
         now = time.monotonic()
         done = []
         for process in self.sweeping:
-            family = snapshot.family({process.pid}, [process.mark])
-            if not family or now >= process.give_up_at:
+            family = snapshot.family({process.pid: process.reaped_ticks}, [process.mark])
+            if not family or now >= process.give_up_at and self.may_give_up(process, family):
                 done.append(process)
             elif not process.is_swept and not process.is_killed:
                 process.is_swept = True
@@ -17721,7 +17769,9 @@ class Launcher:
                 self.mark_killed(process, now)
                 self.signal_all(family, signal.SIGKILL)
         self.sweeping = [process for process in self.sweeping if process not in done]
-        self.next_sweep = now + SWEEP_INTERVAL_S if self.sweeping else math.inf
+        pauses = [UNKILLABLE_SWEEP_S if process in self.unkillable else SWEEP_INTERVAL_S
+                  for process in self.sweeping]
+        self.next_sweep = now + min(pauses, default=math.inf)
         return done
 
     @staticmethod
@@ -17734,12 +17784,30 @@ class Launcher:
     # ---- stopping ----
 
     def stop(self, process: Process, number: int, lead_s: float) -> None:
-        """Continue a process group and ask it to end; SIGKILL follows after `lead_s` unless it has ended."""
-        if process.end is None:
-            signal_group(process.pid, signal.SIGCONT)
-            signal_group(process.pid, number)
+        """Ask one process to end; see stop_all."""
+        self.stop_all([process], number, lead_s)
+
+    def stop_all(self, processes: Sequence[Process], number: int, lead_s: float) -> None:
+        """Ask processes to end, with all that they have started; SIGKILL follows after `lead_s`.
+
+        The signal goes to whole groups at once, and to each descendant elsewhere; only the jobs of a runner
+        that is a job itself are left to that runner. SIGCONT comes second: a stopped process then finds the
+        signal before it can stop itself again.
+        """
+        running = [process for process in processes if process.end is None]
+        others = {}     # type: Dict[int, int]
+        if running and number != signal.SIGKILL:    # kill_due does the same for that
+            marks, groups = [process.mark for process in running], {process.pid for process in running}
+            snapshot = ProcSnapshot()
+            others = {pid: ticks for pid, ticks in snapshot.family(dict.fromkeys(groups, math.inf), marks).items()
+                      if snapshot.rows[pid].group not in groups and not snapshot.is_inner(pid, marks)}
+        for sent in (number, signal.SIGCONT):
+            for process in running:
+                signal_group(process.pid, sent)
+            self.signal_all(others, sent)
         kill_at = time.monotonic() + max(lead_s, 0)
-        process.kill_at = min(kill_at, math.inf if process.kill_at is None else process.kill_at)
+        for process in processes:
+            process.kill_at = min(kill_at, math.inf if process.kill_at is None else process.kill_at)
 
     def kill_due(self) -> List[Process]:
         """SIGKILL every stopped child whose time is over, with its family; those that were killed now."""
@@ -17753,30 +17821,45 @@ class Launcher:
         """SIGKILL processes that may still run, with all of their families."""
         if processes:
             marks = [process.mark for process in processes]
-            family = ProcSnapshot().family({process.pid for process in processes}, marks)
+            family = ProcSnapshot().family({process.pid: process.reaped_ticks for process in processes}, marks)
             for process in processes:
                 self.mark_killed(process, now)
                 if process.end is None:
                     signal_group(process.pid, signal.SIGKILL)
             self.signal_all(family, signal.SIGKILL)
 
-    def kill_children(self) -> None:
-        """SIGKILL all of `children`, now."""
-        for process in self.children:
-            self.stop(process, signal.SIGKILL, 0)
-        self.kill_due()
+    def kill_children(self) -> List[Process]:
+        """SIGKILL all of `children`, now; those that were killed."""
+        self.stop_all(list(self.children), signal.SIGKILL, 0)
+        return self.kill_due()
 
-    @staticmethod
-    def mark_killed(process: Process, now: float) -> None:
+    def mark_killed(self, process: Process, now: float) -> None:
         """SIGKILL is sent: from here on the wait is bounded."""
         if not process.is_killed:
             process.is_killed = True
-            process.give_up_at = now + UNKILLABLE_S
+            process.give_up_at = min(now + UNKILLABLE_S, max(now, self.last_at))
+
+    def give_up_unkillable(self) -> None:
+        """From now on take what SIGKILL does not end in time as ended: nobody can wait for it."""
+        self.gives_up = True
+        for process in self.unkillable:
+            process.give_up_at = 0.0
+
+    def may_give_up(self, process: Process, pids: Iterable[int]) -> bool:
+        """Whether a process that SIGKILL has not ended is taken as ended; if not, it is listed."""
+        what = describe_unkillable(pids)
+        if self.gives_up or process in self.queries or not what:
+            process.remark = what and f'SIGKILL did not end it: {what}'
+            return True
+        self.unkillable[process], process.give_up_at = what, math.inf
+        return False
 
     def give_up(self) -> List[Process]:
         """Processes that SIGKILL could not end (uninterruptible sleep), taken as ended."""
         now = time.monotonic()
-        lost = [process for process in self.running.values() if now >= process.give_up_at]
+        lost = [process for process in self.running.values() if now >= process.give_up_at
+                and read_process_start_ticks(process.pid) and self.may_give_up(process, [process.pid])]
+        self.has_lost = self.has_lost or bool(lost)
         for process in lost:
             del self.running[process.pid]
             self.exempt.add(process.pid)
@@ -17786,12 +17869,13 @@ class Launcher:
 
     def close(self) -> None:
         """Kill what is left of anything started here, then the guardians; give everything back."""
-        for process in list(self.running.values()):
-            self.stop(process, signal.SIGKILL, 0)
+        self.stop_all(list(self.running.values()), signal.SIGKILL, 0)
         self.look_for_adopted()
+        now = time.monotonic()
+        until = max(now + SWEEP_INTERVAL_S, min(now + UNKILLABLE_S, now if self.has_lost else self.last_at))
         if self.running or self.adopted or self.sweeping:
-            kill_family(set(self.running), [self.mark])
-        self.kill_adopted()
+            kill_family(dict.fromkeys(self.running, math.inf), [self.mark], until)
+        self.kill_adopted(until)
         self.poll()
         if self.group:
             join_control_group(os.path.dirname(self.group))
@@ -17802,11 +17886,10 @@ class Launcher:
         self.proc_children.close()
         self.spawn.close()
 
-    def kill_adopted(self) -> None:
+    def kill_adopted(self, until: float) -> None:
         """Kill adopted children until none is left: what they leave behind becomes our child in turn."""
-        give_up_at = time.monotonic() + UNKILLABLE_S
         self.look_for_adopted()
-        while self.adopted and time.monotonic() < give_up_at:
+        while self.adopted and time.monotonic() < until:
             rows = ((pid, read_proc_row(pid)) for pid in self.adopted)
             self.signal_all({pid: row.start_ticks for pid, row in rows if row}, signal.SIGKILL)
             time.sleep(0.005)       # SIGKILL takes effect when the process is next scheduled
@@ -17865,7 +17948,9 @@ ANSWER_DEADLINE_S = 15.0
 MAX_COMPLETIONS_PER_REQUEST = 500
 IDLE_WAIT_S = 30.0          # the longest wait without children
 LATE_ACTION_S = 120.0       # after a local end an action that is not yet triggered may still come
-CANCEL_LEAD_S = 2.0         # from SIGTERM to SIGKILL when the workflow is canceled
+SHARED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+SHARED_SIGNAL_S = 0.5       # who signals a whole control group, as slurmd(8) does, reaches the runner by then
+LEAVE_S = 5.0               # before the end of its time, at most, a runner kills all and reports
 LAST_REPORT_S = 10.0        # an interrupted runner tries so long to report to an unreachable server
 READ_DEADLINE_S = 5.0       # for an answer that has begun to come
 RECONNECT_S = 1.0           # so long at a time an unreachable server is looked for: children wait meanwhile
@@ -18890,7 +18975,8 @@ class ServerLink:
                           had_terminations=str(had_terminations).lower())
         body = {'is_active': False, 'duration_seconds': duration_s}
         try:
-            self.client.call('update_compute_node', body, node_id=context.node_id)
+            deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, self.end - time.monotonic()))
+            self.client.call('update_compute_node', body, deadline_s, node_id=context.node_id)
         except TorcError as error:      # gone with its workflow, or unreachable: its lease ends by itself
             context.log.write(f'The compute node stays active: {error.message}', 'warning')
 
@@ -19188,12 +19274,19 @@ class OutputWatch:
 
 
 class DirectStarter:
-    """Runs each attempt as a process of this node. A starter of another kind has the same four methods."""
+    """Runs each attempt as a process of this node. A starter of another kind has the same public names."""
 
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
         self.launcher = launcher
         self.shell = Shell(launcher)
+        self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is to be started, as on a node that Slurm drains (slurm.conf, UnkillableStepTimeout):
+        what sleeps in the kernel, mostly on a lost file system, would soon have company."""
+        return bool(self.launcher.unkillable)
 
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
               check: Callable[[], Any]) -> None:
@@ -19208,22 +19301,34 @@ class DirectStarter:
         variables = job_variables(attempt, context.variables)
         attempt.process = self.shell.start(command, variables, outputs, name, on_end, check)
 
-    def stop(self, attempt: Attempt, lead_s: float) -> None:
+    def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
         """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
-        self.launcher.stop(attempt.process, self.context.stop_signal, lead_s)
+        self.launcher.stop_all([attempt.process for attempt in attempts], self.context.stop_signal, lead_s)
 
     def kill(self, attempts: Sequence[Attempt]) -> None:
         """SIGKILL, with all that they have started."""
-        for attempt in attempts:
-            self.launcher.stop(attempt.process, signal.SIGKILL, 0)
+        self.launcher.stop_all([attempt.process for attempt in attempts], signal.SIGKILL, 0)
         if attempts:
             self.launcher.kill_due()
 
     def judge(self, attempt: Attempt) -> Optional[Verdict]:
-        """What the end of an attempt means, or None for "later": then it is asked again in each turn."""
-        context = self.context
-        return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
-                         context.config['timeout_exit_code'], attempt.stopped_by)
+        """What the end of an attempt means, or None for "later": then it is asked again in each turn.
+
+        Who signals a whole control group means the runner too: a job that dies of such a signal was perhaps
+        interrupted, and has not failed.
+        """
+        context, end, process = self.context, attempt.end, attempt.process
+        until = process.started + end.wall_s + SHARED_SIGNAL_S
+        is_shared = (end.signal_number or end.return_code - 128) in SHARED_SIGNALS
+        if is_shared and not attempt.stopped_for and time.monotonic() < until:
+            self.judge_at = until
+            return None
+        verdict = judge_end(end, attempt.stopped_for, context.stop_signal,
+                            context.config['timeout_exit_code'], attempt.stopped_by)
+        if process.remark:
+            context.say(f'{attempt.name}: {process.remark}', 'warning')
+            verdict = verdict._replace(message='; '.join(filter(None, (verdict.message, process.remark))))
+        return verdict
 
 
 class Scripts:
@@ -19265,8 +19370,7 @@ class Scripts:
 
     def stop(self, number: int, lead_s: float) -> None:
         """Signal all that run; SIGKILL follows after `lead_s`."""
-        for process in self.running:
-            self.launcher.stop(process, number, lead_s)
+        self.launcher.stop_all(list(self.running), number, lead_s)
 
 
 class Digests:
@@ -19439,10 +19543,11 @@ class Completions:
 
     def due(self) -> float:
         """Whoever lets a judgement wait knows until when."""
-        return math.inf
+        return self.starter.judge_at if self.attempts.by_state['ended'] else math.inf
 
     def act(self, now: float) -> None:
         """Judge what could not be judged before."""
+        self.starter.judge_at = math.inf
         for attempt in self.attempts.of('ended'):
             self.judge(attempt)
 
@@ -19624,7 +19729,7 @@ class Dispatcher:
 
     def act(self, now: float) -> None:
         """Start what fits; give back what has waited too long. Actions come first: jobs may count on them."""
-        if self.watch.loss:
+        if self.watch.loss or self.starter.is_drained:
             return self.link.give_back(self.attempts.of('claimed'))
         if self.is_closed or self.actions.is_busy or now < self.policy.not_before or not self.link.has_lease:
             return
@@ -19637,7 +19742,7 @@ class Dispatcher:
 
     def want(self) -> Optional[Dict[str, Any]]:
         """The work to ask for."""
-        if self.is_closed or not self.may_claim or self.watch.loss:
+        if self.is_closed or not self.may_claim or self.watch.loss or self.starter.is_drained:
             return None
         return self.policy.want(self.end - time.monotonic())
 
@@ -19736,14 +19841,16 @@ class Dispatcher:
         self.link.give_back(self.attempts.of('claimed'))
 
     def stop(self, reason: str, lead_s: float, signal_number: Optional[int]) -> None:
-        """Ask all jobs to end; SIGKILL follows after `lead_s`."""
-        name = signal.Signals(self.context.stop_signal).name
-        for attempt in self.attempts.of(*STARTED):
+        """Ask all jobs to end; SIGKILL follows after `lead_s`. A judgement that waits for a signal has it."""
+        name, attempts = signal.Signals(self.context.stop_signal).name, self.attempts.of(*STARTED)
+        for attempt in self.attempts.of('ended') if signal_number else ():
+            self.set_stopping(attempt, reason, signal_number)
+        for attempt in attempts:
             if attempt.process.end is None:     # otherwise only its leftovers live
                 if not attempt.stopped_for:
                     self.set_stopping(attempt, reason, signal_number)
                 self.context.log.write(f'Job {name}', workflow_id=self.context.workflow_id, job_id=attempt.id)
-            self.starter.stop(attempt, lead_s)
+        self.starter.stop(attempts, lead_s)
 
 
 # ======== 16d. Runner's loop: turns, signals, and when to leave ========
@@ -19759,7 +19866,8 @@ class Dispatcher:
 
 
 class Wakeup:
-    """The only wait. SIGCHLD, SIGINT, SIGTERM and SIGHUP end it; their handlers do nothing.
+    """The only wait. SIGCHLD, and what ends a runner (SIGINT, SIGTERM, SIGHUP, SIGXCPU), end it; their handlers
+    do nothing. SIGXCPU comes when the CPU time that `ulimit -t` allows is used up, well before SIGKILL.
 
     Needs the main thread (signal.set_wakeup_fd). What was set before is set again by `close`.
     """
@@ -19770,7 +19878,7 @@ class Wakeup:
         os.set_blocking(self.writer, False)
         self.old_descriptor = signal.set_wakeup_fd(self.writer)
         self.old_handlers = {}      # type: Dict[int, Any]
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
             # nohup and `&` in a script ask for these to be ignored; SIGCHLD is ours in any case.
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 self.old_handlers[number] = signal.signal(number, lambda *_: None)
@@ -19826,15 +19934,18 @@ class Shutdown:
         self.interrupted_by = None  # type: Optional[int]
         self.is_killed = False      # everything was: a second signal, or the very end
         self.end = math.inf         # monotonic; when the runner must be gone
+        self.last_at = math.inf     # monotonic; when nothing may be left but to report that all was killed
         self.stop_at = math.inf     # monotonic; when jobs get the termination signal
         if context.options.end_time is not None:
             config = context.config
-            self.end = link.end = dispatcher.end = time.monotonic() + context.options.end_time - time.time()
-            self.stop_at = self.end - config['sigkill_headroom_seconds'] - config['sigterm_lead_seconds']
+            headroom_s = config['sigkill_headroom_seconds']
+            self.end = dispatcher.end = time.monotonic() + context.options.end_time - time.time()
+            self.last_at = link.end = launcher.last_at = self.end - min(headroom_s / 2, LEAVE_S)
+            self.stop_at = self.end - headroom_s - config['sigterm_lead_seconds']
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
-        return min(self.stop_at, math.inf if self.is_killed else self.end)
+        return min(self.stop_at, math.inf if self.is_killed else self.last_at)
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
@@ -19842,33 +19953,45 @@ class Shutdown:
             self.context.say('Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
             self.leave('deadline', self.end - self.context.config['sigkill_headroom_seconds'] - now)
-        if now >= self.end and not self.is_killed:
-            self.is_killed = True
-            self.launcher.kill_children()
-        for process in self.launcher.kill_due():
+        if now >= self.last_at and not self.is_killed:
+            self.kill_all()
+        self.log_killed(self.launcher.kill_due())
+
+    def kill_all(self) -> None:
+        """SIGKILL everything that still runs."""
+        self.is_killed = True
+        self.log_killed(self.launcher.kill_children())
+
+    def log_killed(self, processes: Sequence[Process]) -> None:
+        """Log what got SIGKILL, in the words of the page."""
+        for process in processes:
             attempt = self.dispatcher.attempts.find(process)
-            self.context.log.write('Job SIGKILL', 'warning', workflow_id=self.context.workflow_id,
+            self.context.log.write('Job SIGKILL', workflow_id=self.context.workflow_id,
                                    job_id=attempt and attempt.id, pid=process.pid)
 
     def on_signal(self, number: int) -> None:
-        """The first asks jobs to end; a second one kills them."""
+        """The first asks jobs to end. A second SIGINT kills them; others often come in pairs: a shell sends
+        SIGHUP beside the terminal's, systemd(1) SIGHUP beside SIGTERM, the kernel SIGXCPU each second."""
+        name = signal.Signals(number).name
         if self.interrupted_by is not None:
-            self.context.say('killing all jobs', 'warning')
-            self.is_killed = True
-            self.launcher.kill_children()
+            if number == signal.SIGINT and not self.is_killed:
+                self.context.say('killing all jobs', 'warning')
+                self.kill_all()
             return
         self.interrupted_by = number
         self.launcher.act(time.monotonic())     # what has ended by itself was not stopped
-        name, count = signal.Signals(number).name, self.dispatcher.attempts.count(*STARTED)
+        count = self.dispatcher.attempts.count(*STARTED)
         jobs = '1 job' if count == 1 else f'{count} jobs'
         self.context.log.write(f'Termination requested ({name} received).', 'warning')
-        self.context.say(f'{name}: stopping {jobs}; again to kill at once', 'warning')
+        again = 'again' if number == signal.SIGINT else 'SIGINT'
+        self.context.say(f'{name}: stopping {jobs}; {again} to kill at once', 'warning')
         self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
 
     def leave(self, reason: str, lead_s: float = 0.0) -> None:
-        """Claim nothing more. For one of SIGNAL_REASONS, stop what runs."""
-        self.reason = reason
+        """Claim nothing more. For one of SIGNAL_REASONS, stop what runs, unless that has begun."""
+        has_begun, self.reason = self.reason in SIGNAL_REASONS, reason
         self.dispatcher.close()
+        self.launcher.give_up_unkillable()
         if reason not in SIGNAL_REASONS:
             if self.digests.is_busy:
                 self.context.say('Reading output files for the RO-Crate before leaving')
@@ -19877,11 +20000,42 @@ class Shutdown:
         self.link.shorten_window(LAST_REPORT_S)
         self.digests.drop()
         self.actions.stop()
+        if has_begun:
+            self.scripts.stop(self.context.stop_signal, lead_s)
+            return
         log, count = self.context.log, self.dispatcher.attempts.count(*STARTED)
         log.write('Jobs terminating', workflow_id=self.context.workflow_id, count=count)
         self.dispatcher.stop(reason, lead_s, self.interrupted_by)
         self.scripts.stop(self.context.stop_signal, lead_s)
         log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
+
+
+class UnkillableReport:
+    """Says which jobs live on though they were killed: they keep their slots, and nothing more is started."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher, attempts: Attempts, link: ServerLink) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.attempts = attempts
+        self.link = link
+        self.reported = set()   # type: Set[Process]
+
+    def due(self) -> float:
+        """The launcher knows when SIGKILL should have worked."""
+        return math.inf
+
+    def act(self, now: float) -> None:
+        """Say what is new."""
+        unkillable, reported = self.launcher.unkillable, self.reported
+        for process in unkillable.keys() - reported:
+            attempt = self.attempts.find(process)
+            self.context.say(f"{attempt.name if attempt else 'a script'}: {UNKILLABLE_S:g} s after SIGKILL "
+                             f'{unkillable[process]}; its slot stays taken, and no more jobs are started, '
+                             'until that has ended', 'warning')
+        if reported and not unkillable:
+            self.context.say('what SIGKILL did not end has ended: jobs are started again')
+            self.link.poll_now()
+        self.reported = set(unkillable)
 
 
 class ExitRules:
@@ -19910,7 +20064,7 @@ class ExitRules:
         context, shutdown = self.context, self.shutdown
         if not shutdown.reason and shutdown.link.answer['is_canceled']:
             context.log.write('Workflow canceled', workflow_id=context.workflow_id)
-            shutdown.leave('cancel', min(CANCEL_LEAD_S, context.config['sigterm_lead_seconds']))
+            shutdown.leave('cancel', context.config['sigterm_lead_seconds'])
 
     def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
@@ -20005,6 +20159,7 @@ class Runner:
         self.parts = [
             launcher,
             self.shutdown,
+            UnkillableReport(context, launcher, self.attempts, link),
             watch,
             self.completions,
             self.dispatcher,
