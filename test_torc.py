@@ -12829,7 +12829,7 @@ class LauncherTest(WorldTest):
             self.launcher.query(argv, limit_s, replies.append)
         self.assertEqual([], replies, 'no reply before the loop acts')
         self.world.wait(lambda: self.launcher.act(time.monotonic()) or replies, 20, 'a reply')
-        self.assertEqual((1, {}, set()), (len(replies), self.launcher.children, self.launcher.queries))
+        self.assertEqual((1, {}, {}), (len(replies), self.launcher.children, self.launcher.queries))
         return replies[0]
 
     def test_another_program_answers_or_its_absence_does(self):
@@ -15126,6 +15126,170 @@ class RunnerRulesTest(unittest.TestCase):
     def test_signals_have_names_with_and_without_sig(self):
         for name, number in (('SIGINT', 2), ('int', 2), ('USR1', signal.SIGUSR1), ('nonsense', 15), ('SIG_IGN', 15)):
             self.assertEqual(number, torc.parse_signal(name))
+
+
+class NodeSizeTest(WorldTest):
+    """What a runner may use of its machine."""
+
+    # Of a fake root: files of control groups -> CPUs, memory in MiB. '-' is no file.
+    GROUPS = rows_of("""
+        version  path     files                                                          cpus  mib
+        2        /        -                                                              inf   inf
+        2        /a/b     a/b/cpu.max=max 100000                                         inf   inf
+        2        /a/b     a/b/cpu.max=250000 100000                                      2.5   inf
+        2        /a/b     a/cpu.max=150000 100000;a/b/cpu.max=max 100000                 1.5   inf
+        2        /a/b     a/memory.max=1048576;a/b/memory.max=max                        inf   1
+        2        /a/b     a/b/memory.high=3145728;a/b/memory.max=4194304                 inf   3
+        2        /../x    cpu.max=50000 100000                                           0.5   inf
+        1        /a       a/cpu.cfs_quota_us=-1;a/cpu.cfs_period_us=100000               inf   inf
+        1        /a       a/cpu.cfs_quota_us=300000;a/cpu.cfs_period_us=100000           3.0   inf
+        1        /a       cpu.cfs_quota_us=50000;cpu.cfs_period_us=100000                0.5   inf
+        1        /a       a/memory.limit_in_bytes=9223372036854771712                    inf   8796093022207
+        1        /a       memory.limit_in_bytes=9223372036854771712;a/memory.limit_in_bytes=2097152  inf  2
+        1        /a       a/cpu.cfs_quota_us=rubbish;a/memory.limit_in_bytes=            inf   inf
+        inside   /box     cpu.max=200000 100000;memory.max=2097152                       2.0   2
+        """)
+    MOUNTS = {'2': ('0::{path}', '30 1 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw'),
+              '1': ('5:cpu,cpuacct:{path}\n4:memory:{path}', '30 1 0:25 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup cgroup rw,cpu,memory'),
+              # as in a container that sees its own group as the root of the mount
+              'inside': ('0::{path}', '30 1 0:25 /box /sys/fs/cgroup rw - cgroup2 cgroup2 rw')}
+
+    def fake_root(self, number: int, version: str, path: str, files: str) -> str:
+        """A directory in place of /, and the prefix that names it."""
+        groups, mount = self.MOUNTS[version]
+        self.world.write(f'{number}/proc/self/cgroup', groups.format(path=path) + '\n')
+        self.world.write(f'{number}/proc/self/mountinfo', f'22 1 0:5 / /proc rw - proc proc rw\n{mount}\n')
+        self.world.write(f'{number}/proc/meminfo', 'MemTotal:       64 kB\nMemAvailable:    12345678901 kB\n')
+        for name, _, text in (part.partition('=') for part in filter(None, files.split(';'))):
+            self.world.write(f'{number}/sys/fs/cgroup/{name}', text + '\n')
+        return self.world.path(str(number))
+
+    def test_the_limits_of_control_groups_count_on_every_level_and_by_either_version(self):
+        for number, row in enumerate(self.GROUPS):
+            with self.subTest(row):
+                root = self.fake_root(number, row['version'], row['path'], row['files'])
+                self.assertEqual((float(row['cpus']), float(row['mib'])),
+                                 (torc.read_cpu_quota(root), torc.read_memory_limit(root) // 2 ** 20
+                                  if torc.read_memory_limit(root) < math.inf else math.inf))
+
+    def test_a_node_has_what_affinity_quota_and_memory_leave_it(self):
+        affinity = len(os.sched_getaffinity(0))
+        for files, cpus, memory in (
+                ('', affinity, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')),
+                ('a/cpu.max=99 100;a/memory.max=1048576', 1, 2 ** 20), ('a/cpu.max=9900000 100', affinity, None)):
+            with self.subTest(files):
+                size = torc.measure_node(torc.RunnerOptions(), root=self.fake_root(len(files), '2', '/a', files))
+                self.assertEqual((cpus, memory or size.memory_bytes), size[:2])
+        root = self.fake_root(99, '2', '/', '')
+        self.world.write('99/proc/meminfo', 'MemAvailable:    1024 kB\n')
+        self.assertEqual(2 ** 20, torc.measure_node(torc.RunnerOptions(), root=root).memory_bytes)
+        options = torc.RunnerOptions(num_cpus=64, memory_gb=1.5, num_gpus=2)
+        self.assertEqual((64, 3 * 2 ** 29, ('0', '1')), torc.measure_node(options, root=root), 'options win')
+
+    def test_a_real_quota_is_what_a_runner_has(self):
+        directories = [path for path in torc.control_group_directories('cpu') if os.path.exists(path + '/cpu.cfs_quota_us')
+                       or os.path.exists(path + '/cpu.max')]
+        group = os.path.join(directories[0] if directories else '', f'torc-test-{self.world.mark}')
+        with contextlib.suppress(OSError):
+            os.mkdir(group if directories else '')
+            self.addCleanup(os.rmdir, group)
+        files = [name for name in ('cpu.cfs_quota_us', 'cpu.max') if os.path.exists(os.path.join(group, name))]
+        need('cgroup', files, 'makes a control group of the cpu controller')
+        with open(os.path.join(group, files[0]), 'w') as file:
+            file.write('100000 100000' if files[0] == 'cpu.max' else '100000')
+        before = torc.measure_node(torc.RunnerOptions()).num_cpus
+        child = os.fork()
+        if child == 0:
+            try:
+                torc.join_control_group(group)
+                os._exit(torc.measure_node(torc.RunnerOptions()).num_cpus)
+            finally:
+                os._exit(99)
+        self.assertEqual(1, end_child(child))
+        self.assertEqual(len(os.sched_getaffinity(0)), before)
+
+    # -------- GPUs --------
+
+    NAMED = rows_of("""
+        environment                                     wanted  found  devices
+        -                                               -       0      -
+        -                                               -       2      0,1
+        -                                               3       0      0,1,2
+        -                                               0       2      -
+        CUDA_VISIBLE_DEVICES=5,7                        -       0      5,7
+        CUDA_VISIBLE_DEVICES=5, 7                       1       9      5
+        CUDA_VISIBLE_DEVICES=GPU-8a,MIG-1/2             -       0      GPU-8a,MIG-1/2
+        CUDA_VISIBLE_DEVICES=2,-1,3                     -       0      2
+        CUDA_VISIBLE_DEVICES=                           -       4      -
+        CUDA_VISIBLE_DEVICES=NoDevFiles                 -       4      -
+        CUDA_VISIBLE_DEVICES=                           2       4      0,1
+        CUDA_VISIBLE_DEVICES=;SLURM_JOB_GPUS=1          -       4      -
+        ROCR_VISIBLE_DEVICES=1                          -       4      1
+        SLURM_STEP_GPUS=2,3;SLURM_JOB_GPUS=0,1          -       0      2,3
+        SLURM_JOB_GPUS=gpu:0,1                          -       0      0,1
+        SLURM_JOB_GPUS=                                 -       1      0
+        """)
+
+    def test_gpus_are_those_that_the_environment_names_or_as_many_as_are_found(self):
+        for row in self.NAMED:
+            with self.subTest(row), self.world.inside(dict(
+                    part.split('=', 1) for part in row['environment'].split(';') if part)):
+                wanted = int(row['wanted']) if row['wanted'] else None
+                self.assertEqual(tuple(filter(None, row['devices'].split(','))),
+                                 torc.visible_devices(wanted, int(row['found'])))
+
+    def test_gpus_of_the_driver_are_counted(self):
+        self.assertEqual(0, torc.count_driver_gpus(self.world.directory))
+        for name in ('dev/nvidia0', 'dev/nvidia1', 'dev/nvidiactl', 'dev/nvidia-uvm'):
+            self.world.write(name, '')
+        self.assertEqual(2, torc.count_driver_gpus(self.world.directory))
+        self.world.write('proc/driver/nvidia/gpus/0000:01:00.0/information', '')
+        self.assertEqual(1, torc.count_driver_gpus(self.world.directory), 'a container that has one of them')
+
+    def count_gpus(self, programs: Dict[str, str], **options: Any) -> Tuple[int, List[str]]:
+        """Ask programs, given as their shell commands."""
+        for name, command in programs.items():
+            os.chmod(self.world.write(f'bin/{name}', f'#!/bin/sh\n{command}\n'), 0o755)
+        with self.world.inside({'PATH': self.world.path('bin') + ':' + os.environ['PATH']}), contextlib.ExitStack() as stack:
+            launcher = torc.Launcher()
+            stack.callback(launcher.close)
+            wakeup = torc.Wakeup()
+            stack.callback(wakeup.close)
+            with unittest.mock.patch.object(torc, 'count_driver_gpus', lambda: 0):
+                return torc.count_gpus(torc.RunnerOptions(**options), launcher, wakeup)
+
+    def test_the_vendors_programs_are_asked_where_nothing_else_names_gpus(self):
+        nvidia = 'test "$*" = -L && printf "GPU 0: NVIDIA A100 (UUID: GPU-1)\\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\\nGPU 1: NVIDIA A100 (UUID: GPU-2)\\n"'
+        amd = 'test "$*" = --showid && printf "GPU[0] : GPU ID: 0x740c\\nGPU[0] : Rev: 1\\nGPU[1] : GPU ID: 0x740c\\n\\nGPU[2] : GPU ID: 0x740c\\n"'
+        self.assertEqual((2, []), self.count_gpus({'nvidia-smi': nvidia}))
+        self.assertEqual((0, []), self.count_gpus({'nvidia-smi': 'echo "NVIDIA-SMI has failed"; exit 9'}))
+        self.assertEqual((3, []), self.count_gpus({'rocm-smi': amd}))
+        self.assertEqual((0, []), self.count_gpus({'rocm-smi': 'touch asked; sleep 1000'}, num_gpus=1))
+        self.assertFalse(os.path.exists(self.world.path('asked')))
+
+    def test_a_program_that_hangs_is_not_waited_for_long_and_said(self):
+        with unittest.mock.patch.object(torc, 'GPU_QUERY_S', 0.3):
+            began = time.monotonic()
+            count, problems = self.count_gpus({'nvidia-smi': 'trap "" TERM; sleep 1000'})
+        self.assertEqual((0, ['nvidia-smi: no answer within 0.3 s, so that no GPU is used; say how many there are with --num-gpus']),
+                         (count, problems))
+        self.assertLess(time.monotonic() - began, 10)
+
+    def test_a_signal_ends_the_wait_for_such_a_program(self):
+        self.assertRaises(KeyboardInterrupt, self.count_gpus, {'nvidia-smi': f'kill -INT {os.getpid()}; sleep 1000'})
+
+    def test_a_run_uses_the_gpus_that_a_program_has_found(self):
+        command = 'echo "GPU 0: A"; echo "GPU 1: B"'
+        os.chmod(self.world.write('bin/nvidia-smi', f'#!/bin/sh\n{command}\n'), 0o755)
+        need('no GPU', not torc.count_driver_gpus(), 'a machine without the driver of a GPU')
+        spec = self.world.write('w.yaml', """
+            name: w
+            resource_requirements: [{name: gpu, num_cpus: 1, num_gpus: 2, memory: 1m, runtime: PT1M}]
+            jobs: [{name: a, command: "echo $CUDA_VISIBLE_DEVICES > seen", resource_requirements: gpu}]
+            """)
+        path = {'PATH': self.world.path('bin') + ':' + os.environ['PATH']}
+        self.assertExit(0, self.world.cli('run', '-p', '0.2', spec, env=path), '1 completed')
+        self.assertEqual('0,1\n', self.world.read('seen'))
 
 
 # ======== 19. Rendering ========

@@ -17125,6 +17125,69 @@ def own_control_group() -> str:
     return directory if mount and is_ours and os.access(directory, os.W_OK) else ''
 
 
+def control_group_directories(controller: str, root: str = '') -> List[str]:
+    """Directories of our control groups that limit a controller ('cpu', 'memory'), the innermost first, by either
+    version of cgroups(7), as far up as they are mounted here. `root` is a prefix of all paths."""
+    try:
+        with open(root + '/proc/self/cgroup') as file:
+            groups = [line.split(':', 2)[1:] for line in file.read().splitlines()]
+        with open(root + '/proc/self/mountinfo', encoding='utf-8', errors='surrogateescape') as file:
+            mounts = [line.split() for line in file]
+    except OSError:     # not Linux
+        return []
+    found = []
+    for fields in mounts:
+        kind, options = fields[fields.index('-') + 1], fields[-1].split(',')
+        if kind == 'cgroup2' or kind == 'cgroup' and controller in options:
+            wanted = controller if kind == 'cgroup' else ''
+            path = next((path for names, path in groups if wanted in names.split(',')), '/')
+            # A container may see its own group alone, mounted as if it were the root.
+            inside = path[len(fields[3].rstrip('/')):] if path.startswith(fields[3]) else ''
+            names = [name for name in inside.split('/') if name not in ('', '..')]
+            found += [os.path.join(root + fields[4], *names[:depth]) for depth in range(len(names), -1, -1)]
+    return list(dict.fromkeys(found))
+
+
+def read_control_group_value(directory: str, name: str) -> List[int]:
+    """Numbers of a file of a control group, 'max' as -1; [] where there is no such file."""
+    try:
+        with open(os.path.join(directory, name)) as file:
+            return [-1 if word == 'max' else int(word) for word in file.read().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def read_cpu_quota(root: str = '') -> float:
+    """CPUs' worth of time that our control groups allow; infinite where none sets a limit."""
+    quotas = [math.inf]
+    for directory in control_group_directories('cpu', root):
+        pair = read_control_group_value(directory, 'cpu.max') or [
+            number for name in ('cpu.cfs_quota_us', 'cpu.cfs_period_us')
+            for number in read_control_group_value(directory, name)]
+        if len(pair) == 2 and min(pair) > 0:
+            quotas.append(pair[0] / pair[1])
+    return min(quotas)
+
+
+def read_memory_limit(root: str = '') -> float:
+    """Bytes that our control groups allow; infinite where none sets a limit."""
+    limits = [math.inf]
+    for directory in control_group_directories('memory', root):
+        for name in ('memory.max', 'memory.high', 'memory.limit_in_bytes'):
+            limits += [number for number in read_control_group_value(directory, name) if number > 0]
+    return min(limits)
+
+
+def read_available_memory(root: str = '') -> float:
+    """Bytes that can be had without swapping (proc(5), meminfo, MemAvailable); infinite where unknown."""
+    try:
+        with open(root + '/proc/meminfo') as file:
+            found = re.search('^MemAvailable: +([0-9]+) kB$', file.read(), re.MULTILINE)
+    except OSError:
+        return math.inf
+    return int(found.group(1)) * 1024 if found else math.inf
+
+
 def join_control_group(directory: str, pid: int = 0) -> None:
     """Move a process, or this one, to a control group; what it starts from then on is born there."""
     with contextlib.suppress(OSError), open(os.path.join(directory, 'cgroup.procs'), 'w') as file:
@@ -17548,7 +17611,7 @@ class Launcher:
         self.running: Dict[int, Process] = {}
         self.sweeping: List[Process] = []           # ended, but something of them may live
         self.children: Dict[Process, None] = {}     # both, in the order of their starts, but no queries
-        self.queries: Set[Process] = set()
+        self.queries: Dict[Process, List[Any]] = {}     # with the files of their output
         self.unstarted: List[Callable[[], Any]] = []    # replies of queries that could not be started
         self.adopted: Set[int] = set()              # children that we did not start: daemons of jobs
         self.unkillable: Dict[Process, str] = {}    # what lives though it was killed long ago, and where
@@ -17661,7 +17724,7 @@ class Launcher:
             if path is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
-            on_end = functools.partial(self.on_query_end, argv, limit_s, files, on_reply)
+            on_end = functools.partial(self.on_query_end, argv, limit_s, on_reply)
             process = self.start(list(map(encode_text, [path, *argv[1:]])), {},
                                  [file.fileno() for file in files], f'query-{argv[0]}', on_end)
         except (OSError, ValueError) as error:
@@ -17671,14 +17734,13 @@ class Launcher:
             return
         process.kill_at = time.monotonic() + limit_s
         del self.children[process]
-        self.queries.add(process)
+        self.queries[process] = files
 
-    def on_query_end(self, argv: Sequence[str], limit_s: float, files: Sequence[Any],
-                     on_reply: Callable[[Reply], Any], process: Process) -> None:
+    def on_query_end(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any],
+                     process: Process) -> None:
         """Hand a query's reply over."""
-        self.queries.discard(process)
         texts = []
-        for file in files:
+        for file in self.queries.pop(process):
             with file:
                 file.seek(0)
                 texts.append(file.read(MAX_REPLY_BYTES).decode('utf-8', 'replace'))
@@ -17877,6 +17939,8 @@ class Launcher:
             kill_family(dict.fromkeys(self.running, math.inf), [self.mark], until)
         self.kill_adopted(until)
         self.poll()
+        for file in itertools.chain(*self.queries.values()):
+            file.close()
         if self.group:
             join_control_group(os.path.dirname(self.group))
             if own_control_group() == os.path.dirname(self.group):
@@ -18003,29 +18067,61 @@ class NodeSize(Row):
     devices: Tuple[str, ...]    # GPUs, as CUDA_VISIBLE_DEVICES names them
 
 
-def measure_node(options: RunnerOptions) -> NodeSize:
-    """This node's size, where the options do not say otherwise."""
-    if options.num_cpus is not None:
-        num_cpus = options.num_cpus
-    elif hasattr(os, 'sched_getaffinity'):
-        num_cpus = len(os.sched_getaffinity(0))
+def measure_node(options: RunnerOptions, num_gpus: int = 0, root: str = '') -> NodeSize:
+    """This node's size, where the options do not say otherwise: what we may use of the machine, not all of it.
+
+    `num_gpus` counts where neither options nor environment name GPUs. `root` is a prefix of /proc and /sys.
+    """
+    num_cpus, memory_bytes = options.num_cpus, options.memory_gb
+    if num_cpus is None:
+        has_affinity = hasattr(os, 'sched_getaffinity')
+        count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        num_cpus = max(1, int(min(count, read_cpu_quota(root))))
+    if memory_bytes is None:
+        least = min(read_memory_limit(root), read_available_memory(root))
+        all_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+        memory_bytes = int(min(least, all_bytes))
     else:
-        num_cpus = os.cpu_count() or 1
-    if options.memory_gb is not None:
-        memory_bytes = int(options.memory_gb * 1024 ** 3)
-    else:
-        memory_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus))
+        memory_bytes = int(memory_bytes * 1024 ** 3)
+    return NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus, num_gpus))
 
 
-def visible_devices(num_gpus: Optional[int]) -> Tuple[str, ...]:
-    """GPUs that may be used: those of CUDA_VISIBLE_DEVICES, else numbers from 0."""
-    words = [word.strip() for word in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')]
-    visible = [word for word in words if word and word not in ('-1', 'NoDevFiles')]
-    if not visible:
-        count = len(glob.glob('/dev/nvidia[0-9]*')) if num_gpus is None else num_gpus
-        visible = [str(number) for number in range(count)]
-    return tuple(visible if num_gpus is None else visible[:num_gpus])
+def named_devices() -> Optional[List[str]]:
+    """GPUs that the environment names; [] if it hides all, None if it says nothing.
+
+    CUDA ends its list at the first name that is none, such as -1, and takes an empty list for no GPU (CUDA
+    Programming Guide, environment variables). Slurm names GPUs also where it does not confine them.
+    """
+    for name in ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES'):
+        if name in os.environ:
+            words = [word.strip() for word in os.environ[name].split(',')]
+            return list(itertools.takewhile(lambda word: word not in ('', '-1', 'NoDevFiles', 'void'), words))
+    for name in ('SLURM_STEP_GPUS', 'SLURM_JOB_GPUS'):
+        words = [word.strip() for word in re.sub('^gpu:', '', os.environ.get(name, '')).split(',')]
+        if any(words):
+            return [word for word in words if word]
+    return None
+
+
+def visible_devices(wanted: Optional[int], found: int = 0) -> Tuple[str, ...]:
+    """GPUs that may be used: those that the environment names, else numbers from 0; at most `wanted`."""
+    named = named_devices()
+    if not named:
+        count = wanted if wanted is not None else 0 if named is not None else found
+        return tuple(map(str, range(count)))
+    return tuple(named[:wanted])
+
+
+def count_driver_gpus(root: str = '') -> int:
+    """GPUs that NVIDIA's driver shows; 0 also where it is hidden, as in some containers."""
+    return len(glob.glob(root + '/proc/driver/nvidia/gpus/*')) or len(glob.glob(root + '/dev/nvidia[0-9]*'))
+
+
+GPU_QUERY_S = 5.0       # nvidia-smi(1) takes a second or two where the driver is not kept loaded
+GPU_QUERIES = (         # what to ask -> what names a GPU in its answer
+    (('nvidia-smi', '-L'), r'^GPU ([0-9]+): '),
+    (('rocm-smi', '--showid'), r'^GPU\[([0-9]+)\]'),
+)
 
 
 class Grant(Row):
@@ -20133,13 +20229,14 @@ class ProgressView:
 class Runner:
     """One node's work for one workflow: puts the parts together, and turns the loop. See `run`."""
 
-    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, wakeup: Wakeup) -> None:
+    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, wakeup: Wakeup,
+                 num_gpus: int = 0) -> None:
         options = context.options
         self.began = time.monotonic()
         self.context = context
         self.launcher = launcher
         self.wakeup = wakeup
-        nodes = [measure_node(options)]
+        nodes = [measure_node(options, num_gpus)]
         self.attempts = Attempts()
         self.pace = Pace(options)
         self.link = link = ServerLink(context, client, nodes[0], self.attempts, self.pace)
@@ -20274,6 +20371,33 @@ class Runner:
             shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
 
 
+def count_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> Tuple[int, List[str]]:
+    """GPUs here, where neither options nor environment name them, and what went wrong in finding them.
+
+    The programs of the vendors may hang with their driver: they are asked as squeue is, and a signal ends the
+    wait (KeyboardInterrupt).
+    """
+    if options.num_gpus is not None or named_devices() is not None:
+        return 0, []
+    count, problems = count_driver_gpus(), []   # type: int, List[str]
+    for argv, pattern in GPU_QUERIES:
+        if count or not shutil.which(argv[0]):
+            continue
+        replies, until = [], time.monotonic() + GPU_QUERY_S + 1.0   # type: List[Reply], float
+        launcher.query(argv, GPU_QUERY_S, replies.append)
+        while not replies and time.monotonic() < until:
+            launcher.act(time.monotonic())
+            wait_s = 0.0 if replies else min(launcher.due(), until) - time.monotonic()
+            if set(wakeup.wait(max(0.0, wait_s))) - {signal.SIGCHLD}:
+                raise KeyboardInterrupt
+        if not replies or replies[0].code == REPLY_TIMED_OUT:
+            problems.append(f'{argv[0]}: no answer within {GPU_QUERY_S:g} s, so that no GPU is used; '
+                            'say how many there are with --num-gpus')
+        elif replies[0].code == 0:
+            count = len(set(re.findall(pattern, replies[0].out, re.MULTILINE)))
+    return count, problems
+
+
 def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> RunOutcome:
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
@@ -20289,7 +20413,11 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         stack.callback(wakeup.close)
         launcher = Launcher()
         stack.callback(launcher.close)
-        runner = Runner(NodeContext(workflow, options, output, log, progress), client, launcher, wakeup)
+        num_gpus, problems = count_gpus(options, launcher, wakeup)
+        context = NodeContext(workflow, options, output, log, progress)
+        runner = Runner(context, client, launcher, wakeup, num_gpus)
+        for problem in problems:
+            context.say(problem, 'warning')
         stack.callback(runner.link.exempt_server)
         leftovers = format_leftovers(end_leftovers())
         if leftovers:
