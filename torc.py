@@ -16908,6 +16908,7 @@ def write_installation(made: Installation) -> None:
 #   its number cannot be used again; any other process only when pid and start time still fit.
 
 SWEEP_INTERVAL_S = 0.05
+FREEZE_S = 0.5                          # at most, before a family is killed
 UNKILLABLE_S = 10.0                     # after SIGKILL; what lives then is in uninterruptible sleep, say
 RUN_TAG = 'TORC_RUN_TAG'
 GROUP_PREFIX = 'torc-runner-'           # of the name of a control group; the rest is its runner's mark
@@ -17225,12 +17226,29 @@ def kill_control_group(directory: str) -> None:
 
 # -------- when a runner has died --------
 
+def freeze_family(sessions: Dict[int, float], marks: Sequence[Mark]) -> Dict[int, int]:
+    """Stop a family, until a look finds no further member: pid -> start ticks.
+
+    What is killed one by one makes room for what the others fork meanwhile; what is stopped forks no more.
+    """
+    frozen = {}     # type: Dict[int, int]
+    until = time.monotonic() + FREEZE_S
+    while True:
+        family = ProcSnapshot().family(sessions, marks)
+        new = {pid: ticks for pid, ticks in family.items() if frozen.get(pid) != ticks}
+        if not new or time.monotonic() >= until:
+            return {**frozen, **family}
+        for pid, ticks in new.items():
+            signal_process(pid, ticks, signal.SIGSTOP)
+        frozen.update(new)
+
+
 def kill_family(sessions: Dict[int, float], marks: Sequence[Mark], until: float) -> None:
     """SIGKILL a family (ProcSnapshot.family) until two looks in a row find none, or the time is over."""
     quiet = looks = 0
     while quiet < 2 and (looks < 2 or time.monotonic() < until):
         looks += 1
-        family = ProcSnapshot().family(sessions, marks)
+        family = freeze_family(sessions, marks)
         for pid, ticks in family.items():
             signal_process(pid, ticks, signal.SIGKILL)
         quiet = 0 if family else quiet + 1
@@ -17326,6 +17344,7 @@ MAX_REPLY_BYTES = 64 * 1024 * 1024      # of another program's output; what is m
 REPLY_TIMED_OUT = 124                   # as timeout(1)
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 UNKILLABLE_SWEEP_S = 1.0                # between looks at what SIGKILL has not ended
+HUNT_S = 0.02                           # in a sweep, for what forks and ends faster than /proc can be read
 # The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
 # that is lost. What it runs finds stdin, $0, $- and the open descriptors as with `-c COMMAND`.
 COMMAND_DESCRIPTOR = 9                  # sh knows no larger ones
@@ -17775,14 +17794,15 @@ class Launcher:
         """Processes of which nothing lives any more, each once, with `end` set."""
         self.replace_guardians()
         ended = [process for process in list(self.running.values()) if self.take_status(process)]
-        if ended or self.adopted:
-            self.look_for_adopted()
+        marks = self.look_for_adopted() if ended or self.adopted else ()
         if not (ended or self.sweeping):
             return []
         snapshot = ProcSnapshot()
         done = []
         for process in ended:
-            (self.sweeping if self.has_leftovers(process, snapshot) else done).append(process)
+            has_leftovers = signal_group(process.pid, 0) or process.mark.number in marks \
+                or any(snapshot.has_mark(pid, [process.mark]) for pid in self.adopted)
+            (self.sweeping if has_leftovers else done).append(process)
         if self.sweeping:
             done += self.sweep(snapshot)
         self.used_serials.difference_update(process.mark.number % (1 << SERIAL_BITS) for process in done)
@@ -17800,27 +17820,29 @@ class Launcher:
         del self.running[process.pid]
         return True
 
-    def look_for_adopted(self) -> None:
-        """Reap adopted processes that have ended, and find those that are new."""
-        for pid in self.adopted:
-            try:
-                os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:   # it was reaped at the last look
-                pass
-        self.adopted = {pid for pid in self.proc_children.read() if not self.is_known(pid)}
+    def look_for_adopted(self) -> Set[int]:
+        """Reap adopted processes that have ended, and find those that live; the numbers of the marks of both.
 
-    def has_leftovers(self, process: Process, snapshot: ProcSnapshot) -> bool:
-        """Whether anything of an ended process seems to live."""
-        return signal_group(process.pid, 0) \
-            or any(snapshot.has_mark(pid, [process.mark]) for pid in self.adopted)
+        Of what forks and ends again and again, something is our child at each moment, be it a zombie.
+        """
+        numbers = {pid: read_mark_number(pid)       # a zombie has limits, too
+                   for pid in self.proc_children.read() if not self.is_known(pid)}
+        self.adopted = set(numbers)
+        for pid in numbers:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    self.adopted.discard(pid)
+        return set(numbers.values())
 
     def sweep(self, snapshot: ProcSnapshot) -> List[Process]:
         """Signal what ended processes have left; those of which nothing lives, or that are abandoned."""
         now = time.monotonic()
-        done = []
-        for process in self.sweeping:
-            family = snapshot.family({process.pid: process.reaped_ticks}, [process.mark])
-            if not family or now >= process.give_up_at and self.may_give_up(process, family):
+        families = {process: snapshot.family({process.pid: process.reaped_ticks}, [process.mark])
+                    for process in self.sweeping}
+        marks, done = self.look_for_adopted(), []   # whose came while we looked is there still, and forks
+        for process, family in families.items():
+            is_over = not family and process.mark.number not in marks
+            if is_over or now >= process.give_up_at and self.may_give_up(process, family):
                 done.append(process)
             elif not process.is_swept and not process.is_killed:
                 process.is_swept = True
@@ -17829,12 +17851,24 @@ class Launcher:
                 self.signal_all(family, signal.SIGCONT, signal.SIGTERM)
             elif now >= process.kill_at or process.is_killed:
                 self.mark_killed(process, now)
+                family = freeze_family({process.pid: process.reaped_ticks}, [process.mark])
                 self.signal_all(family, signal.SIGKILL)
+                if not family:
+                    self.hunt(process.mark)
         self.sweeping = [process for process in self.sweeping if process not in done]
         pauses = [UNKILLABLE_SWEEP_S if process in self.unkillable else SWEEP_INTERVAL_S
                   for process in self.sweeping]
         self.next_sweep = now + min(pauses, default=math.inf)
         return done
+
+    def hunt(self, mark: Mark) -> None:
+        """Kill what lives shorter than a look takes: each time it is our child for a moment, as its parent ends."""
+        until = time.monotonic() + HUNT_S
+        while time.monotonic() < until:
+            for pid in self.proc_children.read():
+                if not self.is_known(pid) and read_mark_number(pid) == mark.number:
+                    os.kill(pid, signal.SIGKILL)    # our own unreaped child: the number is nobody else's
+                    os.waitpid(pid, os.WNOHANG)
 
     @staticmethod
     def signal_all(family: Dict[int, int], *numbers: int) -> None:
@@ -17883,7 +17917,7 @@ class Launcher:
         """SIGKILL processes that may still run, with all of their families."""
         if processes:
             marks = [process.mark for process in processes]
-            family = ProcSnapshot().family({process.pid: process.reaped_ticks for process in processes}, marks)
+            family = freeze_family({process.pid: process.reaped_ticks for process in processes}, marks)
             for process in processes:
                 self.mark_killed(process, now)
                 if process.end is None:
@@ -17952,12 +17986,11 @@ class Launcher:
 
     def kill_adopted(self, until: float) -> None:
         """Kill adopted children until none is left: what they leave behind becomes our child in turn."""
-        self.look_for_adopted()
-        while self.adopted and time.monotonic() < until:
-            rows = ((pid, read_proc_row(pid)) for pid in self.adopted)
-            self.signal_all({pid: row.start_ticks for pid, row in rows if row}, signal.SIGKILL)
-            time.sleep(0.005)       # SIGKILL takes effect when the process is next scheduled
-            self.look_for_adopted()
+        while self.look_for_adopted() and time.monotonic() < until:
+            for pid in self.adopted:
+                with contextlib.suppress(OSError):      # a set-user-ID program
+                    os.kill(pid, signal.SIGKILL)        # our own unreaped child: the number is nobody else's
+            time.sleep(0.0001 if self.has_lost else 0)
 
     def dismiss_guardians(self) -> None:
         """End the guardians: nothing is left to guard."""
