@@ -12904,6 +12904,209 @@ class LauncherTest(WorldTest):
         self.assertLessEqual(self.launcher.due(), time.monotonic() + 0.2)
         self.assertEqual(137, self.end_of(process).return_code)
 
+    # Counts the signals that it gets, until it is killed or `enough` is there.
+    COUNTER = "trap 'echo got >> {name}' TERM; echo $$ > {name}.pid; until test -e enough; do sleep 0.02; done"
+
+    def test_the_signal_reaches_each_process_of_a_job_once_wherever_it_has_gone(self):
+        other, daemon, main = (self.COUNTER.format(name=name) for name in ('other', 'daemon', 'main'))
+        hidden = "trap 'echo got >> hidden' TERM; echo \\$\\$ > hidden.pid; until test -e enough; do /bin/sleep 0.02; done"
+        process = self.start(f"""cd "$HERE"; setsid sh -c "{other.replace('$', chr(92) + '$')}" &
+            (setsid sh -c "{daemon.replace('$', chr(92) + '$')}" &) ; (env -i setsid /bin/sh -c "{hidden}" &)
+            set -m; sh -c "{self.COUNTER.format(name='job').replace('$', chr(92) + '$')}" & set +m
+            {main}""")
+        names = ('other', 'daemon', 'hidden', 'job', 'main')
+        for name in names:
+            self.pid_in(f'{name}.pid')
+        self.launcher.stop(process, signal.SIGTERM, 20)
+        self.world.wait(lambda: all(map(self.world.read, names)), 10, 'all signals', state=lambda: list(map(self.world.read, names)))
+        self.world.write('enough', '')
+        self.assertEqual(0, self.end_of(process).return_code)
+        self.assertEqual(['got\n'] * 5, list(map(self.world.read, names)))
+
+    def test_a_process_that_stops_itself_again_and_again_finds_the_signal(self):
+        process = self.start("trap 'exit 7' TERM; echo > ready; while :; do kill -STOP $$; done")
+        self.world.wait(lambda: ') T ' in read_text(f'/proc/{process.pid}/stat'), 10, 'the job to be frozen')
+        self.launcher.stop(process, signal.SIGTERM, 20)
+        self.assertEqual(7, self.end_of(process).return_code)
+
+    def test_the_jobs_of_a_runner_in_a_job_are_stopped_by_that_runner(self):
+        inner = "trap 'echo got >> signals; exit 0' TERM; echo $$ > inner; while :; do sleep 0.02; done"
+        process = self.start(f'cd "$HERE"; exec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} -s exec '
+                             f'-c {shlex.quote(inner)}')
+        self.pid_in('inner')
+        self.launcher.stop(process, signal.SIGTERM, 30)
+        self.assertEqual(130, self.end_of(process, 40).return_code, self.world.read('err'))
+        self.assertEqual('got\n', self.world.read('signals'))
+        with contextlib.closing(self.world.connect()) as client:
+            self.assertEqual(['completed'], [job['status'] for job in client.pages('list_jobs', workflow_id=1)])
+
+    # Ends its first thread, and goes on with another.
+    HEADLESS = shlex.quote(sys.executable) + """ -Sc '
+import ctypes, os, signal, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.setsid()
+threading.Thread(target=time.sleep, args=(1000,)).start()
+print(os.getpid(), file=open("headless", "w"))
+ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)' & """
+
+    def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_job(self):
+        with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
+            job = self.start('cd "$HERE"; ' + self.HEADLESS + 'until grep -q ") Z " /proc/$(cat headless)/stat; do sleep 0.02; done')
+            pid = self.pid_in('headless')
+            self.end_of(job)
+        self.assertFalse(os.path.exists(f'/proc/{pid}'))
+
+    # At each moment one process lives, in a session of its own, and not for long.
+    CHAIN = shlex.quote(sys.executable) + """ -Sc '
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    os.setsid() if os.getsid(0) != os.getpid() else os.fork() and os._exit(0)
+open("survived", "w")' & """
+
+    def test_a_chain_of_short_lives_is_ended(self):
+        with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
+            for number in range(3):
+                self.end_of(self.start('cd "$HERE"; ' + self.CHAIN + 'sleep 0.3', f'{number}-1'))
+        self.assertEqual([], [words for words in processes_with(self.world.mark).values() if 'survived' in words])
+
+    # Forks wherever there is room, ignores SIGTERM, and leaves its session: up to a limit, as root knows none.
+    BOMB = shlex.quote(sys.executable) + """ -Sc '
+import os, resource, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.setgid(47012) if os.getuid() == 0 else 0
+os.setuid(47012) if os.getuid() == 0 else 0
+resource.setrlimit(resource.RLIMIT_NPROC, (60, 60))
+while True:
+    try:
+        if os.fork() == 0:
+            os.setsid()
+    except OSError:
+        open("full", "a").close()
+        time.sleep(0.01)' & """
+
+    def test_a_fork_bomb_under_a_limit_ends_with_its_job(self):
+        need('root', os.getuid() == 0, 'becomes another user')
+        os.chmod(self.world.root, 0o755)
+        os.chmod(self.world.directory, 0o777)
+        with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
+            self.end_of(self.start('cd "$HERE"; ' + self.BOMB + 'until test -e full; do sleep 0.02; done; sleep 0.2'))
+        self.assertEqual([], [pid for pid, words in processes_with(self.world.mark).items() if 'NPROC' in words])
+
+    # -------- pids that are used again --------
+
+    def take_over(self, pid: int, *words: str) -> Any:
+        """Another process with a certain pid, a session of its own, started in a later clock tick."""
+        need('root', os.getuid() == 0 and os.path.exists('/proc/sys/kernel/ns_last_pid'), 'chooses a pid')
+        began = torc.uptime_s()
+        self.world.wait(lambda: torc.uptime_s() > began + 0.02, 5, 'the next tick')
+        for _ in range(200):
+            try:
+                with open('/proc/sys/kernel/ns_last_pid', 'w') as file:
+                    file.write(str(pid - 1))
+            except OSError:
+                need('root', False, 'may choose a pid')
+            other = subprocess.Popen(words, preexec_fn=os.setsid)   # noqa: PLW1509
+            if other.pid == pid:
+                self.addCleanup(self.end_other, other)
+                return other
+            self.end_other(other)
+        need('root', False, 'a machine where a pid can be chosen')
+
+    @staticmethod
+    def end_other(other: Any) -> None:
+        """Kill and reap."""
+        other.kill()
+        other.wait()
+
+    def test_who_took_over_the_pid_and_session_of_an_ended_job_is_not_taken_for_its_leftover(self):
+        with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.3):
+            job = self.start('cd "$HERE"; setsid sh -c "trap \'\' TERM; echo \\$\\$ > a; while :; do sleep 0.01; done" & until test -s a; do sleep 0.01; done')
+            self.world.wait(lambda: self.look() and job.end, 10, 'the end of the first process')
+            self.assertEqual([job], self.launcher.sweeping)
+            other = self.take_over(job.pid, 'sh', '-c', 'sleep 1000 & wait')
+            self.assertEqual((other.pid, other.pid), (job.pid, torc.read_proc_row(other.pid).session))
+            self.end_of(job)
+        self.assertGone('a')
+        self.assertIsNone(other.poll())
+        self.assertEqual(1, len(torc.read_proc_children(other.pid)))
+
+    def test_who_took_over_a_pid_between_a_look_and_the_signal_is_not_signalled(self):
+        first = subprocess.Popen(['sleep', '1000'])
+        ticks = torc.read_process_start_ticks(first.pid)
+        self.end_other(first)
+        other = self.take_over(first.pid, 'sleep', '1000')
+        torc.signal_process(other.pid, ticks, signal.SIGKILL)
+        torc.Launcher.signal_all({other.pid: ticks}, signal.SIGTERM, signal.SIGKILL)
+        self.assertIsNone(other.poll())
+        self.assertTrue(torc.read_process_start_ticks(other.pid))
+
+    # -------- what SIGKILL does not end --------
+
+    def freeze(self, *pids: int) -> Callable[[], None]:
+        """Put processes into uninterruptible sleep, by the freezer of cgroups version 1; returns what wakes them."""
+        mount = next((line.split()[4] for line in read_text('/proc/self/mountinfo').splitlines()
+                      if ' - cgroup ' in line and 'freezer' in line.split()[-1].split(',')), '')
+        group = os.path.join(mount, f'torc-test-{self.world.mark}')
+        try:
+            os.mkdir(group if mount else '')
+        except OSError:
+            need('cgroup', False, 'makes a control group of the freezer of version 1')
+        for pid in pids:
+            torc.join_control_group(group, pid)
+
+        def set_state(state: str) -> None:
+            if os.path.isdir(group):
+                with open(group + '/freezer.state', 'w') as file:
+                    file.write(state)
+
+        def remove() -> None:
+            if os.path.isdir(group):
+                set_state('THAWED')
+                self.world.wait(lambda: not read_text(group + '/cgroup.procs'), 10, 'an empty group')
+                os.rmdir(group)
+        self.addCleanup(remove)
+        set_state('FROZEN')
+        self.world.wait(lambda: read_text(group + '/freezer.state') == 'FROZEN\n', 10, 'sleep')
+        return lambda: set_state('THAWED')
+
+    def test_what_sigkill_does_not_end_is_named_and_held_until_it_has_ended(self):
+        job = self.start('echo $$ > a; exec sleep 1000')
+        self.pid_in('a')
+        with unittest.mock.patch.object(torc, 'UNKILLABLE_S', 0.2):
+            wake = self.freeze(job.pid)
+            self.launcher.stop(job, signal.SIGKILL, 0)
+            self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
+            self.assertRegex(self.launcher.unkillable[job], rf'^process {job.pid} is in uninterruptible sleep( \(\w+\))?$')
+            self.assertEqual((None, [job], math.inf), (job.end, list(self.launcher.children), job.give_up_at))
+            wake()
+            self.world.wait(lambda: self.turn() and not self.launcher.children, 10, 'its end')
+        self.assertEqual((137, {}, ''), (job.end.return_code, self.launcher.unkillable, job.remark))
+
+    def turn(self) -> bool:
+        """One turn of a loop, with the calls of what has ended."""
+        self.launcher.kill_due()
+        self.launcher.act(time.monotonic())
+        return True
+
+    def test_a_leftover_that_sigkill_does_not_end_is_held_too_until_the_launcher_gives_up(self):
+        job = self.start('setsid sh -c "echo \\$\\$ > a; exec sleep 1000" & until test -s a; do sleep 0.01; done; until test -e go; do sleep 0.01; done')
+        pid = self.pid_in('a')
+        with unittest.mock.patch.multiple(torc, UNKILLABLE_S=0.2, LEFTOVER_TERM_S=0.1):
+            wake = self.freeze(pid)
+            self.world.write('go', '')
+            self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
+            self.assertEqual((0, [job]), (job.end.return_code, list(self.launcher.children)))
+            self.assertGreater(self.launcher.next_sweep, time.monotonic() + torc.UNKILLABLE_SWEEP_S / 2)
+            self.launcher.give_up_unkillable()
+            self.launcher.next_sweep = 0.0
+            self.world.wait(lambda: self.turn() and not self.launcher.children, 10, 'its end')
+            self.assertIn(f'SIGKILL did not end it: process {pid} is in uninterruptible sleep', job.remark)
+            wake()
+        self.assertGone('a')
+
     def test_closing_kills_everything_even_what_has_hidden_its_origin(self):
         self.start("(env -i setsid sh -c 'echo $$ > a; exec sleep 1000' &) ; echo $$ > b; exec sleep 1000")
         self.pid_in('a'), self.pid_in('b')

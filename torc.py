@@ -17026,8 +17026,8 @@ class ProcSnapshot:
         has a parent that is found, or was adopted by us.
         """
         table, own = self.rows, os.getpid()
-        family = {pid for pid, row in table.items()
-                  if row.session in sessions and (row.start_ticks <= sessions[row.session] or row.parent == own)
+        family = {pid for pid, row in table.items() if row.session in sessions and (
+            row.start_ticks <= sessions[row.session] or row.parent == own and row.session not in table)
                   or self.has_mark(pid, marks)}
         size = -1
         while size != len(family):
