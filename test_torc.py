@@ -12566,6 +12566,34 @@ class SnapshotTest(unittest.TestCase):
         self.assertNotIn(('environ', 11), reads[:6], 'its number says enough')
 
 
+def freeze(case: WorldTest, *pids: int) -> Callable[[], None]:
+    """Put processes into uninterruptible sleep, by the freezer of cgroups version 1; returns what wakes them."""
+    mount = next((line.split()[4] for line in read_text('/proc/self/mountinfo').splitlines()
+                  if ' - cgroup ' in line and 'freezer' in line.split()[-1].split(',')), '')
+    group = os.path.join(mount, f'torc-test-{case.world.mark}')
+    try:
+        os.mkdir(group if mount else '')
+    except OSError:
+        need('cgroup', False, 'makes a control group of the freezer of version 1')
+    for pid in pids:
+        torc.join_control_group(group, pid)
+
+    def set_state(state: str) -> None:
+        if os.path.isdir(group):
+            with open(group + '/freezer.state', 'w') as file:
+                file.write(state)
+
+    def remove() -> None:
+        if os.path.isdir(group):
+            set_state('THAWED')
+            case.world.wait(lambda: not read_text(group + '/cgroup.procs'), 10, 'an empty group')
+            os.rmdir(group)
+    case.addCleanup(remove)
+    set_state('FROZEN')
+    case.world.wait(lambda: read_text(group + '/freezer.state') == 'FROZEN\n', 10, 'sleep')
+    return lambda: set_state('THAWED')
+
+
 class LauncherTest(WorldTest):
     """Real processes: how they start, end, and take what they have left behind with them."""
 
@@ -12968,8 +12996,10 @@ open("survived", "w")' & """
     def test_a_chain_of_short_lives_is_ended(self):
         with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
             for number in range(3):
-                self.end_of(self.start('cd "$HERE"; ' + self.CHAIN + 'sleep 0.3', f'{number}-1'))
-        self.assertEqual([], [words for words in processes_with(self.world.mark).values() if 'survived' in words])
+                job = self.start('cd "$HERE"; ' + self.CHAIN + 'sleep 0.3', f'{number}-1')
+                self.end_of(job)
+                seen = [torc.read_mark_number(pid) for _ in range(200) for pid in torc.read_proc_children(os.getpid())]
+                self.assertNotIn(job.mark.number, seen)
 
     # Forks wherever there is room, ignores SIGTERM, and leaves its session: up to a limit, as root knows none.
     BOMB = shlex.quote(sys.executable) + """ -Sc '
@@ -13045,38 +13075,11 @@ while True:
 
     # -------- what SIGKILL does not end --------
 
-    def freeze(self, *pids: int) -> Callable[[], None]:
-        """Put processes into uninterruptible sleep, by the freezer of cgroups version 1; returns what wakes them."""
-        mount = next((line.split()[4] for line in read_text('/proc/self/mountinfo').splitlines()
-                      if ' - cgroup ' in line and 'freezer' in line.split()[-1].split(',')), '')
-        group = os.path.join(mount, f'torc-test-{self.world.mark}')
-        try:
-            os.mkdir(group if mount else '')
-        except OSError:
-            need('cgroup', False, 'makes a control group of the freezer of version 1')
-        for pid in pids:
-            torc.join_control_group(group, pid)
-
-        def set_state(state: str) -> None:
-            if os.path.isdir(group):
-                with open(group + '/freezer.state', 'w') as file:
-                    file.write(state)
-
-        def remove() -> None:
-            if os.path.isdir(group):
-                set_state('THAWED')
-                self.world.wait(lambda: not read_text(group + '/cgroup.procs'), 10, 'an empty group')
-                os.rmdir(group)
-        self.addCleanup(remove)
-        set_state('FROZEN')
-        self.world.wait(lambda: read_text(group + '/freezer.state') == 'FROZEN\n', 10, 'sleep')
-        return lambda: set_state('THAWED')
-
     def test_what_sigkill_does_not_end_is_named_and_held_until_it_has_ended(self):
         job = self.start('echo $$ > a; exec sleep 1000')
         self.pid_in('a')
         with unittest.mock.patch.object(torc, 'UNKILLABLE_S', 0.2):
-            wake = self.freeze(job.pid)
+            wake = freeze(self, job.pid)
             self.launcher.stop(job, signal.SIGKILL, 0)
             self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
             self.assertRegex(self.launcher.unkillable[job], rf'^process {job.pid} is in uninterruptible sleep( \(\w+\))?$')
@@ -13095,7 +13098,7 @@ while True:
         job = self.start('setsid sh -c "echo \\$\\$ > a; exec sleep 1000" & until test -s a; do sleep 0.01; done; until test -e go; do sleep 0.01; done')
         pid = self.pid_in('a')
         with unittest.mock.patch.multiple(torc, UNKILLABLE_S=0.2, LEFTOVER_TERM_S=0.1):
-            wake = self.freeze(pid)
+            wake = freeze(self, pid)
             self.world.write('go', '')
             self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
             self.assertEqual((0, [job]), (job.end.return_code, list(self.launcher.children)))
@@ -14395,6 +14398,153 @@ class RunnerTest(WorldTest):
         self.assertEqual('deadline', outcome.reason)
         self.assertLess(outcome.wall_s, 3.5)
 
+    def test_the_timeline_of_the_page_holds_to_the_moment(self):
+        # Each job says every 20 ms that it lives; the second saves its work and ends by itself.
+        alive = 'while :; do date +%s.%N > alive_$TORC_JOB_ID; sleep 0.02; done'
+        self.create(f"trap 'date +%s.%N > got_1' TERM; {alive}", f"trap 'date +%s.%N > got_2; sleep 0.2; exit 0' TERM; {alive}",
+                    execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1},
+                    resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
+        end = time.time() + 4.5
+        outcome = self.run_it(end_time=end)
+        self.assertLess(time.time(), end)
+        self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 0, 'completed')], self.results())
+        for number in (1, 2):
+            self.assertGreaterEqual(float(self.world.read(f'got_{number}')), end - 3 - 0.01)
+            self.assertLess(float(self.world.read(f'got_{number}')), end - 3 + 0.5)
+        last = float(self.world.read('alive_1'))
+        self.assertGreater(last, end - 2 - 0.5)
+        self.assertLess(last, end - 2 + 0.1)
+        self.assertEqual(('deadline', None), (outcome.reason, outcome.interrupted_by))
+
+    def test_termination_is_logged_in_the_words_of_the_page(self):
+        self.create("trap '' INT; while :; do sleep 0.02; done", "trap 'exit 0' INT; echo > ready; while :; do sleep 0.02; done",
+                    execution_config={'mode': 'direct', 'termination_signal': 'SIGINT', 'sigterm_lead_seconds': 1})
+        self.interrupt_when('ready')
+        self.run_it(poll_interval_s=0.05)
+        lines = [line.split(' ', 1)[1] for line in self.log().splitlines()]
+        wanted = ['INFO Jobs terminating workflow_id=1 count=2', 'INFO Job SIGINT workflow_id=1 job_id=1',
+                  'INFO Job SIGINT workflow_id=1 job_id=2', 'INFO Waiting 1s for graceful termination before SIGKILL']
+        begin = lines.index(wanted[0])
+        self.assertEqual(wanted, lines[begin:begin + 4])
+        killed, = [line for line in lines if 'Job SIGKILL' in line]
+        self.assertRegex(killed, r'^INFO Job SIGKILL workflow_id=1 job_id=1 pid=\d+$')
+
+    def test_a_cancellation_gives_jobs_the_same_time_to_save_their_work(self):
+        self.create("trap 'sleep 0.3; echo saved; exit 0' TERM; echo > ready; while :; do sleep 0.02; done",
+                    execution_config={'mode': 'direct', 'sigterm_lead_seconds': 25})
+        self.client.before = lambda number: os.path.exists(self.world.path('ready')) and self.client.call('cancel_workflow', workflow_id=1)
+        self.assertEqual(('cancel', 1), operator.attrgetter('reason', 'canceled')(self.run_it(poll_interval_s=0.05)))
+        self.assertEqual('saved\n', self.stdio())
+        self.assertIn('Waiting 25s for graceful termination before SIGKILL', self.log())
+
+    def test_signals_that_come_in_pairs_kill_nothing(self):
+        pairs = ((signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGHUP), (signal.SIGXCPU, signal.SIGXCPU), (signal.SIGINT, signal.SIGTERM))
+        for number, pair in enumerate(pairs):
+            with self.subTest(pair):
+                ready = f'ready{number}'
+                workflow_id = self.create(f"trap 'sleep 0.3; exit 0' TERM; echo > {ready}; while :; do sleep 0.02; done")
+
+                def send(count: int) -> None:
+                    if os.path.exists(self.world.path(ready)) and not sent:
+                        sent.extend(os.kill(os.getpid(), one) or one for one in pair)
+                sent, self.client.after = [], send      # type: List[int], Any
+                outcome = self.run_it(workflow_id, poll_interval_s=0.05)
+                self.assertEqual((1, pair[0]), (outcome.completed, outcome.interrupted_by))
+
+    def test_a_job_that_dies_with_its_runners_signal_was_interrupted_and_else_it_has_failed(self):
+        for number, has_signal in enumerate((True, False)):
+            ready = f'ready{number}'
+            workflow_id = self.create(f'echo $$ > {ready}; while :; do sleep 0.01; done', {'command': 'true', 'depends_on': ['j1']})
+
+            def kill_group(count: int) -> None:     # as slurmd does: jobs first
+                pid = self.world.read(ready).strip()
+                if pid and not sent:
+                    sent.append(os.kill(int(pid), signal.SIGTERM))
+                    self.world.wait(lambda: ') Z ' in read_text(f'/proc/{pid}/stat') or not os.path.exists(f'/proc/{pid}'), 10, 'its end')
+                elif sent and len(sent) == 1 and has_signal:
+                    sent.append(os.kill(os.getpid(), signal.SIGTERM))
+            sent, self.client.after = [], kill_group    # type: List[None], Any
+            outcome = self.run_it(workflow_id, poll_interval_s=0.05)
+            statuses = [job['status'] for job in self.client.rows('list_jobs', workflow_id=workflow_id)]
+            self.assertEqual((1, 0, ['ready', 'blocked']) if has_signal else (0, 1, ['failed', 'canceled']),
+                             (outcome.terminated, outcome.failed, statuses))
+
+    def test_what_an_action_does_at_the_end_of_the_time_ends_before_it(self):
+        self.create('sleep 1000', actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['echo > acted; sleep 1000']}],
+                    execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 0},
+                    resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
+        end = time.time() + 3.5
+        self.run_it(end_time=end)
+        self.assertLess(time.time(), end)
+        self.assertEqual(([(1, 1, 152, 'terminated')], '\n'), (self.results(), self.world.read('out/acted')))
+
+    def test_a_job_that_sigkill_does_not_end_keeps_its_slot_and_nothing_more_is_started(self):
+        self.create('echo $$ > pid; exec sleep 1000', {'command': 'until test -e go; do sleep 0.02; done', 'priority': 1}, 'true')
+        with unittest.mock.patch.object(torc, 'UNKILLABLE_S', 0.2):
+            def act(number: int) -> None:
+                pid = self.world.read('pid').strip()
+                if pid and not steps:
+                    steps.append(freeze(self, int(pid)))
+                    runner.launcher.stop(runner.attempts.of('running')[-1].process, signal.SIGKILL, 0)
+                elif steps and len(steps) == 1 and self.progress.messages:
+                    steps.append(runner.policy.ledger.pool.free)
+                    self.world.write('go', '')
+                elif len(steps) == 2 and len(runner.attempts.of('running')) == 1:
+                    self.assertEqual([False, None], [bool(runner.ready_ran()), runner.dispatcher.want()])
+                    steps.append(steps[0]() or True)
+            steps, runners, self.client.before = [], [], act    # type: List[Any], List[Any], Any
+            real = torc.Runner.__init__
+
+            def remember(this: Any, *rest: Any) -> None:
+                nonlocal runner
+                real(this, *rest)
+                runner, this.ready_ran = this, lambda: os.path.exists(self.world.path('out/job_stdio/job_wf1_j3_r1_a1.o'))
+            runner = None
+            with unittest.mock.patch.object(torc.Runner, '__init__', remember):
+                outcome = self.run_it(poll_interval_s=0.05, num_cpus=2, claim_backoff_max_s=0.05)
+        self.assertEqual((2, 1), (outcome.completed, outcome.failed))
+        self.assertEqual(3, len(steps))
+        self.assertRegex(self.progress.messages[0], r'^j1: 0.2 s after SIGKILL process \d+ is in uninterruptible sleep( \(\w+\))?; its slot '
+                         'stays taken, and no more jobs are started, until that has ended$')
+        self.assertEqual('what SIGKILL did not end has ended: jobs are started again', self.progress.messages[1])
+
+    def test_a_runner_that_must_leave_gives_up_what_sigkill_does_not_end_and_says_so(self):
+        self.create('echo $$ > pid; exec sleep 1000', execution_config={'mode': 'direct', 'sigterm_lead_seconds': 0})
+
+        def act(number: int) -> None:
+            pid = self.world.read('pid').strip()
+            if pid and not steps:
+                steps.append(freeze(self, int(pid)))
+                os.kill(os.getpid(), signal.SIGTERM)
+        steps, self.client.before = [], act     # type: List[Any], Any
+        with unittest.mock.patch.object(torc, 'UNKILLABLE_S', 0.2):
+            outcome = self.run_it(poll_interval_s=0.05)
+        self.assertEqual((1, [(1, 1, 137, 'terminated')]), (outcome.terminated, self.results()))
+        self.assertLess(outcome.wall_s, 10)
+        self.assertRegex(self.progress.messages[-1], r'^j1: SIGKILL did not end it: process \d+ is in uninterruptible sleep')
+        steps[0]()
+        os.waitpid(int(self.world.read('pid')), 0)
+
+    def test_a_childs_exit_ends_a_wait_of_300_seconds_within_50_milliseconds(self):
+        self.create(*['sleep 0.2; date +%s.%N'] * 7)
+        seen = {}   # type: Dict[int, float]
+        real = torc.Completions.on_end
+
+        def on_end(this: Any, attempt: Any, end: Any) -> None:
+            seen[attempt.id] = time.time()
+            real(this, attempt, end)
+        with unittest.mock.patch.object(torc.Completions, 'on_end', on_end):
+            self.assertEqual(7, self.run_it(poll_interval_s=300.0, num_cpus=1).completed)
+        delays = sorted(at - float(self.stdio(number)) for number, at in seen.items())
+        self.assertEqual(7, len(delays))
+        self.assertLess(delays[3], 0.05, delays)
+
+    def test_cpus_are_counted_and_not_enforced(self):
+        self.create('grep Cpus_allowed_list /proc/self/status')
+        self.run_it(num_cpus=1)
+        ours, = re.findall('Cpus_allowed_list:.*\n', read_text('/proc/self/status'))
+        self.assertEqual(ours, self.stdio())
+
     def test_a_signal_stops_the_jobs_reports_them_and_gives_claims_back(self):
         self.create('echo > ready; sleep 1000', *['true'] * 3)
         self.client.after = lambda number: os.kill(os.getpid(), signal.SIGTERM) if os.path.exists(self.world.path('ready')) and \
@@ -14627,6 +14777,28 @@ class PartTest(WorldTest):
         return launcher
 
 
+class FakeClock:
+    """All clocks that torc.py reads, until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self, *_: Any) -> float:
+        """The same on each clock."""
+        return self.now
+
+    time = clock_gettime = monotonic
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator['FakeClock']:
+        """Let torc.py read this clock."""
+        with unittest.mock.patch.object(torc, 'time', self):
+            yield self
+
+
 NO_ANSWER = torc.Unreachable('nobody there\n  to do without: ...')
 
 
@@ -14763,6 +14935,74 @@ class LinkTest(PartTest):
         link.act(0.0)
         link.act(link.due())
         self.assertEqual([1], exempt)
+
+
+class BackoffTest(PartTest):
+    """When a runner asks the server, by the table of the page "Job Runners"."""
+
+    # children: from when to when there are some; work: ends (e) and claims (c) at these seconds -> when it is asked.
+    WAITS = rows_of("""
+        base  cap   children  work          asked
+        5     300   0-        -             0 5 10 20 40 80 160 320 620 920
+        5     60    0-        -             0 5 10 20 40 80 140 200 260
+        300   3600  0-        -             0 300 600 1200 2400 4800 8400 12000
+        5     1     0-        -             0 5 10 15 20
+        5     0     0-        -             0 5 10 15 20
+        5     300   never     -             0 5 10 15 20 25
+        60    300   never     -             0 30 60 90 120
+        300   3600  never     -             0 30 60 90
+        30    300   never     -             0 30 60 90
+        5     300   0-        e100          0 5 10 20 40 80 100 105 110 120 140 180
+        5     300   0-        c160          0 5 10 20 40 80 160 165 170 180 200
+        5     300   0-90      e90           0 5 10 20 40 80 90 95 100 105 110
+        300   3600  0-1000    e1000         0 300 600 1000 1030 1060 1090
+        5     300   50-       -             0 5 10 15 20 25 30 35 40 45 50 55 65 85 125
+        """)
+
+    def asked(self, row: Dict[str, str]) -> List[float]:
+        """When requests are sent, by a fake clock."""
+        wanted = row['asked'].count(' ') + 1
+        with FakeClock().set() as clock:
+            link = self.link()
+            options = torc.RunnerOptions(poll_interval_s=float(row['base']), claim_backoff_max_s=float(row['cap']))
+            link.pace = torc.Pace(options)
+            link.poll_now()
+            began, asked = clock.now, []    # type: float, List[float]
+            first, _, last = row['children'].partition('-')
+            link.call.has_children = lambda: first != 'never' and float(first) <= clock.now - began < float(last or 'inf')
+            work = [(began + float(word[1:]), word[0]) for word in row['work'].split()]
+            while len(asked) < wanted:
+                at = min([link.due()] + [at for at, _ in work])
+                clock.now = max(clock.now, at)
+                if work and at == work[0][0]:
+                    if work.pop(0)[1] == 'e':
+                        link.pace.on_end()
+                        link.report_batch()
+                    else:
+                        link.pace.on_claim()
+                before = len(self.client.requests)
+                link.act(clock.now)
+                asked += [clock.now - began] * (len(self.client.requests) - before)
+        return asked
+
+    def test_the_wait_follows_the_table(self):
+        for row in self.WAITS:
+            with self.subTest(row):
+                self.assertEqual([float(word) for word in row['asked'].split()], self.asked(row))
+
+    def test_a_request_between_two_polls_that_is_no_progress_changes_nothing(self):
+        with FakeClock().set() as clock:
+            link = self.link()
+            link.pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5.0))
+            link.call.has_children = lambda: True
+            link.poll_now()
+            link.act(clock.now)
+            before = link.poll_at
+            link.action_results.append({'action_id': 1, 'success': True, 'message': ''})
+            link.report_soon(0)
+            clock.now += 1
+            link.act(clock.now)
+            self.assertEqual((2, before), (len(self.client.requests), link.poll_at))
 
 
 class FakeStarter:
@@ -15093,6 +15333,34 @@ class JobPartsTest(PartTest):
         shutdown = self.shutdown()
         shutdown.leave('complete')
         self.assertEqual(([], {'j1': 'running', 'j2': 'running'}), (self.starter.stopped, self.states()))
+
+    # After so many seconds without work, or since the last end of a job here -> why the runner leaves.
+    IDLE = rows_of("""
+        limit  idle  since_end  pending  ignores  persistent  reason
+        90     89    never      0        no       no          -
+        90     90    never      0        no       no          idle
+        90     90    90         0        no       no          idle
+        90     500   119        1        no       no          -
+        90     500   120        1        no       no          idle
+        90     500   never      1        no       no          idle
+        0      9999  never      0        no       no          -
+        90     90    never      0        yes      no          idle
+        90     9999  never      0        no       yes         -
+        """)
+
+    def test_an_idle_runner_leaves_at_the_moment_that_the_page_names(self):
+        for row in self.IDLE:
+            with self.subTest(row), FakeClock().set() as clock:
+                self.attempts = torc.Attempts()
+                self.build(options={'is_persistent': row['persistent'] == 'yes'}, compute_node_wait_for_new_jobs_seconds=int(row['limit']),
+                           compute_node_ignore_workflow_completion=row['ignores'] == 'yes')
+                shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}), self.dispatcher, self.scripts, self.digests, self.server)
+                self.server.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True, 'pending_actions': int(row['pending'])}
+                self.pace.worked_at = clock.now - float(row['idle'])
+                self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
+                self.server.sent_at = clock.now
+                torc.ExitRules(self.server.context, shutdown, self.watch).look()
+                self.assertEqual(row['reason'], shutdown.reason)
 
     def test_a_runner_leaves_for_the_first_reason_that_holds(self):
         idle = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True}
