@@ -6913,6 +6913,40 @@ class ApiTest(ServiceTest):
         self.assertEqual(0, self.call('list_events', workflow_id=workflow_id, category='min')['total_count'])
 
 
+class ExecutionConfigTest(ServiceTest):
+    """How a workflow's jobs are started and stopped is checked when it is made, and when it is changed."""
+
+    # execution_config -> what is wrong with it, '-' for nothing.
+    CONFIGS = rows_of("""
+        config                                                            problem
+        {"mode": "direct", "limit_resources": false, "oom_exit_code": 9, "termination_signal": "INT"}  -
+        {"mode": "slurm", "srun_termination_signal": "TERM@60", "enable_cpu_bind": true}  -
+        {"mode": "slurm", "limit_resources": true}                        -
+        {"mode": "slurm", "termination_signal": null}                     -
+        {"limit_resources": false, "srun_termination_signal": "TERM@9"}   -
+        {"mode": "slurm", "limit_resources": false}                       limit_resources: false does not go with mode slurm: remove it, or set mode: direct
+        {"mode": "slurm", "termination_signal": "SIGINT"}                 termination_signal does not go with mode slurm: remove it, or set mode: direct
+        {"mode": "slurm", "sigterm_lead_seconds": 5}                      sigterm_lead_seconds does not go with mode slurm: remove it, or set mode: direct
+        {"mode": "slurm", "oom_exit_code": 137}                           oom_exit_code does not go with mode slurm: remove it, or set mode: direct
+        {"mode": "direct", "srun_termination_signal": "TERM@60"}          srun_termination_signal does not go with mode direct: remove it, or set mode: slurm
+        {"mode": "direct", "enable_cpu_bind": true}                       enable_cpu_bind: true does not go with mode direct: remove it, or set mode: slurm
+        {"mode": "direct", "enable_cpu_bind": false}                      -
+        {"termination_signal": "SIGFOO"}                                  termination_signal must be the name of a signal, such as SIGTERM or SIGUSR1, not 'SIGFOO'
+        {"sigterm_lead_seconds": -1}                                      sigterm_lead_seconds must be
+        {"sigkill_headroom_seconds": -5}                                  sigkill_headroom_seconds must be
+        """)
+
+    def test_what_no_runner_could_follow_or_is_for_another_mode_is_refused(self):
+        kept = self.call('create_workflow', {'name': 'kept', 'user': 'u'})['id']
+        for row in self.CONFIGS:
+            config = json.loads(row['config'])
+            for verb, path in (('POST', '/workflows'), ('PUT', f'/workflows/{kept}')):
+                with self.subTest(row, verb=verb):
+                    status, answer = self.ask(verb, path, {'name': 'w', 'user': 'u', 'execution_config': config})
+                    self.assertEqual(422 if row['problem'] else 200, status, answer)
+                    self.assertIn('execution_config: ' + row['problem'] if row['problem'] else '"execution_config"', json.dumps(answer))
+
+
 class FurtherOperationsTest(ServiceTest):
     """Operations beside the usual ones, by their paths; each answer fits its model."""
 
@@ -15727,7 +15761,7 @@ class NodeSizeTest(WorldTest):
             wakeup = torc.Wakeup()
             stack.callback(wakeup.close)
             with unittest.mock.patch.object(torc, 'count_driver_gpus', lambda: 0):
-                return torc.count_gpus(torc.RunnerOptions(**options), launcher, wakeup)
+                return torc.ask_for_gpus(torc.RunnerOptions(**options), launcher, wakeup)
 
     def test_the_vendors_programs_are_asked_where_nothing_else_names_gpus(self):
         nvidia = 'test "$*" = -L && printf "GPU 0: NVIDIA A100 (UUID: GPU-1)\\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\\nGPU 1: NVIDIA A100 (UUID: GPU-2)\\n"'

@@ -1247,8 +1247,8 @@ def read_pid_namespace() -> int:
 def read_proc_stat(pid: int) -> List[bytes]:
     """Fields of /proc/PID/stat from the third on, the state (proc(5)); [] if there is no such process.
 
-    A zombie counts as none: it cannot be signalled to any effect. A process whose first thread alone has ended
-    (pthread_exit(3) in main) shows the same state, and lives: it has other threads.
+    A zombie counts as none: it cannot be signalled to any effect. A process of which only the first thread
+    has ended (pthread_exit(3) in main) shows the same state, and lives: it has other threads.
     """
     try:
         descriptor = os.open(f'/proc/{pid}/stat', os.O_RDONLY)
@@ -4693,17 +4693,23 @@ EXECUTION_RULES = (
 )
 
 
+def find_mode_conflicts(config: Any, mode: str) -> Iterator[Tuple[str, str, str]]:
+    """Fields that do not go with a mode: name, how it is shown, and the mode that it is for."""
+    for name, refusing, value in EXECUTION_RULES:
+        given = config.get(name)
+        if mode == refusing and given is not None and (value is None or given is value):
+            shown = name if value is None else f'{name}: {json.dumps(value)}'
+            yield name, shown, 'direct' if mode == 'slurm' else 'slurm'
+
+
 def check_execution(workflow: Block) -> None:
     """Fields of execution_config that do not go with the mode, or with the actions."""
     config = workflow.get('execution_config') or Block(workflow.context, 'execution_config', {})
     mode = config.get('mode', 'auto')
     effective = mode if mode != 'auto' else 'slurm' if workflow.get('slurm_schedulers') else 'direct'
     why = f'mode {mode}' if mode == effective else f'mode auto, which is {effective} here'
-    for name, refusing, value in EXECUTION_RULES:
-        if name in config and effective == refusing and (value is None or config[name] is value):
-            shown = f'{name}: {json.dumps(value)}' if value is not None else name
-            other = 'direct' if refusing == 'slurm' else 'slurm'
-            config.error(f'{shown} does not go with {why}: remove it, or set mode: {other}', name)
+    for name, shown, other in find_mode_conflicts(config, effective):
+        config.error(f'{shown} does not go with {why}: remove it, or set mode: {other}', name)
     each_node = [action for action in workflow.get('actions', ()) if action.get('start_one_worker_per_node')]
     for action in each_node:
         if config.get('mode', 'direct') != 'direct':
@@ -7242,8 +7248,25 @@ def insert_workflow(context: Context, body: Values) -> int:
 def check_settings(body: Values) -> None:
     """Refuse settings of a workflow that cannot be."""
     check_env(body.get('env'))
+    check_execution_config(body.get('execution_config') or {})
     if (body.get('dynamic_jobs') or {}).get('max_iterations', 1) < 1:
         raise Refused('dynamic_jobs: max_iterations must be at least 1')
+
+
+def check_execution_config(config: Dict[str, Any]) -> None:
+    """Refuse what no runner could follow, and what is for another mode; `auto` may become either."""
+    for name, value in config.items():
+        field = FIELDS_OF['execution_config'].get(name)
+        kind = TYPES[field.type if field else 'json']
+        if kind.shape == 'one' and value is not None:
+            try:
+                kind.read(value)
+            except ValueError as error:
+                raise Refused(f'execution_config: {name} {error}', field=f'execution_config.{name}') from None
+    mode = config.get('mode') or 'auto'
+    for name, shown, other in find_mode_conflicts(config, mode):
+        raise Refused(f'execution_config: {shown} does not go with mode {mode}: '
+                      f'remove it, or set mode: {other}', field=f'execution_config.{name}')
 
 
 def check_env(env: Optional[Dict[str, str]]) -> None:
@@ -7900,6 +7923,7 @@ def update_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot be changed: immutable")
+    check_execution_config(given.get('execution_config') or {})
     context.update('workflow', workflow_id, {key: given[key] for key in WORKFLOW_EDITABLE if key in given})
     return get_workflow(context, workflow_id)
 
@@ -17021,9 +17045,9 @@ class ProcSnapshot:
     def family(self, sessions: Dict[int, float], marks: Sequence[Mark]) -> Dict[int, int]:
         """Processes of sessions, those with one of the marks, and their descendants: pid -> start ticks.
 
-        `sessions`: number -> clock ticks since boot at which its leader was reaped, infinite before. From then
-        on the number may come to name another session, whose members have begun later. A later one of ours
-        has a parent that is found, or was adopted by us.
+        `sessions`: number -> clock ticks since boot at which its leader was reaped, infinite before. From
+        then on the number may come to name another session, whose members have begun later. A later one of
+        ours has a parent that is found, or was adopted by us.
         """
         table, own = self.rows, os.getpid()
         family = {pid for pid, row in table.items() if row.session in sessions and (
@@ -17127,8 +17151,10 @@ def own_control_group() -> str:
 
 
 def control_group_directories(controller: str, root: str = '') -> List[str]:
-    """Directories of our control groups that limit a controller ('cpu', 'memory'), the innermost first, by either
-    version of cgroups(7), as far up as they are mounted here. `root` is a prefix of all paths."""
+    """Directories of our control groups that limit a controller ('cpu', 'memory'), the innermost first.
+
+    By either version of cgroups(7), as far up as they are mounted here. `root` is a prefix of all paths.
+    """
     try:
         with open(root + '/proc/self/cgroup') as file:
             groups = [line.split(':', 2)[1:] for line in file.read().splitlines()]
@@ -17862,7 +17888,7 @@ class Launcher:
         return done
 
     def hunt(self, mark: Mark) -> None:
-        """Kill what lives shorter than a look takes: each time it is our child for a moment, as its parent ends."""
+        """Kill what lives shorter than a look takes: it is our child for a moment, when its parent has ended."""
         until = time.monotonic() + HUNT_S
         while time.monotonic() < until:
             for pid in self.proc_children.read():
@@ -17895,7 +17921,8 @@ class Launcher:
         if running and number != signal.SIGKILL:    # kill_due does the same for that
             marks, groups = [process.mark for process in running], {process.pid for process in running}
             snapshot = ProcSnapshot()
-            others = {pid: ticks for pid, ticks in snapshot.family(dict.fromkeys(groups, math.inf), marks).items()
+            family = snapshot.family(dict.fromkeys(groups, math.inf), marks)
+            others = {pid: ticks for pid, ticks in family.items()
                       if snapshot.rows[pid].group not in groups and not snapshot.is_inner(pid, marks)}
         for sent in (number, signal.SIGCONT):
             for process in running:
@@ -18101,7 +18128,7 @@ class NodeSize(Row):
 
 
 def measure_node(options: RunnerOptions, num_gpus: int = 0, root: str = '') -> NodeSize:
-    """This node's size, where the options do not say otherwise: what we may use of the machine, not all of it.
+    """This node's size, where the options do not say otherwise: not all of the machine, but what is ours.
 
     `num_gpus` counts where neither options nor environment name GPUs. `root` is a prefix of /proc and /sys.
     """
@@ -19413,8 +19440,10 @@ class DirectStarter:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is to be started, as on a node that Slurm drains (slurm.conf, UnkillableStepTimeout):
-        what sleeps in the kernel, mostly on a lost file system, would soon have company."""
+        """Whether nothing is to be started, as on a node that Slurm drains (UnkillableStepTimeout).
+
+        What sleeps in the kernel, mostly on a lost file system, would soon have company.
+        """
         return bool(self.launcher.unkillable)
 
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
@@ -19995,8 +20024,8 @@ class Dispatcher:
 
 
 class Wakeup:
-    """The only wait. SIGCHLD, and what ends a runner (SIGINT, SIGTERM, SIGHUP, SIGXCPU), end it; their handlers
-    do nothing. SIGXCPU comes when the CPU time that `ulimit -t` allows is used up, well before SIGKILL.
+    """The only wait. SIGCHLD, and what ends a runner (SIGINT, SIGTERM, SIGHUP, SIGXCPU), end it; their
+    handlers do nothing. SIGXCPU says that the CPU time which `ulimit -t` allows is used up.
 
     Needs the main thread (signal.set_wakeup_fd). What was set before is set again by `close`.
     """
@@ -20142,7 +20171,8 @@ class Shutdown:
 class UnkillableReport:
     """Says which jobs live on though they were killed: they keep their slots, and nothing more is started."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, attempts: Attempts, link: ServerLink) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, attempts: Attempts,
+                 link: ServerLink) -> None:
         self.context = context
         self.launcher = launcher
         self.attempts = attempts
@@ -20404,7 +20434,7 @@ class Runner:
             shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
 
 
-def count_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> Tuple[int, List[str]]:
+def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> Tuple[int, List[str]]:
     """GPUs here, where neither options nor environment name them, and what went wrong in finding them.
 
     The programs of the vendors may hang with their driver: they are asked as squeue is, and a signal ends the
@@ -20446,7 +20476,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         stack.callback(wakeup.close)
         launcher = Launcher()
         stack.callback(launcher.close)
-        num_gpus, problems = count_gpus(options, launcher, wakeup)
+        num_gpus, problems = ask_for_gpus(options, launcher, wakeup)
         context = NodeContext(workflow, options, output, log, progress)
         runner = Runner(context, client, launcher, wakeup, num_gpus)
         for problem in problems:
