@@ -17888,7 +17888,7 @@ class Launcher:
         return done
 
     def hunt(self, mark: Mark) -> None:
-        """Kill what lives shorter than a look takes: it is our child for a moment, when its parent has ended."""
+        """Kill what lives shorter than a look takes: it is our child for a moment, once its parent ends."""
         until = time.monotonic() + HUNT_S
         while time.monotonic() < until:
             for pid in self.proc_children.read():
