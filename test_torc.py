@@ -21133,6 +21133,493 @@ def send_long_bodies(world: World, kinds: Sequence[Any], uploads: int) -> str:
     return '\n        '.join(told)
 
 
+# -------- jobs that say themselves when they ran, under runners that are killed or lack something --------
+
+class Traces:
+    """What jobs themselves say of their starts and ends, in files that must not exist yet: the oracle of a run."""
+
+    BEGIN = ('set -C; read up rest < /proc/uptime; key=${TORC_JOB_ID}_${TORC_RUN_ID}_${TORC_ATTEMPT_ID}; '
+             'echo "$up $$ ${CUDA_VISIBLE_DEVICES:--}" > ledger/$key.begin || exit 99; set +C; ')
+    END = '; read up rest < /proc/uptime; echo $up > ledger/$key.end'
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        os.mkdir(world.path('ledger'))
+
+    def job(self, work: str, **fields: Any) -> Dict[str, Any]:
+        """A job that leaves a trace of its work."""
+        return dict(fields, command=self.BEGIN + work + self.END)
+
+    def spec(self, jobs: Sequence[Dict[str, Any]], **fields: Any) -> str:
+        """A workflow file of such jobs, which take a GPU if they ask for `gpu`."""
+        listed = [dict({'name': f'j{number}'}, **job) for number, job in enumerate(jobs, 1)]
+        needs = [{'name': name, 'num_cpus': 1, 'num_gpus': gpus, 'memory': '1m', 'runtime': 'PT1M'} for name, gpus in (('cpu', 0), ('gpu', 1))]
+        return self.world.write('traced.json', json.dumps(dict({'name': 'traced', 'jobs': listed, 'resource_requirements': needs}, **fields)))
+
+    def rows(self) -> Dict[Tuple[int, ...], Tuple[float, Optional[float], str]]:
+        """(job, run, attempt) -> begin, end if it came to it, GPUs."""
+        found = {}
+        for name in os.listdir(self.world.path('ledger')):
+            key, _, kind = name.partition('.')
+            words = self.world.read(f'ledger/{name}').split()
+            if kind == 'begin' and len(words) == 3:
+                end = self.world.read(f'ledger/{key}.end').split()
+                found[tuple(map(int, key.split('_')))] = float(words[0]), float(end[0]) if end else None, words[2]
+        return found
+
+    def check(self, statuses: Dict[str, int], num_cpus: int, gpus: int = 0, database: Any = None) -> str:
+        """Each attempt began once and is known, none overlap more than the node had, all ended as they should."""
+        with contextlib.closing(self.world.connect(database=database)) as client:
+            found = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1))
+            results = [(row['job_id'], row['run_id'], row['attempt_id']) for row in client.pages('list_results', workflow_id=1, all_runs=True)]
+            twice = [row for row in client.pages('list_results', workflow_id=1, all_runs=True) if row['return_code'] == 99]
+        assert dict(found) == statuses, found
+        assert len(results) == len(set(results)) and not twice, (results, twice)
+        rows = self.rows()
+        assert set(rows) <= set(results), set(rows) - set(results)
+        # /proc/uptime counts hundredths: what follows within one is no overlap.
+        moments = sorted(itertools.chain(*(((begin + 0.011, 1, devices), (end, -1, devices)) for begin, end, devices in rows.values()
+                                           if end is not None and end > begin + 0.011)))
+        running, most, held = 0, 0, collections.Counter()   # type: int, int, collections.Counter
+        for _, step, devices in moments:
+            running += step
+            most = max(most, running)
+            held[devices] += step
+            assert running <= num_cpus, f'{running} jobs at once on {num_cpus} CPUs'
+            assert devices == '-' or held[devices] <= 1, f'GPU {devices} was given twice'
+        assert not gpus or {devices for _, _, devices in rows.values()} <= {'-', *map(str, range(gpus))}
+        return f'{len(rows):,} attempts began, at most {most} at once'
+
+
+def marked_processes(world: World, numbers: Iterable[int]) -> List[int]:
+    """Living processes with the marks of runners, each given as the number of its mark."""
+    wanted = set(numbers)
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir('/proc')))
+            if torc.read_mark_number(pid) >> torc.SERIAL_BITS in wanted and torc.read_process_start_ticks(pid)]
+
+
+class RunnerNursery:
+    """A process that has loaded torc.py and forks runners from itself: a killed one is followed within milliseconds."""
+
+    CODE = ('import os, sys; sys.path.insert(0, sys.argv[1]); import torc\n'
+            'for line in iter(sys.stdin.readline, ""):\n'
+            '    pid = os.fork()\n'
+            '    if pid == 0:\n'
+            '        os.dup2(2, 1)\n'
+            '        os._exit(torc.main(line.split()))\n'
+            '    print(pid, flush=True)\n'
+            '    print(os.waitpid(pid, 0)[1], flush=True)\n')
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.log = open(os.path.join(world.root, 'logs', 'runners'), 'wb')
+        self.process = subprocess.Popen([sys.executable, '-B', '-c', self.CODE, os.path.dirname(stub_path())], cwd=world.directory, env=world.environment,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log)
+
+    def start(self, *words: Any) -> Tuple[int, int]:
+        """Fork a runner; its pid and the number of its mark."""
+        self.process.stdin.write(' '.join(map(str, words)).encode() + b'\n')
+        self.process.stdin.flush()
+        pid = int(self.process.stdout.readline())
+        with self.world.inside():
+            return pid, torc.runner_mark(pid, torc.read_process_start_ticks(pid)).number
+
+    def end(self) -> int:
+        """The wait status of the one that was started last."""
+        return int(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End it."""
+        self.process.stdin.close()
+        self.process.wait(20)
+        self.process.stdout.close()
+        self.log.close()
+
+
+DOUBLE_FORK = '(setsid sh -c "(exec sleep 1000 &) ; exec sleep 1000" &) ; (env -i setsid /bin/sh -c "exec /bin/sleep 1000" &) ; '
+
+
+def kill_runners(world: World, kills: int, seed: int) -> str:
+    """Runners are killed at any moment, one after the other: each attempt runs once, nothing lives on, all gets done."""
+    chance, traces, nursery = random.Random(seed), Traces(world), RunnerNursery(world)
+    world.serve()
+    jobs = [traces.job(f'{DOUBLE_FORK if chance.random() < 0.4 else ""}sleep {chance.uniform(0.02, 0.3):.2f}',
+                       resource_requirements=chance.choice(['cpu', 'gpu'])) for _ in range(max(20, kills))]
+    assert world.cli('create', traces.spec(jobs)).code == 0
+    run = ('run', 1, '--retry-failed', '-p', '0.1', '--num-cpus', 4, '--num-gpus', 2, '--memory-gb', 1)
+    longest_s, killed = 0.0, 0
+    for number in range(kills):
+        pid, mark = nursery.start(*run)
+        select.select([], [], [], chance.uniform(0.02, 0.6))
+        with contextlib.suppress(ProcessLookupError):   # it was done already
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        killed += nursery.end() == signal.SIGKILL
+        if chance.random() < 0.5:   # the next runner begins in the midst of it, else when all is over
+            world.wait(lambda: not marked_processes(world, [mark]), 5, f'the end of all that runner {number} started',
+                       state=lambda: [(pid, read_text(f'/proc/{pid}/cmdline')) for pid in marked_processes(world, [mark])])
+            longest_s = max(longest_s, time.monotonic() - began)
+    for _ in range(kills + 1):      # what was lost with a runner has failed, and a run that sees it says how to go on
+        pid, mark = nursery.start(*run)
+        status = nursery.end()
+        if status != 1 << 8:
+            break
+    told = read_text(nursery.log.name)[-3000:]
+    nursery.close()
+    assert status == 0, (status, told)
+    assert not marked_processes(world, [mark])
+    said = traces.check({'completed': len(jobs)}, 4, 2)
+    return f'{killed} killed at work, {said}, all gone within {longest_s:.2f} s'
+
+
+NASTY = {       # what jobs may leave behind; $HERE is their directory
+    'daemons': '(setsid sh -c "exec sleep 1000" &) ; sleep 1000 & ',
+    'double forks without environment': '(env -i setsid /bin/sh -c "(/bin/sleep 1000 &) ; exec /bin/sleep 1000" &) ; ',
+    'ignorance of signals': '(setsid sh -c "trap \'\' TERM HUP INT QUIT; while :; do sleep 0.05; done" &) ; ',
+    'stopped processes': '(setsid sh -c "kill -STOP \\$\\$; sleep 1000" &) ; ',
+    'groups of their own': 'set -m; sh -c "trap \'\' TERM; while :; do sleep 0.05; done" & set +m; ',
+    'open output': '(setsid sh -c "while :; do echo x; sleep 0.01; done" &) ; ',
+    'headless processes': LauncherTest.HEADLESS,
+    'chains': LauncherTest.CHAIN,
+    'bombs': LauncherTest.BOMB,
+}
+
+
+def run_nasty_jobs(world: World, trials: int, seed: int) -> str:
+    """Jobs that leave behind what they can, and end, are stopped, or killed: nothing of them lives when their end is reported."""
+    chance, counts, longest_s = random.Random(seed), collections.Counter(), 0.0     # type: Any, collections.Counter, float
+    os.chmod(world.root, 0o755)
+    os.chmod(world.directory, 0o777)
+    kinds = [kind for kind in NASTY if kind != 'bombs' or os.getuid() == 0]
+    with world.inside(), contextlib.ExitStack() as stack:
+        launcher = torc.Launcher()
+        stack.callback(launcher.close)
+        null = os.open(os.devnull, os.O_WRONLY)
+        stack.callback(os.close, null)
+        for number in range(trials):
+            chosen, way = chance.sample(kinds, chance.randint(1, 4)), chance.choice(['ends', 'is stopped', 'is killed'])
+            counts.update([*chosen, way])
+            command = ''.join(NASTY[kind] for kind in chosen)
+            rest = 'exit 3' if way == 'ends' else 'trap "" TERM; while :; do sleep 0.05; done' if chance.random() < 0.5 else 'exec sleep 1000'
+            job = torc.Shell(launcher).start(f'cd "$HERE"; {command} sleep {chance.uniform(0, 0.3):.2f}; {rest}', {'HERE': world.directory},
+                                             (null, null), f'{number}-1')
+            if way != 'ends':
+                select.select([], [], [], chance.uniform(0, 0.4))
+                launcher.stop(job, signal.SIGTERM if way == 'is stopped' else signal.SIGKILL, 0.2)
+            began, done = time.monotonic(), []     # type: float, List[Any]
+            world.wait(lambda: (launcher.kill_due(), done.extend(launcher.poll())) and job in done, 10, f'trial {number}: {chosen}, {way}',
+                       state=lambda: [(pid, read_text(f'/proc/{pid}/cmdline')) for pid in torc.ProcSnapshot().family({}, [job.mark])])
+            longest_s = max(longest_s, time.monotonic() - began)
+            seen = [torc.ProcSnapshot().family({}, [job.mark]) for _ in range(3)]
+            seen += [{pid: 0} for _ in range(50) for pid in torc.read_proc_children(os.getpid()) if torc.read_mark_number(pid) == job.mark.number]
+            assert not any(seen), (number, chosen, way, [row for row in seen if row][:3], sum(map(bool, seen)))
+    return ', '.join(f'{count} {kind}' for kind, count in counts.items()) + f'; the longest end took {longest_s:.1f} s'
+
+
+def reuse_pids(world: World, trials: int, seed: int) -> str:
+    """Pids of ended jobs become those of other processes, while something of the jobs lives: none is ever signalled."""
+    need('root', os.getuid() == 0 and os.path.exists('/proc/sys/kernel/ns_last_pid'), 'chooses a pid')
+    chance, taken = random.Random(seed), 0
+    left = 'setsid sh -c "trap \'\' TERM; echo \\$\\$ > a{0}; while :; do sleep 0.01; done" & until test -s a{0}; do sleep 0.01; done'
+    with world.inside(), contextlib.ExitStack() as stack, unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
+        launcher = torc.Launcher()
+        stack.callback(launcher.close)
+        null = os.open(os.devnull, os.O_WRONLY)
+        stack.callback(os.close, null)
+        for number in range(trials):
+            job = torc.Shell(launcher).start(left.format(number), {}, (null, null), f'{number}-1')
+            stale = torc.ProcSnapshot().family({job.pid: math.inf}, [job.mark])
+            world.wait(lambda: launcher.poll() or job.end, 10, 'the end of the first process')
+            began = torc.uptime_s()
+            world.wait(lambda: torc.uptime_s() > began + 0.02, 5, 'the next tick')
+            with open('/proc/sys/kernel/ns_last_pid', 'w') as file:
+                file.write(str(job.pid - 1))
+            words = chance.choice([['sleep', '1000'], ['sh', '-c', 'sleep 1000 & wait']])
+            other = subprocess.Popen(words, preexec_fn=os.setsid if chance.random() < 0.7 else None)
+            stack.callback(other.wait)
+            stack.callback(other.kill)
+            taken += other.pid == job.pid
+            launcher.exempt.add(other.pid)      # a child of this process, and no job's
+            launcher.signal_all(stale, signal.SIGTERM, signal.SIGKILL)
+            done = []   # type: List[Any]
+            world.wait(lambda: done.extend(launcher.poll()) or job in done, 10, 'the end of all')
+            assert other.poll() is None, f'trial {number}: the process with pid {other.pid} was signalled'
+    return f'{taken} of {trials} pids were taken over, none of them signalled'
+
+
+def sleep_unkillably(trials: int) -> str:
+    """Jobs in uninterruptible sleep are killed: each keeps its slot until it has ended, and is named."""
+    result = unittest.TestResult()
+    names = [name for name in itertools.chain(dir(LauncherTest), dir(RunnerTest)) if name.startswith('test_') and 'sigkill_does_not_end' in name]
+    for _, name in zip(range(trials), itertools.cycle(names)):
+        (LauncherTest if hasattr(LauncherTest, name) else RunnerTest)(name).run(result)
+    assert result.wasSuccessful() and result.testsRun == trials, result.failures + result.errors
+    return f'{trials - len(result.skipped)} of {trials} slept, all were held and named'
+
+
+def lack_processes(world: World, rounds: int, seed: int) -> str:
+    """No room for processes (RLIMIT_NPROC), again and again: jobs wait, no attempt is spent."""
+    need('root', os.getuid() == 0, 'becomes another user')
+    chance, refusals, limit = random.Random(seed), 0, 24
+    os.chmod(world.root, 0o755)
+    for number in range(rounds):
+        folder = world.path(f'theirs {number}')
+        os.mkdir(folder)
+        os.chown(folder, OTHER_UID, OTHER_UID)
+        spec = world.write(f'theirs {number}/w.json', json.dumps({'name': 'w', 'jobs': [
+            {'name': f'j{index}', 'command': ': > "done_$TORC_JOB_ID"',
+             'depends_on': [f'j{index - 1}'] if index % 4 == 0 else []} for index in range(1, 25)]}))
+        told, report = os.pipe()
+
+        def hog() -> int:
+            """Take all room for a while, and leave it for a while."""
+            while os.getppid() != 1 and not os.path.exists(os.path.join(folder, 'over')):
+                taken = []
+                for _ in range(limit):
+                    with contextlib.suppress(OSError):
+                        pid = os.fork()
+                        if pid == 0:
+                            select.select([], [], [], 30)
+                            os._exit(0)
+                        taken.append(pid)
+                select.select([], [], [], chance.uniform(0.05, 0.4))
+                for pid in taken:
+                    end_child(pid, signal.SIGKILL)
+                select.select([], [], [], chance.uniform(0.3, 0.6))
+            return 0
+
+        def work() -> int:
+            resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+            world.directory = folder
+            beside = os.fork()
+            if beside == 0:
+                os._exit(hog())
+            outcome = world.main('--db', 'db/a.db', 'run', '-p', 0.2, '--num-cpus', 3, '-o', 'out', spec, env={'HOME': folder, 'XDG_STATE_HOME': folder})
+            open(os.path.join(folder, 'over'), 'w').close()
+            with contextlib.suppress(OSError):
+                os.waitpid(beside, 0)
+            os.write(report, json.dumps([outcome.code, outcome.err]).encode())
+            return 0
+        directory = world.directory
+        code = end_child(run_as(work))
+        os.close(report)
+        with open(told, 'rb') as pipe:
+            code, err = json.loads(pipe.read().decode() or f'[{code}, "nothing was said"]')
+        assert code == 0 and 'Traceback' not in err, (number, code, err)
+        refusals += err.count('no job can be started at present')
+        results = ask_sqlite(os.path.join(folder, 'db', 'a.db'), 'SELECT attempt_id, return_code FROM result')
+        assert results == [(1, 0)] * 24, (number, results, err)
+        world.directory = directory
+    return f'{24 * rounds} jobs, all in their first attempt, {refusals} refused starts'
+
+
+class JumpingTime:
+    """The wall clock as it is set: by an hour (summer time), a year, a second (a leap second), at any moment."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.offset, self.jumps = chance, 0.0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def time(self) -> float:
+        """What the clock shows."""
+        if self.chance.random() < 0.05:
+            self.offset += self.chance.choice([3600, -3600, 365 * 86400, -365 * 86400, 1, -1, 0.5])
+            self.jumps += 1
+        return time.time() + self.offset
+
+
+def set_clocks(world: World, rounds: int, seed: int) -> str:
+    """Whole runs while the wall clock jumps: nothing is late or early, all is done once and in order."""
+    jumps = 0
+    for number in range(rounds):
+        clock, database = JumpingTime(random.Random(f'{seed} {number}')), world.path(f'clock {number}.db')
+        with contextlib.closing(sqlite3.connect(':memory:')), unittest.mock.patch.object(torc, 'time', clock), world.inside():
+            client, watcher = StoreClient(database), Watcher()
+            try:
+                jobs = [{'name': f'j{index}', 'command': 'sleep 0.02', 'depends_on': [f'j{index - 1}'] if index > 4 else []} for index in range(1, 9)]
+                document = torc.read_document(json.dumps({'name': 'w', 'jobs': jobs, 'execution_config': {
+                    'mode': 'direct', 'sigterm_lead_seconds': 5, 'sigkill_headroom_seconds': 5}}).encode(), '', 'json')
+                workflow_id = client.call('create_workflow_from_spec', json.loads(json.dumps(torc.read_plan(document, '.').body)))['workflow_id']
+                client.call('initialize_jobs', workflow_id=workflow_id)
+                clock.chance, chance = random.Random(0), clock.chance
+                clock.chance.random = lambda: 1.0       # the time limit is stated before the clock is set
+                options = torc.RunnerOptions(output_dir=f'out {number}', num_cpus=4, memory_gb=1.0, num_gpus=0, poll_interval_s=0.1, end_time=clock.time() + 600)
+                real, clock.jumps = torc.Shutdown.__init__, 0
+
+                def begin(this: Any, *rest: Any) -> None:
+                    real(this, *rest)
+                    clock.chance = chance
+                with unittest.mock.patch.object(torc.Shutdown, '__init__', begin):
+                    began = time.monotonic()
+                    outcome = torc.run_workflow(client, workflow_id, options, watcher)
+                assert (outcome.completed, outcome.is_complete) == (8, True) and time.monotonic() - began < 60, (outcome, watcher.messages)
+                results = client.rows('list_results', workflow_id=1, all_runs=True)
+                assert all(0 < row['exec_time_minutes'] < 1 and row['attempt_id'] == 1 for row in results) and len(results) == 8, results
+                jumps += clock.jumps
+            finally:
+                client.store.close()
+    return f'{8 * rounds} jobs, the clock was set {jumps:,} times'
+
+
+def spoil_output(world: World, rounds: int, seed: int) -> str:
+    """The output directory is renamed, replaced by a file or link, made unreadable, or filled up, and mended: no attempt is spent on that."""
+    need('root', os.getuid() == 0, 'becomes another user')
+    chance, kinds, losses = random.Random(seed), collections.Counter(), 0   # type: Any, collections.Counter, int
+    os.chmod(world.root, 0o755)
+    folder = world.path('theirs')
+    out, away = os.path.join(folder, 'out'), os.path.join(folder, 'away')
+    os.mkdir(folder)
+    os.chown(folder, OTHER_UID, OTHER_UID)
+    for number in range(rounds):
+        shutil.rmtree(out, ignore_errors=True)
+        spec = world.write('theirs/w.json', json.dumps({'name': 'w', 'jobs': [
+            {'name': f'j{index}', 'command': 'sleep 0.05'} for index in range(30)]}))
+        kind = chance.choice(['renamed', 'a file', 'a dangling link', 'mode 0', 'mode 500', 'job_stdio renamed'])
+        kinds[kind] += 1
+
+        def work() -> int:
+            world.directory = folder
+            outcome = world.main('--db', f'db/{number}.db', 'run', '-p', 0.1, '--num-cpus', 2, '-o', 'out', spec, env={'HOME': folder, 'XDG_STATE_HOME': folder})
+            with open(os.path.join(folder, 'said'), 'w') as file:
+                file.write(outcome.err)
+            return outcome.code
+        directory, runner = world.directory, run_as(work)
+        world.wait(lambda: len(glob.glob(glob.escape(out) + '/job_stdio/*.o')) > chance.randint(1, 8), 30, 'the first jobs')
+        if kind in ('renamed', 'a file', 'a dangling link'):
+            os.rename(out, away)
+            {'a file': lambda: open(out, 'w').close(), 'a dangling link': lambda: os.symlink('nowhere', out)}.get(kind, bool)()
+        elif kind == 'job_stdio renamed':
+            os.rename(out + '/job_stdio', away)
+        else:
+            os.chmod(out, int(kind[5:], 8))
+        select.select([], [], [], chance.uniform(0, 1.5))
+        if kind in ('a file', 'a dangling link'):
+            os.unlink(out)
+        if kind in ('renamed', 'a file', 'a dangling link'):
+            os.rename(away, out)
+        elif kind != 'job_stdio renamed':
+            os.chmod(out, 0o700)
+        code, err = end_child(runner), read_text(folder + '/said')
+        shutil.rmtree(away, ignore_errors=True)
+        world.directory = directory
+        assert code == 0 and 'Traceback' not in err, (number, kind, code, err)
+        losses += 'no more jobs are started until that is repaired' in err
+        results = ask_sqlite(os.path.join(folder, 'db', f'{number}.db'), 'SELECT attempt_id, return_code FROM result')
+        assert results == [(1, 0)] * 30, (number, kind, results, err)
+    return ', '.join(f'{count} {kind}' for kind, count in kinds.items()) + f'; {losses} runs noticed and waited'
+
+
+def fill_output(world: World, rounds: int, seed: int) -> str:
+    """The disk of the output directory gets full and empty again: what completed has all of its output, what failed says why."""
+    chance, counts, size = random.Random(seed), collections.Counter(), 20000    # type: Any, collections.Counter, int
+    spec = world.write('fill.json', json.dumps({'name': 'fill', 'compute_node_wait_for_new_jobs_seconds': 20, 'jobs': [
+        {'name': f'j{index}', 'command': f'head -c {size} /dev/zero'} for index in range(40)]}))
+    for number in range(rounds):
+        place, database = world.path(f'small {number}'), world.path(f'fill {number}.db')
+        with small_disk(place, '2m'):
+            out = place + '/out'
+            run = world.start('--db', database, 'run', '-p', '0.1', '--num-cpus', 2, '-o', out, spec)
+            wanted = chance.randint(1, 20)
+            world.wait(lambda: len(glob.glob(glob.escape(out) + '/job_stdio/*.o')) >= wanted, 30, 'the first jobs', [run])
+            with open(place + '/ballast', 'wb') as ballast:
+                with contextlib.suppress(OSError):
+                    free = os.statvfs(place)
+                    os.posix_fallocate(ballast.fileno(), 0, free.f_bavail * free.f_frsize - chance.randrange(30000))
+                select.select([], [], [], chance.uniform(0, 1.0))
+                ballast.truncate(0)
+            outcome = run.finish(60)
+            assert 'Traceback' not in outcome.err, str(outcome)
+            rows = ask_sqlite(database, 'SELECT job.id, job.status, result.return_code, result.attempt_id, result.reason FROM job JOIN result ON result.job_id = job.id')
+            assert len(rows) == 40 and all(row[3] == 1 for row in rows), (number, rows, str(outcome))
+            for job_id, status, return_code, _, reason in rows:
+                written = os.path.getsize(f'{out}/job_stdio/job_wf1_j{job_id}_r1_a1.o')
+                assert (status == torc.COMPLETED) == (return_code == 0), (number, rows)
+                assert return_code or written == size, f'job {job_id} completed, with {written} of {size} bytes'
+                assert not return_code or 'is full' in reason or 'No space left' in reason, (number, job_id, reason)
+            failed = sum(row[2] != 0 for row in rows)
+            assert (outcome.code == 1) == bool(failed), str(outcome)
+            counts.update(failed=failed, completed=len(rows) - failed, waited='no more jobs are started' in outcome.err)
+    return f'{counts["completed"]} jobs completed whole, {counts["failed"]} failed and said why, {counts["waited"]} of {rounds} runs waited'
+
+
+FLOODS = {      # commands that write so many MB, each as it pleases
+    'zeros': 'head -c {0}000000 /dev/zero', 'rubbish': 'head -c {0}000000 /dev/urandom', 'one line': 'yes | tr -d "\\n" | head -c {0}000000',
+    'lines': 'seq {0}00000 | head -c {0}000000', 'errors': 'head -c {0}000000 /dev/zero >&2; exit 3', 'a closed stdout': 'exec >&-; head -c {0}000000 /dev/zero',
+    'a last line without end': 'head -c {0}000000 /dev/zero | tr "\\0" x; exit 4',
+}
+
+
+def flood_output(world: World, rounds: int, seed: int) -> str:
+    """Jobs that write as much as they can: the runner stays as small as it was, and reasons stay short."""
+    chance, most_kb, megabytes = random.Random(seed), 0, 0
+    for number in range(rounds):
+        size, names = chance.randint(20, 100), list(FLOODS)
+        shutil.rmtree(world.path('out'), ignore_errors=True)
+        spec = world.write('w.json', json.dumps({'name': 'w', 'jobs': [{'name': 'before', 'command': 'touch ready; until test -e go; do sleep 0.02; done'}] + [
+            {'name': name, 'command': FLOODS[name].format(size), 'depends_on': ['before']} for name in names]}))
+        run = world.start('--db', f'flood {number}.db', 'run', '-p', '0.1', '--num-cpus', 2, '-o', 'out', spec)
+        world.wait(lambda: os.path.exists(world.path('ready')), 30, 'the runner', [run])
+        before, sizes = resident_kb_of(run.pid), [0]
+        world.write('go', '')
+
+        def look() -> bool:
+            with contextlib.suppress(AttributeError):   # it has ended
+                sizes.append(resident_kb_of(run.pid))
+            return run.has_ended()
+        world.wait(look, 120, 'the end')
+        outcome = run.finish()
+        most_kb, megabytes = max(most_kb, max(sizes) - before), megabytes + size * len(names)
+        assert outcome.code == 1 and max(sizes) - before < 10000, (max(sizes) - before, str(outcome)[:5000])
+        rows = dict(ask_sqlite(world.path(f'flood {number}.db'), 'SELECT job.name, result.return_code FROM job JOIN result ON result.job_id = job.id'))
+        wanted = dict.fromkeys(['before', *names], 0)
+        wanted.update({'errors': 3, 'a last line without end': 4, 'a closed stdout': 1})
+        assert rows == wanted, rows
+        reasons = [row[0] for row in ask_sqlite(world.path(f'flood {number}.db'), 'SELECT reason FROM result WHERE return_code != 0')]
+        assert all(len(reason) <= torc.MAX_REASON_CHARACTERS for reason in reasons), [len(reason) for reason in reasons]
+        for name in ('ready', 'go'):
+            os.unlink(world.path(name))
+    return f'{megabytes:,} MB written by {len(FLOODS) * rounds} jobs, the runner grew by at most {most_kb:,} KiB'
+
+
+HANG_UPS = {    # what a run is ended by -> the signals that its runner gets
+    'a logout': (signal.SIGHUP, signal.SIGHUP), 'a logout by systemd': (signal.SIGTERM, signal.SIGHUP),
+    'the CPU limit': (signal.SIGXCPU, signal.SIGXCPU), 'the server is killed': ()}
+
+
+def hang_up(world: World, rounds: int, seed: int, how: str) -> str:
+    """A run is ended by a logout or its CPU limit, or its server is killed: it says so, leaves nothing, and goes on when it is started again."""
+    chance, killed, saved = random.Random(f'{seed} {how}'), 0, 0
+    for number in range(rounds):
+        shutil.rmtree(world.directory)
+        os.mkdir(world.directory)
+        traces = Traces(world)
+        jobs = [traces.job(f"trap 'echo >> saved_$key; exit 0' TERM; sleep {chance.uniform(0.05, 0.4):.2f} & wait") for _ in range(12)]
+        run = world.start('run', '-p', '0.1', '--num-cpus', 3, traces.spec(jobs))
+        wanted = chance.randint(1, 6)
+        world.wait(lambda: len(traces.rows()) >= wanted, 30, 'the first jobs', [run])
+        if how == 'the server is killed':
+            os.kill(json.loads(world.read('torc_output/torc.db.connection'))['pid'], signal.SIGKILL)
+        else:
+            for one in HANG_UPS[how]:
+                run.send(one)
+                select.select([], [], [], chance.choice([0, 0, 0.01]))
+        outcome = run.finish(60)
+        assert 'Traceback' not in outcome.err, str(outcome)
+        if HANG_UPS[how]:
+            assert outcome.code in (0, 130), str(outcome)       # 0: what it had claimed was done
+            assert outcome.code == 0 or f'{HANG_UPS[how][0].name}: stopping' in outcome.err, str(outcome)
+        killed += outcome.code != 0
+        saved += len(glob.glob(glob.escape(world.directory) + '/saved_*'))
+        again = world.cli('run', 1, '-p', '0.1', '--num-cpus', 3) if outcome.code else outcome
+        assert again.code == 0, str(outcome) + str(again)
+        traces.check({'completed': 12}, 3, database=world.path('torc_output', 'torc.db'))
+        left = world.leave(5)
+        assert not left, left
+    return f'{rounds} runs, {killed} stopped and started again, {saved} jobs had saved their work, none began twice'
+
+
 @slow
 class FaultTest(WorldTest):
     """Small versions of what `faults` does at length."""
@@ -21144,6 +21631,36 @@ class FaultTest(WorldTest):
     def test_rubbish_of_all_kinds_is_answered_with_4xx_and_nothing_is_harmed(self):
         need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
         self.assertIn('422: ', fuzz(self.world, 1000, 4))
+
+    def test_runners_that_are_killed_at_any_moment_run_each_attempt_once_and_leave_nothing(self):
+        self.assertRegex(kill_runners(self.world, 8, 5), r'^\d killed at work, \d+ attempts began')
+
+    def test_nothing_outlives_a_job_that_tries_all_it_can(self):
+        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
+        self.assertRegex(run_nasty_jobs(self.world, 8, 5), 'the longest end took [0-4][.]')
+
+    def test_who_takes_over_the_pid_of_a_job_is_never_signalled(self):
+        self.assertIn('none of them signalled', reuse_pids(self.world, 3, 5))
+
+    def test_without_room_for_processes_jobs_wait_and_no_attempt_is_spent(self):
+        self.assertRegex(lack_processes(self.world, 1, 5), '24 jobs, all in their first attempt, [1-9]')
+
+    def test_a_clock_that_is_set_again_and_again_is_not_what_a_run_goes_by(self):
+        self.assertRegex(set_clocks(self.world, 4, 5), '32 jobs, the clock was set [1-9]')
+
+    def test_an_output_directory_that_is_spoilt_and_mended_costs_no_attempt(self):
+        self.assertIn('runs noticed', spoil_output(self.world, 2, 5))
+
+    def test_on_a_disk_that_fills_up_nothing_torn_counts_as_completed(self):
+        self.assertIn('jobs completed whole', fill_output(self.world, 1, 5))
+
+    def test_jobs_that_flood_their_output_do_not_blow_up_the_runner(self):
+        self.assertIn('the runner grew by at most', flood_output(self.world, 1, 5))
+
+    def test_after_a_logout_or_a_killed_server_a_run_goes_on_where_it_was(self):
+        for how in HANG_UPS:
+            with self.subTest(how):
+                self.assertIn('none began twice', hang_up(self.world, 1, 5, how))
 
     def test_nothing_of_a_killed_runner_lives_on_however_it_was_killed(self):
         self.assertIn('by name: 0 of 1, guardians first: 0 of 1', outlive_runners(self.world, 1, 5))
@@ -21233,6 +21750,16 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'{requests:,} malformed requests', lambda world: fuzz(world, requests, seed)),
              (f'kill -9 of runners, {rounds} times in {len(KILLS)} ways',
               lambda world: outlive_runners(world, rounds, seed)),
+             (f'kill -9 of runners, {many} times one after the other', lambda world: kill_runners(world, many, seed)),
+             (f'{many} nasty jobs', lambda world: run_nasty_jobs(world, many, seed)),
+             (f'{rounds} pids that are used again', lambda world: reuse_pids(world, rounds, seed)),
+             (f'{rounds} jobs in uninterruptible sleep', lambda world: sleep_unkillably(rounds)),
+             (f'{rounds} times no room for processes', lambda world: lack_processes(world, rounds, seed)),
+             (f'clocks that are set, {2 * many // 3} runs', lambda world: set_clocks(world, 2 * many // 3, seed)),
+             (f'output directories spoilt and mended, {many // 3} times', lambda world: spoil_output(world, many // 3, seed)),
+             (f'a full disk under the output, {rounds} times', lambda world: fill_output(world, rounds, seed)),
+             ('floods of output, 7 kinds of jobs', lambda world: flood_output(world, max(1, rounds // 10), seed)),
+             *((f'{rounds} runs and {how}', lambda world, how=how: hang_up(world, rounds, seed, how)) for how in HANG_UPS),
              (f'{4 * rounds} long commands beside a thief',
               lambda world: steal_commands(world, 4 * rounds)),
              (f'database files spoilt, {rounds} times', lambda world: spoil_files(world, rounds, seed)),
