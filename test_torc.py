@@ -13069,51 +13069,8 @@ while True:
 
     # -------- pids that are used again --------
 
-    def take_over(self, pid: int, *words: str) -> Any:
-        """Another process with a certain pid, a session of its own, started in a later clock tick."""
-        need('root', os.getuid() == 0 and os.path.exists('/proc/sys/kernel/ns_last_pid'), 'chooses a pid')
-        began = torc.uptime_s()
-        self.world.wait(lambda: torc.uptime_s() > began + 0.02, 5, 'the next tick')
-        for _ in range(200):
-            try:
-                with open('/proc/sys/kernel/ns_last_pid', 'w') as file:
-                    file.write(str(pid - 1))
-            except OSError:
-                need('root', False, 'may choose a pid')
-            other = subprocess.Popen(words, preexec_fn=os.setsid)   # noqa: PLW1509
-            if other.pid == pid:
-                self.addCleanup(self.end_other, other)
-                return other
-            self.end_other(other)
-        need('root', False, 'a machine where a pid can be chosen')
-
-    @staticmethod
-    def end_other(other: Any) -> None:
-        """Kill and reap."""
-        other.kill()
-        other.wait()
-
     def test_who_took_over_the_pid_and_session_of_an_ended_job_is_not_taken_for_its_leftover(self):
-        with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.3):
-            job = self.start('cd "$HERE"; setsid sh -c "trap \'\' TERM; echo \\$\\$ > a; while :; do sleep 0.01; done" & until test -s a; do sleep 0.01; done')
-            self.world.wait(lambda: self.look() and job.end, 10, 'the end of the first process')
-            self.assertEqual([job], self.launcher.sweeping)
-            other = self.take_over(job.pid, 'sh', '-c', 'sleep 1000 & wait')
-            self.assertEqual((other.pid, other.pid), (job.pid, torc.read_proc_row(other.pid).session))
-            self.end_of(job)
-        self.assertGone('a')
-        self.assertIsNone(other.poll())
-        self.assertEqual(1, len(torc.read_proc_children(other.pid)))
-
-    def test_who_took_over_a_pid_between_a_look_and_the_signal_is_not_signalled(self):
-        first = subprocess.Popen(['sleep', '1000'])
-        ticks = torc.read_process_start_ticks(first.pid)
-        self.end_other(first)
-        other = self.take_over(first.pid, 'sleep', '1000')
-        torc.signal_process(other.pid, ticks, signal.SIGKILL)
-        torc.Launcher.signal_all({other.pid: ticks}, signal.SIGTERM, signal.SIGKILL)
-        self.assertIsNone(other.poll())
-        self.assertTrue(torc.read_process_start_ticks(other.pid))
+        self.assertEqual('1 of 1 pids were taken over, none of them signalled', reuse_pids(self.world, 1, 5))
 
     # -------- what SIGKILL does not end --------
 
@@ -14455,7 +14412,7 @@ class RunnerTest(WorldTest):
             self.assertLess(float(self.world.read(f'got_{number}')), end - 3 + 0.5)
         last = float(self.world.read('alive_1'))
         self.assertGreater(last, end - 2 - 0.5)
-        self.assertLess(last, end - 2 + 0.1)
+        self.assertLess(last, end - 2 + 0.5)
         self.assertEqual(('deadline', None), (outcome.reason, outcome.interrupted_by))
 
     def test_termination_is_logged_in_the_words_of_the_page(self):
@@ -21324,35 +21281,83 @@ def run_nasty_jobs(world: World, trials: int, seed: int) -> str:
     return ', '.join(f'{count} {kind}' for kind, count in counts.items()) + f'; the longest end took {longest_s:.1f} s'
 
 
+def in_pid_namespace(work: Callable[[], str]) -> str:
+    """What some work says in a PID namespace of its own, where it may choose pids: to choose them here would let other programs
+    of this machine meet pids that have just been used. All of it ends with the work."""
+    need('root', os.getuid() == 0 and os.path.exists('/proc/sys/kernel/ns_last_pid') and shutil.which('mount'), 'chooses pids')
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            if ctypes.CDLL(None).unshare(0x20000000 | 0x00020000):      # CLONE_NEWPID, CLONE_NEWNS (sched.h)
+                os._exit(98)
+            inner = os.fork()
+            if inner:
+                os._exit(end_child(inner))
+            subprocess.check_call(['mount', '--make-rprivate', '/'])
+            subprocess.check_call(['mount', '-t', 'proc', 'proc', '/proc'])
+            os.write(writer, work().encode())
+            code = 0
+        except BaseException:   # border: nothing of the parent's may run in the child
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with open(reader, 'rb') as pipe:
+        said = pipe.read().decode()
+    code = end_child(child)
+    need('root', code != 98, 'makes a PID namespace')
+    assert code == 0, f'exit code {code}: {said}'
+    return said
+
+
 def reuse_pids(world: World, trials: int, seed: int) -> str:
     """Pids of ended jobs become those of other processes, while something of the jobs lives: none is ever signalled."""
-    need('root', os.getuid() == 0 and os.path.exists('/proc/sys/kernel/ns_last_pid'), 'chooses a pid')
+    return in_pid_namespace(functools.partial(reuse_chosen_pids, world, trials, seed))
+
+
+def reuse_chosen_pids(world: World, trials: int, seed: int) -> str:
+    """The same where pids may be chosen."""
     chance, taken = random.Random(seed), 0
     left = 'setsid sh -c "trap \'\' TERM; echo \\$\\$ > a{0}; while :; do sleep 0.01; done" & until test -s a{0}; do sleep 0.01; done'
-    with world.inside(), contextlib.ExitStack() as stack, unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
-        launcher = torc.Launcher()
-        stack.callback(launcher.close)
-        null = os.open(os.devnull, os.O_WRONLY)
-        stack.callback(os.close, null)
+    with world.inside(), unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
+        launcher, null = torc.Launcher(), os.open(os.devnull, os.O_WRONLY)
         for number in range(trials):
             job = torc.Shell(launcher).start(left.format(number), {}, (null, null), f'{number}-1')
             stale = torc.ProcSnapshot().family({job.pid: math.inf}, [job.mark])
             world.wait(lambda: launcher.poll() or job.end, 10, 'the end of the first process')
-            began = torc.uptime_s()
-            world.wait(lambda: torc.uptime_s() > began + 0.02, 5, 'the next tick')
-            with open('/proc/sys/kernel/ns_last_pid', 'w') as file:
-                file.write(str(job.pid - 1))
-            words = chance.choice([['sleep', '1000'], ['sh', '-c', 'sleep 1000 & wait']])
-            other = subprocess.Popen(words, preexec_fn=os.setsid if chance.random() < 0.7 else None)
-            stack.callback(other.wait)
-            stack.callback(other.kill)
+            assert launcher.sweeping == [job]
+            ended_s = torc.uptime_s()
+            world.wait(lambda: torc.uptime_s() > ended_s + 0.02, 5, 'the next tick')
+            words, leads = chance.choice([['sleep', '1000'], ['sh', '-c', 'sleep 1000 & wait']]), chance.random() < 0.7
+            other = start_as(job.pid, words, leads)
+            world.wait(lambda: words[0] == 'sleep' or torc.read_proc_children(other.pid), 10, 'its child')
+            children = torc.read_proc_children(other.pid)
             taken += other.pid == job.pid
             launcher.exempt.add(other.pid)      # a child of this process, and no job's
             launcher.signal_all(stale, signal.SIGTERM, signal.SIGKILL)
+            torc.signal_process(other.pid, max(stale.values(), default=1), signal.SIGKILL)
             done = []   # type: List[Any]
             world.wait(lambda: done.extend(launcher.poll()) or job in done, 10, 'the end of all')
-            assert other.poll() is None, f'trial {number}: the process with pid {other.pid} was signalled'
+            assert other.poll() is None, f'trial {number}: the process with pid {other.pid} was signalled: {other.returncode}'
+            assert torc.read_proc_children(other.pid) == children, f'trial {number}: a child of {other.pid} was signalled'
+            other.kill()
+            other.wait()
+            launcher.exempt.discard(other.pid)
     return f'{taken} of {trials} pids were taken over, none of them signalled'
+
+
+def start_as(pid: int, words: Sequence[str], leads_session: bool) -> Any:
+    """Start a program with a certain pid, if nobody takes it before."""
+    for number in range(50):    # the loop that a job has left forks, too
+        with open('/proc/sys/kernel/ns_last_pid', 'w') as file:
+            file.write(str(pid - 1))
+        other = subprocess.Popen(words, preexec_fn=os.setsid if leads_session else None)
+        if other.pid == pid or number == 49:
+            return other
+        other.kill()
+        other.wait()
 
 
 def sleep_unkillably(trials: int) -> str:
@@ -21624,7 +21629,8 @@ def hang_up(world: World, rounds: int, seed: int, how: str) -> str:
         assert 'Traceback' not in outcome.err, str(outcome)
         if HANG_UPS[how]:
             assert outcome.code in (0, 130), str(outcome)       # 0: what it had claimed was done
-            assert outcome.code == 0 or f'{HANG_UPS[how][0].name}: stopping' in outcome.err, str(outcome)
+            words = [f'{one.name}: stopping' for one in HANG_UPS[how]]      # of signals at once the lowest number comes first
+            assert outcome.code == 0 or any(word in outcome.err for word in words), str(outcome)
         killed += outcome.code != 0
         saved += len(glob.glob(glob.escape(world.directory) + '/saved_*'))
         again = world.cli('run', 1, '-p', '0.1', '--num-cpus', 3) if outcome.code else outcome
@@ -21845,6 +21851,9 @@ CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Byt
 PAUSES = {
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
+    'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
+    'hang_up': 'between two signals', 'lack_processes.hog': 'so long there is no room', 'lack_processes.work': 'tries again later',
+    'spoil_output': 'so long it is spoilt', 'fill_output': 'so long it is full',
     'AwayTrial.pause': 'longer than a lease', 'AwayTrial.stop': 'wakes up after another one',
     'orphan_trial': 'dies at a moment that chance decides', 'kill_under_clerks': 'dies at a moment that chance decides',
     'Intruder.pause': 'acts at a moment that chance decides',

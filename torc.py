@@ -15564,8 +15564,8 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     except OSError as error:    # no room for processes, or no memory
         os.close(reader)
         os.close(writer)
-        raise absent(f'the server for {options.database} did not start: {error.strerror}; end other processes '
-                     'of yours, or see `ulimit -u`') from None
+        raise absent(f'the server for {options.database} did not start: {error.strerror}; '
+                     'end other processes of yours, or see `ulimit -u`') from None
     if child == 0:
         run_detached_server(options, os.fdopen(writer, 'w'), *log_to)
     os.close(writer)
