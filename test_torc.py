@@ -12989,9 +12989,9 @@ class LauncherTest(WorldTest):
             self.pid_in(f'{name}.pid')
         self.launcher.stop(process, signal.SIGTERM, 20)
         self.world.wait(lambda: all(map(self.world.read, names)), 10, 'all signals', state=lambda: list(map(self.world.read, names)))
+        self.assertEqual(['got\n'] * 5, list(map(self.world.read, names)))
         self.world.write('enough', '')
         self.assertEqual(0, self.end_of(process).return_code)
-        self.assertEqual(['got\n'] * 5, list(map(self.world.read, names)))
 
     def test_a_process_that_stops_itself_again_and_again_finds_the_signal(self):
         process = self.start("trap 'exit 7' TERM; echo > ready; while :; do kill -STOP $$; done")
