@@ -13037,7 +13037,7 @@ open("survived", "w")' & """
 
     def test_a_chain_of_short_lives_is_ended(self):
         with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
-            for number in range(3):
+            for number in range(2):
                 job = self.start('cd "$HERE"; ' + self.CHAIN + 'sleep 0.3', f'{number}-1')
                 self.end_of(job)
                 seen = [torc.read_mark_number(pid) for _ in range(200) for pid in torc.read_proc_children(os.getpid())]
@@ -13570,8 +13570,8 @@ class Watcher:
         self.messages.append(text)
 
 
-class RunnerTest(WorldTest):
-    """Whole lives of a runner in this process, on a real store, with real jobs."""
+class RunnerCase(WorldTest):
+    """A runner in this process, on a real store, with real jobs."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -13611,6 +13611,17 @@ class RunnerTest(WorldTest):
     def log(self) -> str:
         """The runner's log."""
         return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*_wf1_r1.log'))
+
+    def interrupt_when(self, path: str) -> None:
+        """SIGINT, as soon as a file is there and the server has answered."""
+        def interrupt(number: int) -> None:
+            if os.path.exists(self.world.path(path)) and not self.progress.messages:
+                os.kill(os.getpid(), signal.SIGINT)
+        self.client.after = interrupt
+
+
+class RunnerTest(RunnerCase):
+    """Whole lives of a runner."""
 
     def test_an_entry_of_the_runners_log_is_one_line(self):
         os.mkdir(self.world.path('out'))
@@ -14397,37 +14408,6 @@ class RunnerTest(WorldTest):
         self.assertEqual('deadline', outcome.reason)
         self.assertLess(outcome.wall_s, 3.5)
 
-    def test_the_timeline_of_the_page_holds_to_the_moment(self):
-        # Each job says every 20 ms that it lives; the second saves its work and ends by itself.
-        alive = 'while :; do date +%s.%N > alive_$TORC_JOB_ID; sleep 0.02; done'
-        self.create(f"trap 'date +%s.%N > got_1' TERM; {alive}", f"trap 'date +%s.%N > got_2; sleep 0.2; exit 0' TERM; {alive}",
-                    execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1},
-                    resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
-        end = time.time() + 4.5
-        outcome = self.run_it(end_time=end)
-        self.assertLess(time.time(), end)
-        self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 0, 'completed')], self.results())
-        for number in (1, 2):
-            self.assertGreaterEqual(float(self.world.read(f'got_{number}')), end - 3 - 0.01)
-            self.assertLess(float(self.world.read(f'got_{number}')), end - 3 + 0.5)
-        last = float(self.world.read('alive_1'))
-        self.assertGreater(last, end - 2 - 0.5)
-        self.assertLess(last, end - 2 + 0.5)
-        self.assertEqual(('deadline', None), (outcome.reason, outcome.interrupted_by))
-
-    def test_termination_is_logged_in_the_words_of_the_page(self):
-        self.create("trap '' INT; while :; do sleep 0.02; done", "trap 'exit 0' INT; echo > ready; while :; do sleep 0.02; done",
-                    execution_config={'mode': 'direct', 'termination_signal': 'SIGINT', 'sigterm_lead_seconds': 1})
-        self.interrupt_when('ready')
-        self.run_it(poll_interval_s=0.05)
-        lines = [line.split(' ', 1)[1] for line in self.log().splitlines()]
-        wanted = ['INFO Jobs terminating workflow_id=1 count=2', 'INFO Job SIGINT workflow_id=1 job_id=1',
-                  'INFO Job SIGINT workflow_id=1 job_id=2', 'INFO Waiting 1s for graceful termination before SIGKILL']
-        begin = lines.index(wanted[0])
-        self.assertEqual(wanted, lines[begin:begin + 4])
-        killed, = [line for line in lines if 'Job SIGKILL' in line]
-        self.assertRegex(killed, r'^INFO Job SIGKILL workflow_id=1 job_id=1 pid=\d+$')
-
     def test_a_cancellation_gives_jobs_the_same_time_to_save_their_work(self):
         self.create("trap 'sleep 0.3; echo saved; exit 0' TERM; echo > ready; while :; do sleep 0.02; done",
                     execution_config={'mode': 'direct', 'sigterm_lead_seconds': 25})
@@ -14435,47 +14415,6 @@ class RunnerTest(WorldTest):
         self.assertEqual(('cancel', 1), operator.attrgetter('reason', 'canceled')(self.run_it(poll_interval_s=0.05)))
         self.assertEqual('saved\n', self.stdio())
         self.assertIn('Waiting 25s for graceful termination before SIGKILL', self.log())
-
-    def test_signals_that_come_in_pairs_kill_nothing(self):
-        pairs = ((signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGHUP), (signal.SIGXCPU, signal.SIGXCPU), (signal.SIGINT, signal.SIGTERM))
-        for number, pair in enumerate(pairs):
-            with self.subTest(pair):
-                ready = f'ready{number}'
-                workflow_id = self.create(f"trap 'sleep 0.3; exit 0' TERM; echo > {ready}; while :; do sleep 0.02; done")
-
-                def send(count: int) -> None:
-                    if os.path.exists(self.world.path(ready)) and not sent:
-                        sent.extend(os.kill(os.getpid(), one) or one for one in pair)
-                sent, self.client.after = [], send      # type: List[int], Any
-                outcome = self.run_it(workflow_id, poll_interval_s=0.05)
-                self.assertEqual((1, pair[0]), (outcome.completed, outcome.interrupted_by))
-
-    def test_a_job_that_dies_with_its_runners_signal_was_interrupted_and_else_it_has_failed(self):
-        for number, has_signal in enumerate((True, False)):
-            ready = f'ready{number}'
-            workflow_id = self.create(f'echo $$ > {ready}; while :; do sleep 0.01; done', {'command': 'true', 'depends_on': ['j1']})
-
-            def kill_group(count: int) -> None:     # as slurmd does: jobs first
-                pid = self.world.read(ready).strip()
-                if pid and not sent:
-                    sent.append(os.kill(int(pid), signal.SIGTERM))
-                    self.world.wait(lambda: ') Z ' in read_text(f'/proc/{pid}/stat') or not os.path.exists(f'/proc/{pid}'), 10, 'its end')
-                elif sent and len(sent) == 1 and has_signal:
-                    sent.append(os.kill(os.getpid(), signal.SIGTERM))
-            sent, self.client.after = [], kill_group    # type: List[None], Any
-            outcome = self.run_it(workflow_id, poll_interval_s=0.05)
-            statuses = [job['status'] for job in self.client.rows('list_jobs', workflow_id=workflow_id)]
-            self.assertEqual((1, 0, ['ready', 'blocked']) if has_signal else (0, 1, ['failed', 'canceled']),
-                             (outcome.terminated, outcome.failed, statuses))
-
-    def test_what_an_action_does_at_the_end_of_the_time_ends_before_it(self):
-        self.create('sleep 1000', actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['echo > acted; sleep 1000']}],
-                    execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 0},
-                    resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
-        end = time.time() + 3.5
-        self.run_it(end_time=end)
-        self.assertLess(time.time(), end)
-        self.assertEqual(([(1, 1, 152, 'terminated')], '\n'), (self.results(), self.world.read('out/acted')))
 
     def test_a_job_that_sigkill_does_not_end_keeps_its_slot_and_nothing_more_is_started(self):
         self.create('echo $$ > pid; exec sleep 1000', {'command': 'until test -e go; do sleep 0.02; done', 'priority': 1}, 'true')
@@ -14524,20 +14463,6 @@ class RunnerTest(WorldTest):
         steps[0]()
         os.waitpid(int(self.world.read('pid')), 0)
 
-    def test_a_childs_exit_ends_a_wait_of_300_seconds_within_50_milliseconds(self):
-        self.create(*['sleep 0.2; date +%s.%N'] * 7)
-        seen = {}   # type: Dict[int, float]
-        real = torc.Completions.on_end
-
-        def on_end(this: Any, attempt: Any, end: Any) -> None:
-            seen[attempt.id] = time.time()
-            real(this, attempt, end)
-        with unittest.mock.patch.object(torc.Completions, 'on_end', on_end):
-            self.assertEqual(7, self.run_it(poll_interval_s=300.0, num_cpus=1).completed)
-        delays = sorted(at - float(self.stdio(number)) for number, at in seen.items())
-        self.assertEqual(7, len(delays))
-        self.assertLess(delays[3], 0.05, delays)
-
     def test_cpus_are_counted_and_not_enforced(self):
         self.create('grep Cpus_allowed_list /proc/self/status')
         self.run_it(num_cpus=1)
@@ -14555,13 +14480,6 @@ class RunnerTest(WorldTest):
         events = [event['data'] for event in self.client.rows('list_events', workflow_id=1)]
         self.assertEqual(['j1: stopped: the runner was interrupted by SIGTERM'],
                          [data['message'] for data in events if data.get('event_type') == 'job_terminated'])
-
-    def interrupt_when(self, path: str) -> None:
-        """SIGINT, as soon as a file is there and the server has answered."""
-        def interrupt(number: int) -> None:
-            if os.path.exists(self.world.path(path)) and not self.progress.messages:
-                os.kill(os.getpid(), signal.SIGINT)
-        self.client.after = interrupt
 
     def test_a_server_that_knows_no_lists_of_nodes_hands_out_what_fits(self):
         self.create(*['true'] * 9)
@@ -14636,6 +14554,97 @@ class RunnerTest(WorldTest):
 def errno_of(name: str) -> int:
     """Number of an errno by its name."""
     return getattr(torc.errno, name)
+
+
+@slow
+class TerminationTest(RunnerCase):
+    """When and how a runner stops its jobs, and what that means for them."""
+
+    def test_the_timeline_of_the_page_holds_to_the_moment(self):
+        # Each job says every 20 ms that it lives; the second saves its work and ends by itself.
+        alive = 'while :; do date +%s.%N > alive_$TORC_JOB_ID; sleep 0.02; done'
+        self.create(f"trap 'date +%s.%N > got_1' TERM; {alive}", f"trap 'date +%s.%N > got_2; sleep 0.2; exit 0' TERM; {alive}",
+                    execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1},
+                    resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
+        end = time.time() + 4.5
+        outcome = self.run_it(end_time=end)
+        self.assertLess(time.time(), end)
+        self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 0, 'completed')], self.results())
+        for number in (1, 2):
+            self.assertGreaterEqual(float(self.world.read(f'got_{number}')), end - 3 - 0.01)
+            self.assertLess(float(self.world.read(f'got_{number}')), end - 3 + 0.5)
+        last = float(self.world.read('alive_1'))
+        self.assertGreater(last, end - 2 - 0.5)
+        self.assertLess(last, end - 2 + 0.5)
+        self.assertEqual(('deadline', None), (outcome.reason, outcome.interrupted_by))
+
+    def test_termination_is_logged_in_the_words_of_the_page(self):
+        self.create("trap '' INT; while :; do sleep 0.02; done", "trap 'exit 0' INT; echo > ready; while :; do sleep 0.02; done",
+                    execution_config={'mode': 'direct', 'termination_signal': 'SIGINT', 'sigterm_lead_seconds': 1})
+        self.interrupt_when('ready')
+        self.run_it(poll_interval_s=0.05)
+        lines = [line.split(' ', 1)[1] for line in self.log().splitlines()]
+        wanted = ['INFO Jobs terminating workflow_id=1 count=2', 'INFO Job SIGINT workflow_id=1 job_id=1',
+                  'INFO Job SIGINT workflow_id=1 job_id=2', 'INFO Waiting 1s for graceful termination before SIGKILL']
+        begin = lines.index(wanted[0])
+        self.assertEqual(wanted, lines[begin:begin + 4])
+        killed, = [line for line in lines if 'Job SIGKILL' in line]
+        self.assertRegex(killed, r'^INFO Job SIGKILL workflow_id=1 job_id=1 pid=\d+$')
+
+    def test_signals_that_come_in_pairs_kill_nothing(self):
+        pairs = ((signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGHUP), (signal.SIGXCPU, signal.SIGXCPU), (signal.SIGINT, signal.SIGTERM))
+        for number, pair in enumerate(pairs):
+            with self.subTest(pair):
+                ready = f'ready{number}'
+                workflow_id = self.create(f"trap 'sleep 0.3; exit 0' TERM; echo > {ready}; while :; do sleep 0.02; done")
+
+                def send(count: int) -> None:
+                    if os.path.exists(self.world.path(ready)) and not sent:
+                        sent.extend(os.kill(os.getpid(), one) or one for one in pair)
+                sent, self.client.after = [], send      # type: List[int], Any
+                outcome = self.run_it(workflow_id, poll_interval_s=0.05)
+                self.assertEqual((1, pair[0]), (outcome.completed, outcome.interrupted_by))
+
+    def test_a_job_that_dies_with_its_runners_signal_was_interrupted_and_else_it_has_failed(self):
+        for number, has_signal in enumerate((True, False)):
+            ready = f'ready{number}'
+            workflow_id = self.create(f'echo $$ > {ready}; while :; do sleep 0.01; done', {'command': 'true', 'depends_on': ['j1']})
+
+            def kill_group(count: int) -> None:     # as slurmd does: jobs first
+                pid = self.world.read(ready).strip()
+                if pid and not sent:
+                    sent.append(os.kill(int(pid), signal.SIGTERM))
+                    self.world.wait(lambda: ') Z ' in read_text(f'/proc/{pid}/stat') or not os.path.exists(f'/proc/{pid}'), 10, 'its end')
+                elif sent and len(sent) == 1 and has_signal:
+                    sent.append(os.kill(os.getpid(), signal.SIGTERM))
+            sent, self.client.after = [], kill_group    # type: List[None], Any
+            outcome = self.run_it(workflow_id, poll_interval_s=0.05)
+            statuses = [job['status'] for job in self.client.rows('list_jobs', workflow_id=workflow_id)]
+            self.assertEqual((1, 0, ['ready', 'blocked']) if has_signal else (0, 1, ['failed', 'canceled']),
+                             (outcome.terminated, outcome.failed, statuses))
+
+    def test_what_an_action_does_at_the_end_of_the_time_ends_before_it(self):
+        self.create('sleep 1000', actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['echo > acted; sleep 1000']}],
+                    execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 0},
+                    resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
+        end = time.time() + 3.5
+        self.run_it(end_time=end)
+        self.assertLess(time.time(), end)
+        self.assertEqual(([(1, 1, 152, 'terminated')], '\n'), (self.results(), self.world.read('out/acted')))
+
+    def test_a_childs_exit_ends_a_wait_of_300_seconds_within_50_milliseconds(self):
+        self.create(*['sleep 0.2; date +%s.%N'] * 7)
+        seen = {}   # type: Dict[int, float]
+        real = torc.Completions.on_end
+
+        def on_end(this: Any, attempt: Any, end: Any) -> None:
+            seen[attempt.id] = time.time()
+            real(this, attempt, end)
+        with unittest.mock.patch.object(torc.Completions, 'on_end', on_end):
+            self.assertEqual(7, self.run_it(poll_interval_s=300.0, num_cpus=1).completed)
+        delays = sorted(at - float(self.stdio(number)) for number, at in seen.items())
+        self.assertEqual(7, len(delays))
+        self.assertLess(delays[3], 0.05, delays)
 
 
 class AttemptsTest(unittest.TestCase):
