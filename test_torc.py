@@ -2231,10 +2231,11 @@ class SpecTest(unittest.TestCase):
     def test_what_is_not_carried_out_yet_is_told_at_once(self):
         said = 'accepted, but not in effect in this version: '
         for text, names in (
-                ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9}', '1:44: execution_config.limit_resources, execution_config.oom_exit_code'),
-                ('execution_config: {limit_resources: false, timeout_exit_code: 9}', ''),
-                ('resource_monitor: {}', ''), ('resource_monitor: {enabled: false, granularity: time_series}', ''),
-                ('resource_monitor: {generate_plots: false, jobs: {granularity: summary}, compute_node: {enabled: false, cpu: true}}', '1:60: resource_monitor'),
+                ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}', '1:30: mode: slurm, execution_config.staggered_start, execution_config.enable_cpu_bind'),
+                ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}', ''),
+                ('resource_monitor: {}', ''), ('resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}', ''),
+                ('resource_monitor: {generate_plots: false, jobs: {granularity: summary}, compute_node: {enabled: true, cpu: true}}', ''),
+                ('resource_monitor: {generate_plots: true}', '1:30: resource_monitor.generate_plots'),
                 ('execution_config: {mode: slurm}', '1:30: mode: slurm'),
                 ('slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: run_commands, commands: [x]}' +
                  ', {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}' * 2 + ']', '1:175: action_type: schedule_nodes')):
@@ -2245,10 +2246,11 @@ class SpecTest(unittest.TestCase):
 
     def test_the_manual_marks_what_is_not_carried_out_yet(self):
         marks = {(field.where, field.name): torc.describe_field(field).rpartition('; not in effect yet')[1:] for field in torc.FIELDS}
-        for place, mark in ((('workflow', 'resource_monitor'), ''), (('execution_config', 'limit_resources'), ''), (('resource_monitor.jobs', 'granularity'), ''),
+        for place, mark in ((('resource_monitor', 'generate_plots'), ''), (('execution_config', 'enable_cpu_bind'), ''),
                             (('action', 'action_type'), ': schedule_nodes'), (('execution_config', 'mode'), ': slurm')):
             self.assertEqual(('; not in effect yet', mark), marks.pop(place))
-        for place in (('workflow', 'execution_config'), ('workflow', 'actions'), ('job', 'command'), ('execution_config', 'timeout_exit_code'), ('resource_monitor', 'metrics')):
+        for place in (('workflow', 'execution_config'), ('workflow', 'actions'), ('workflow', 'resource_monitor'), ('job', 'command'),
+                      ('execution_config', 'oom_exit_code'), ('resource_monitor', 'metrics'), ('resource_monitor.jobs', 'granularity')):
             self.assertEqual('', marks[place][0], place)
 
     def test_tokens_add_relations_and_never_replace_listed_ones(self):
@@ -16444,17 +16446,16 @@ class RunTest(CommandTest):
         self.assertEqual(spec['jobs'], self.json('exec --command-file commands.txt --sample-interval 5 --dry-run')['jobs'])
 
     def test_options_that_are_not_carried_out_yet_are_told_at_once(self):
-        for line, names in (('--monitor time-series --generate-plots -i 5', '--monitor, --generate-plots, --sample-interval-seconds'),
-                            ('--monitor-compute-node summary', '--monitor-compute-node'), ('--monitor off --monitor-compute-node off', ''), ('', '')):
+        for line, names in (('--monitor time-series --generate-plots -i 5', '--generate-plots'), ('--monitor-compute-node summary', ''), ('', '')):
             outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', *line.split()))
             self.assertEqual(names and f'warning: accepted, but not in effect in this version: {names}\n', outcome.err, line)
         self.assertIn('draw what was measured; not in effect yet\n', self.text('exec -h'))
 
     def test_a_run_tells_once_what_is_not_carried_out_yet(self):
         said = 'warning: {}accepted, but not in effect in this version: {}\n'
-        self.world.write('w.yaml', 'name: w\nexecution_config: {oom_exit_code: 9}\nresource_monitor: {jobs: {enabled: true, granularity: time_series}}\n'
+        self.world.write('w.yaml', 'name: w\nexecution_config: {staggered_start: true}\nresource_monitor: {generate_plots: true}\n'
                                    'jobs: [{name: a, command: "true"}]\nslurm_schedulers: []\nactions: []\n')
-        names = 'execution_config.oom_exit_code, resource_monitor'
+        names = 'execution_config.staggered_start, resource_monitor.generate_plots'
         first = self.assertExit(0, self.world.cli('run', 'w.yaml')).err
         self.assertEqual([said.format('w.yaml:2:20: ', names)], [line for line in first.splitlines(True) if 'warning' in line])
         self.assertEqual(['w.yaml:2:20: ' + said.format('', names)[9:-1]], self.json('create --dry-run w.yaml')['warnings'])
@@ -16467,7 +16468,7 @@ class RunTest(CommandTest):
 
     def test_a_stored_action_that_is_not_carried_out_yet_is_told_by_run(self):
         self.make()
-        self.assertIn('warning: accepted, but not in effect in this version: resource_monitor, action_type: schedule_nodes\n', self.assertExit(1, self.world.cli('run', 1)).err)
+        self.assertIn('warning: accepted, but not in effect in this version: action_type: schedule_nodes\n', self.assertExit(1, self.world.cli('run', 1)).err)
 
     def test_a_dry_run_of_create_tells_everything_and_creates_nothing(self):
         self.world.write('bad.yaml', 'name: w\njobs: [{name: a, comand: x}, {name: a, command: y, depends_on: [zz]}]\n')
