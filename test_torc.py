@@ -26,6 +26,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     10f. Server
     11a. Client
     11b. Steps
+    12a. Monitor
     13. Launcher
     16. Runner
     19. Rendering
@@ -12517,6 +12518,403 @@ class StepsTest(WorldTest):
         self.assertEqual('Workflow 1 has no jobs that failed or were canceled', said[-1])
         self.world.write('mended', '')
         self.assertExit(0, self.world.cli('run', 1))
+
+
+# ======== 12a. Monitor ========
+
+
+class FakeProc:
+    """A root like /proc, of files that tests write."""
+
+    def __init__(self) -> None:
+        self.root = tempfile.mkdtemp(prefix='torc proc ')
+        self.marks = {}     # type: Dict[int, int]  # pid -> number of its mark
+        self.asked = []     # type: List[int]  # pids whose marks were read
+
+    def write(self, name: str, text: str) -> None:
+        """A file; in place, so that who has it open sees it."""
+        path = os.path.join(self.root, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, 'w') as file:
+            file.write(text)
+
+    def process(self, pid: int, mark: int = -1, pages: int = 1, ticks: Sequence[int] = (0, 0, 0, 0), parent: int = 1,
+                session: int = 1, state: str = 'S', start: int = 5) -> None:
+        """A process, new or as it is now. `ticks`: utime, stime, cutime, cstime."""
+        self.marks[pid] = mark
+        times = ' '.join(map(str, ticks))
+        self.write(f'{pid}/stat', f'{pid} (a) b) {state} {parent} {session} {session} 0 -1 0 0 0 0 0 {times} 20 0 1 0 {start} 4096 {pages} 0 0\n')
+
+    def end(self, pid: int) -> None:
+        """Let a process go."""
+        self.write(f'{pid}/stat', '')
+        shutil.rmtree(os.path.join(self.root, str(pid)))
+
+    def available(self, size_bytes: int) -> None:
+        """Memory that the node can still give."""
+        self.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemFree: 1 kB\nMemAvailable:  {size_bytes // 1024} kB\n')
+
+    def read_mark(self, pid: int) -> int:
+        """In the place of read_mark_number."""
+        self.asked.append(pid)
+        return self.marks.get(pid, -1)
+
+
+MB = 1 << 20
+
+
+class SamplerTest(unittest.TestCase):
+    """What is read of jobs' processes, and when."""
+
+    def setUp(self) -> None:
+        self.proc = FakeProc()
+        self.addCleanup(shutil.rmtree, self.proc.root)
+        self.sampler = torc.TreeSampler(10.0, self.proc.root, self.proc.read_mark)
+        self.addCleanup(self.sampler.close)
+
+    def tree(self, pid: int = 10, mark: int = 70, limit_mb: int = 0) -> Any:
+        """A job whose first process is `pid`, begun at time 0."""
+        tree = torc.JobTree(pid, torc.Mark(b'tag-%d;' % mark, mark, 0), 0.0, limit_mb * MB)
+        self.sampler.add(mark, tree, 0.0)
+        return tree
+
+    @staticmethod
+    def pages(size_mb: float) -> int:
+        """So many megabytes as /proc counts them."""
+        return int(size_mb * MB) // torc.PAGE_BYTES
+
+    def test_all_that_carry_a_jobs_mark_are_counted_wherever_they_hide(self):
+        one, two = self.tree(10, 70), self.tree(20, 71)
+        for pid, mark, more in ((10, 70, {}), (11, 70, {'parent': 10}), (12, 70, {'parent': 1, 'session': 12}), (20, 71, {}), (30, -1, {})):
+            self.proc.process(pid, mark, pages=pid, **more)
+        self.assertEqual([one, two], self.sampler.sample(1.0))
+        self.assertEqual((3, 33 * torc.PAGE_BYTES, 1), (one.num_processes, one.memory_bytes, two.num_processes))
+
+    def test_a_process_is_asked_for_its_mark_once_and_all_again_after_a_minute(self):
+        self.tree()
+        for pid in (10, 30, 31):
+            self.proc.process(pid, 70 if pid == 10 else -1)
+        for now in (1.0, 5.0, 11.0):
+            self.sampler.sample(now)
+        self.assertEqual([10, 30, 31], sorted(set(self.proc.asked)))
+        self.assertEqual(1, self.proc.asked.count(30))
+        self.sampler.sample(1.0 + torc.FULL_LOOK_S)
+        self.assertEqual(2, self.proc.asked.count(30))
+
+    def test_a_pid_that_was_used_again_is_another_process(self):
+        tree = self.tree()
+        self.sampler.held = 0       # its file does not stay open
+        self.proc.process(10, 70, pages=5)
+        self.proc.process(11, 70, pages=5)
+        self.sampler.sample(1.0)
+        self.proc.process(11, -1, pages=900, start=99)
+        self.sampler.sample(11.0)
+        self.assertEqual((1, {10}), (tree.num_processes, set(tree.members)))
+        self.sampler.sample(22.0)
+        self.assertEqual({10}, set(tree.members), 'it was asked again: it is nobody\'s')
+
+    def test_a_new_process_under_the_pid_of_one_that_ended_is_found(self):
+        tree = self.tree()
+        self.proc.process(10, 70)
+        self.proc.process(11, 70)
+        self.sampler.sample(1.0)
+        self.proc.end(11)
+        self.sampler.sample(11.0)
+        self.assertEqual({10}, set(tree.members))
+        self.proc.process(11, 70, start=77)
+        self.sampler.sample(22.0)
+        self.assertEqual(2, tree.num_processes)
+
+    def test_files_stay_open_within_limits_and_are_closed_with_the_job(self):
+        before = len(open_descriptors())
+        self.sampler.held = 2
+        tree = self.tree()
+        for pid in range(10, 15):
+            self.proc.process(pid, 70)
+        self.sampler.sample(1.0)
+        self.assertEqual((5, 2), (tree.num_processes, len(open_descriptors()) - before))
+        self.assertIs(tree, self.sampler.drop(70))
+        self.assertEqual((before, {}), (len(open_descriptors()), self.sampler.numbers))
+
+    def test_where_no_mark_could_be_set_session_parent_and_environment_say_whose_a_process_is(self):
+        tree = self.tree()
+        for pid, more in ((10, {'session': 10}), (11, {'session': 10, 'parent': 1}), (12, {'session': 12, 'parent': 11, 'start': 6}),
+                          (13, {'session': 13, 'start': 7}), (14, {'session': 14})):
+            self.proc.process(pid, -1, **more)
+        self.proc.write('13/environ', 'A=b\0TORC_RUN_TAG=tag-70;\0')
+        self.sampler.sample(1.0)
+        self.assertEqual({10, 11, 12, 13}, set(tree.members))
+        self.proc.process(15, -1, parent=12)
+        self.sampler.sample(11.0)
+        self.assertIn(15, tree.members)
+
+    def test_cpu_percent_is_that_of_the_time_since_the_last_window(self):
+        tree = self.tree()
+        hertz = torc.CLOCK_TICKS
+        self.proc.process(10, 70, ticks=(0, hertz // 4, 0, 0))
+        self.sampler.sample(0.25)
+        self.assertEqual(0.0, tree.cpu_percent, 'too short to say')
+        self.proc.process(10, 70, ticks=(hertz, hertz // 2, hertz // 2, 0))
+        self.sampler.sample(2.0)
+        self.assertAlmostEqual(100.0, tree.cpu_percent)
+        self.sampler.sample(10.0)
+        self.assertEqual((0.0, 100.0), (tree.cpu_percent, tree.figures.peak_cpu_percent))
+
+    def test_the_time_of_a_child_that_ended_is_counted_once_whether_its_parent_waits_or_not(self):
+        tree = self.tree()
+        self.proc.process(10, 70)
+        self.proc.process(11, 70, ticks=(30, 0, 0, 0))
+        self.sampler.sample(1.0)
+        self.proc.process(11, 70, ticks=(50, 0, 0, 0), state='Z')
+        self.sampler.sample(11.0)
+        self.assertEqual((50, 1), (tree.cpu_ticks, tree.num_processes), 'a zombie has used time, and is no process')
+        self.proc.end(11)
+        self.proc.process(10, 70, ticks=(0, 0, 50, 0))
+        self.sampler.sample(22.0)
+        self.assertEqual(50, tree.cpu_ticks)
+        self.proc.process(12, 70, ticks=(7, 0, 0, 0))
+        self.sampler.sample(33.0)
+        self.proc.end(12)       # it was adopted by another
+        self.sampler.sample(44.0)
+        self.assertEqual(57, tree.cpu_ticks)
+
+    def test_a_young_job_is_sampled_at_growing_ages_and_all_at_the_interval(self):
+        self.tree()
+        self.proc.process(10, 70)
+        times, now = [], 0.0
+        while now < 30:
+            now = self.sampler.next_at
+            self.assertTrue(self.sampler.sample(now) or now == 10)
+            times.append(now)
+            self.sampler.rest_until = 0.0
+            self.sampler.plan(now)
+        self.assertEqual([0.25, 1.0, 4.0, 10.0, 20.0, 30.0], times)
+        self.sampler.drop(70)
+        self.sampler.plan(now)
+        self.assertEqual(math.inf, self.sampler.next_at)
+
+    def test_growth_towards_the_limit_brings_the_next_sample_nearer(self):
+        tree = self.tree(limit_mb=100)
+        self.proc.available(1 << 40)
+        for now, size_mb, due_at in ((1.0, 20, 3.0), (2.0, 40, 3.5), (3.0, 90, 3.1), (3.1, 99, 3.15)):
+            self.proc.process(10, 70, pages=self.pages(size_mb))
+            tree.due_at = now
+            self.sampler.sample(now)
+            self.assertAlmostEqual(due_at, tree.due_at)
+        self.assertAlmostEqual(torc.LEAST_SAMPLE_S, tree.due_at - 3.1)
+
+    def test_a_job_is_sampled_when_the_node_has_lost_half_of_what_is_left_until_its_limit(self):
+        tree, free = self.tree(limit_mb=1000), self.tree(20, 71)
+        self.proc.process(10, 70, pages=self.pages(200))
+        self.proc.process(20, 71)
+        self.proc.available(5000 * MB)
+        self.sampler.sample(4.0)
+        for left_mb, sampled in ((4700, []), (4601, []), (4600, [tree]), (4599, [])):
+            self.proc.available(left_mb * MB)
+            self.assertEqual(sampled, self.sampler.sample(5.0))
+        self.assertEqual(5.0 + max(torc.TICKS_S[0], 800 * MB / torc.FASTEST_GROWTH), self.sampler.next_at)
+        self.assertGreater(free.due_at, 6)
+        self.sampler.drop(70)
+        self.sampler.plan(5.0)
+        self.assertEqual(10.0, self.sampler.next_at, 'without a limit nobody looks at the free memory')
+
+    def test_samples_between_the_regular_ones_keep_their_share_of_a_cpu(self):
+        tree = self.tree(limit_mb=100)
+        self.proc.process(10, 70, pages=self.pages(99.9))
+        with unittest.mock.patch('time.perf_counter', side_effect=[7.0, 7.1]):
+            self.sampler.sample(1.0)
+        self.assertAlmostEqual(1.0 + 0.1 / torc.EXTRA_SHARE, self.sampler.next_at)
+        tree.due_at = 0.0
+        self.sampler.add(71, torc.JobTree(20, torc.Mark(b'', 71, 0), 2.0), 2.0)
+        self.assertAlmostEqual(6.0, self.sampler.next_at)
+
+    def test_shared_pages_are_counted_once_from_the_first_look_on(self):
+        tree = self.tree(limit_mb=100)
+        for pid in (10, 11, 12):
+            self.proc.process(pid, 70, pages=self.pages(90))
+            self.proc.write(f'{pid}/smaps_rollup', 'Rss: 92160 kB\nPss:    30720 kB\nPss_Anon: 1 kB\n')
+        self.sampler.sample(1.0)
+        self.assertEqual((True, 0), (tree.needs_check(1.0), tree.figures.peak_memory_bytes), 'it is in doubt')
+        sizes = torc.check_trees(self.proc.root, [list(tree.members), [99]])
+        self.assertEqual([90 * MB, 0], sizes)
+        self.assertFalse(tree.set_proportional(1.1, sizes[0], 0.01))
+        self.sampler.sample(2.0)
+        self.assertEqual((90 * MB, 90 * MB, False), (tree.memory_bytes, tree.figures.peak_memory_bytes, tree.needs_check(2.0)))
+        self.assertTrue(tree.needs_check(1.1 + 0.01 / torc.CHECK_SHARE), 'pages may be shared no longer')
+        self.proc.process(12, 70, pages=self.pages(101))
+        self.sampler.sample(3.0)
+        self.assertTrue(tree.needs_check(3.0))
+        self.assertTrue(tree.set_proportional(3.0, 101 * MB, 0.01))
+        self.assertEqual(101 * MB, tree.figures.peak_memory_bytes)
+
+    def test_a_process_whose_shares_may_not_be_read_counts_without_its_files(self):
+        self.proc.process(10, 70)
+        self.proc.write('10/statm', '500 300 100 1 0 200 0\n')
+        self.assertEqual(200 * torc.PAGE_BYTES, torc.read_proportional_bytes(self.proc.root, 10))
+
+
+class FiguresTest(unittest.TestCase):
+    """Peaks and averages of a job's result."""
+
+    def test_an_average_of_memory_is_one_over_time_and_not_over_samples(self):
+        figures = torc.UsageFigures(100.0)
+        for now, size in ((100.25, 100), (101.0, 100), (110.0, 300)):
+            figures.add(now, 0.0, size)
+        self.assertEqual({'peak_memory_bytes': 300, 'avg_memory_bytes': round((100 + 9 * 200 + 10 * 300) / 20)}, figures.at_end(20.0, 0.0, 0))
+
+    def test_what_wait4_knows_corrects_the_samples(self):
+        figures = torc.UsageFigures(0.0)
+        figures.add(1.0, 0.2, 100)
+        self.assertEqual({'peak_memory_bytes': 700, 'avg_memory_bytes': 100, 'avg_cpu_percent': 60.0, 'peak_cpu_percent': 100.0},
+                         figures.at_end(2.0, 1.2, 700))
+        self.assertEqual((100, 20.0), (figures.at_end(1.0, 0.0, 0)['peak_memory_bytes'], figures.at_end(1.0, 0.0, 0)['avg_cpu_percent']))
+
+    def test_what_is_not_known_is_left_out(self):
+        self.assertEqual({}, torc.UsageFigures(0.0).at_end(0.0, 0.0, 0))
+        self.assertEqual({'avg_cpu_percent', 'peak_cpu_percent'}, set(torc.UsageFigures(0.0).at_end(0.1, 0.05, 0)))
+
+    def test_no_job_uses_more_than_all_cpus(self):
+        most = 100.0 * os.cpu_count()
+        self.assertEqual({'avg_cpu_percent': most, 'peak_cpu_percent': most}, torc.UsageFigures(0.0).at_end(0.0004, 0.1, 0))
+
+    def test_a_node_has_peaks_and_averages_of_what_is_measured(self):
+        proc = FakeProc()
+        self.addCleanup(shutil.rmtree, proc.root)
+        proc.write('stat', 'cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n')
+        proc.available(1 << 29)
+        nodes = [torc.NodeUsage(cpu, memory, proc.root) for cpu, memory in ((True, True), (False, True), (True, False))]
+        proc.write('stat', 'cpu  150 0 100 800 50 0 0 0 50 0\n')
+        self.assertEqual([(50.0, 1 << 29, 1 << 30), (None, 1 << 29, 1 << 30), (50.0, None, None)], [node.sample() for node in nodes])
+        proc.available(1 << 28)
+        nodes[0].sample()
+        self.assertEqual({'sample_count': 2, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 25.0, 'peak_memory_bytes': 3 << 28,
+                          'avg_memory_bytes': 5 << 27}, nodes[0].fields())
+        self.assertEqual((None, None, 1 << 29), tuple(nodes[1].fields()[key] for key in ('peak_cpu_percent', 'avg_cpu_percent', 'peak_memory_bytes')))
+
+    CONFIGURATIONS = '''
+        config                                                                       jobs   series  node   series
+        null                                                                         False  False   False  False
+        {"enabled": false}                                                           False  False   False  False
+        {"enabled": true}                                                            True   False   False  False
+        {"enabled": true, "granularity": "time_series", "jobs": null}                True   True    False  False
+        {"enabled": false, "jobs": {"enabled": true, "granularity": "time_series"}}  True   True    False  False
+        {"enabled": true, "granularity": "time_series", "jobs": {"enabled": false}}  False  False   False  False
+        {"compute_node": {"enabled": true, "granularity": "time_series"}}            False  False   True   True
+        {"enabled": true, "compute_node": {"enabled": true}}                         True   False   True   False
+        '''
+
+    def test_what_is_measured_stands_in_the_configuration(self):
+        for line in self.CONFIGURATIONS.strip().splitlines()[1:]:
+            config, *flags = re.split(r'\s{2,}', line.strip())
+            settings = torc.monitor_settings({'resource_monitor_config': json.loads(config)})
+            self.assertEqual(flags, [str(flag) for flag in settings[:4]], config)
+        settings = torc.monitor_settings({'resource_monitor_config': {'sample_interval_seconds': 3, 'compute_node': {'cpu': False}}})
+        self.assertEqual((False, True, 3, 300), settings[4:])
+
+
+class OomCounterTest(unittest.TestCase):
+    """Where the kernel counts what it has killed for lack of memory."""
+
+    def setUp(self) -> None:
+        self.proc = FakeProc()
+        self.addCleanup(shutil.rmtree, self.proc.root)
+
+    def find(self, cgroup: str, *mounts: str) -> str:
+        """The file, below the root, with {} in mount points as the root."""
+        self.proc.write('self/cgroup', cgroup)
+        self.proc.write('self/mountinfo', ''.join(f'25 1 0:1 {mount}\n'.replace('{}', self.proc.root.replace(' ', '\\040')) for mount in mounts))
+        return torc.find_oom_file(self.proc.root)[len(self.proc.root):]
+
+    def test_it_is_that_of_our_control_group_or_of_the_next_one_above(self):
+        two, one = '/ {}/cg rw - cgroup2 cgroup2 rw', '/ {}/mem rw - cgroup cgroup rw,memory'
+        self.assertEqual('/vmstat', self.find('0::/a/b\n', two))
+        self.proc.write('cg/a/memory.events', '')
+        self.assertEqual('/cg/a/memory.events', self.find('0::/a/b\n', two))
+        self.assertEqual('/vmstat', self.find('4:memory:/job\n1:cpu:/x\n0::/\n', one, two))
+        self.proc.write('mem/job/memory.oom_control', '')
+        self.assertEqual('/mem/job/memory.oom_control', self.find('4:memory:/job\n1:cpu:/x\n0::/\n', two, one))
+
+    def test_in_a_container_its_path_begins_where_it_is_mounted(self):
+        self.proc.write('cg/job/memory.events', '')
+        self.assertEqual('/cg/job/memory.events', self.find('0::/docker/x/job\n', '/docker/x {}/cg rw - cgroup2 cgroup2 rw'))
+
+    def test_each_kill_explains_one_end_and_no_end_that_comes_much_later(self):
+        self.proc.write('events', 'oom 3\noom_kill 1\noom_group_kill 0\n')
+        counter = torc.OomCounter(os.path.join(self.proc.root, 'events'))
+        self.assertFalse(counter.take(), 'it was before us')
+        self.proc.write('events', 'oom 3\noom_kill 3\n')
+        counter.look(100.0)
+        self.assertEqual([True, True, False], [counter.take() for _ in range(3)])
+        self.proc.write('events', 'oom_kill 4\n')
+        counter.look(100.0 + torc.OOM_MEMORY_S)
+        self.proc.write('events', 'oom_kill 5\n')
+        counter.look(100.0 + 2 * torc.OOM_MEMORY_S)
+        self.assertEqual([True, False], [counter.take() for _ in range(2)])
+
+
+class SeriesTest(WorldTest):
+    """The file of a time series, and how samples get there."""
+
+    class Errand:
+        """One that ends when a test says so."""
+
+        def __init__(self, work: Any) -> None:
+            self.work, self.is_over, self.error = work, False, ''
+
+        def look(self) -> bool:
+            """Whether it is over."""
+            return self.is_over
+
+    def series(self) -> Any:
+        """One that writes into a list."""
+        self.written, self.errands, self.errors = [], [], []    # type: List[Any], List[Any], List[str]
+        return torc.Series(300.0, self.written.append, lambda work: self.errands.append(self.Errand(work)) or self.errands[-1], self.errors.append)
+
+    def test_the_first_samples_are_written_at_once_and_later_ones_at_the_interval(self):
+        series = self.series()
+        series.act(0.0)
+        series.add_job(1, 'a', (5, 1.0, 2, 3))
+        self.assertEqual(0.0, series.due())
+        series.act(1.0)
+        self.errands[0].work()
+        self.assertEqual([{'names': [(1, 'a')], 'jobs': [(1, 5, 1.0, 2, 3)]}], self.written)
+        series.add_job(1, 'a', (6, 1.0, 2, 3))
+        series.act(400.0)
+        self.assertEqual((1, math.inf), (len(self.errands), series.due()), 'one child at a time')
+        self.errands[0].is_over = True
+        series.act(300.0)
+        self.assertEqual((1, 301.0), (len(self.errands), series.due()))
+        series.act(301.0)
+        self.errands[1].work()
+        self.assertEqual({'jobs': [(1, 6, 1.0, 2, 3)]}, self.written[1])
+
+    def test_what_could_not_be_written_waits_and_is_limited(self):
+        series = self.series()
+        series.add_job(1, 'a', (5, 1.0, 2, 3))
+        series.act(0.0)
+        self.errands[0].is_over, self.errands[0].error = True, 'disk full'
+        with unittest.mock.patch('torc.MAX_SERIES_ROWS', 3):
+            for number in range(9):
+                series.add_job(2, 'b', (number, 1.0, 2, 3))
+        series.act(300.0)
+        self.errands[1].work()
+        self.assertEqual((['disk full'], [(1, 'a'), (2, 'b')], 3), (self.errors, self.written[0]['names'], len(self.written[0]['jobs'])))
+
+    def test_the_file_has_torcs_tables(self):
+        path = self.world.path('x.db')
+        for at in (5, 6):
+            torc.write_series(path, {'names': [(1, 'a')], 'jobs': [(1, at, 50.0, 1000, 2)], 'node': [(at, 10.0, 5, 9)], 'summary': [(at, 1.0, 1.0, 5, 4)]})
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            tables = {name: [row[1] for row in connection.execute(f'PRAGMA table_info({name})')]
+                      for name, in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")}
+            self.assertEqual({
+                'job_resource_samples': ['job_id', 'timestamp', 'cpu_percent', 'memory_bytes', 'num_processes'],
+                'job_metadata': ['job_id', 'job_name'],
+                'system_resource_samples': ['id', 'timestamp', 'cpu_percent', 'memory_bytes', 'total_memory_bytes'],
+                'system_resource_summary': ['id', 'sample_count', 'peak_cpu_percent', 'avg_cpu_percent', 'peak_memory_bytes', 'avg_memory_bytes']}, tables)
+            counts = [connection.execute(f'SELECT count(*) FROM {name}').fetchone()[0] for name in tables]
+            self.assertEqual([2, 1, 2, 1], [counts[list(tables).index(name)] for name in (
+                'job_resource_samples', 'job_metadata', 'system_resource_samples', 'system_resource_summary')])
 
 
 # ======== 13. Launcher ========

@@ -1281,6 +1281,11 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def decode_mount_point(word: str) -> str:
+    """A path as mountinfo writes it: blanks and the like as octal numbers (proc(5))."""
+    return re.sub(r'\\([0-7]{3})', lambda match: chr(int(match.group(1), 8)), word)
+
+
 def filesystem_type(path: str) -> str:
     """Type of the file system that holds a path, such as 'nfs4', or '' if unknown (proc(5), mountinfo)."""
     best, kind = '', ''
@@ -1292,7 +1297,7 @@ def filesystem_type(path: str) -> str:
         return ''
     for line in lines:
         left, _, right = line.partition(' - ')
-        mount = re.sub(r'\\([0-7]{3})', lambda match: chr(int(match.group(1), 8)), left.split()[4])
+        mount = decode_mount_point(left.split()[4])
         inside = path == mount or path.startswith(mount.rstrip('/') + '/')
         if inside and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
@@ -17673,7 +17678,8 @@ FULL_LOOK_S = 60.0          # then all processes are asked for their marks: pids
 FASTEST_GROWTH = 4 << 30    # bytes a second: no job is expected to grow faster
 TICKS_S = 0.1, 1.0          # shortest and longest time between looks at the node's free memory
 LEAST_DROP_BYTES = 16 << 20     # of it that gives reason for a sample
-CHECK_SHARE = 0.01          # of one CPU, for looks at proportional sizes of a job that was cleared
+CHECK_SHARE = 0.01          # of one CPU, for looks at the proportional size of a job that was cleared
+LIKELY_CHECK_SHARE = 0.1    # the same if it may have grown since
 MAX_SERIES_ROWS = 200000    # that wait to be written
 OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed explains the end of a job
 CLOCK_TICKS = os.sysconf('SC_CLK_TCK')
@@ -17826,6 +17832,7 @@ class JobTree:
         self.is_in_check = False    # its proportional size is being read
         self.checked_at = -math.inf     # when that was last done
         self.check_s = 0.0          # ... and how long it took
+        self.checked_available = 0  # available_bytes then
         self.cpu_percent = 0.0      # of the last window
         self.is_marked = None       # type: Optional[bool]  # its processes carry its mark as a limit
 
@@ -17888,12 +17895,14 @@ class JobTree:
         """
         if not self.limit_bytes or self.is_in_check or self.resident_bytes <= self.limit_bytes:
             return False
-        pause_s = self.check_s if self.is_above_limit else self.check_s / CHECK_SHARE
-        return now >= self.checked_at + pause_s
+        drop = self.checked_available - self.available_bytes
+        is_likely = self.is_above_limit or drop >= max(LEAST_DROP_BYTES, self.headroom_bytes / 2)
+        return now >= self.checked_at + self.check_s / (LIKELY_CHECK_SHARE if is_likely else CHECK_SHARE)
 
     def set_proportional(self, now: float, proportional_bytes: int, check_s: float) -> bool:
         """Its proportional size was read: whether it is above its limit."""
         self.is_in_check, self.checked_at, self.check_s = False, now, check_s
+        self.checked_available = self.available_bytes
         self.shared_bytes = max(0, self.resident_bytes - proportional_bytes)
         self.memory_bytes = proportional_bytes
         self.figures.set_memory(proportional_bytes)
@@ -18052,7 +18061,7 @@ def find_oom_file(root: str = '/proc') -> str:
             kind, _, options = right.split()[:3]
             is_it = 'memory' in options.split(',') if controllers else kind == 'cgroup2'
             if kind.startswith('cgroup') and is_it:
-                top, at = left.split()[3:5]
+                top, at = map(decode_mount_point, left.split()[3:5])
                 inner = path[len(top):] if top != '/' and path.startswith(top) else path
                 found = find_upwards(at, inner, name)
                 if found:
@@ -20944,10 +20953,12 @@ class Dispatcher:
 class Monitor:
     """Samples what jobs and the node use, and ends jobs that are above their memory limit."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher,
+                 oom_kills: OomCounter) -> None:
         self.context = context
         self.launcher = launcher
         self.dispatcher = dispatcher
+        self.oom_kills = oom_kills
         self.settings = settings = monitor_settings(context.workflow)
         self.sampler = TreeSampler(settings.interval_s)
         self.node = NodeUsage(settings.cpu, settings.memory) if settings.node else None
@@ -20990,7 +21001,7 @@ class Monitor:
     def sample_jobs(self, now: float) -> None:
         """One sample of the jobs that are due."""
         sampled, at = self.sampler.sample(now), int(time.time())
-        self.dispatcher.starter.oom_kills.look(now)
+        self.oom_kills.look(now)
         if self.settings.has_job_series:
             for attempt, tree in self.sampler.trees.items():
                 if tree in sampled:
@@ -21328,7 +21339,7 @@ class Runner:
         watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
-        self.monitor = Monitor(context, launcher, self.dispatcher)
+        self.monitor = Monitor(context, launcher, self.dispatcher, starter.oom_kills)
         self.dispatcher.on_started = self.monitor.add
         self.completions.take_usage = self.monitor.take_usage
         self.exit_rules = ExitRules(context, self.shutdown, watch)
@@ -24277,7 +24288,7 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
     if args['generate_plots'] and 'time-series' not in scopes.values():
         raise BadInput('--generate-plots needs a series to draw: '
                        'give --monitor time-series or --monitor-compute-node time-series')
-    monitor = {'enabled': any(word != 'off' for word in scopes.values()),
+    monitor = {'enabled': scopes['jobs'] != 'off',
                'granularity': 'time_series' if args['monitor'] == 'time-series' else 'summary',
                'sample_interval_seconds': args['sample_interval_seconds'] or 10,
                'flush_interval_seconds': 300,
