@@ -21091,7 +21091,8 @@ class Monitor:
             series.errand.wait(max(0.0, give_up_at - time.monotonic()))
             series.act(time.monotonic())
         self.sampler.close()
-        return {} if self.node is None else self.node.fields()
+        fields = {} if self.node is None else self.node.fields()
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 # ======== 16e. Runner's loop: turns, signals, and when to leave ========
