@@ -17806,9 +17806,15 @@ class UsageFigures:
         return fields
 
 
+@functools.lru_cache(maxsize=None)
+def all_cpus_percent() -> float:
+    """CPU percent of all CPUs, which takes the C library two system calls to say."""
+    return 100.0 * (os.cpu_count() or 1)
+
+
 def limit_percent(percent: float) -> float:
     """CPU percent between 0 and what all CPUs give: clock ticks and the moment of a sample are not exact."""
-    return min(max(percent, 0.0), 100.0 * (os.cpu_count() or 1))
+    return min(max(percent, 0.0), all_cpus_percent())
 
 
 class JobTree:
