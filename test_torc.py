@@ -12688,7 +12688,7 @@ class SamplerTest(unittest.TestCase):
             times.append(now)
             self.sampler.rest_until = 0.0
             self.sampler.plan(now)
-        self.assertEqual([0.25, 1.0, 4.0, 10.0, 20.0, 30.0], times)
+        self.assertEqual([0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 20.0, 30.0], times)
         self.sampler.drop(70)
         self.sampler.plan(now)
         self.assertEqual(math.inf, self.sampler.next_at)
@@ -12696,7 +12696,7 @@ class SamplerTest(unittest.TestCase):
     def test_growth_towards_the_limit_brings_the_next_sample_nearer(self):
         tree = self.tree(limit_mb=100)
         self.proc.available(1 << 40)
-        for now, size_mb, due_at in ((1.0, 20, 3.0), (2.0, 40, 3.5), (3.0, 90, 3.1), (3.1, 99, 3.15)):
+        for now, size_mb, due_at in ((1.0, 20, 2.0), (2.0, 40, 3.5), (3.0, 90, 3.1), (3.1, 99, 3.15)):
             self.proc.process(10, 70, pages=self.pages(size_mb))
             tree.due_at = now
             self.sampler.sample(now)
@@ -12716,7 +12716,7 @@ class SamplerTest(unittest.TestCase):
         self.assertGreater(free.due_at, 6)
         self.sampler.drop(70)
         self.sampler.plan(5.0)
-        self.assertEqual(10.0, self.sampler.next_at, 'without a limit nobody looks at the free memory')
+        self.assertEqual(8.0, self.sampler.next_at, 'without a limit nobody looks at the free memory')
 
     def test_samples_between_the_regular_ones_keep_their_share_of_a_cpu(self):
         tree = self.tree(limit_mb=100)
@@ -13656,7 +13656,7 @@ class ErrandTest(WorldTest):
     def test_it_holds_no_descriptor_of_the_runner_and_is_no_jobs(self):
         reader, writer = os.pipe()
         self.addCleanup(os.close, reader)
-        errand = self.launcher.begin(lambda: select.select([], [], [], 1000))
+        errand = self.launcher.begin(signal.pause)
         os.close(writer)
         self.world.wait(lambda: select.select([reader], [], [], 0)[0], 20, 'the end of the file')
         self.launcher.look_for_adopted()

@@ -17670,7 +17670,7 @@ def format_leftovers(number: int) -> str:
 #   is not known is left out.
 
 FIRST_SAMPLE_S = 0.25       # after a job's start; the next when it is SAMPLE_AGES times as old
-SAMPLE_AGES = 4
+SAMPLE_AGES = 2
 LEAST_SAMPLE_S = 0.05       # between two samples of a job
 EXTRA_SHARE = 0.02          # of one CPU, for samples between the regular ones
 CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
@@ -17751,15 +17751,15 @@ class Member:
 
 class UsageFigures:
     """Peaks and averages of one job, from sample to sample."""
-    __slots__ = ('at', 'memory_bytes', 'peak_memory_bytes', 'byte_seconds', 'cpu_s', 'window_at',
-                 'window_cpu_s', 'peak_cpu_percent', 'began', 'is_known')
+    # As they are until the first sample, which most jobs of a busy node do not live to see: a job's own
+    # would take as long as all else that is done for them here.
+    is_known = False            # there is a figure of memory
+    memory_bytes = peak_memory_bytes = 0
+    byte_seconds = 0.0          # memory, integrated over time: samples are not equally far apart
+    cpu_s = window_cpu_s = peak_cpu_percent = 0.0
 
     def __init__(self, began: float) -> None:
         self.began = self.at = self.window_at = began   # monotonic
-        self.is_known = False       # there is a figure of memory
-        self.memory_bytes = self.peak_memory_bytes = 0
-        self.byte_seconds = 0.0     # memory, integrated over time: samples are not equally far apart
-        self.cpu_s = self.window_cpu_s = self.peak_cpu_percent = 0.0
 
     def add(self, now: float, cpu_s: float, memory_bytes: Optional[int]) -> Optional[float]:
         """Take a sample in. CPU percent of the window that it ends, or None if that is too short yet.
@@ -17819,6 +17819,19 @@ def limit_percent(percent: float) -> float:
 
 class JobTree:
     """The processes of one job, and what they use."""
+    ticks = 0                   # of all members at the last sample
+    cpu_ticks = 0               # so far: never falls when a member goes
+    cpu_percent = 0.0           # of the last window
+    num_processes = 0
+    resident_bytes = 0          # pages counted as often as they are mapped
+    shared_bytes = 0            # so much of it was counted more than once when that was last looked at
+    memory_bytes = 0            # without these
+    available_bytes = 0         # memory of the node that was available at the last sample; 0: unknown
+    is_in_check = False         # its proportional size is being read
+    checked_at = -math.inf      # when that was last done
+    check_s = 0.0               # ... how long it took
+    checked_available = 0       # ... and available_bytes then
+    is_marked = None            # type: Optional[bool]  # its processes carry its mark as a limit
 
     def __init__(self, pid: int, mark: Mark, began: float, limit_bytes: int = 0) -> None:
         self.pid = pid              # of its first process, and its session
@@ -17827,20 +17840,7 @@ class JobTree:
         self.members = {}           # type: Dict[int, Member]
         self.figures = UsageFigures(began)
         self.due_at = began + FIRST_SAMPLE_S    # monotonic; besides the regular samples
-        self.ticks = 0              # of all members at the last sample
-        self.cpu_ticks = 0          # so far: never falls when a member goes
-        self.num_processes = 0
-        self.resident_bytes = 0     # pages counted as often as they are mapped
-        self.shared_bytes = 0       # so much of it was counted more than once when that was last looked at
-        self.memory_bytes = 0       # without these
         self.sampled_at = began
-        self.available_bytes = 0    # memory of the node that was available at the last sample; 0: unknown
-        self.is_in_check = False    # its proportional size is being read
-        self.checked_at = -math.inf     # when that was last done
-        self.check_s = 0.0          # ... and how long it took
-        self.checked_available = 0  # available_bytes then
-        self.cpu_percent = 0.0      # of the last window
-        self.is_marked = None       # type: Optional[bool]  # its processes carry its mark as a limit
 
     def read(self, now: float, available_bytes: int) -> List[int]:
         """Take a sample; the pids that have gone."""
