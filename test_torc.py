@@ -14862,6 +14862,47 @@ class MonitorRunTest(LocalRunTest):
         self.assertEqual('killed by SIGKILL', rows[3]['reason'])
 
 
+@slow
+class MonitorCostTest(LocalRunTest):
+    """What the monitor costs, and how late it is."""
+
+    def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
+        processes = [subprocess.Popen(['sleep', '1000']) for _ in range(500)]
+        self.addCleanup(lambda: [(process.kill(), process.wait()) for process in processes])
+        marks = {process.pid: index // 5 for index, process in enumerate(processes)}
+        sampler = torc.TreeSampler(1.0, read_mark=lambda pid: marks.get(pid, -1))
+        self.addCleanup(sampler.close)
+        for number in range(100):
+            sampler.add(number, torc.JobTree(1, torc.Mark(b'', number, 0), 0.0), 0.0)
+        costs = []
+        for now in range(1, 30):
+            began = time.process_time()
+            sampler.sample(float(now))
+            costs.append(time.process_time() - began)
+        self.assertEqual({5}, {tree.num_processes for tree in sampler.trees.values()})
+        self.assertLess(sorted(costs)[len(costs) // 2], cpu_unit_s() / 2)    # 0.01 s
+
+    GROWING = textwrap.dedent("""
+        import time
+        time.sleep(1.2)
+        began, blocks = time.monotonic(), []
+        while True:
+            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
+                blocks.append(bytearray(b'x') * (10 << 20))
+            time.sleep(0.001)
+        """)
+
+    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
+        self.world.write('growing.py', self.GROWING)
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '1g', 'runtime': 'PT1M'}]
+        self.create({'command': f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', 'resource_requirements': 'r'},
+                    resource_requirements=needs)
+        self.run_it()
+        row, = self.client.rows('list_results', workflow_id=1)
+        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
+        self.assertTrue(1 << 30 < row['peak_memory_bytes'] < (1 << 30) + 300 * 10 ** 6, row['peak_memory_bytes'])
+
+
 def memory_group() -> str:
     """A new memory control group below our own, of either version, where this process may make one; else the test is skipped."""
     file = torc.find_oom_file()

@@ -17672,7 +17672,7 @@ def format_leftovers(number: int) -> str:
 FIRST_SAMPLE_S = 0.25       # after a job's start; the next when it is SAMPLE_AGES times as old
 SAMPLE_AGES = 2
 LEAST_SAMPLE_S = 0.05       # between two samples of a job
-EXTRA_SHARE = 0.02          # of one CPU, for samples between the regular ones
+EXTRA_SHARE = 0.01          # of one CPU, for samples between the regular ones
 CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
 FULL_LOOK_S = 60.0          # then all processes are asked for their marks: pids may have been used again
 FASTEST_GROWTH = 4 << 30    # bytes a second: no job is expected to grow faster
@@ -21039,8 +21039,8 @@ class Monitor:
         """See whether the sizes are there, and end the jobs that are above their limits."""
         check = self.check
         if now >= check.began + CHECK_LIMIT_S:
-            check.kill()
-        if not check.look():
+            check.kill()        # in vain if it hangs in the kernel: then it is left behind
+        elif not check.look():
             return
         self.check, trees = None, self.sampler.trees
         if check.error:
