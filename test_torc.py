@@ -12721,9 +12721,9 @@ class SamplerTest(unittest.TestCase):
     def test_samples_between_the_regular_ones_keep_their_share_of_a_cpu(self):
         tree = self.tree(limit_mb=100)
         self.proc.process(10, 70, pages=self.pages(99.9))
-        with unittest.mock.patch('time.perf_counter', side_effect=[7.0, 7.1]):
+        with unittest.mock.patch('time.perf_counter', side_effect=[7.0, 7.05]):
             self.sampler.sample(1.0)
-        self.assertAlmostEqual(1.0 + 0.1 / torc.EXTRA_SHARE, self.sampler.next_at)
+        self.assertAlmostEqual(1.0 + 0.05 / torc.EXTRA_SHARE, self.sampler.next_at)
         tree.due_at = 0.0
         self.sampler.add(71, torc.JobTree(20, torc.Mark(b'', 71, 0), 2.0), 2.0)
         self.assertAlmostEqual(6.0, self.sampler.next_at)
@@ -14827,7 +14827,6 @@ class MonitorRunTest(LocalRunTest):
             self.assertEqual([(1, 'j1')], connection.execute('SELECT * FROM job_metadata').fetchall())
             self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
             self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
-        self.assertGreaterEqual(len(jobs), 2)
         self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
 
     def test_a_series_that_cannot_be_written_harms_no_job(self):
