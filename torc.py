@@ -17655,7 +17655,7 @@ def format_leftovers(number: int) -> str:
 # ======== 12a. Monitor: what the processes of jobs, and a node, use ========
 #
 # Owns the figures that /proc has of jobs, memory limits, and the file of a time series. Nothing here starts,
-# ends or waits for anything: the runner's Monitor (16c) calls with `now`, and the root of /proc is passed in.
+# ends or waits for anything: the runner's Monitor (16d) calls with `now`, and the root of /proc is passed in.
 #
 # * All jobs are looked at together: one listing of /proc, and one read of /proc/PID/stat for each process of
 #   theirs. A process that was not there at the last look is asked for its mark, once: so what has left its
