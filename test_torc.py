@@ -12721,7 +12721,7 @@ class SamplerTest(unittest.TestCase):
     def test_samples_between_the_regular_ones_keep_their_share_of_a_cpu(self):
         tree = self.tree(limit_mb=100)
         self.proc.process(10, 70, pages=self.pages(99.9))
-        with unittest.mock.patch('time.perf_counter', side_effect=[7.0, 7.05]):
+        with unittest.mock.patch('time.process_time', side_effect=[7.0, 7.05]):
             self.sampler.sample(1.0)
         self.assertAlmostEqual(1.0 + 0.05 / torc.EXTRA_SHARE, self.sampler.next_at)
         tree.due_at = 0.0
@@ -14755,6 +14755,8 @@ class MonitorRunTest(LocalRunTest):
                 workflow_id = self.limited(self.grow(100, 0.3), **fields)
                 self.assertEqual(1, self.run_it(workflow_id).completed)
         self.assertEqual(1, self.run_it(self.create(self.grow(100, 0.3))).completed, 'the implicit requirements are no limit')
+        job = {'command': self.grow(100, 0.3), 'resource_requirements': 'r'}
+        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r', 'num_cpus': 1}])).completed, 'nor are those without memory')
 
     def test_the_return_code_is_oom_exit_code_and_a_failure_handler_takes_it(self):
         rules = [{'name': 'h', 'rules': [{'exit_codes': [99], 'max_retries': 2}]}]

@@ -17962,11 +17962,11 @@ class TreeSampler:
         due = [tree for tree in self.trees.values()
                if is_regular or now >= tree.due_at or tree.may_have_grown(available_bytes)]
         if due:
-            began = time.perf_counter()
+            began = time.process_time()
             self.find_members(now)
             for tree in due:
                 self.seen.difference_update(tree.read(now, available_bytes))
-            self.rest_until = now + (time.perf_counter() - began) / EXTRA_SHARE
+            self.rest_until = now + (time.process_time() - began) / EXTRA_SHARE
         if is_regular:
             next_at = self.regular_at + self.interval_s
             self.regular_at = next_at if next_at > now else now + self.interval_s
@@ -19042,6 +19042,7 @@ SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
 CHECK_LIMIT_S = 60.0        # for a look at proportional sizes
+UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memory; no program can do with it
 DIGEST_TURN_S = 0.02                # of reading output files, in a turn
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
 TAKEN = frozenset((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG))     # the fault of one name
@@ -20980,7 +20981,8 @@ class Monitor:
         if self.settings.jobs:
             process = attempt.process
             limit_bytes = attempt.needs.memory_bytes if self.context.config['limit_resources'] else 0
-            tree = JobTree(process.pid, process.mark, process.started, limit_bytes)
+            tree = JobTree(process.pid, process.mark, process.started,
+                           limit_bytes if limit_bytes > UNSTATED_MEMORY_BYTES else 0)
             self.sampler.add(attempt, tree, process.started)
 
     def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
@@ -21006,7 +21008,7 @@ class Monitor:
 
     def sample_jobs(self, now: float) -> None:
         """One sample of the jobs that are due."""
-        sampled, at = self.sampler.sample(now), int(time.time())
+        sampled, at = set(self.sampler.sample(now)), int(time.time())
         self.oom_kills.look(now)
         if self.settings.has_job_series:
             for attempt, tree in self.sampler.trees.items():
