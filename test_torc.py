@@ -13666,6 +13666,23 @@ class ErrandTest(WorldTest):
         self.assertEqual((True, 'it was killed'), (errand.look(), errand.error))
         self.assertLess(time.monotonic() - began, 5)
 
+    def test_it_ends_with_its_runner(self):
+        reader, writer = os.pipe()
+        runner = os.fork()
+        if runner == 0:
+            try:
+                errand = torc.Errand(signal.pause, set())
+                os.write(writer, str(errand.pid).encode())
+                signal.pause()
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader, 'rb') as pipe:
+            pid = int(os.read(pipe.fileno(), 100))
+        self.assertTrue(torc.read_process_start_ticks(pid))
+        end_child(runner, signal.SIGKILL)
+        self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, 'the end of an errand')
+
     def test_without_room_for_a_process_it_is_over_at_once_with_the_reason(self):
         before = open_descriptors()
         for name in ('fork', 'pipe'):
@@ -14742,8 +14759,8 @@ class MonitorRunTest(LocalRunTest):
         self.run_it()
         row = self.result()
         self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
-        used_mb, = re.findall(r'^used ([0-9.]+)MB of memory, and its limit was 60\.0MB: raise memory in its resource_requirements', row['reason'])
-        self.assertGreater(float(used_mb), 60)
+        used_mb, = re.findall(r'^used ([0-9]+)MB of memory, and its limit was 60MB: raise memory in its resource_requirements', row['reason'])
+        self.assertGreater(int(used_mb), 60)
         self.assertGreater(row['peak_memory_bytes'], 60 << 20)
         self.assertRegex(self.log(), r'WARNING OOM violation detected: workflow_id=1 job_id=1 pid=[0-9]+ memory=0\.[01][0-9]GB limit=0\.06GB\n'
                                      r'.* WARNING Killing OOM job workflow_id=1 job_id=1\n')
@@ -14795,6 +14812,15 @@ class MonitorRunTest(LocalRunTest):
             row, = self.client.rows('list_results', workflow_id=workflow_id)
             self.assertEqual(wanted, (row['return_code'], row['status']))
             self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
+
+    def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):
+        def fail(*_: Any) -> None:
+            raise OSError(errno.EIO, 'Input/output error')
+        for look, said in ((fail, '[Errno 5] Input/output error'), (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'it was killed'),
+                           (lambda *_: signal.pause(), 'it was killed')):
+            with unittest.mock.patch.multiple(torc, check_trees=look, CHECK_LIMIT_S=0.2):
+                self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.8))).completed)
+            self.assertEqual(f'memory limits: no look at what jobs share was possible: {said}', self.progress.messages[-1])
 
     def test_results_and_nodes_carry_what_was_used(self):
         burn = "while [ $(date +%s%N) -lt $((end)) ]; do :; done"

@@ -17680,6 +17680,7 @@ TICKS_S = 0.1, 1.0          # shortest and longest time between looks at the nod
 LEAST_DROP_BYTES = 16 << 20     # of it that gives reason for a sample
 CHECK_SHARE = 0.01          # of one CPU, for looks at the proportional size of a job that was cleared
 LIKELY_CHECK_SHARE = 0.1    # the same if it may have grown since
+FAILED_CHECK_S = 0.1        # so long is a look taken to last that has failed
 MAX_SERIES_ROWS = 200000    # that wait to be written
 OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed explains the end of a job
 CLOCK_TICKS = os.sysconf('SC_CLK_TCK')
@@ -17904,6 +17905,10 @@ class JobTree:
         drop = self.checked_available - self.available_bytes
         is_likely = self.is_above_limit or drop >= max(LEAST_DROP_BYTES, self.headroom_bytes / 2)
         return now >= self.checked_at + self.check_s / (LIKELY_CHECK_SHARE if is_likely else CHECK_SHARE)
+
+    def set_unknown(self, now: float) -> None:
+        """Its proportional size could not be read: try again later."""
+        self.is_in_check, self.checked_at, self.check_s = False, now, FAILED_CHECK_S
 
     def set_proportional(self, now: float, proportional_bytes: int, check_s: float) -> bool:
         """Its proportional size was read: whether it is above its limit."""
@@ -18289,9 +18294,9 @@ class Series:
 #   whatever carries its mark. There are two, since one may be killed with the runner; one that dies is
 #   replaced at once.
 #
-# PR_SET_PDEATHSIG is not used: only the process itself can set it, so that each start would need a fork in
-# Python (3 times as long as posix_spawn) or setpriv(1) (1.7 times), and it ends the shell, not what the
-# shell waits for.
+# PR_SET_PDEATHSIG is not used for jobs: only the process itself can set it, so that each start would need a
+# fork in Python (3 times as long as posix_spawn) or setpriv(1) (1.7 times), and it ends the shell, not what
+# the shell waits for.
 #
 # The usual job, which leaves nothing behind, pays one killpg and one read of the list of children for this.
 # Nothing here waits: whoever owns the loop calls `act` after SIGCHLD, or when it is `due`. It calls `on_end`
@@ -18300,7 +18305,7 @@ class Series:
 # -------- what to run --------
 
 MAX_ARGUMENT_BYTES = 128 * 1024 - 1     # one argv string: MAX_ARG_STRLEN of Linux, less its NUL
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36    # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36   # linux/prctl.h
 POSIX_SPAWN_FLAGS = 0x04 | 0x08 | 0x80  # SETSIGDEF | SETSIGMASK | SETSID (glibc 2.26, musl): spawn.h
 SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, file actions or signal set
 EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault
@@ -18592,6 +18597,7 @@ class Errand:
         except OSError as error:
             self.error = str(error)
             return
+        runner = os.getpid()
         try:
             self.pid = os.fork()
         except OSError as error:
@@ -18599,15 +18605,19 @@ class Errand:
             os.close(self.reader)
         else:
             if not self.pid:
-                self.run(work, writer)
+                self.run(work, writer, runner)
             exempt.add(self.pid)
         os.close(writer)
 
     @staticmethod
-    def run(work: Callable[[], Any], writer: int) -> None:
+    def run(work: Callable[[], Any], writer: int, runner: int) -> None:
         """In the child: work, reply, end."""
         try:
-            detach_child(f'job-monitor of {os.getppid()}', writer)
+            detach_child(f'job-monitor of {runner}', writer)
+            with contextlib.suppress(AttributeError):   # not Linux
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != runner:      # it has died already
+                os._exit(0)
             try:
                 reply = [work(), '']
             except (OSError, TorcError, sqlite3.Error) as error:
@@ -18850,7 +18860,7 @@ class Launcher:
         try:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file: the status is lost
-            pid, status, usage = process.pid, signal.SIGKILL, resource.getrusage(resource.RUSAGE_SELF)
+            pid, status, usage = process.pid, signal.SIGKILL, resource.struct_rusage((0,) * 16)
         if not pid:
             return False
         process.close(status, usage)
@@ -21047,26 +21057,27 @@ class Monitor:
         self.check, trees = None, self.sampler.trees
         if check.error:
             self.context.say_once(f'memory limits: no look at what jobs share was possible: {check.error}')
-        sizes = check.result or itertools.repeat(0)     # 0: try again at the next sample
+        sizes = check.result or itertools.repeat(0)
         for attempt, size_bytes in zip(self.suspects, sizes):
             tree = trees.get(attempt)       # it may have ended
             if tree is not None and check.error:
-                tree.is_in_check = False
+                tree.set_unknown(now)
             elif tree is not None and tree.set_proportional(now, size_bytes, now - check.began):
                 self.end_job(attempt, tree)
         self.sampler.plan(now)
 
     def end_job(self, attempt: Attempt, tree: JobTree) -> None:
         """SIGKILL for a job above its limit."""
-        used, limit = (f'{size / 1024 ** 3:.2f}GB' for size in (tree.memory_bytes, tree.limit_bytes))
+        sizes = tree.memory_bytes, tree.limit_bytes
+        used, limit = (f'{size / 1024 ** 3:.2f}GB' for size in sizes)
         names = {'workflow_id': self.context.workflow_id, 'job_id': attempt.id}
         self.context.log.write('OOM violation detected:', 'warning', **names, pid=attempt.process.pid,
                                memory=used, limit=limit)
         self.context.log.write('Killing OOM job', 'warning', **names)
         if not attempt.stopped_for:
-            used, limit = map(format_memory, (tree.memory_bytes, tree.limit_bytes))
-            attempt.reason = f'used {used} of memory, and its limit was {limit}: raise memory in its ' \
-                             'resource_requirements, or set limit_resources: false in execution_config'
+            used_mb, limit_mb = (math.ceil(size / 1024 ** 2) for size in sizes)
+            attempt.reason = f'used {used_mb}MB of memory, and its limit was {limit_mb}MB: raise memory in ' \
+                             'its resource_requirements, or set limit_resources: false in execution_config'
             self.dispatcher.set_stopping(attempt, 'memory')
         self.dispatcher.starter.kill([attempt])
 
@@ -21091,13 +21102,15 @@ class Monitor:
             self.sample_node()
         if settings.has_node_series:
             series.rows['summary'] = [tuple(self.node.fields().values())]
-        for errand in filter(None, (self.check, series.errand)):
-            errand.wait(max(0.0, give_up_at - time.monotonic()))
+        if self.check is not None:
+            self.check.kill()
         series.due_at = 0.0
-        series.act(time.monotonic())
+        for _ in range(2):      # what is being written, and what has come since
+            if series.errand is not None:
+                series.errand.wait(max(0.0, give_up_at - time.monotonic()))
+            series.act(time.monotonic())
         if series.errand is not None:
             series.errand.wait(max(0.0, give_up_at - time.monotonic()))
-            series.act(time.monotonic())
         self.sampler.close()
         fields = {} if self.node is None else self.node.fields()
         return {name: value for name, value in fields.items() if value is not None}
