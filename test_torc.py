@@ -13805,8 +13805,8 @@ class Watcher:
         self.messages.append(text)
 
 
-class LocalRunTest(WorldTest):
-    """A test of whole lives of a runner in this process, on a real store, with real jobs."""
+class RunnerCase(WorldTest):
+    """A runner in this process, on a real store, with real jobs."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -13848,7 +13848,7 @@ class LocalRunTest(WorldTest):
         return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*_wf1_r1.log'))
 
 
-class RunnerTest(LocalRunTest):
+class RunnerTest(RunnerCase):
     """Whole lives of a runner."""
 
     def test_an_entry_of_the_runners_log_is_one_line(self):
@@ -14730,7 +14730,7 @@ def errno_of(name: str) -> int:
     return getattr(torc.errno, name)
 
 
-class MonitorRunTest(LocalRunTest):
+class MonitorRunTest(RunnerCase):
     """What a runner measures, and what it does about memory limits, with real jobs."""
     GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
 
@@ -14890,7 +14890,7 @@ class MonitorRunTest(LocalRunTest):
 
 
 @slow
-class MonitorCostTest(LocalRunTest):
+class MonitorCostTest(RunnerCase):
     """What the monitor costs, and how late it is."""
 
     def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
@@ -14948,7 +14948,7 @@ def memory_group() -> str:
 
 
 @slow
-class KernelKillTest(LocalRunTest):
+class KernelKillTest(RunnerCase):
     """A runner in a control group with too little memory."""
 
     def test_what_the_kernel_kills_is_said_to_be_killed_by_it(self):

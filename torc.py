@@ -20397,7 +20397,6 @@ class DirectStarter:
         self.context = context
         self.launcher = launcher
         self.shell = Shell(launcher)
-        self.oom_kills = OomCounter(find_oom_file())
 
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
               check: Callable[[], Any]) -> None:
@@ -20425,15 +20424,9 @@ class DirectStarter:
 
     def judge(self, attempt: Attempt) -> Optional[Verdict]:
         """What the end of an attempt means, or None for "later": then it is asked again in each turn."""
-        config, end = self.context.config, attempt.end
-        if attempt.stopped_for == 'memory' and end.return_code:
-            return Verdict('failed', config['oom_exit_code'], attempt.reason)
-        verdict = judge_end(end, attempt.stopped_for, self.context.stop_signal, config['timeout_exit_code'],
-                            attempt.stopped_by)
-        if verdict.status == 'failed' and end.return_code == 128 + signal.SIGKILL and self.oom_kills.take():
-            return Verdict('failed', config['oom_exit_code'], 'killed by the kernel for lack of memory '
-                           f'({self.oom_kills.path} counts it): allow more memory, or run fewer jobs at once')
-        return verdict
+        context = self.context
+        return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
+                         context.config['timeout_exit_code'], attempt.stopped_by)
 
 
 class Scripts:
@@ -20645,6 +20638,7 @@ class Completions:
         self.link = link
         self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves
         self.take_usage = self.usage_at_end     # type: Callable[[Attempt, ProcessEnd], Dict[str, Any]]
+        self.judge_memory = lambda attempt, verdict: verdict    # type: Callable[[Attempt, Verdict], Verdict]
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
@@ -20682,6 +20676,7 @@ class Completions:
         verdict = self.starter.judge(attempt)
         if verdict is None:
             return
+        verdict = self.judge_memory(attempt, verdict)
         context, file_times = self.context, {}      # type: NodeContext, Dict[str, float]
         if verdict.status == 'completed' and attempt.job['outputs']:
             file_times, missing = stat_outputs(attempt.job['outputs'])
@@ -20970,12 +20965,11 @@ class Dispatcher:
 class Monitor:
     """Samples what jobs and the node use, and ends jobs that are above their memory limit."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher,
-                 oom_kills: OomCounter) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher) -> None:
         self.context = context
         self.launcher = launcher
         self.dispatcher = dispatcher
-        self.oom_kills = oom_kills
+        self.oom_kills = OomCounter(find_oom_file())
         self.settings = settings = monitor_settings(context.workflow)
         self.sampler = TreeSampler(settings.interval_s)
         self.node = NodeUsage(settings.cpu, settings.memory) if settings.node else None
@@ -21080,6 +21074,16 @@ class Monitor:
                              'its resource_requirements, or set limit_resources: false in execution_config'
             self.dispatcher.set_stopping(attempt, 'memory')
         self.dispatcher.starter.kill([attempt])
+
+    def judge_memory(self, attempt: Attempt, verdict: Verdict) -> Verdict:
+        """What an end means, when it was for lack of memory: by its limit, or by the kernel."""
+        code, oom_exit_code = attempt.end.return_code, self.context.config['oom_exit_code']
+        if attempt.stopped_for == 'memory' and code:
+            return Verdict('failed', oom_exit_code, attempt.reason)
+        if verdict.status == 'failed' and code == 128 + signal.SIGKILL and self.oom_kills.take():
+            return Verdict('failed', oom_exit_code, 'killed by the kernel for lack of memory '
+                           f'({self.oom_kills.path} counts it): allow more memory, or run fewer jobs at once')
+        return verdict
 
     # ---- time series ----
 
@@ -21361,9 +21365,10 @@ class Runner:
         watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
-        self.monitor = Monitor(context, launcher, self.dispatcher, starter.oom_kills)
+        self.monitor = Monitor(context, launcher, self.dispatcher)
         self.dispatcher.on_started = self.monitor.add
         self.completions.take_usage = self.monitor.take_usage
+        self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
