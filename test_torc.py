@@ -14730,247 +14730,6 @@ def errno_of(name: str) -> int:
     return getattr(torc.errno, name)
 
 
-class MonitorRunTest(RunnerCase):
-    """What a runner measures, and what it does about memory limits, with real jobs."""
-    GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
-
-    def setUp(self) -> None:
-        super().setUp()
-        patch = unittest.mock.patch('torc.FIRST_SAMPLE_S', 0.05)
-        patch.start()
-        self.addCleanup(patch.stop)
-
-    def grow(self, size_mb: int, for_s: float = 100) -> str:
-        """A command that takes so much memory, and keeps it for a while."""
-        return self.GROW.format(python=shlex.quote(sys.executable), mb=size_mb, s=for_s)
-
-    def limited(self, command: str, memory: str = '60m', **fields: Any) -> Any:
-        """A workflow of one job with a memory limit."""
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': memory, 'runtime': 'PT1M'}]
-        return self.create({'command': command, 'resource_requirements': 'r'}, resource_requirements=needs, **fields)
-
-    def result(self) -> Dict[str, Any]:
-        """The only result."""
-        row, = self.client.rows('list_results', workflow_id=1, all_runs=True)
-        return row
-
-    def test_a_job_above_its_memory_limit_is_killed_with_all_that_it_has_started(self):
-        self.limited('(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &); ' + self.grow(100))
-        self.run_it()
-        row = self.result()
-        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
-        used_mb, = re.findall(r'^used ([0-9]+)MB of memory, and its limit was 60MB: raise memory in its resource_requirements', row['reason'])
-        self.assertGreater(int(used_mb), 60)
-        self.assertGreater(row['peak_memory_bytes'], 60 << 20)
-        self.assertRegex(self.log(), r'WARNING OOM violation detected: workflow_id=1 job_id=1 pid=[0-9]+ memory=0\.[01][0-9]GB limit=0\.06GB\n'
-                                     r'.* WARNING Killing OOM job workflow_id=1 job_id=1\n')
-        self.assertFalse(torc.read_process_start_ticks(int(self.world.read('hidden'))))
-
-    def test_without_a_limit_a_monitor_or_limit_resources_nothing_is_killed(self):
-        for fields in ({'execution_config': {'limit_resources': False}}, {'resource_monitor': {'enabled': False}}):
-            with self.subTest(fields):
-                workflow_id = self.limited(self.grow(100, 0.3), **fields)
-                self.assertEqual(1, self.run_it(workflow_id).completed)
-        self.assertEqual(1, self.run_it(self.create(self.grow(100, 0.3))).completed, 'the implicit requirements are no limit')
-        job = {'command': self.grow(100, 0.3), 'resource_requirements': 'r'}
-        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r', 'num_cpus': 1}])).completed, 'nor are those without memory')
-
-    def test_the_return_code_is_oom_exit_code_and_a_failure_handler_takes_it(self):
-        rules = [{'name': 'h', 'rules': [{'exit_codes': [99], 'max_retries': 2}]}]
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}]
-        self.create({'command': f'[ $TORC_ATTEMPT_ID = 2 ] || {self.grow(100)}', 'resource_requirements': 'r', 'failure_handler': 'h'},
-                    resource_requirements=needs, failure_handlers=rules, execution_config={'mode': 'direct', 'oom_exit_code': 99})
-        self.run_it()
-        self.assertEqual([(1, 1, 99, 'failed'), (1, 2, 0, 'completed')], self.results())
-
-    SHARE = textwrap.dedent("""
-        import os, sys, time
-        block = bytearray(40 << 20)
-        writes = sys.argv[1] == 'write'
-        workers = [os.fork() for _ in range(1)]
-        for _ in range(7):
-            if workers[-1]:
-                workers.append(os.fork())
-        if not workers[-1]:
-            time.sleep(0.3)
-            if writes:
-                block[::4096] = bytes(len(block[::4096]))
-                time.sleep(100)
-            time.sleep(0.3)
-            os._exit(0)
-        while workers:
-            os.wait()
-            workers.pop()
-        """)
-
-    def test_workers_that_share_their_memory_are_within_the_limit_until_they_write_to_it(self):
-        self.world.write('share.py', self.SHARE)
-        for word, wanted in (('read', (0, 'completed')), ('write', (137, 'failed'))):
-            with unittest.mock.patch('torc.TICKS_S', (0.05, 0.05)):
-                workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {word}', '150m')
-                self.run_it(workflow_id)
-            row, = self.client.rows('list_results', workflow_id=workflow_id)
-            self.assertEqual(wanted, (row['return_code'], row['status']))
-            self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
-
-    def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):
-        def fail(*_: Any) -> None:
-            raise OSError(errno.EIO, 'Input/output error')
-        for look, said in ((fail, '[Errno 5] Input/output error'), (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'it was killed'),
-                           (lambda *_: signal.pause(), 'it was killed')):
-            with unittest.mock.patch.multiple(torc, check_trees=look, CHECK_LIMIT_S=0.2):
-                self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.8))).completed)
-            self.assertEqual(f'memory limits: no look at what jobs share was possible: {said}', self.progress.messages[-1])
-
-    def test_results_and_nodes_carry_what_was_used(self):
-        burn = "while [ $(date +%s%N) -lt $((end)) ]; do :; done"
-        self.create({'command': f'end=$(($(date +%s%N) + 1200000000)); {burn}'}, self.grow(100, 0.5), 'true',
-                    resource_monitor={'compute_node': {'enabled': True}, 'jobs': {'enabled': True}})
-        self.run_it(num_cpus=1)
-        burnt, grown, short = sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])
-        self.assertGreater(burnt['peak_cpu_percent'], 5)
-        self.assertGreaterEqual(burnt['peak_cpu_percent'], burnt['avg_cpu_percent'])
-        self.assertTrue(100 << 20 < grown['peak_memory_bytes'] < 200 << 20)
-        self.assertTrue(0 < grown['avg_memory_bytes'] <= grown['peak_memory_bytes'])
-        self.assertTrue(0 < short['avg_cpu_percent'] <= 100 * os.cpu_count())
-        node, = self.client.rows('list_compute_nodes', workflow_id=1)
-        self.assertTrue(node['sample_count'] >= 1 and 0 <= node['avg_cpu_percent'] <= node['peak_cpu_percent'] <= 100)
-        self.assertTrue(0 < node['avg_memory_bytes'] <= node['peak_memory_bytes'])
-        self.assertFalse(os.path.exists(self.world.path('out', torc.SERIES_DIRECTORY)), 'a summary needs no file')
-
-    def test_without_a_monitor_a_result_has_what_the_end_tells(self):
-        self.create(self.grow(1, 0), resource_monitor={'enabled': False})
-        self.run_it()
-        self.assertGreater(self.result()['avg_cpu_percent'], 0)
-        self.assertNotIn('avg_memory_bytes', self.result())
-
-    def test_a_time_series_is_in_a_file_of_the_output_directory(self):
-        both = {'enabled': True, 'granularity': 'time_series'}
-        self.create(self.grow(100, 1.2), resource_monitor={'sample_interval_seconds': 1, 'jobs': both, 'compute_node': both})
-        self.run_it()
-        path, = glob.glob(glob.escape(self.world.path('out', 'resource_utilization')) + '/*')
-        self.assertEqual(f'resource_metrics_wf1_h{socket.gethostname()}_r1_p{os.getpid()}.db', os.path.basename(path))
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            jobs = connection.execute('SELECT * FROM job_resource_samples ORDER BY timestamp').fetchall()
-            self.assertEqual([(1, 'j1')], connection.execute('SELECT * FROM job_metadata').fetchall())
-            self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
-            self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
-        self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
-
-    def test_a_series_that_cannot_be_written_harms_no_job(self):
-        self.world.write('out/resource_utilization', 'in the way')
-        self.create(self.grow(1, 0.3), resource_monitor={'granularity': 'time_series', 'enabled': True})
-        self.assertEqual(1, self.run_it().completed)
-        said, = [text for text in self.progress.messages if 'time series' in text]
-        self.assertIn('the time series cannot be written at present: ', said)
-        self.assertEqual('in the way', self.world.read('out/resource_utilization'))
-
-    def test_a_file_system_that_hangs_holds_up_neither_jobs_nor_the_end(self):
-        def hang(path: str, rows: Any) -> None:
-            signal.pause()
-        self.create(self.grow(1, 0.3), 'true', resource_monitor={'granularity': 'time_series', 'enabled': True})
-        with unittest.mock.patch.multiple(torc, write_series=hang, LAST_FLUSH_S=0.1):
-            outcome = self.run_it()
-        self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
-        self.assertLess(outcome.wall_s, 20)
-
-    def test_a_kill_by_the_kernel_is_told_from_one_by_a_limit_or_by_somebody(self):
-        counter = self.world.write('events', 'oom_kill 5\n')
-        self.create('[ -f events.new ] || { echo "oom_kill 6" > events; touch events.new; }; kill -9 $$',
-                    {'command': 'exit 3', 'depends_on': ['j1'], 'cancel_on_blocking_job_failure': False},
-                    {'command': 'kill -9 $$', 'depends_on': ['j2'], 'cancel_on_blocking_job_failure': False},
-                    execution_config={'mode': 'direct', 'oom_exit_code': 99})
-        with unittest.mock.patch('torc.find_oom_file', lambda: counter):
-            self.run_it()
-        rows = {row['job_id']: row for row in self.client.rows('list_results', workflow_id=1)}
-        self.assertEqual([(1, 99), (2, 3), (3, 137)], [(number, row['return_code']) for number, row in sorted(rows.items())])
-        self.assertEqual(f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once',
-                         rows[1]['reason'])
-        self.assertEqual('killed by SIGKILL', rows[3]['reason'])
-
-
-@slow
-class MonitorCostTest(RunnerCase):
-    """What the monitor costs, and how late it is."""
-
-    def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
-        processes = [subprocess.Popen(['sleep', '1000']) for _ in range(500)]
-        self.addCleanup(lambda: [(process.kill(), process.wait()) for process in processes])
-        marks = {process.pid: index // 5 for index, process in enumerate(processes)}
-        sampler = torc.TreeSampler(1.0, read_mark=lambda pid: marks.get(pid, -1))
-        self.addCleanup(sampler.close)
-        for number in range(100):
-            sampler.add(number, torc.JobTree(1, torc.Mark(b'', number, 0), 0.0), 0.0)
-        costs = []
-        for now in range(1, 30):
-            began = time.process_time()
-            sampler.sample(float(now))
-            costs.append(time.process_time() - began)
-        self.assertEqual({5}, {tree.num_processes for tree in sampler.trees.values()})
-        self.assertLess(sorted(costs)[len(costs) // 2], cpu_unit_s() / 2)    # 0.01 s
-
-    GROWING = textwrap.dedent("""
-        import time
-        time.sleep(1.2)
-        began, blocks = time.monotonic(), []
-        while True:
-            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
-                blocks.append(bytearray(b'x') * (10 << 20))
-            time.sleep(0.001)
-        """)
-
-    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
-        self.world.write('growing.py', self.GROWING)
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '1g', 'runtime': 'PT1M'}]
-        self.create({'command': f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', 'resource_requirements': 'r'},
-                    resource_requirements=needs)
-        self.run_it()
-        row, = self.client.rows('list_results', workflow_id=1)
-        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
-        self.assertTrue(1 << 30 < row['peak_memory_bytes'] < (1 << 30) + 300 * 10 ** 6, row['peak_memory_bytes'])
-
-
-def memory_group() -> str:
-    """A new memory control group below our own, of either version, where this process may make one; else the test is skipped."""
-    file = torc.find_oom_file()
-    parent, name = os.path.dirname(file), os.path.basename(file)
-    found = os.path.join(parent, f'torc-test-{os.getpid()}')
-    with contextlib.suppress(OSError):
-        os.mkdir(found)
-    limit = os.path.join(found, 'memory.limit_in_bytes' if name == 'memory.oom_control' else 'memory.max')
-    if not os.access(limit, os.W_OK):
-        with contextlib.suppress(OSError):
-            os.rmdir(found)
-        need('cgroup', False, 'a memory control group in which groups may be made')
-    with open(limit, 'w') as group:
-        group.write(str(300 << 20))
-    return found
-
-
-@slow
-class KernelKillTest(RunnerCase):
-    """A runner in a control group with too little memory."""
-
-    def test_what_the_kernel_kills_is_said_to_be_killed_by_it(self):
-        group = memory_group()
-        self.addCleanup(os.rmdir, group)
-        self.world.write('w.yaml', """
-            name: w
-            execution_config: {mode: direct, oom_exit_code: 99}
-            jobs:
-            - {name: greedy, command: 'exec %s -S -c "x = bytearray(600 << 20)"'}
-            - {name: killed, command: 'kill -9 $$', depends_on: [greedy], cancel_on_blocking_job_failure: false}
-            """ % sys.executable)
-        stub, python = stub_path(), sys.executable
-        with self.world.inside():
-            runner = Background(['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {python} "{stub}" run w.yaml'],
-                                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner'))
-        self.world.started.append(runner)
-        outcome = runner.finish()
-        self.assertExit(1, outcome, 'failed greedy (return code 99): killed by the kernel for lack of memory (', 'failed killed (return code 137): killed by SIGKILL\n')
-        self.world.leave()
-
-
 class AttemptsTest(unittest.TestCase):
     """The states of an attempt, without a runner."""
 
@@ -15680,6 +15439,247 @@ class LoopTest(PartTest):
         self.assertEqual(3, len(pauses))
         self.assertGreaterEqual(min(pauses), 0.1)
         self.assertLess(turns, 12)
+
+
+class MonitorRunTest(RunnerCase):
+    """What a runner measures, and what it does about memory limits, with real jobs."""
+    GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
+
+    def setUp(self) -> None:
+        super().setUp()
+        patch = unittest.mock.patch('torc.FIRST_SAMPLE_S', 0.05)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def grow(self, size_mb: int, for_s: float = 100) -> str:
+        """A command that takes so much memory, and keeps it for a while."""
+        return self.GROW.format(python=shlex.quote(sys.executable), mb=size_mb, s=for_s)
+
+    def limited(self, command: str, memory: str = '60m', **fields: Any) -> Any:
+        """A workflow of one job with a memory limit."""
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': memory, 'runtime': 'PT1M'}]
+        return self.create({'command': command, 'resource_requirements': 'r'}, resource_requirements=needs, **fields)
+
+    def result(self) -> Dict[str, Any]:
+        """The only result."""
+        row, = self.client.rows('list_results', workflow_id=1, all_runs=True)
+        return row
+
+    def test_a_job_above_its_memory_limit_is_killed_with_all_that_it_has_started(self):
+        self.limited('(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &); ' + self.grow(100))
+        self.run_it()
+        row = self.result()
+        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
+        used_mb, = re.findall(r'^used ([0-9]+)MB of memory, and its limit was 60MB: raise memory in its resource_requirements', row['reason'])
+        self.assertGreater(int(used_mb), 60)
+        self.assertGreater(row['peak_memory_bytes'], 60 << 20)
+        self.assertRegex(self.log(), r'WARNING OOM violation detected: workflow_id=1 job_id=1 pid=[0-9]+ memory=0\.[01][0-9]GB limit=0\.06GB\n'
+                                     r'.* WARNING Killing OOM job workflow_id=1 job_id=1\n')
+        self.assertFalse(torc.read_process_start_ticks(int(self.world.read('hidden'))))
+
+    def test_without_a_limit_a_monitor_or_limit_resources_nothing_is_killed(self):
+        for fields in ({'execution_config': {'limit_resources': False}}, {'resource_monitor': {'enabled': False}}):
+            with self.subTest(fields):
+                workflow_id = self.limited(self.grow(100, 0.3), **fields)
+                self.assertEqual(1, self.run_it(workflow_id).completed)
+        self.assertEqual(1, self.run_it(self.create(self.grow(100, 0.3))).completed, 'the implicit requirements are no limit')
+        job = {'command': self.grow(100, 0.3), 'resource_requirements': 'r'}
+        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r', 'num_cpus': 1}])).completed, 'nor are those without memory')
+
+    def test_the_return_code_is_oom_exit_code_and_a_failure_handler_takes_it(self):
+        rules = [{'name': 'h', 'rules': [{'exit_codes': [99], 'max_retries': 2}]}]
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}]
+        self.create({'command': f'[ $TORC_ATTEMPT_ID = 2 ] || {self.grow(100)}', 'resource_requirements': 'r', 'failure_handler': 'h'},
+                    resource_requirements=needs, failure_handlers=rules, execution_config={'mode': 'direct', 'oom_exit_code': 99})
+        self.run_it()
+        self.assertEqual([(1, 1, 99, 'failed'), (1, 2, 0, 'completed')], self.results())
+
+    SHARE = textwrap.dedent("""
+        import os, sys, time
+        block = bytearray(40 << 20)
+        writes = sys.argv[1] == 'write'
+        workers = [os.fork() for _ in range(1)]
+        for _ in range(7):
+            if workers[-1]:
+                workers.append(os.fork())
+        if not workers[-1]:
+            time.sleep(0.3)
+            if writes:
+                block[::4096] = bytes(len(block[::4096]))
+                time.sleep(100)
+            time.sleep(0.3)
+            os._exit(0)
+        while workers:
+            os.wait()
+            workers.pop()
+        """)
+
+    def test_workers_that_share_their_memory_are_within_the_limit_until_they_write_to_it(self):
+        self.world.write('share.py', self.SHARE)
+        for word, wanted in (('read', (0, 'completed')), ('write', (137, 'failed'))):
+            with unittest.mock.patch('torc.TICKS_S', (0.05, 0.05)):
+                workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {word}', '150m')
+                self.run_it(workflow_id)
+            row, = self.client.rows('list_results', workflow_id=workflow_id)
+            self.assertEqual(wanted, (row['return_code'], row['status']))
+            self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
+
+    def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):
+        def fail(*_: Any) -> None:
+            raise OSError(errno.EIO, 'Input/output error')
+        for look, said in ((fail, '[Errno 5] Input/output error'), (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'it was killed'),
+                           (lambda *_: signal.pause(), 'it was killed')):
+            with unittest.mock.patch.multiple(torc, check_trees=look, CHECK_LIMIT_S=0.2):
+                self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.8))).completed)
+            self.assertEqual(f'memory limits: no look at what jobs share was possible: {said}', self.progress.messages[-1])
+
+    def test_results_and_nodes_carry_what_was_used(self):
+        burn = "while [ $(date +%s%N) -lt $((end)) ]; do :; done"
+        self.create({'command': f'end=$(($(date +%s%N) + 1200000000)); {burn}'}, self.grow(100, 0.5), 'true',
+                    resource_monitor={'compute_node': {'enabled': True}, 'jobs': {'enabled': True}})
+        self.run_it(num_cpus=1)
+        burnt, grown, short = sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])
+        self.assertGreater(burnt['peak_cpu_percent'], 5)
+        self.assertGreaterEqual(burnt['peak_cpu_percent'], burnt['avg_cpu_percent'])
+        self.assertTrue(100 << 20 < grown['peak_memory_bytes'] < 200 << 20)
+        self.assertTrue(0 < grown['avg_memory_bytes'] <= grown['peak_memory_bytes'])
+        self.assertTrue(0 < short['avg_cpu_percent'] <= 100 * os.cpu_count())
+        node, = self.client.rows('list_compute_nodes', workflow_id=1)
+        self.assertTrue(node['sample_count'] >= 1 and 0 <= node['avg_cpu_percent'] <= node['peak_cpu_percent'] <= 100)
+        self.assertTrue(0 < node['avg_memory_bytes'] <= node['peak_memory_bytes'])
+        self.assertFalse(os.path.exists(self.world.path('out', torc.SERIES_DIRECTORY)), 'a summary needs no file')
+
+    def test_without_a_monitor_a_result_has_what_the_end_tells(self):
+        self.create(self.grow(1, 0), resource_monitor={'enabled': False})
+        self.run_it()
+        self.assertGreater(self.result()['avg_cpu_percent'], 0)
+        self.assertNotIn('avg_memory_bytes', self.result())
+
+    def test_a_time_series_is_in_a_file_of_the_output_directory(self):
+        both = {'enabled': True, 'granularity': 'time_series'}
+        self.create(self.grow(100, 1.2), resource_monitor={'sample_interval_seconds': 1, 'jobs': both, 'compute_node': both})
+        self.run_it()
+        path, = glob.glob(glob.escape(self.world.path('out', 'resource_utilization')) + '/*')
+        self.assertEqual(f'resource_metrics_wf1_h{socket.gethostname()}_r1_p{os.getpid()}.db', os.path.basename(path))
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            jobs = connection.execute('SELECT * FROM job_resource_samples ORDER BY timestamp').fetchall()
+            self.assertEqual([(1, 'j1')], connection.execute('SELECT * FROM job_metadata').fetchall())
+            self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
+            self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
+        self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
+
+    def test_a_series_that_cannot_be_written_harms_no_job(self):
+        self.world.write('out/resource_utilization', 'in the way')
+        self.create(self.grow(1, 0.3), resource_monitor={'granularity': 'time_series', 'enabled': True})
+        self.assertEqual(1, self.run_it().completed)
+        said, = [text for text in self.progress.messages if 'time series' in text]
+        self.assertIn('the time series cannot be written at present: ', said)
+        self.assertEqual('in the way', self.world.read('out/resource_utilization'))
+
+    def test_a_file_system_that_hangs_holds_up_neither_jobs_nor_the_end(self):
+        def hang(path: str, rows: Any) -> None:
+            signal.pause()
+        self.create(self.grow(1, 0.3), 'true', resource_monitor={'granularity': 'time_series', 'enabled': True})
+        with unittest.mock.patch.multiple(torc, write_series=hang, LAST_FLUSH_S=0.1):
+            outcome = self.run_it()
+        self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
+        self.assertLess(outcome.wall_s, 20)
+
+    def test_a_kill_by_the_kernel_is_told_from_one_by_a_limit_or_by_somebody(self):
+        counter = self.world.write('events', 'oom_kill 5\n')
+        self.create('[ -f events.new ] || { echo "oom_kill 6" > events; touch events.new; }; kill -9 $$',
+                    {'command': 'exit 3', 'depends_on': ['j1'], 'cancel_on_blocking_job_failure': False},
+                    {'command': 'kill -9 $$', 'depends_on': ['j2'], 'cancel_on_blocking_job_failure': False},
+                    execution_config={'mode': 'direct', 'oom_exit_code': 99})
+        with unittest.mock.patch('torc.find_oom_file', lambda: counter):
+            self.run_it()
+        rows = {row['job_id']: row for row in self.client.rows('list_results', workflow_id=1)}
+        self.assertEqual([(1, 99), (2, 3), (3, 137)], [(number, row['return_code']) for number, row in sorted(rows.items())])
+        self.assertEqual(f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once',
+                         rows[1]['reason'])
+        self.assertEqual('killed by SIGKILL', rows[3]['reason'])
+
+
+@slow
+class MonitorCostTest(RunnerCase):
+    """What the monitor costs, and how late it is."""
+
+    def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
+        processes = [subprocess.Popen(['sleep', '1000']) for _ in range(500)]
+        self.addCleanup(lambda: [(process.kill(), process.wait()) for process in processes])
+        marks = {process.pid: index // 5 for index, process in enumerate(processes)}
+        sampler = torc.TreeSampler(1.0, read_mark=lambda pid: marks.get(pid, -1))
+        self.addCleanup(sampler.close)
+        for number in range(100):
+            sampler.add(number, torc.JobTree(1, torc.Mark(b'', number, 0), 0.0), 0.0)
+        costs = []
+        for now in range(1, 30):
+            began = time.process_time()
+            sampler.sample(float(now))
+            costs.append(time.process_time() - began)
+        self.assertEqual({5}, {tree.num_processes for tree in sampler.trees.values()})
+        self.assertLess(sorted(costs)[len(costs) // 2], cpu_unit_s() / 2)    # 0.01 s
+
+    GROWING = textwrap.dedent("""
+        import time
+        time.sleep(1.2)
+        began, blocks = time.monotonic(), []
+        while True:
+            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
+                blocks.append(bytearray(b'x') * (10 << 20))
+            time.sleep(0.001)
+        """)
+
+    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
+        self.world.write('growing.py', self.GROWING)
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '1g', 'runtime': 'PT1M'}]
+        self.create({'command': f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', 'resource_requirements': 'r'},
+                    resource_requirements=needs)
+        self.run_it()
+        row, = self.client.rows('list_results', workflow_id=1)
+        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
+        self.assertTrue(1 << 30 < row['peak_memory_bytes'] < (1 << 30) + 300 * 10 ** 6, row['peak_memory_bytes'])
+
+
+def memory_group() -> str:
+    """A new memory control group below our own, of either version, where this process may make one; else the test is skipped."""
+    file = torc.find_oom_file()
+    parent, name = os.path.dirname(file), os.path.basename(file)
+    found = os.path.join(parent, f'torc-test-{os.getpid()}')
+    with contextlib.suppress(OSError):
+        os.mkdir(found)
+    limit = os.path.join(found, 'memory.limit_in_bytes' if name == 'memory.oom_control' else 'memory.max')
+    if not os.access(limit, os.W_OK):
+        with contextlib.suppress(OSError):
+            os.rmdir(found)
+        need('cgroup', False, 'a memory control group in which groups may be made')
+    with open(limit, 'w') as group:
+        group.write(str(300 << 20))
+    return found
+
+
+@slow
+class KernelKillTest(RunnerCase):
+    """A runner in a control group with too little memory."""
+
+    def test_what_the_kernel_kills_is_said_to_be_killed_by_it(self):
+        group = memory_group()
+        self.addCleanup(os.rmdir, group)
+        self.world.write('w.yaml', """
+            name: w
+            execution_config: {mode: direct, oom_exit_code: 99}
+            jobs:
+            - {name: greedy, command: 'exec %s -S -c "x = bytearray(600 << 20)"'}
+            - {name: killed, command: 'kill -9 $$', depends_on: [greedy], cancel_on_blocking_job_failure: false}
+            """ % sys.executable)
+        stub, python = stub_path(), sys.executable
+        with self.world.inside():
+            runner = Background(['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {python} "{stub}" run w.yaml'],
+                                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner'))
+        self.world.started.append(runner)
+        outcome = runner.finish()
+        self.assertExit(1, outcome, 'failed greedy (return code 99): killed by the kernel for lack of memory (', 'failed killed (return code 137): killed by SIGKILL\n')
+        self.world.leave()
 
 
 class RunnerRulesTest(unittest.TestCase):
