@@ -15662,9 +15662,16 @@ def memory_group() -> str:
 class KernelKillTest(RunnerCase):
     """A runner in a control group with too little memory."""
 
+    @staticmethod
+    def is_removed(group: str) -> bool:
+        """Whether a control group is gone; it is removed as soon as nothing is in it."""
+        with contextlib.suppress(OSError):
+            os.rmdir(group)
+        return not os.path.exists(group)
+
     def test_what_the_kernel_kills_is_said_to_be_killed_by_it(self):
         group = memory_group()
-        self.addCleanup(os.rmdir, group)
+        self.addCleanup(lambda: self.world.wait(lambda: self.is_removed(group), 20, 'the end of all in the group'))
         self.world.write('w.yaml', """
             name: w
             execution_config: {mode: direct, oom_exit_code: 99}
