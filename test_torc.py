@@ -26,6 +26,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     10f. Server
     11a. Client
     11b. Steps
+    12a. Monitor
     13. Launcher
     16. Runner
     19. Rendering
@@ -2240,10 +2241,11 @@ class SpecTest(unittest.TestCase):
     def test_what_is_not_carried_out_yet_is_told_at_once(self):
         said = 'accepted, but not in effect in this version: '
         for text, names in (
-                ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9}', '1:44: execution_config.limit_resources, execution_config.oom_exit_code'),
-                ('execution_config: {limit_resources: false, timeout_exit_code: 9}', ''),
-                ('resource_monitor: {}', ''), ('resource_monitor: {enabled: false, granularity: time_series}', ''),
-                ('resource_monitor: {generate_plots: false, jobs: {granularity: summary}, compute_node: {enabled: false, cpu: true}}', '1:60: resource_monitor'),
+                ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}', '1:30: mode: slurm, execution_config.staggered_start, execution_config.enable_cpu_bind'),
+                ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}', ''),
+                ('resource_monitor: {}', ''), ('resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}', ''),
+                ('resource_monitor: {generate_plots: false, jobs: {granularity: summary}, compute_node: {enabled: true, cpu: true}}', ''),
+                ('resource_monitor: {generate_plots: true}', '1:30: resource_monitor.generate_plots'),
                 ('execution_config: {mode: slurm}', '1:30: mode: slurm'),
                 ('slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: run_commands, commands: [x]}' +
                  ', {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}' * 2 + ']', '1:175: action_type: schedule_nodes')):
@@ -2254,10 +2256,11 @@ class SpecTest(unittest.TestCase):
 
     def test_the_manual_marks_what_is_not_carried_out_yet(self):
         marks = {(field.where, field.name): torc.describe_field(field).rpartition('; not in effect yet')[1:] for field in torc.FIELDS}
-        for place, mark in ((('workflow', 'resource_monitor'), ''), (('execution_config', 'limit_resources'), ''), (('resource_monitor.jobs', 'granularity'), ''),
+        for place, mark in ((('resource_monitor', 'generate_plots'), ''), (('execution_config', 'enable_cpu_bind'), ''),
                             (('action', 'action_type'), ': schedule_nodes'), (('execution_config', 'mode'), ': slurm')):
             self.assertEqual(('; not in effect yet', mark), marks.pop(place))
-        for place in (('workflow', 'execution_config'), ('workflow', 'actions'), ('job', 'command'), ('execution_config', 'timeout_exit_code'), ('resource_monitor', 'metrics')):
+        for place in (('workflow', 'execution_config'), ('workflow', 'actions'), ('workflow', 'resource_monitor'), ('job', 'command'),
+                      ('execution_config', 'oom_exit_code'), ('resource_monitor', 'metrics'), ('resource_monitor.jobs', 'granularity')):
             self.assertEqual('', marks[place][0], place)
 
     def test_tokens_add_relations_and_never_replace_listed_ones(self):
@@ -12581,6 +12584,403 @@ class StepsTest(WorldTest):
         self.assertExit(0, self.world.cli('run', 1))
 
 
+# ======== 12a. Monitor ========
+
+
+class FakeProc:
+    """A root like /proc, of files that tests write."""
+
+    def __init__(self) -> None:
+        self.root = tempfile.mkdtemp(prefix='torc proc ')
+        self.marks = {}     # type: Dict[int, int]  # pid -> number of its mark
+        self.asked = []     # type: List[int]  # pids whose marks were read
+
+    def write(self, name: str, text: str) -> None:
+        """A file; in place, so that who has it open sees it."""
+        path = os.path.join(self.root, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, 'w') as file:
+            file.write(text)
+
+    def process(self, pid: int, mark: int = -1, pages: int = 1, ticks: Sequence[int] = (0, 0, 0, 0), parent: int = 1,
+                session: int = 1, state: str = 'S', start: int = 5) -> None:
+        """A process, new or as it is now. `ticks`: utime, stime, cutime, cstime."""
+        self.marks[pid] = mark
+        times = ' '.join(map(str, ticks))
+        self.write(f'{pid}/stat', f'{pid} (a) b) {state} {parent} {session} {session} 0 -1 0 0 0 0 0 {times} 20 0 1 0 {start} 4096 {pages} 0 0\n')
+
+    def end(self, pid: int) -> None:
+        """Let a process go."""
+        self.write(f'{pid}/stat', '')
+        shutil.rmtree(os.path.join(self.root, str(pid)))
+
+    def available(self, size_bytes: int) -> None:
+        """Memory that the node can still give."""
+        self.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemFree: 1 kB\nMemAvailable:  {size_bytes // 1024} kB\n')
+
+    def read_mark(self, pid: int) -> int:
+        """In the place of read_mark_number."""
+        self.asked.append(pid)
+        return self.marks.get(pid, -1)
+
+
+MB = 1 << 20
+
+
+class SamplerTest(unittest.TestCase):
+    """What is read of jobs' processes, and when."""
+
+    def setUp(self) -> None:
+        self.proc = FakeProc()
+        self.addCleanup(shutil.rmtree, self.proc.root)
+        self.sampler = torc.TreeSampler(10.0, self.proc.root, self.proc.read_mark)
+        self.addCleanup(self.sampler.close)
+
+    def tree(self, pid: int = 10, mark: int = 70, limit_mb: int = 0) -> Any:
+        """A job whose first process is `pid`, begun at time 0."""
+        tree = torc.JobTree(pid, torc.Mark(b'tag-%d;' % mark, mark, 0), 0.0, limit_mb * MB)
+        self.sampler.add(mark, tree, 0.0)
+        return tree
+
+    @staticmethod
+    def pages(size_mb: float) -> int:
+        """So many megabytes as /proc counts them."""
+        return int(size_mb * MB) // torc.PAGE_BYTES
+
+    def test_all_that_carry_a_jobs_mark_are_counted_wherever_they_hide(self):
+        one, two = self.tree(10, 70), self.tree(20, 71)
+        for pid, mark, more in ((10, 70, {}), (11, 70, {'parent': 10}), (12, 70, {'parent': 1, 'session': 12}), (20, 71, {}), (30, -1, {})):
+            self.proc.process(pid, mark, pages=pid, **more)
+        self.assertEqual([one, two], self.sampler.sample(1.0))
+        self.assertEqual((3, 33 * torc.PAGE_BYTES, 1), (one.num_processes, one.memory_bytes, two.num_processes))
+
+    def test_a_process_is_asked_for_its_mark_once_and_all_again_after_a_minute(self):
+        self.tree()
+        for pid in (10, 30, 31):
+            self.proc.process(pid, 70 if pid == 10 else -1)
+        for now in (1.0, 5.0, 11.0):
+            self.sampler.sample(now)
+        self.assertEqual([10, 30, 31], sorted(set(self.proc.asked)))
+        self.assertEqual(1, self.proc.asked.count(30))
+        self.sampler.sample(1.0 + torc.FULL_LOOK_S)
+        self.assertEqual(2, self.proc.asked.count(30))
+
+    def test_a_pid_that_was_used_again_is_another_process(self):
+        tree = self.tree()
+        self.sampler.held = 0       # its file does not stay open
+        self.proc.process(10, 70, pages=5)
+        self.proc.process(11, 70, pages=5)
+        self.sampler.sample(1.0)
+        self.proc.process(11, -1, pages=900, start=99)
+        self.sampler.sample(11.0)
+        self.assertEqual((1, {10}), (tree.num_processes, set(tree.members)))
+        self.sampler.sample(22.0)
+        self.assertEqual({10}, set(tree.members), 'it was asked again: it is nobody\'s')
+
+    def test_a_new_process_under_the_pid_of_one_that_ended_is_found(self):
+        tree = self.tree()
+        self.proc.process(10, 70)
+        self.proc.process(11, 70)
+        self.sampler.sample(1.0)
+        self.proc.end(11)
+        self.sampler.sample(11.0)
+        self.assertEqual({10}, set(tree.members))
+        self.proc.process(11, 70, start=77)
+        self.sampler.sample(22.0)
+        self.assertEqual(2, tree.num_processes)
+
+    def test_files_stay_open_within_limits_and_are_closed_with_the_job(self):
+        before = len(open_descriptors())
+        self.sampler.held = 2
+        tree = self.tree()
+        for pid in range(10, 15):
+            self.proc.process(pid, 70)
+        self.sampler.sample(1.0)
+        self.assertEqual((5, 2), (tree.num_processes, len(open_descriptors()) - before))
+        self.assertIs(tree, self.sampler.drop(70))
+        self.assertEqual((before, {}), (len(open_descriptors()), self.sampler.numbers))
+
+    def test_where_no_mark_could_be_set_session_parent_and_environment_say_whose_a_process_is(self):
+        tree = self.tree()
+        for pid, more in ((10, {'session': 10}), (11, {'session': 10, 'parent': 1}), (12, {'session': 12, 'parent': 11, 'start': 6}),
+                          (13, {'session': 13, 'start': 7}), (14, {'session': 14})):
+            self.proc.process(pid, -1, **more)
+        self.proc.write('13/environ', 'A=b\0TORC_RUN_TAG=tag-70;\0')
+        self.sampler.sample(1.0)
+        self.assertEqual({10, 11, 12, 13}, set(tree.members))
+        self.proc.process(15, -1, parent=12)
+        self.sampler.sample(11.0)
+        self.assertIn(15, tree.members)
+
+    def test_cpu_percent_is_that_of_the_time_since_the_last_window(self):
+        tree = self.tree()
+        hertz = torc.CLOCK_TICKS
+        self.proc.process(10, 70, ticks=(0, hertz // 4, 0, 0))
+        self.sampler.sample(0.25)
+        self.assertEqual(0.0, tree.cpu_percent, 'too short to say')
+        self.proc.process(10, 70, ticks=(hertz, hertz // 2, hertz // 2, 0))
+        self.sampler.sample(2.0)
+        self.assertAlmostEqual(100.0, tree.cpu_percent)
+        self.sampler.sample(10.0)
+        self.assertEqual((0.0, 100.0), (tree.cpu_percent, tree.figures.peak_cpu_percent))
+
+    def test_the_time_of_a_child_that_ended_is_counted_once_whether_its_parent_waits_or_not(self):
+        tree = self.tree()
+        self.proc.process(10, 70)
+        self.proc.process(11, 70, ticks=(30, 0, 0, 0))
+        self.sampler.sample(1.0)
+        self.proc.process(11, 70, ticks=(50, 0, 0, 0), state='Z')
+        self.sampler.sample(11.0)
+        self.assertEqual((50, 1), (tree.cpu_ticks, tree.num_processes), 'a zombie has used time, and is no process')
+        self.proc.end(11)
+        self.proc.process(10, 70, ticks=(0, 0, 50, 0))
+        self.sampler.sample(22.0)
+        self.assertEqual(50, tree.cpu_ticks)
+        self.proc.process(12, 70, ticks=(7, 0, 0, 0))
+        self.sampler.sample(33.0)
+        self.proc.end(12)       # it was adopted by another
+        self.sampler.sample(44.0)
+        self.assertEqual(57, tree.cpu_ticks)
+
+    def test_a_young_job_is_sampled_at_growing_ages_and_all_at_the_interval(self):
+        self.tree()
+        self.proc.process(10, 70)
+        times, now = [], 0.0
+        while now < 30:
+            now = self.sampler.next_at
+            self.assertTrue(self.sampler.sample(now) or now == 10)
+            times.append(now)
+            self.sampler.rest_until = 0.0
+            self.sampler.plan(now)
+        self.assertEqual([0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 20.0, 30.0], times)
+        self.sampler.drop(70)
+        self.sampler.plan(now)
+        self.assertEqual(math.inf, self.sampler.next_at)
+
+    def test_growth_towards_the_limit_brings_the_next_sample_nearer(self):
+        tree = self.tree(limit_mb=100)
+        self.proc.available(1 << 40)
+        for now, size_mb, due_at in ((1.0, 20, 2.0), (2.0, 40, 3.5), (3.0, 90, 3.1), (3.1, 99, 3.15)):
+            self.proc.process(10, 70, pages=self.pages(size_mb))
+            tree.due_at = now
+            self.sampler.sample(now)
+            self.assertAlmostEqual(due_at, tree.due_at)
+        self.assertAlmostEqual(torc.LEAST_SAMPLE_S, tree.due_at - 3.1)
+
+    def test_a_job_is_sampled_when_the_node_has_lost_half_of_what_is_left_until_its_limit(self):
+        tree, free = self.tree(limit_mb=1000), self.tree(20, 71)
+        self.proc.process(10, 70, pages=self.pages(200))
+        self.proc.process(20, 71)
+        self.proc.available(5000 * MB)
+        self.sampler.sample(4.0)
+        for left_mb, sampled in ((4700, []), (4601, []), (4600, [tree]), (4599, [])):
+            self.proc.available(left_mb * MB)
+            self.assertEqual(sampled, self.sampler.sample(5.0))
+        self.assertEqual(5.0 + max(torc.TICKS_S[0], 800 * MB / torc.FASTEST_GROWTH), self.sampler.next_at)
+        self.assertGreater(free.due_at, 6)
+        self.sampler.drop(70)
+        self.sampler.plan(5.0)
+        self.assertEqual(8.0, self.sampler.next_at, 'without a limit nobody looks at the free memory')
+
+    def test_samples_between_the_regular_ones_keep_their_share_of_a_cpu(self):
+        tree = self.tree(limit_mb=100)
+        self.proc.process(10, 70, pages=self.pages(99.9))
+        with unittest.mock.patch('time.process_time', side_effect=[7.0, 7.05]):
+            self.sampler.sample(1.0)
+        self.assertAlmostEqual(1.0 + 0.05 / torc.EXTRA_SHARE, self.sampler.next_at)
+        tree.due_at = 0.0
+        self.sampler.add(71, torc.JobTree(20, torc.Mark(b'', 71, 0), 2.0), 2.0)
+        self.assertAlmostEqual(6.0, self.sampler.next_at)
+
+    def test_shared_pages_are_counted_once_from_the_first_look_on(self):
+        tree = self.tree(limit_mb=100)
+        for pid in (10, 11, 12):
+            self.proc.process(pid, 70, pages=self.pages(90))
+            self.proc.write(f'{pid}/smaps_rollup', 'Rss: 92160 kB\nPss:    30720 kB\nPss_Anon: 1 kB\n')
+        self.sampler.sample(1.0)
+        self.assertEqual((True, 0), (tree.needs_check(1.0), tree.figures.peak_memory_bytes), 'it is in doubt')
+        sizes = torc.check_trees(self.proc.root, [list(tree.members), [99]])
+        self.assertEqual([90 * MB, 0], sizes)
+        self.assertFalse(tree.set_proportional(1.1, sizes[0], 0.01))
+        self.sampler.sample(2.0)
+        self.assertEqual((90 * MB, 90 * MB, False), (tree.memory_bytes, tree.figures.peak_memory_bytes, tree.needs_check(2.0)))
+        self.assertTrue(tree.needs_check(1.1 + 0.01 / torc.CHECK_SHARE), 'pages may be shared no longer')
+        self.proc.process(12, 70, pages=self.pages(101))
+        self.sampler.sample(3.0)
+        self.assertTrue(tree.needs_check(3.0))
+        self.assertTrue(tree.set_proportional(3.0, 101 * MB, 0.01))
+        self.assertEqual(101 * MB, tree.figures.peak_memory_bytes)
+
+    def test_a_process_whose_shares_may_not_be_read_counts_without_its_files(self):
+        self.proc.process(10, 70)
+        self.proc.write('10/statm', '500 300 100 1 0 200 0\n')
+        self.assertEqual(200 * torc.PAGE_BYTES, torc.read_proportional_bytes(self.proc.root, 10))
+
+
+class FiguresTest(unittest.TestCase):
+    """Peaks and averages of a job's result."""
+
+    def test_an_average_of_memory_is_one_over_time_and_not_over_samples(self):
+        figures = torc.UsageFigures(100.0)
+        for now, size in ((100.25, 100), (101.0, 100), (110.0, 300)):
+            figures.add(now, 0.0, size)
+        self.assertEqual({'peak_memory_bytes': 300, 'avg_memory_bytes': round((100 + 9 * 200 + 10 * 300) / 20)}, figures.at_end(20.0, 0.0, 0))
+
+    def test_what_wait4_knows_corrects_the_samples(self):
+        figures = torc.UsageFigures(0.0)
+        figures.add(1.0, 0.2, 100)
+        self.assertEqual({'peak_memory_bytes': 700, 'avg_memory_bytes': 100, 'avg_cpu_percent': 60.0, 'peak_cpu_percent': 100.0},
+                         figures.at_end(2.0, 1.2, 700))
+        self.assertEqual((100, 20.0), (figures.at_end(1.0, 0.0, 0)['peak_memory_bytes'], figures.at_end(1.0, 0.0, 0)['avg_cpu_percent']))
+
+    def test_what_is_not_known_is_left_out(self):
+        self.assertEqual({}, torc.UsageFigures(0.0).at_end(0.0, 0.0, 0))
+        self.assertEqual({'avg_cpu_percent', 'peak_cpu_percent'}, set(torc.UsageFigures(0.0).at_end(0.1, 0.05, 0)))
+
+    def test_no_job_uses_more_than_all_cpus(self):
+        most = 100.0 * os.cpu_count()
+        self.assertEqual({'avg_cpu_percent': most, 'peak_cpu_percent': most}, torc.UsageFigures(0.0).at_end(0.0004, 0.1, 0))
+
+    def test_a_node_has_peaks_and_averages_of_what_is_measured(self):
+        proc = FakeProc()
+        self.addCleanup(shutil.rmtree, proc.root)
+        proc.write('stat', 'cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n')
+        proc.available(1 << 29)
+        nodes = [torc.NodeUsage(cpu, memory, proc.root) for cpu, memory in ((True, True), (False, True), (True, False))]
+        proc.write('stat', 'cpu  150 0 100 800 50 0 0 0 50 0\n')
+        self.assertEqual([(50.0, 1 << 29, 1 << 30), (None, 1 << 29, 1 << 30), (50.0, None, None)], [node.sample() for node in nodes])
+        proc.available(1 << 28)
+        nodes[0].sample()
+        self.assertEqual({'sample_count': 2, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 25.0, 'peak_memory_bytes': 3 << 28,
+                          'avg_memory_bytes': 5 << 27}, nodes[0].fields())
+        self.assertEqual((None, None, 1 << 29), tuple(nodes[1].fields()[key] for key in ('peak_cpu_percent', 'avg_cpu_percent', 'peak_memory_bytes')))
+
+    CONFIGURATIONS = '''
+        config                                                                       jobs   series  node   series
+        null                                                                         False  False   False  False
+        {"enabled": false}                                                           False  False   False  False
+        {"enabled": true}                                                            True   False   False  False
+        {"enabled": true, "granularity": "time_series", "jobs": null}                True   True    False  False
+        {"enabled": false, "jobs": {"enabled": true, "granularity": "time_series"}}  True   True    False  False
+        {"enabled": true, "granularity": "time_series", "jobs": {"enabled": false}}  False  False   False  False
+        {"compute_node": {"enabled": true, "granularity": "time_series"}}            False  False   True   True
+        {"enabled": true, "compute_node": {"enabled": true}}                         True   False   True   False
+        '''
+
+    def test_what_is_measured_stands_in_the_configuration(self):
+        for line in self.CONFIGURATIONS.strip().splitlines()[1:]:
+            config, *flags = re.split(r'\s{2,}', line.strip())
+            settings = torc.monitor_settings({'resource_monitor_config': json.loads(config)})
+            self.assertEqual(flags, [str(flag) for flag in settings[:4]], config)
+        settings = torc.monitor_settings({'resource_monitor_config': {'sample_interval_seconds': 3, 'compute_node': {'cpu': False}}})
+        self.assertEqual((False, True, 3, 300), settings[4:])
+
+
+class OomCounterTest(unittest.TestCase):
+    """Where the kernel counts what it has killed for lack of memory."""
+
+    def setUp(self) -> None:
+        self.proc = FakeProc()
+        self.addCleanup(shutil.rmtree, self.proc.root)
+
+    def find(self, cgroup: str, *mounts: str) -> str:
+        """The file, below the root, with {} in mount points as the root."""
+        self.proc.write('self/cgroup', cgroup)
+        self.proc.write('self/mountinfo', ''.join(f'25 1 0:1 {mount}\n'.replace('{}', self.proc.root.replace(' ', '\\040')) for mount in mounts))
+        return torc.find_oom_file(self.proc.root)[len(self.proc.root):]
+
+    def test_it_is_that_of_our_control_group_or_of_the_next_one_above(self):
+        two, one = '/ {}/cg rw - cgroup2 cgroup2 rw', '/ {}/mem rw - cgroup cgroup rw,memory'
+        self.assertEqual('/vmstat', self.find('0::/a/b\n', two))
+        self.proc.write('cg/a/memory.events', '')
+        self.assertEqual('/cg/a/memory.events', self.find('0::/a/b\n', two))
+        self.assertEqual('/vmstat', self.find('4:memory:/job\n1:cpu:/x\n0::/\n', one, two))
+        self.proc.write('mem/job/memory.oom_control', '')
+        self.assertEqual('/mem/job/memory.oom_control', self.find('4:memory:/job\n1:cpu:/x\n0::/\n', two, one))
+
+    def test_in_a_container_its_path_begins_where_it_is_mounted(self):
+        self.proc.write('cg/job/memory.events', '')
+        self.assertEqual('/cg/job/memory.events', self.find('0::/docker/x/job\n', '/docker/x {}/cg rw - cgroup2 cgroup2 rw'))
+
+    def test_each_kill_explains_one_end_and_no_end_that_comes_much_later(self):
+        self.proc.write('events', 'oom 3\noom_kill 1\noom_group_kill 0\n')
+        counter = torc.OomCounter(os.path.join(self.proc.root, 'events'))
+        self.assertFalse(counter.take(), 'it was before us')
+        self.proc.write('events', 'oom 3\noom_kill 3\n')
+        counter.look(100.0)
+        self.assertEqual([True, True, False], [counter.take() for _ in range(3)])
+        self.proc.write('events', 'oom_kill 4\n')
+        counter.look(100.0 + torc.OOM_MEMORY_S)
+        self.proc.write('events', 'oom_kill 5\n')
+        counter.look(100.0 + 2 * torc.OOM_MEMORY_S)
+        self.assertEqual([True, False], [counter.take() for _ in range(2)])
+
+
+class SeriesTest(WorldTest):
+    """The file of a time series, and how samples get there."""
+
+    class Errand:
+        """One that ends when a test says so."""
+
+        def __init__(self, work: Any) -> None:
+            self.work, self.is_over, self.error = work, False, ''
+
+        def look(self) -> bool:
+            """Whether it is over."""
+            return self.is_over
+
+    def series(self) -> Any:
+        """One that writes into a list."""
+        self.written, self.errands, self.errors = [], [], []    # type: List[Any], List[Any], List[str]
+        return torc.Series(300.0, self.written.append, lambda work: self.errands.append(self.Errand(work)) or self.errands[-1], self.errors.append)
+
+    def test_the_first_samples_are_written_at_once_and_later_ones_at_the_interval(self):
+        series = self.series()
+        series.act(0.0)
+        series.add_job(1, 'a', (5, 1.0, 2, 3))
+        self.assertEqual(0.0, series.due())
+        series.act(1.0)
+        self.errands[0].work()
+        self.assertEqual([{'names': [(1, 'a')], 'jobs': [(1, 5, 1.0, 2, 3)]}], self.written)
+        series.add_job(1, 'a', (6, 1.0, 2, 3))
+        series.act(400.0)
+        self.assertEqual((1, math.inf), (len(self.errands), series.due()), 'one child at a time')
+        self.errands[0].is_over = True
+        series.act(300.0)
+        self.assertEqual((1, 301.0), (len(self.errands), series.due()))
+        series.act(301.0)
+        self.errands[1].work()
+        self.assertEqual({'jobs': [(1, 6, 1.0, 2, 3)]}, self.written[1])
+
+    def test_what_could_not_be_written_waits_and_is_limited(self):
+        series = self.series()
+        series.add_job(1, 'a', (5, 1.0, 2, 3))
+        series.act(0.0)
+        self.errands[0].is_over, self.errands[0].error = True, 'disk full'
+        with unittest.mock.patch('torc.MAX_SERIES_ROWS', 3):
+            for number in range(9):
+                series.add_job(2, 'b', (number, 1.0, 2, 3))
+        series.act(300.0)
+        self.errands[1].work()
+        self.assertEqual((['disk full'], [(1, 'a'), (2, 'b')], 3), (self.errors, self.written[0]['names'], len(self.written[0]['jobs'])))
+
+    def test_the_file_has_torcs_tables(self):
+        path = self.world.path('x.db')
+        for at in (5, 6):
+            torc.write_series(path, {'names': [(1, 'a')], 'jobs': [(1, at, 50.0, 1000, 2)], 'node': [(at, 10.0, 5, 9)], 'summary': [(at, 1.0, 1.0, 5, 4)]})
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            tables = {name: [row[1] for row in connection.execute(f'PRAGMA table_info({name})')]
+                      for name, in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")}
+            self.assertEqual({
+                'job_resource_samples': ['job_id', 'timestamp', 'cpu_percent', 'memory_bytes', 'num_processes'],
+                'job_metadata': ['job_id', 'job_name'],
+                'system_resource_samples': ['id', 'timestamp', 'cpu_percent', 'memory_bytes', 'total_memory_bytes'],
+                'system_resource_summary': ['id', 'sample_count', 'peak_cpu_percent', 'avg_cpu_percent', 'peak_memory_bytes', 'avg_memory_bytes']}, tables)
+            counts = [connection.execute(f'SELECT count(*) FROM {name}').fetchone()[0] for name in tables]
+            self.assertEqual([2, 1, 2, 1], [counts[list(tables).index(name)] for name in (
+                'job_resource_samples', 'job_metadata', 'system_resource_samples', 'system_resource_summary')])
+
+
 # ======== 13. Launcher ========
 
 
@@ -13455,6 +13855,69 @@ os.execv("/bin/sleep", ["sleep", "1000"])'; """
 
     def test_a_killed_runner_leaves_nothing_behind_that_has_hidden_its_origin(self):
         self.run_and_die("echo $$ > a; (env -i setsid sh -c 'echo $$ > b; exec sleep 1000' &); sleep 1000", 'a', 'b')
+
+
+class ErrandTest(WorldTest):
+    """Work in a forked child."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        with self.world.inside():
+            self.launcher = torc.Launcher()
+        self.addCleanup(self.launcher.close)
+
+    def reply(self, work: Callable[[], Any]) -> Tuple[Any, str]:
+        """Result and error."""
+        errand = self.launcher.begin(work)
+        self.world.wait(errand.look, 20, 'the end of an errand')
+        self.assertNotIn(errand.pid, self.launcher.exempt)
+        return errand.result, errand.error
+
+    def test_its_result_or_error_comes_back(self):
+        def fail() -> None:
+            raise OSError(errno.ENOSPC, 'No space left on device', 'x')
+        self.assertEqual(([1, 'a'], ''), self.reply(lambda: [1, 'a']))
+        self.assertEqual((None, "[Errno 28] No space left on device: 'x'"), self.reply(fail))
+        self.assertEqual((None, 'it was killed'), self.reply(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        self.assertEqual((None, 'it was killed'), self.reply(lambda: object()), 'what has no JSON form is a bug, and no trap')
+
+    def test_it_holds_no_descriptor_of_the_runner_and_is_no_jobs(self):
+        reader, writer = os.pipe()
+        self.addCleanup(os.close, reader)
+        errand = self.launcher.begin(signal.pause)
+        os.close(writer)
+        self.world.wait(lambda: select.select([reader], [], [], 0)[0], 20, 'the end of the file')
+        self.launcher.look_for_adopted()
+        self.assertEqual((set(), False), (self.launcher.adopted, errand.look()))
+        began = time.monotonic()
+        errand.wait(0.05)
+        self.assertEqual((True, 'it was killed'), (errand.look(), errand.error))
+        self.assertLess(time.monotonic() - began, 5)
+
+    def test_it_ends_with_its_runner(self):
+        reader, writer = os.pipe()
+        runner = os.fork()
+        if runner == 0:
+            try:
+                errand = torc.Errand(signal.pause, set())
+                os.write(writer, str(errand.pid).encode())
+                signal.pause()
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader, 'rb') as pipe:
+            pid = int(os.read(pipe.fileno(), 100))
+        self.assertTrue(torc.read_process_start_ticks(pid))
+        end_child(runner, signal.SIGKILL)
+        self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, 'the end of an errand')
+
+    def test_without_room_for_a_process_it_is_over_at_once_with_the_reason(self):
+        before = open_descriptors()
+        for name in ('fork', 'pipe'):
+            with unittest.mock.patch.object(os, name, side_effect=OSError(errno.EAGAIN, 'Resource temporarily unavailable')):
+                errand = self.launcher.begin(list)
+            self.assertEqual((True, '[Errno 11] Resource temporarily unavailable'), (errand.look(), errand.error))
+        self.assertEqual(before, open_descriptors())
 
 
 class EndTest(unittest.TestCase):
@@ -15488,6 +15951,254 @@ class LoopTest(PartTest):
         self.assertLess(turns, 12)
 
 
+class MonitorRunTest(RunnerCase):
+    """What a runner measures, and what it does about memory limits, with real jobs."""
+    GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
+
+    def setUp(self) -> None:
+        super().setUp()
+        patch = unittest.mock.patch('torc.FIRST_SAMPLE_S', 0.05)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def grow(self, size_mb: int, for_s: float = 100) -> str:
+        """A command that takes so much memory, and keeps it for a while."""
+        return self.GROW.format(python=shlex.quote(sys.executable), mb=size_mb, s=for_s)
+
+    def limited(self, command: str, memory: str = '60m', **fields: Any) -> Any:
+        """A workflow of one job with a memory limit."""
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': memory, 'runtime': 'PT1M'}]
+        return self.create({'command': command, 'resource_requirements': 'r'}, resource_requirements=needs, **fields)
+
+    def result(self) -> Dict[str, Any]:
+        """The only result."""
+        row, = self.client.rows('list_results', workflow_id=1, all_runs=True)
+        return row
+
+    def test_a_job_above_its_memory_limit_is_killed_with_all_that_it_has_started(self):
+        self.limited('(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &); ' + self.grow(100))
+        self.run_it()
+        row = self.result()
+        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
+        used_mb, = re.findall(r'^used ([0-9]+)MB of memory, and its limit was 60MB: raise memory in its resource_requirements', row['reason'])
+        self.assertGreater(int(used_mb), 60)
+        self.assertGreater(row['peak_memory_bytes'], 60 << 20)
+        self.assertRegex(self.log(), r'WARNING OOM violation detected: workflow_id=1 job_id=1 pid=[0-9]+ memory=0\.[01][0-9]GB limit=0\.06GB\n'
+                                     r'.* WARNING Killing OOM job workflow_id=1 job_id=1\n')
+        self.assertFalse(torc.read_process_start_ticks(int(self.world.read('hidden'))))
+
+    def test_without_a_limit_a_monitor_or_limit_resources_nothing_is_killed(self):
+        for fields in ({'execution_config': {'limit_resources': False}}, {'resource_monitor': {'enabled': False}}):
+            with self.subTest(fields):
+                workflow_id = self.limited(self.grow(100, 0.3), **fields)
+                self.assertEqual(1, self.run_it(workflow_id).completed)
+        self.assertEqual(1, self.run_it(self.create(self.grow(100, 0.3))).completed, 'the implicit requirements are no limit')
+        job = {'command': self.grow(100, 0.3), 'resource_requirements': 'r'}
+        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r', 'num_cpus': 1}])).completed, 'nor are those without memory')
+
+    def test_the_return_code_is_oom_exit_code_and_a_failure_handler_takes_it(self):
+        rules = [{'name': 'h', 'rules': [{'exit_codes': [99], 'max_retries': 2}]}]
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}]
+        self.create({'command': f'[ $TORC_ATTEMPT_ID = 2 ] || {self.grow(100)}', 'resource_requirements': 'r', 'failure_handler': 'h'},
+                    resource_requirements=needs, failure_handlers=rules, execution_config={'mode': 'direct', 'oom_exit_code': 99})
+        self.run_it()
+        self.assertEqual([(1, 1, 99, 'failed'), (1, 2, 0, 'completed')], self.results())
+
+    SHARE = textwrap.dedent("""
+        import os, sys, time
+        block = bytearray(40 << 20)
+        writes = sys.argv[1] == 'write'
+        workers = [os.fork() for _ in range(1)]
+        for _ in range(7):
+            if workers[-1]:
+                workers.append(os.fork())
+        if not workers[-1]:
+            time.sleep(0.3)
+            if writes:
+                block[::4096] = bytes(len(block[::4096]))
+                time.sleep(100)
+            time.sleep(0.3)
+            os._exit(0)
+        while workers:
+            os.wait()
+            workers.pop()
+        """)
+
+    def test_workers_that_share_their_memory_are_within_the_limit_until_they_write_to_it(self):
+        self.world.write('share.py', self.SHARE)
+        for word, wanted in (('read', (0, 'completed')), ('write', (137, 'failed'))):
+            with unittest.mock.patch('torc.TICKS_S', (0.05, 0.05)):
+                workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {word}', '150m')
+                self.run_it(workflow_id)
+            row, = self.client.rows('list_results', workflow_id=workflow_id)
+            self.assertEqual(wanted, (row['return_code'], row['status']))
+            self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
+
+    def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):
+        def fail(*_: Any) -> None:
+            raise OSError(errno.EIO, 'Input/output error')
+        for look, said in ((fail, '[Errno 5] Input/output error'), (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'it was killed'),
+                           (lambda *_: signal.pause(), 'it was killed')):
+            with unittest.mock.patch.multiple(torc, check_trees=look, CHECK_LIMIT_S=0.2):
+                self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.8))).completed)
+            self.assertEqual(f'memory limits: no look at what jobs share was possible: {said}', self.progress.messages[-1])
+
+    def test_results_and_nodes_carry_what_was_used(self):
+        burn = "while [ $(date +%s%N) -lt $((end)) ]; do :; done"
+        self.create({'command': f'end=$(($(date +%s%N) + 1200000000)); {burn}'}, self.grow(100, 0.5), 'true',
+                    resource_monitor={'compute_node': {'enabled': True}, 'jobs': {'enabled': True}})
+        self.run_it(num_cpus=1)
+        burnt, grown, short = sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])
+        self.assertGreater(burnt['peak_cpu_percent'], 5)
+        self.assertGreaterEqual(burnt['peak_cpu_percent'], burnt['avg_cpu_percent'])
+        self.assertTrue(100 << 20 < grown['peak_memory_bytes'] < 200 << 20)
+        self.assertTrue(0 < grown['avg_memory_bytes'] <= grown['peak_memory_bytes'])
+        self.assertTrue(0 < short['avg_cpu_percent'] <= 100 * os.cpu_count())
+        node, = self.client.rows('list_compute_nodes', workflow_id=1)
+        self.assertTrue(node['sample_count'] >= 1 and 0 <= node['avg_cpu_percent'] <= node['peak_cpu_percent'] <= 100)
+        self.assertTrue(0 < node['avg_memory_bytes'] <= node['peak_memory_bytes'])
+        self.assertFalse(os.path.exists(self.world.path('out', torc.SERIES_DIRECTORY)), 'a summary needs no file')
+
+    def test_without_a_monitor_a_result_has_what_the_end_tells(self):
+        self.create(self.grow(1, 0), resource_monitor={'enabled': False})
+        self.run_it()
+        self.assertGreater(self.result()['avg_cpu_percent'], 0)
+        self.assertNotIn('avg_memory_bytes', self.result())
+
+    def test_a_time_series_is_in_a_file_of_the_output_directory(self):
+        both = {'enabled': True, 'granularity': 'time_series'}
+        self.create(self.grow(100, 1.2), resource_monitor={'sample_interval_seconds': 1, 'jobs': both, 'compute_node': both})
+        self.run_it()
+        path, = glob.glob(glob.escape(self.world.path('out', 'resource_utilization')) + '/*')
+        self.assertEqual(f'resource_metrics_wf1_h{socket.gethostname()}_r1_p{os.getpid()}.db', os.path.basename(path))
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            jobs = connection.execute('SELECT * FROM job_resource_samples ORDER BY timestamp').fetchall()
+            self.assertEqual([(1, 'j1')], connection.execute('SELECT * FROM job_metadata').fetchall())
+            self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
+            self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
+        self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
+
+    def test_a_series_that_cannot_be_written_harms_no_job(self):
+        self.world.write('out/resource_utilization', 'in the way')
+        self.create(self.grow(1, 0.3), resource_monitor={'granularity': 'time_series', 'enabled': True})
+        self.assertEqual(1, self.run_it().completed)
+        said, = [text for text in self.progress.messages if 'time series' in text]
+        self.assertIn('the time series cannot be written at present: ', said)
+        self.assertEqual('in the way', self.world.read('out/resource_utilization'))
+
+    def test_a_file_system_that_hangs_holds_up_neither_jobs_nor_the_end(self):
+        def hang(path: str, rows: Any) -> None:
+            signal.pause()
+        self.create(self.grow(1, 0.3), 'true', resource_monitor={'granularity': 'time_series', 'enabled': True})
+        with unittest.mock.patch.multiple(torc, write_series=hang, LAST_FLUSH_S=0.1):
+            outcome = self.run_it()
+        self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
+        self.assertLess(outcome.wall_s, 20)
+
+    def test_a_kill_by_the_kernel_is_told_from_one_by_a_limit_or_by_somebody(self):
+        counter = self.world.write('events', 'oom_kill 5\n')
+        self.create('[ -f events.new ] || { echo "oom_kill 6" > events; touch events.new; }; kill -9 $$',
+                    {'command': 'exit 3', 'depends_on': ['j1'], 'cancel_on_blocking_job_failure': False},
+                    {'command': 'kill -9 $$', 'depends_on': ['j2'], 'cancel_on_blocking_job_failure': False},
+                    execution_config={'mode': 'direct', 'oom_exit_code': 99})
+        with unittest.mock.patch('torc.find_oom_file', lambda: counter):
+            self.run_it()
+        rows = {row['job_id']: row for row in self.client.rows('list_results', workflow_id=1)}
+        self.assertEqual([(1, 99), (2, 3), (3, 137)], [(number, row['return_code']) for number, row in sorted(rows.items())])
+        self.assertEqual(f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once',
+                         rows[1]['reason'])
+        self.assertEqual('killed by SIGKILL', rows[3]['reason'])
+
+
+@slow
+class MonitorCostTest(RunnerCase):
+    """What the monitor costs, and how late it is."""
+
+    def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
+        processes = [subprocess.Popen(['sleep', '1000']) for _ in range(500)]
+        self.addCleanup(lambda: [(process.kill(), process.wait()) for process in processes])
+        marks = {process.pid: index // 5 for index, process in enumerate(processes)}
+        sampler = torc.TreeSampler(1.0, read_mark=lambda pid: marks.get(pid, -1))
+        self.addCleanup(sampler.close)
+        for number in range(100):
+            sampler.add(number, torc.JobTree(1, torc.Mark(b'', number, 0), 0.0), 0.0)
+        costs = []
+        for now in range(1, 30):
+            began = time.process_time()
+            sampler.sample(float(now))
+            costs.append(time.process_time() - began)
+        self.assertEqual({5}, {tree.num_processes for tree in sampler.trees.values()})
+        self.assertLess(sorted(costs)[len(costs) // 2], cpu_unit_s() / 2)    # 0.01 s
+
+    GROWING = textwrap.dedent("""
+        import time
+        time.sleep(1.2)
+        began, blocks = time.monotonic(), []
+        while True:
+            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
+                blocks.append(bytearray(b'x') * (10 << 20))
+            time.sleep(0.001)
+        """)
+
+    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
+        self.world.write('growing.py', self.GROWING)
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '1g', 'runtime': 'PT1M'}]
+        self.create({'command': f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', 'resource_requirements': 'r'},
+                    resource_requirements=needs)
+        self.run_it()
+        row, = self.client.rows('list_results', workflow_id=1)
+        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
+        self.assertTrue(1 << 30 < row['peak_memory_bytes'] < (1 << 30) + 300 * 10 ** 6, row['peak_memory_bytes'])
+
+
+def memory_group() -> str:
+    """A new memory control group below our own, of either version, where this process may make one; else the test is skipped."""
+    file = torc.find_oom_file()
+    parent, name = os.path.dirname(file), os.path.basename(file)
+    found = os.path.join(parent, f'torc-test-{os.getpid()}')
+    with contextlib.suppress(OSError):
+        os.mkdir(found)
+    limit = os.path.join(found, 'memory.limit_in_bytes' if name == 'memory.oom_control' else 'memory.max')
+    if not os.access(limit, os.W_OK):
+        with contextlib.suppress(OSError):
+            os.rmdir(found)
+        need('cgroup', False, 'a memory control group in which groups may be made')
+    with open(limit, 'w') as group:
+        group.write(str(300 << 20))
+    return found
+
+
+@slow
+class KernelKillTest(RunnerCase):
+    """A runner in a control group with too little memory."""
+
+    @staticmethod
+    def is_removed(group: str) -> bool:
+        """Whether a control group is gone; it is removed as soon as nothing is in it."""
+        with contextlib.suppress(OSError):
+            os.rmdir(group)
+        return not os.path.exists(group)
+
+    def test_what_the_kernel_kills_is_said_to_be_killed_by_it(self):
+        group = memory_group()
+        self.addCleanup(lambda: self.world.wait(lambda: self.is_removed(group), 20, 'the end of all in the group'))
+        self.world.write('w.yaml', """
+            name: w
+            execution_config: {mode: direct, oom_exit_code: 99}
+            jobs:
+            - {name: greedy, command: 'exec %s -S -c "x = bytearray(600 << 20)"'}
+            - {name: killed, command: 'kill -9 $$', depends_on: [greedy], cancel_on_blocking_job_failure: false}
+            """ % sys.executable)
+        stub, python = stub_path(), sys.executable
+        with self.world.inside():
+            runner = Background(['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {python} "{stub}" run w.yaml'],
+                                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner'))
+        self.world.started.append(runner)
+        outcome = runner.finish()
+        self.assertExit(1, outcome, 'failed greedy (return code 99): killed by the kernel for lack of memory (', 'failed killed (return code 137): killed by SIGKILL\n')
+        self.world.leave()
+
+
 class RunnerRulesTest(unittest.TestCase):
     """The runner's arithmetic."""
 
@@ -17122,17 +17833,16 @@ class RunTest(CommandTest):
         self.assertEqual(spec['jobs'], self.json('exec --command-file commands.txt --sample-interval 5 --dry-run')['jobs'])
 
     def test_options_that_are_not_carried_out_yet_are_told_at_once(self):
-        for line, names in (('--monitor time-series --generate-plots -i 5', '--monitor, --generate-plots, --sample-interval-seconds'),
-                            ('--monitor-compute-node summary', '--monitor-compute-node'), ('--monitor off --monitor-compute-node off', ''), ('', '')):
+        for line, names in (('--monitor time-series --generate-plots -i 5', '--generate-plots'), ('--monitor-compute-node summary', ''), ('', '')):
             outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', *line.split()))
             self.assertEqual(names and f'warning: accepted, but not in effect in this version: {names}\n', outcome.err, line)
         self.assertIn('draw what was measured; not in effect yet\n', self.text('exec -h'))
 
     def test_a_run_tells_once_what_is_not_carried_out_yet(self):
         said = 'warning: {}accepted, but not in effect in this version: {}\n'
-        self.world.write('w.yaml', 'name: w\nexecution_config: {oom_exit_code: 9}\nresource_monitor: {jobs: {enabled: true, granularity: time_series}}\n'
+        self.world.write('w.yaml', 'name: w\nexecution_config: {staggered_start: true}\nresource_monitor: {generate_plots: true}\n'
                                    'jobs: [{name: a, command: "true"}]\nslurm_schedulers: []\nactions: []\n')
-        names = 'execution_config.oom_exit_code, resource_monitor'
+        names = 'execution_config.staggered_start, resource_monitor.generate_plots'
         first = self.assertExit(0, self.world.cli('run', 'w.yaml')).err
         self.assertEqual([said.format('w.yaml:2:20: ', names)], [line for line in first.splitlines(True) if 'warning' in line])
         self.assertEqual(['w.yaml:2:20: ' + said.format('', names)[9:-1]], self.json('create --dry-run w.yaml')['warnings'])
@@ -17145,7 +17855,7 @@ class RunTest(CommandTest):
 
     def test_a_stored_action_that_is_not_carried_out_yet_is_told_by_run(self):
         self.make()
-        self.assertIn('warning: accepted, but not in effect in this version: resource_monitor, action_type: schedule_nodes\n', self.assertExit(1, self.world.cli('run', 1)).err)
+        self.assertIn('warning: accepted, but not in effect in this version: action_type: schedule_nodes\n', self.assertExit(1, self.world.cli('run', 1)).err)
 
     def test_a_dry_run_of_create_tells_everything_and_creates_nothing(self):
         self.world.write('bad.yaml', 'name: w\njobs: [{name: a, comand: x}, {name: a, command: y, depends_on: [zz]}]\n')

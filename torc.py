@@ -55,12 +55,14 @@ Sections (grep '^# ==' torc.py):
     11b. Steps
     11c. Installation
     12. Processes
+    12a. Monitor
     13. Launcher
     16. Runner
     16a. Output
     16b. Runner's link
     16c. Runner's parts
-    16d. Runner's loop
+    16d. Runner's monitor
+    16e. Runner's loop
     19. Rendering
     20. Commands
     20a. Workflows
@@ -1290,6 +1292,11 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def decode_mount_point(word: str) -> str:
+    """A path as mountinfo writes it: blanks and the like as octal numbers (proc(5))."""
+    return re.sub(r'\\([0-7]{3})', lambda match: chr(int(match.group(1), 8)), word)
+
+
 def filesystem_type(path: str) -> str:
     """Type of the file system that holds a path, such as 'nfs4', or '' if unknown (proc(5), mountinfo)."""
     best, kind = '', ''
@@ -1301,7 +1308,7 @@ def filesystem_type(path: str) -> str:
         return ''
     for line in lines:
         left, _, right = line.partition(' - ')
-        mount = re.sub(r'\\([0-7]{3})', lambda match: chr(int(match.group(1), 8)), left.split()[4])
+        mount = decode_mount_point(left.split()[4])
         inside = path == mount or path.startswith(mount.rstrip('/') + '/')
         if inside and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
@@ -2949,12 +2956,12 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     )),
     ('execution_config', (
         ('mode',                'mode', 'auto: slurm inside an allocation, else direct', 'auto', 'slurm'),
-        ('limit_resources',     'bool', 'stop jobs that exceed memory or time (direct)', True, ANY),
+        ('limit_resources',     'bool', 'end jobs that exceed their memory (direct)', True),
         ('termination_signal',  'signal', 'first signal to a job that must stop (direct)', 'SIGTERM'),
         ('sigterm_lead_seconds', 'seconds', 'so long before SIGKILL (direct)', 30),
         ('sigkill_headroom_seconds', 'seconds', 'SIGKILL so long before the end of the allocation', 60),
         ('timeout_exit_code',   'code', 'return code of a job out of time', 152),
-        ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137, ANY),
+        ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137),
         ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)', None, ANY),
         ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False, ANY),
         ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node', None, ANY),
@@ -2967,24 +2974,24 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('delete_on_success', 'bool', 'remove them when the job completes', False),
     )),
     ('resource_monitor', (
-        ('sample_interval_seconds', 'interval', 'seconds between samples', 10, ANY),
-        ('flush_interval_seconds', 'interval', 'seconds between writes of a time series', 300, ANY),
+        ('sample_interval_seconds', 'interval', 'seconds between samples', 10),
+        ('flush_interval_seconds', 'interval', 'seconds between writes of a time series', 300),
         ('generate_plots',      'bool', 'draw plots at the end', False, ANY),
         ('jobs',                'resource_monitor.jobs', 'what is measured of jobs'),
         ('compute_node',        'resource_monitor.compute_node', 'what is measured of nodes'),
-        ('enabled',             'bool', 'old form: jobs.enabled', None, ANY),
-        ('granularity',         'granularity', 'old form: jobs.granularity', 'summary', ANY),
+        ('enabled',             'bool', 'old form: jobs.enabled'),
+        ('granularity',         'granularity', 'old form: jobs.granularity', 'summary'),
         ('metrics',             'json', 'has no effect: Torc used it once'),
     )),
     ('resource_monitor.jobs', (
-        ('enabled',     'bool', 'measure each job', True, ANY),
-        ('granularity', 'granularity', 'peaks only, or every sample', 'summary', ANY),
+        ('enabled',     'bool', 'measure each job', True),
+        ('granularity', 'granularity', 'peaks only, or every sample', 'summary'),
     )),
     ('resource_monitor.compute_node', (
-        ('enabled',     'bool', 'measure each node', False, ANY),
-        ('granularity', 'granularity', 'peaks only, or every sample', 'summary', ANY),
-        ('cpu',         'bool', 'its CPUs', True, ANY),
-        ('memory',      'bool', 'its memory', True, ANY),
+        ('enabled',     'bool', 'measure each node', False),
+        ('granularity', 'granularity', 'peaks only, or every sample', 'summary'),
+        ('cpu',         'bool', 'its CPUs', True),
+        ('memory',      'bool', 'its memory', True),
     )),
     ('dynamic_jobs', (
         ('max_iterations', 'positive', 'generations of one lineage'),
@@ -17343,6 +17350,636 @@ def format_leftovers(number: int) -> str:
     return f'Ended {what} of jobs whose runner was killed on this host' if number else ''
 
 
+# ======== 12a. Monitor: what the processes of jobs, and a node, use ========
+#
+# Owns the figures that /proc has of jobs, memory limits, and the file of a time series. Nothing here starts,
+# ends or waits for anything: the runner's Monitor (16d) calls with `now`, and the root of /proc is passed in.
+#
+# * All jobs are looked at together: one listing of /proc, and one read of /proc/PID/stat for each process of
+#   theirs. A process that was not there at the last look is asked for its mark, once: so what has left its
+#   job's session, group and parent is found, too.
+# * The resident size counts a page once for each process that has it (fork(2)). It raises the alarm only: a
+#   job is above its limit if the proportional size is (smaps_rollup, Linux 4.14). That takes 20 ms a GiB, so
+#   a forked child reads it.
+# * Between the regular samples there are more: of a job that has just started, of one whose growth would
+#   reach its limit before the next sample, and of one that may have taken what the node has less of. These
+#   never cost more than EXTRA_SHARE of a CPU.
+# * wait4(2) knows the CPU time of a job that ended between two samples, and perhaps its peak of memory. What
+#   is not known is left out.
+
+FIRST_SAMPLE_S = 0.25       # after a job's start; the next when it is SAMPLE_AGES times as old
+SAMPLE_AGES = 2
+LEAST_SAMPLE_S = 0.05       # between two samples of a job
+EXTRA_SHARE = 0.01          # of one CPU, for samples between the regular ones
+CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
+FULL_LOOK_S = 60.0          # then all processes are asked for their marks: pids may have been used again
+FASTEST_GROWTH = 4 << 30    # bytes a second: no job is expected to grow faster
+TICKS_S = 0.1, 1.0          # shortest and longest time between looks at the node's free memory
+LEAST_DROP_BYTES = 16 << 20     # of it that gives reason for a sample
+CHECK_SHARE = 0.01          # of one CPU, for looks at the proportional size of a job that was cleared
+LIKELY_CHECK_SHARE = 0.1    # the same if it may have grown since
+FAILED_CHECK_S = 0.1        # so long is a look taken to last that has failed
+MAX_SERIES_ROWS = 200000    # that wait to be written
+OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed explains the end of a job
+CLOCK_TICKS = os.sysconf('SC_CLK_TCK')
+PAGE_BYTES = os.sysconf('SC_PAGE_SIZE')
+
+
+def read_proc_text(path: str) -> bytes:
+    """A small file of /proc; b'' if it cannot be read."""
+    try:
+        with open(path, 'rb') as file:
+            return file.read()
+    except OSError:
+        return b''
+
+
+def read_counter(text: bytes, name: bytes) -> Optional[int]:
+    """The number behind a name that begins a line, as in meminfo and memory.events (proc(5))."""
+    found = re.search(rb'^' + name + rb':?\s+([0-9]+)', text, re.MULTILINE)
+    return int(found.group(1)) if found else None
+
+
+# -------- a job's processes --------
+
+
+class Member:
+    """A process of a job. Its file stays open where `is_held`: it is never that of another with its pid."""
+    __slots__ = ('path', 'descriptor', 'start', 'line', 'cpu_ticks', 'resident_pages', 'lives')
+
+    def __init__(self, path: str, is_held: bool) -> None:
+        """Open /proc/PID/stat; OSError if there is no such process."""
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY) if is_held else -1
+        self.start = self.line = b''
+        self.cpu_ticks = 0          # of it and of the children that it has waited for
+        self.resident_pages = 0
+        self.lives = True           # False: a zombie, of which only the CPU time is left
+
+    def read_line(self) -> bytes:
+        """Its line now. OSError if it has ended."""
+        if self.descriptor >= 0:
+            return os.pread(self.descriptor, 1024, 0)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            return os.read(descriptor, 1024)
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> bool:
+        """Bring the figures up to date (proc(5), stat). False if the process is gone."""
+        try:
+            line = self.read_line()
+        except OSError:     # ESRCH, ENOENT
+            return False
+        if line == self.line:   # it sleeps: nothing has changed
+            return True
+        fields = line[line.rfind(b')') + 2:].split()
+        if len(fields) < 22 or self.start not in (b'', fields[19]):
+            return False
+        self.line, self.start, self.lives = line, fields[19], fields[0] not in (b'Z', b'X')
+        self.cpu_ticks = int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
+        self.resident_pages = int(fields[21])
+        return True
+
+    def close(self) -> None:
+        """Let its file go."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class UsageFigures:
+    """Peaks and averages of one job, from sample to sample."""
+    # As they are until the first sample, which most jobs of a busy node do not live to see: a job's own
+    # would take as long as all else that is done for them here.
+    is_known = False            # there is a figure of memory
+    memory_bytes = peak_memory_bytes = 0
+    byte_seconds = 0.0          # memory, integrated over time: samples are not equally far apart
+    cpu_s = window_cpu_s = peak_cpu_percent = 0.0
+
+    def __init__(self, began: float) -> None:
+        self.began = self.at = self.window_at = began   # monotonic
+
+    def add(self, now: float, cpu_s: float, memory_bytes: Optional[int]) -> Optional[float]:
+        """Take a sample in. CPU percent of the window that it ends, or None if that is too short yet.
+
+        `memory_bytes`: None if it is in doubt; then what was known before counts.
+        """
+        if memory_bytes is not None:
+            before = self.memory_bytes if self.is_known else memory_bytes
+            self.byte_seconds += (before + memory_bytes) / 2 * (now - self.at)
+            self.set_memory(memory_bytes)
+            self.at = now
+        self.cpu_s = cpu_s
+        if now - self.window_at < CPU_WINDOW_S:
+            return None
+        percent = limit_percent((cpu_s - self.window_cpu_s) / (now - self.window_at) * 100)
+        self.peak_cpu_percent = max(self.peak_cpu_percent, percent)
+        self.window_at, self.window_cpu_s = now, cpu_s
+        return percent
+
+    def set_memory(self, memory_bytes: int) -> None:
+        """The memory at the last sample."""
+        self.memory_bytes, self.is_known = memory_bytes, True
+        self.peak_memory_bytes = max(self.peak_memory_bytes, memory_bytes)
+
+    def at_end(self, wall_s: float, cpu_s: float, peak_memory_bytes: int) -> Dict[str, Any]:
+        """The fields of a result; what is unknown is left out. The arguments: as wait4(2) knows them.
+
+        It counts only what was waited for, a sample only what there was when it was taken.
+        """
+        fields = {}     # type: Dict[str, Any]
+        peak_memory_bytes = max(peak_memory_bytes, self.peak_memory_bytes)
+        if peak_memory_bytes:
+            fields['peak_memory_bytes'] = peak_memory_bytes
+        if self.is_known and wall_s > 0:
+            rest_s = max(0.0, self.began + wall_s - self.at)
+            average = (self.byte_seconds + self.memory_bytes * rest_s) / max(wall_s, self.at - self.began)
+            fields['avg_memory_bytes'] = round(average)
+        total_s, tail_s = max(cpu_s, self.cpu_s), self.began + wall_s - self.window_at
+        if wall_s > 0 and total_s > 0:
+            average = limit_percent(total_s / wall_s * 100)
+            tail = (cpu_s - self.window_cpu_s) / tail_s * 100 if tail_s >= CPU_WINDOW_S else 0.0
+            fields['avg_cpu_percent'] = average
+            fields['peak_cpu_percent'] = max(average, self.peak_cpu_percent, limit_percent(tail))
+        return fields
+
+
+@functools.lru_cache(maxsize=None)
+def all_cpus_percent() -> float:
+    """CPU percent of all CPUs, which takes the C library two system calls to say."""
+    return 100.0 * (os.cpu_count() or 1)
+
+
+def limit_percent(percent: float) -> float:
+    """CPU percent between 0 and what all CPUs give: clock ticks and the moment of a sample are not exact."""
+    return min(max(percent, 0.0), all_cpus_percent())
+
+
+class JobTree:
+    """The processes of one job, and what they use."""
+    ticks = 0                   # of all members at the last sample
+    cpu_ticks = 0               # so far: never falls when a member goes
+    cpu_percent = 0.0           # of the last window
+    num_processes = 0
+    resident_bytes = 0          # pages counted as often as they are mapped
+    shared_bytes = 0            # so much of it was counted more than once when that was last looked at
+    memory_bytes = 0            # without these
+    available_bytes = 0         # memory of the node that was available at the last sample; 0: unknown
+    is_in_check = False         # its proportional size is being read
+    checked_at = -math.inf      # when that was last done
+    check_s = 0.0               # ... how long it took
+    checked_available = 0       # ... and available_bytes then
+    is_marked = None            # type: Optional[bool]  # its processes carry its mark as a limit
+
+    def __init__(self, pid: int, mark: Mark, began: float, limit_bytes: int = 0) -> None:
+        self.pid = pid              # of its first process, and its session
+        self.mark = mark
+        self.limit_bytes = limit_bytes  # 0: none
+        self.members = {}           # type: Dict[int, Member]
+        self.figures = UsageFigures(began)
+        self.due_at = began + FIRST_SAMPLE_S    # monotonic; besides the regular samples
+        self.sampled_at = began
+
+    def read(self, now: float, available_bytes: int) -> List[int]:
+        """Take a sample; the pids that have gone."""
+        ticks = pages = largest = processes = 0
+        gone = []
+        for pid, member in self.members.items():
+            if not member.read():
+                gone.append(pid)
+                continue
+            ticks += member.cpu_ticks
+            if member.lives:
+                processes += 1
+                pages += member.resident_pages
+                if member.resident_pages > largest:
+                    largest = member.resident_pages
+        for pid in gone:
+            self.members.pop(pid).close()
+        self.cpu_ticks += max(0, ticks - self.ticks)
+        self.ticks, self.num_processes = ticks, processes
+        self.set_resident(now, pages * PAGE_BYTES, largest * PAGE_BYTES)
+        self.available_bytes = available_bytes
+        memory_bytes = None if self.is_above_limit else self.memory_bytes
+        percent = self.figures.add(now, self.cpu_ticks / CLOCK_TICKS, memory_bytes)
+        self.cpu_percent = self.cpu_percent if percent is None else percent
+        return gone
+
+    def set_resident(self, now: float, resident_bytes: int, largest_bytes: int) -> None:
+        """Memory at a sample, and when the next one is due."""
+        before, elapsed_s = self.memory_bytes, now - self.sampled_at
+        self.resident_bytes = resident_bytes
+        self.memory_bytes = max(largest_bytes, resident_bytes - self.shared_bytes)
+        self.sampled_at = now
+        self.due_at = now + (SAMPLE_AGES - 1) * (now - self.figures.began)
+        growth = self.memory_bytes - before
+        if self.limit_bytes and growth > 0 and elapsed_s > 0:
+            until_limit_s = self.headroom_bytes / growth * elapsed_s
+            self.due_at = min(self.due_at, now + max(LEAST_SAMPLE_S, until_limit_s / 2))
+
+    @property
+    def is_above_limit(self) -> bool:
+        """Whether it seems to be above its limit."""
+        return 0 < self.limit_bytes < self.memory_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left until its limit."""
+        return max(0, self.limit_bytes - self.memory_bytes)
+
+    def may_have_grown(self, available_bytes: int) -> bool:
+        """Whether it may have taken half of what was left, by what the node has less of."""
+        drop = self.available_bytes - available_bytes
+        return bool(self.limit_bytes and drop >= max(LEAST_DROP_BYTES, self.headroom_bytes / 2))
+
+    def needs_check(self, now: float) -> bool:
+        """Whether its proportional size must be looked at.
+
+        Workers that write to pages which they have shared take more memory at the same resident size.
+        """
+        if not self.limit_bytes or self.is_in_check or self.resident_bytes <= self.limit_bytes:
+            return False
+        drop = self.checked_available - self.available_bytes
+        is_likely = self.is_above_limit or drop >= max(LEAST_DROP_BYTES, self.headroom_bytes / 2)
+        return now >= self.checked_at + self.check_s / (LIKELY_CHECK_SHARE if is_likely else CHECK_SHARE)
+
+    def set_unknown(self, now: float) -> None:
+        """Its proportional size could not be read: try again later."""
+        self.is_in_check, self.checked_at, self.check_s = False, now, FAILED_CHECK_S
+
+    def set_proportional(self, now: float, proportional_bytes: int, check_s: float) -> bool:
+        """Its proportional size was read: whether it is above its limit."""
+        self.is_in_check, self.checked_at, self.check_s = False, now, check_s
+        self.checked_available = self.available_bytes
+        self.shared_bytes = max(0, self.resident_bytes - proportional_bytes)
+        self.memory_bytes = proportional_bytes
+        self.figures.set_memory(proportional_bytes)
+        return proportional_bytes > self.limit_bytes
+
+    def close(self) -> None:
+        """Let all files go."""
+        for member in self.members.values():
+            member.close()
+        self.members.clear()
+
+
+class TreeSampler:
+    """Reads what the processes of jobs use, at the right times."""
+
+    def __init__(self, interval_s: float, root: str = '/proc',
+                 read_mark: Callable[[int], int] = read_mark_number) -> None:
+        self.interval_s = interval_s
+        self.root = root
+        self.read_mark = read_mark
+        self.trees = {}         # type: Dict[Any, JobTree]  # by whatever the caller knows them by
+        self.numbers = {}       # type: Dict[int, JobTree]  # by the number of their mark
+        self.seen = set()       # type: Set[int]  # pids that need not be asked for their marks
+        self.looked_at = -math.inf      # when all were
+        self.regular_at = math.inf      # monotonic, as all that follow
+        self.rest_until = 0.0   # no sample but the regular ones before
+        self.next_at = math.inf
+        self.held = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4  # so many files may stay open
+
+    def add(self, key: Any, tree: JobTree, now: float) -> None:
+        """Watch one more job. It costs next to nothing: short jobs end before their first sample."""
+        self.trees[key] = self.numbers[tree.mark.number] = tree
+        if self.regular_at == math.inf:
+            self.regular_at = now + self.interval_s
+        self.next_at = min(self.next_at, self.regular_at, max(tree.due_at, self.rest_until))
+
+    def drop(self, key: Any) -> Optional[JobTree]:
+        """A job has ended; what was known of it."""
+        tree = self.trees.pop(key, None)
+        if tree is not None:
+            if self.numbers.get(tree.mark.number) is tree:
+                del self.numbers[tree.mark.number]
+            tree.close()
+        return tree
+
+    def sample(self, now: float) -> List[JobTree]:
+        """Take the samples that are due; the jobs of which there is a new one."""
+        is_regular = now >= self.regular_at
+        has_limits = any(tree.limit_bytes for tree in self.trees.values())
+        available_bytes = read_available_bytes(self.root) if has_limits else 0
+        due = [tree for tree in self.trees.values()
+               if is_regular or now >= tree.due_at or tree.may_have_grown(available_bytes)]
+        if due:
+            began = time.process_time()
+            self.find_members(now)
+            for tree in due:
+                self.seen.difference_update(tree.read(now, available_bytes))
+            self.rest_until = now + (time.process_time() - began) / EXTRA_SHARE
+        if is_regular:
+            next_at = self.regular_at + self.interval_s
+            self.regular_at = next_at if next_at > now else now + self.interval_s
+        self.plan(now)
+        return due
+
+    def plan(self, now: float) -> None:
+        """When the next sample is due."""
+        if not self.trees:
+            self.regular_at = self.next_at = math.inf
+            return
+        extra = min(tree.due_at for tree in self.trees.values())
+        headrooms = [tree.headroom_bytes for tree in self.trees.values() if tree.limit_bytes]
+        if headrooms:
+            shortest, longest = TICKS_S
+            extra = min(extra, now + min(max(shortest, min(headrooms) / FASTEST_GROWTH), longest))
+        self.next_at = min(self.regular_at, max(extra, self.rest_until))
+
+    def find_members(self, now: float) -> None:
+        """Find the processes that are new, and whose they are."""
+        try:
+            pids = {int(name) for name in os.listdir(self.root) if name.isdigit()}
+        except OSError:     # no /proc
+            return
+        if now >= self.looked_at + FULL_LOOK_S:
+            self.seen, self.looked_at = set(), now
+        room = self.held - sum(len(tree.members) for tree in self.trees.values())
+        strangers = []
+        for pid in pids - self.seen:
+            tree = self.numbers.get(self.read_mark(pid))
+            if tree is None:
+                strangers.append(pid)
+            elif pid not in tree.members:
+                self.add_member(tree, pid, room > 0)
+                room -= 1
+        self.find_unmarked(strangers)
+        self.seen = pids
+
+    def find_unmarked(self, strangers: Sequence[int]) -> None:
+        """The same where the mark could not be set (see set_mark_number)."""
+        for tree in self.trees.values():
+            if tree.is_marked is None:
+                tree.is_marked = bool(tree.members) or self.read_mark(tree.pid) == tree.mark.number
+        trees = [tree for tree in self.trees.values() if not tree.is_marked]
+        rows = [(pid, read_proc_text(f'{self.root}/{pid}/stat').rpartition(b')')[2].split())
+                for pid in (strangers if trees else ())]
+        for pid, fields in sorted((row for row in rows if row[1]), key=lambda row: int(row[1][19])):
+            environ = read_proc_text(f'{self.root}/{pid}/environ')
+            for tree in trees:      # parents come before their children
+                if int(fields[3]) == tree.pid or int(fields[1]) in tree.members or tree.mark.text in environ:
+                    self.add_member(tree, pid, False)
+                    break
+
+    def add_member(self, tree: JobTree, pid: int, is_held: bool) -> None:
+        """Count a process as a job's."""
+        with contextlib.suppress(OSError):      # it has ended
+            tree.members[pid] = Member(f'{self.root}/{pid}/stat', is_held)
+
+    def close(self) -> None:
+        """Let all files go."""
+        for key in list(self.trees):
+            self.drop(key)
+
+
+# -------- memory limits --------
+
+def read_proportional_bytes(root: str, pid: int) -> int:
+    """Memory of a process, of which pages that several have count in parts (proc(5), smaps_rollup).
+
+    Where that may not be read (a set-user-ID program): what it shares with no file. 0 if it has ended.
+    """
+    kilobytes = read_counter(read_proc_text(f'{root}/{pid}/smaps_rollup'), b'Pss')
+    if kilobytes is not None:
+        return kilobytes * 1024
+    pages = read_proc_text(f'{root}/{pid}/statm').split()
+    return (int(pages[1]) - int(pages[2])) * PAGE_BYTES if len(pages) > 2 else 0
+
+
+def check_trees(root: str, pids: Sequence[Sequence[int]]) -> List[int]:
+    """Proportional sizes of jobs, given as the pids of each. It takes 20 ms a GiB."""
+    return [sum(read_proportional_bytes(root, pid) for pid in members) for members in pids]
+
+
+def find_oom_file(root: str = '/proc') -> str:
+    """The file that counts what the kernel has killed for lack of memory where we are, and jobs will be.
+
+    memory.events of our control group (version 2) or the next one above it that has one, memory.oom_control
+    of version 1 (both: oom_kill, Linux 4.13), else vmstat, of the whole host.
+    """
+    mounts = read_proc_text(f'{root}/self/mountinfo').decode('utf-8', 'surrogateescape').splitlines()
+    for line in read_proc_text(f'{root}/self/cgroup').decode('utf-8', 'surrogateescape').splitlines():
+        _, controllers, path = line.split(':', 2)
+        if controllers and 'memory' not in controllers.split(','):
+            continue
+        name = 'memory.oom_control' if controllers else 'memory.events'
+        for mount in mounts:
+            left, _, right = mount.partition(' - ')
+            kind, _, options = right.split()[:3]
+            is_it = 'memory' in options.split(',') if controllers else kind == 'cgroup2'
+            if kind.startswith('cgroup') and is_it:
+                top, at = map(decode_mount_point, left.split()[3:5])
+                inner = path[len(top):] if top != '/' and path.startswith(top) else path
+                found = find_upwards(at, inner, name)
+                if found:
+                    return found
+    return f'{root}/vmstat'
+
+
+def find_upwards(top: str, path: str, name: str) -> str:
+    """A file in the directory `path` below `top`, or the next one above it that has one; or ''."""
+    while True:
+        file = os.path.join(top, path.strip('/'), name)
+        if os.path.exists(file):
+            return file
+        if not path.strip('/'):
+            return ''
+        path = os.path.dirname(path.rstrip('/'))
+
+
+class OomCounter:
+    """What the kernel kills for lack of memory: tells a job's SIGKILL by it from somebody's."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.count = self.next_count = self.read()      # what was killed before explains no end
+        self.next_at = 0.0          # monotonic; then next_count does, too
+
+    def read(self) -> int:
+        """The kernel's counter now."""
+        return read_counter(read_proc_text(self.path), b'oom_kill') or 0
+
+    def look(self, now: float) -> None:
+        """What was killed some time ago will explain no end that is still to come."""
+        if now >= self.next_at:
+            self.next_at = now + OOM_MEMORY_S
+            self.count, self.next_count = max(self.count, self.next_count), self.read()
+
+    def take(self) -> bool:
+        """Whether the kernel has killed something lately that explains no end yet; now it does."""
+        is_new = self.read() > self.count
+        self.count += is_new
+        return is_new
+
+
+# -------- the node --------
+
+def read_available_bytes(root: str) -> int:
+    """Memory that the node can still give (proc(5), meminfo: MemAvailable), 0 if unknown."""
+    return (read_counter(read_proc_text(f'{root}/meminfo'), b'MemAvailable') or 0) * 1024
+
+
+def read_node_memory(root: str) -> Tuple[int, int]:
+    """Used and total bytes."""
+    text = read_proc_text(f'{root}/meminfo')
+    total, available = (read_counter(text, name) or 0 for name in (b'MemTotal', b'MemAvailable'))
+    return (total - available) * 1024, total * 1024
+
+
+def read_node_ticks(root: str) -> Tuple[int, int]:
+    """Busy and all ticks of all CPUs since the boot (proc(5), stat); guests' are counted as user's there."""
+    words = read_proc_text(f'{root}/stat').split(b'\n', 1)[0].split()
+    ticks = [int(word) for word in words[1:9]] + [0] * 8
+    return sum(ticks[:8]) - ticks[3] - ticks[4], sum(ticks[:8])     # all but idle and iowait
+
+
+class NodeUsage:
+    """What a whole node uses, from sample to sample: CPU percent of all its CPUs, and memory."""
+
+    def __init__(self, measures_cpu: bool, measures_memory: bool, root: str = '/proc') -> None:
+        self.measures_cpu = measures_cpu
+        self.measures_memory = measures_memory
+        self.root = root
+        self.ticks = read_node_ticks(root)
+        self.sample_count = 0
+        self.sums = [0.0, 0.0]
+        self.peaks = [0.0, 0.0]
+
+    def sample(self) -> Tuple[Optional[float], Optional[int], Optional[int]]:
+        """Take a sample: CPU percent since the last one, used and total memory; None: not measured."""
+        busy, total = read_node_ticks(self.root)
+        percent = (busy - self.ticks[0]) / max(1, total - self.ticks[1]) * 100
+        percent = min(max(percent, 0.0), 100.0)
+        self.ticks = busy, total
+        used_bytes, total_bytes = read_node_memory(self.root)
+        self.sample_count += 1
+        for index, value in enumerate((percent, used_bytes)):
+            self.sums[index] += value
+            self.peaks[index] = max(self.peaks[index], value)
+        return (percent if self.measures_cpu else None, *(
+            (used_bytes, total_bytes) if self.measures_memory else (None, None)))
+
+    def fields(self) -> Dict[str, Any]:
+        """Fields of a compute node; of what is not measured None."""
+        count, (cpu, memory) = max(1, self.sample_count), self.sums
+        return {'sample_count': self.sample_count,
+                'peak_cpu_percent': self.peaks[0] if self.measures_cpu else None,
+                'avg_cpu_percent': cpu / count if self.measures_cpu else None,
+                'peak_memory_bytes': int(self.peaks[1]) if self.measures_memory else None,
+                'avg_memory_bytes': int(memory / count) if self.measures_memory else None}
+
+
+# -------- time series --------
+
+SERIES_SCHEMA = """     -- Torc's tables
+CREATE TABLE IF NOT EXISTS job_resource_samples (
+    job_id        INTEGER NOT NULL,
+    timestamp     INTEGER NOT NULL,     -- seconds since the epoch
+    cpu_percent   REAL NOT NULL,        -- 100 is one CPU
+    memory_bytes  INTEGER NOT NULL,
+    num_processes INTEGER NOT NULL,
+    PRIMARY KEY (job_id, timestamp)
+);
+CREATE INDEX IF NOT EXISTS idx_job_resource_samples_job_id ON job_resource_samples (job_id);
+CREATE TABLE IF NOT EXISTS job_metadata (
+    job_id   INTEGER PRIMARY KEY,
+    job_name TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS system_resource_samples (
+    id                 INTEGER PRIMARY KEY AUTOINCREMENT,
+    timestamp          INTEGER NOT NULL,
+    cpu_percent        REAL,            -- 100 is all CPUs
+    memory_bytes       INTEGER,
+    total_memory_bytes INTEGER
+);
+CREATE TABLE IF NOT EXISTS system_resource_summary (
+    id                INTEGER PRIMARY KEY CHECK (id = 1),
+    sample_count      INTEGER NOT NULL,
+    peak_cpu_percent  REAL,
+    avg_cpu_percent   REAL,
+    peak_memory_bytes INTEGER,
+    avg_memory_bytes  INTEGER
+);
+"""
+SERIES_INSERTS = {
+    'names':   'INSERT OR REPLACE INTO job_metadata VALUES (?, ?)',
+    'jobs':    'INSERT OR REPLACE INTO job_resource_samples VALUES (?, ?, ?, ?, ?)',
+    'node':    'INSERT INTO system_resource_samples VALUES (NULL, ?, ?, ?, ?)',
+    'summary': 'INSERT OR REPLACE INTO system_resource_summary VALUES (1, ?, ?, ?, ?, ?)',
+}
+
+
+def write_series(path: str, rows: Dict[str, Sequence[Sequence[Any]]]) -> None:
+    """Add rows, by the names of SERIES_INSERTS, to the file of a time series. sqlite3.Error.
+
+    All or none. Nothing of it is ever read here, so that it needs no log of its own: a journal that is
+    removed works on network file systems too.
+    """
+    with contextlib.closing(sqlite3.connect(path, 5.0, isolation_level=None)) as connection:
+        connection.execute('PRAGMA synchronous = NORMAL')
+        connection.execute('BEGIN IMMEDIATE')
+        for statement in SERIES_SCHEMA.split(';'):
+            connection.execute(statement)
+        for name, values in rows.items():
+            connection.executemany(SERIES_INSERTS[name], values)
+        connection.execute('COMMIT')
+
+
+class Series:
+    """Samples on their way to a file, which a forked child writes every `flush_s` (`begin`: an Errand)."""
+
+    def __init__(self, flush_s: float, write: Callable[[Dict[str, Any]], Any],
+                 begin: Callable[[Callable[[], Any]], Any], on_error: Callable[[str], Any]) -> None:
+        self.flush_s = flush_s
+        self.write = write          # what the child does with rows
+        self.begin = begin
+        self.on_error = on_error
+        self.rows = {name: [] for name in SERIES_INSERTS}   # type: Dict[str, List[Tuple[Any, ...]]]
+        self.sent = {}              # type: Dict[str, int]  # how many of each the child writes
+        self.named = set()          # type: Set[int]  # jobs whose names are there
+        self.errand = None          # type: Any
+        self.due_at = 0.0           # monotonic: the first samples show whether the file can be written
+
+    def add_job(self, job_id: int, name: str, values: Sequence[Any]) -> None:
+        """A sample of a job: time, CPU percent, bytes, processes."""
+        if job_id not in self.named:
+            self.named.add(job_id)
+            self.rows['names'].append((job_id, name))
+        if len(self.rows['jobs']) < MAX_SERIES_ROWS:    # a file system that hangs costs what comes then
+            self.rows['jobs'].append((job_id, *values))
+
+    def act(self, now: float) -> None:
+        """Begin to write what there is if it is time; see how the child has ended."""
+        if self.errand is not None and not self.errand.look():
+            return
+        if self.errand is not None:
+            self.on_end(now)
+        if now >= self.due_at and any(self.rows.values()):
+            self.flush(now)
+
+    def flush(self, now: float) -> None:
+        """Begin to write all that there is."""
+        rows = {name: values for name, values in self.rows.items() if values}
+        self.sent = {name: len(values) for name, values in rows.items()}
+        self.due_at = now + self.flush_s
+        self.errand = self.begin(functools.partial(self.write, rows))
+
+    def on_end(self, now: float) -> None:
+        """A child has ended: forget what it has written."""
+        error, self.errand = self.errand.error, None
+        if not error:
+            for name, count in self.sent.items():
+                del self.rows[name][:count]
+            return
+        self.on_error(error)        # the rows wait for the next time
+
+    def due(self) -> float:
+        """Its end is told by SIGCHLD."""
+        return self.due_at if self.errand is None and any(self.rows.values()) else math.inf
+
+
 # ======== 13. Launcher: one job's process, from its command to its last descendant ========
 #
 # Owns starting, reaping and stopping. Every process is a session of its own with stdin /dev/null. Invariants:
@@ -17355,9 +17992,9 @@ def format_leftovers(number: int) -> str:
 #   whatever carries its mark. There are two, since one may be killed with the runner; one that dies is
 #   replaced at once.
 #
-# PR_SET_PDEATHSIG is not used: only the process itself can set it, so that each start would need a fork in
-# Python (3 times as long as posix_spawn) or setpriv(1) (1.7 times), and it ends the shell, not what the
-# shell waits for.
+# PR_SET_PDEATHSIG is not used for jobs: only the process itself can set it, so that each start would need a
+# fork in Python (3 times as long as posix_spawn) or setpriv(1) (1.7 times), and it ends the shell, not what
+# the shell waits for.
 #
 # The usual job, which leaves nothing behind, pays one killpg and one read of the list of children for this.
 # Nothing here waits: whoever owns the loop calls `act` after SIGCHLD, or when it is `due`. It calls `on_end`
@@ -17366,7 +18003,7 @@ def format_leftovers(number: int) -> str:
 # -------- what to run --------
 
 MAX_ARGUMENT_BYTES = 128 * 1024 - 1     # one argv string: MAX_ARG_STRLEN of Linux, less its NUL
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36    # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36   # linux/prctl.h
 POSIX_SPAWN_FLAGS = 0x04 | 0x08 | 0x80  # SETSIGDEF | SETSIGMASK | SETSID (glibc 2.26, musl): spawn.h
 SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, file actions or signal set
 EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault
@@ -17620,6 +18257,17 @@ def rename_process(name: str) -> None:
         pass
 
 
+def detach_child(name: str, kept: int) -> None:
+    """Make a forked child independent of signals, terminal and descriptors of the runner, but for one."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    close_descriptors(kept)
+    rename_process(name)
+
+
 def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
     """Fork a guardian, which kills what carries the mark when nobody has the pipe's writing end; its pid.
 
@@ -17630,13 +18278,7 @@ def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
     if pid:
         return pid
     try:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        close_descriptors(pipe[0])
-        rename_process(f'job-guardian of {runner}')
+        detach_child(f'job-guardian of {runner}', pipe[0])
         if group:
             join_control_group(os.path.dirname(group))
         os.read(pipe[0], 1)     # nothing is ever written
@@ -17645,6 +18287,90 @@ def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
         end_leftovers()     # of a runner that was one of these processes, and its guardians
     finally:
         os._exit(0)
+
+
+# -------- errands --------
+
+
+class Errand:
+    """A forked child of the runner that does what may take long or hang, as on a broken file system.
+
+    Its end comes with a SIGCHLD.
+    """
+
+    def __init__(self, work: Callable[[], Any], exempt: Set[int]) -> None:
+        """Begin to work; while it lives, its pid is among `exempt`. The result must have a JSON form."""
+        self.exempt = exempt        # children that belong to no job
+        self.pid = 0                # 0 from its end on
+        self.result = None          # type: Any
+        self.error = 'it was killed'    # '' if there is a result
+        self.began = time.monotonic()
+        try:
+            self.reader, writer = os.pipe()
+        except OSError as error:
+            self.error = str(error)
+            return
+        runner = os.getpid()
+        try:
+            self.pid = os.fork()
+        except OSError as error:
+            self.error = str(error)
+            os.close(self.reader)
+        else:
+            if not self.pid:
+                self.run(work, writer, runner)
+            exempt.add(self.pid)
+        os.close(writer)
+
+    @staticmethod
+    def run(work: Callable[[], Any], writer: int, runner: int) -> None:
+        """In the child: work, reply, end."""
+        try:
+            detach_child(f'job-monitor of {runner}', writer)
+            with contextlib.suppress(AttributeError):   # not Linux
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != runner:      # it has died already
+                os._exit(0)
+            try:
+                reply = [work(), '']
+            except (OSError, TorcError, sqlite3.Error) as error:
+                reply = [None, str(error)]
+            with open(writer, 'wb') as pipe:
+                pipe.write(json.dumps(reply).encode())
+        finally:
+            os._exit(0)
+
+    def look(self) -> bool:
+        """Whether it is over; then there is a result or an error."""
+        if not self.pid:
+            return True
+        try:
+            ended, _ = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file
+            ended = self.pid
+        if ended:
+            with open(self.reader, 'rb') as pipe:
+                text = pipe.read()
+            self.exempt.discard(self.pid)
+            self.pid = 0
+            if text:
+                self.result, self.error = json.loads(text.decode())
+        return bool(ended)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for its end, at most so long; then it is killed."""
+        give_up_at = time.monotonic() + limit_s
+        while not self.look() and time.monotonic() < give_up_at:
+            time.sleep(0.002)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it, and do not wait for what cannot be ended (uninterruptible sleep)."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            give_up_at = time.monotonic() + 0.5
+            while not self.look() and time.monotonic() < give_up_at:
+                time.sleep(0.002)
 
 
 # -------- all processes of a runner --------
@@ -17753,6 +18479,7 @@ class Launcher:
         mark = Mark(self.mark.text + encode_text(name + ';'), self.mark.number << SERIAL_BITS | serial, 0)
         entries[RUN_TAG.encode()] = encode_text(f'{RUN_TAG}={self.outer_tag}') + mark.text
         set_mark_number(mark.number)
+        began = time.monotonic()        # what it uses before execve(2) counts, too
         try:
             check()
             pid = self.spawn(argv, list(entries.values()), descriptors[:2], *descriptors[2:])
@@ -17760,6 +18487,7 @@ class Launcher:
             set_mark_number(self.own_number)
         self.used_serials.add(serial)
         process = self.running[pid] = Process(pid, mark, on_end)
+        process.started = began
         self.children[process] = None
         return process
 
@@ -17799,6 +18527,10 @@ class Launcher:
             on_reply(Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s'))
         else:
             on_reply(Reply(process.end.return_code, *texts))
+
+    def begin(self, work: Callable[[], Any]) -> Errand:
+        """Begin an errand, a child that is no job's."""
+        return Errand(work, self.exempt)
 
     # ---- reaping ----
 
@@ -17845,7 +18577,7 @@ class Launcher:
         try:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file: the status is lost
-            pid, status, usage = process.pid, signal.SIGKILL, resource.getrusage(resource.RUSAGE_SELF)
+            pid, status, usage = process.pid, signal.SIGKILL, resource.struct_rusage((0,) * 16)
         if not pid:
             return False
         process.close(status, usage)
@@ -18065,7 +18797,7 @@ class Shell:
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
-# A runner is one node at work for one workflow: a loop (16d) over parts (16b, 16c), each of which says when
+# A runner is one node at work for one workflow: a loop (16e) over parts (16b-16d), each of which says when
 # it is due and acts in each turn. Here stand the values that they share. Each attempt of a job has one state,
 # changed by Attempts.change alone along ATTEMPT_STATES; its completion stands in the attempt, nowhere else.
 
@@ -18088,6 +18820,10 @@ MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, whi
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
+SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
+LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
+CHECK_LIMIT_S = 60.0        # for a look at proportional sizes
+UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memory; no program can do with it
 DIGEST_TURN_S = 0.02                # of reading output files, in a turn
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
 TAKEN = frozenset((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG))     # the fault of one name
@@ -18291,7 +19027,8 @@ STARTED = ('running', 'stopping')
 class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
     __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
-                 'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason')
+                 'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason',
+                 'usage')
 
     def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
         self.id = job['id']             # type: int
@@ -18306,11 +19043,12 @@ class Attempt:
         self.stderr = None              # type: Optional[str]
         self.deletes_stdio = False      # after success
         self.process = None             # type: Optional[Process]
-        self.stopped_for = ''           # '', one of SIGNAL_REASONS, or 'revoked'
+        self.stopped_for = ''           # '', one of SIGNAL_REASONS, 'revoked', or 'memory'
         self.stopped_by = None          # type: Optional[int]  # the signal that this runner got
         self.end = None                 # type: Optional[ProcessEnd]
         self.completion = {}            # type: Dict[str, Any]  # from its verdict on
         self.reason = ''                # of a failure
+        self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
 
     @property
     def key(self) -> Tuple[int, int]:
@@ -18439,6 +19177,29 @@ def execution_settings(workflow: Dict[str, Any]) -> Dict[str, Any]:
     """A workflow's execution_config, with all defaults."""
     given = workflow.get('execution_config') or {}
     return dict(EXECUTION_DEFAULTS, **{key: value for key, value in given.items() if value is not None})
+
+
+class MonitorSettings(Row):
+    """What is measured, from a workflow's resource_monitor_config."""
+    jobs: bool              # each job
+    has_job_series: bool
+    node: bool              # the node
+    has_node_series: bool
+    cpu: bool               # of the node
+    memory: bool
+    interval_s: float
+    flush_s: float
+
+
+def monitor_settings(workflow: Dict[str, Any]) -> MonitorSettings:
+    """Read a stored configuration. Without one nothing is measured; the old form counts without `jobs`."""
+    config = workflow.get('resource_monitor_config') or {}
+    jobs, node = config if config.get('jobs') is None else config['jobs'], config.get('compute_node') or {}
+    flags = [flag for part in (jobs, node) for flag in (
+        bool(part.get('enabled')), bool(part.get('enabled')) and part.get('granularity') == 'time_series')]
+    return MonitorSettings(*flags, node.get('cpu') is not False, node.get('memory') is not False,
+                           max(1, config.get('sample_interval_seconds') or 10),
+                           max(1, config.get('flush_interval_seconds') or 300))
 
 
 def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
@@ -19129,13 +19890,13 @@ class ServerLink:
             f'compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
         return True
 
-    def leave(self, had_failures: bool, had_terminations: bool, duration_s: float) -> None:
-        """Take ourselves off the list of nodes."""
+    def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
+        """Take ourselves off the list of nodes; `figures` are fields of ours that are known now."""
         context = self.context
         context.log.write('Job runner completed', workflow_id=context.workflow_id, run_id=context.run_id,
                           compute_node_id=context.node_id, had_failures=str(had_failures).lower(),
                           had_terminations=str(had_terminations).lower())
-        body = {'is_active': False, 'duration_seconds': duration_s}
+        body = {'is_active': False, **figures}
         try:
             deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, self.end - time.monotonic()))
             self.client.call('update_compute_node', body, deadline_s, node_id=context.node_id)
@@ -19702,6 +20463,8 @@ class Completions:
         self.digests = digests
         self.link = link
         self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves
+        self.take_usage = self.usage_at_end     # type: Callable[[Attempt, ProcessEnd], Dict[str, Any]]
+        self.judge_memory = lambda attempt, verdict: verdict    # type: Callable[[Attempt, Verdict], Verdict]
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
@@ -19717,12 +20480,17 @@ class Completions:
 
     def on_end(self, attempt: Attempt, end: ProcessEnd) -> None:
         """Nothing of an attempt lives any more."""
-        attempt.end = end
+        attempt.end, attempt.usage = end, self.take_usage(attempt, end)
         self.attempts.change(attempt, 'ended')
         if attempt.stopped_for == 'revoked':
             self.attempts.change(attempt, 'dropped')
         else:
             self.judge(attempt)
+
+    @staticmethod
+    def usage_at_end(_: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """What an attempt has used, where nothing was measured before its end."""
+        return UsageFigures(0.0).at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
 
     def on_start_failure(self, attempt: Attempt, return_code: int, reason: str) -> None:
         """An attempt could not be started, by its own fault."""
@@ -19735,6 +20503,7 @@ class Completions:
         verdict = self.starter.judge(attempt)
         if verdict is None:
             return
+        verdict = self.judge_memory(attempt, verdict)
         context, file_times = self.context, {}      # type: NodeContext, Dict[str, float]
         if verdict.status == 'completed' and attempt.job['outputs']:
             file_times, missing = stat_outputs(attempt.job['outputs'])
@@ -19754,11 +20523,7 @@ class Completions:
         attempt.completion = completion = {
             'job_id': attempt.id, 'attempt_id': attempt.attempt_id, 'return_code': verdict.return_code,
             'status': verdict.status, 'exec_time_minutes': end.wall_s / 60,
-            'completion_time': format_time(end.at), 'retry': False}
-        if end.peak_memory_bytes:
-            completion['peak_memory_bytes'] = end.peak_memory_bytes
-        if end.wall_s > 0:
-            completion['avg_cpu_percent'] = end.cpu_s / end.wall_s * 100
+            'completion_time': format_time(end.at), 'retry': False, **attempt.usage}
         if file_times:
             completion['file_times'] = file_times
         if verdict.status != 'completed':
@@ -19768,7 +20533,8 @@ class Completions:
             completion['reason'] = attempt.reason
         if verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
-        may_retry = verdict.status in ('failed', 'terminated') and attempt.stopped_for in ('', 'deadline')
+        is_own = attempt.stopped_for in ('', 'deadline', 'memory')
+        may_retry = verdict.status in ('failed', 'terminated') and is_own
         if not (may_retry and self.tries_again(attempt)):
             self.report(attempt)
 
@@ -19884,6 +20650,7 @@ class Dispatcher:
         self.may_claim = False      # jobs are asked for
         self.is_closed = False      # nothing is claimed or started any more
         self.end = math.inf         # monotonic; of the node's time
+        self.on_started = bool      # type: Callable[[Attempt], Any]
 
     def due(self) -> float:
         """When what was claimed ahead goes back, or the node may have room again."""
@@ -19935,6 +20702,7 @@ class Dispatcher:
                 os.close(descriptor)
         context, process = self.context, attempt.process
         self.attempts.change(attempt, 'running')
+        self.on_started(attempt)
         self.link.started.append([attempt.id, attempt.attempt_id, format_time(process.started_at)])
         self.link.report_soon(START_REPORT_S)
         context.log.write('Job started', workflow_id=context.workflow_id, job_id=attempt.id,
@@ -20017,7 +20785,171 @@ class Dispatcher:
         self.starter.stop(attempts, lead_s)
 
 
-# ======== 16d. Runner's loop: turns, signals, and when to leave ========
+# ======== 16d. Runner's monitor: samples, memory limits, time series ========
+#
+# One more part of a runner (see 16c). What takes long, or may hang, is an errand: the look at proportional
+# sizes, and the file of the time series. A disk that is full or gone costs samples, never a job.
+
+
+class Monitor:
+    """Samples what jobs and the node use, and ends jobs that are above their memory limit."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.dispatcher = dispatcher
+        self.oom_kills = OomCounter(find_oom_file())
+        self.settings = settings = monitor_settings(context.workflow)
+        self.sampler = TreeSampler(settings.interval_s)
+        self.node = NodeUsage(settings.cpu, settings.memory) if settings.node else None
+        self.node_at = time.monotonic() + settings.interval_s if settings.node else math.inf
+        label = f'wf{context.workflow_id}_h{socket.gethostname()}_r{context.run_id}_p{os.getpid()}'
+        self.series_name = f'resource_metrics_{label}.db'
+        self.series = Series(settings.flush_s, self.write_series, launcher.begin, self.on_series_error)
+        self.check = None           # type: Optional[Errand]  # reads proportional sizes
+        self.suspects = []          # type: List[Attempt]  # ... of these
+
+    def add(self, attempt: Attempt) -> None:
+        """A job was started."""
+        if self.settings.jobs:
+            process = attempt.process
+            limit_bytes = attempt.needs.memory_bytes if self.context.config['limit_resources'] else 0
+            tree = JobTree(process.pid, process.mark, process.started,
+                           limit_bytes if limit_bytes > UNSTATED_MEMORY_BYTES else 0)
+            self.sampler.add(attempt, tree, process.started)
+
+    def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """A job has ended: fields of its result."""
+        tree = self.sampler.drop(attempt)
+        figures = UsageFigures(0.0) if tree is None else tree.figures
+        return figures.at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
+
+    def due(self) -> float:
+        """The next sample, or write. The end of an errand comes with a SIGCHLD."""
+        return min(self.sampler.next_at, self.node_at, self.series.due())
+
+    def act(self, now: float) -> None:
+        """Take the samples that are due."""
+        if self.check is not None:
+            self.look_at_check(now)
+        if now >= self.sampler.next_at:
+            self.sample_jobs(now)
+        if now >= self.node_at:
+            self.node_at = now + self.settings.interval_s
+            self.sample_node()
+        self.series.act(now)
+
+    def sample_jobs(self, now: float) -> None:
+        """One sample of the jobs that are due."""
+        sampled, at = set(self.sampler.sample(now)), int(time.time())
+        self.oom_kills.look(now)
+        if self.settings.has_job_series:
+            for attempt, tree in self.sampler.trees.items():
+                if tree in sampled:
+                    self.series.add_job(attempt.id, attempt.name, (
+                        at, tree.cpu_percent, tree.memory_bytes, tree.num_processes))
+        if self.check is None:
+            self.begin_check(now)
+
+    def sample_node(self) -> None:
+        """One sample of the node."""
+        values = self.node.sample()
+        if self.settings.has_node_series:
+            self.series.rows['node'].append((int(time.time()), *values))
+
+    # ---- memory limits ----
+
+    def begin_check(self, now: float) -> None:
+        """Have the proportional sizes read of jobs that seem to be above their limits."""
+        suspects = {attempt: tree for attempt, tree in self.sampler.trees.items() if tree.needs_check(now)}
+        if suspects:
+            for tree in suspects.values():
+                tree.is_in_check = True
+            pids = [list(tree.members) for tree in suspects.values()]
+            self.suspects = list(suspects)
+            self.check = self.launcher.begin(functools.partial(check_trees, '/proc', pids))
+            self.look_at_check(now)     # it may not have begun
+
+    def look_at_check(self, now: float) -> None:
+        """See whether the sizes are there, and end the jobs that are above their limits."""
+        check = self.check
+        if now >= check.began + CHECK_LIMIT_S:
+            check.kill()        # in vain if it hangs in the kernel: then it is left behind
+        elif not check.look():
+            return
+        self.check, trees = None, self.sampler.trees
+        if check.error:
+            self.context.say_once(f'memory limits: no look at what jobs share was possible: {check.error}')
+        sizes = check.result or itertools.repeat(0)
+        for attempt, size_bytes in zip(self.suspects, sizes):
+            tree = trees.get(attempt)       # it may have ended
+            if tree is not None and check.error:
+                tree.set_unknown(now)
+            elif tree is not None and tree.set_proportional(now, size_bytes, now - check.began):
+                self.end_job(attempt, tree)
+        self.sampler.plan(now)
+
+    def end_job(self, attempt: Attempt, tree: JobTree) -> None:
+        """SIGKILL for a job above its limit."""
+        sizes = tree.memory_bytes, tree.limit_bytes
+        used, limit = (f'{size / 1024 ** 3:.2f}GB' for size in sizes)
+        names = {'workflow_id': self.context.workflow_id, 'job_id': attempt.id}
+        self.context.log.write('OOM violation detected:', 'warning', **names, pid=attempt.process.pid,
+                               memory=used, limit=limit)
+        self.context.log.write('Killing OOM job', 'warning', **names)
+        if not attempt.stopped_for:
+            used_mb, limit_mb = (math.ceil(size / 1024 ** 2) for size in sizes)
+            attempt.reason = f'used {used_mb}MB of memory, and its limit was {limit_mb}MB: raise memory in ' \
+                             'its resource_requirements, or set limit_resources: false in execution_config'
+            self.dispatcher.set_stopping(attempt, 'memory')
+        self.dispatcher.starter.kill([attempt])
+
+    def judge_memory(self, attempt: Attempt, verdict: Verdict) -> Verdict:
+        """What an end means, when it was for lack of memory: by its limit, or by the kernel."""
+        code, oom_exit_code = attempt.end.return_code, self.context.config['oom_exit_code']
+        if attempt.stopped_for == 'memory' and code:
+            return Verdict('failed', oom_exit_code, attempt.reason)
+        if verdict.status == 'failed' and code == 128 + signal.SIGKILL and self.oom_kills.take():
+            return Verdict('failed', oom_exit_code, 'killed by the kernel for lack of memory '
+                           f'({self.oom_kills.path} counts it): allow more memory, or run fewer jobs at once')
+        return verdict
+
+    # ---- time series ----
+
+    def write_series(self, rows: Dict[str, Sequence[Sequence[Any]]]) -> None:
+        """In an errand: add rows to the file, made if it is missing. OSError, Denied, sqlite3.Error."""
+        with hold_top(self.context.output.path) as top:
+            make_own_directory(SERIES_DIRECTORY, top.descriptor)
+            path = os.path.join(top.path, SERIES_DIRECTORY)
+            with refuse_danger(HeldDirectory(path, top.descriptor, False), False):
+                write_series(os.path.join(path, self.series_name), rows)
+
+    def on_series_error(self, error: str) -> None:
+        """Jobs do not suffer."""
+        self.context.say_once(f'the time series cannot be written at present: {error}')
+
+    def finish(self, limit_s: float) -> Dict[str, Any]:
+        """The last samples; fields of the compute node. What cannot be written in `limit_s` is given up."""
+        settings, series, give_up_at = self.settings, self.series, time.monotonic() + limit_s
+        if self.node is not None:
+            self.sample_node()
+        if settings.has_node_series:
+            series.rows['summary'] = [tuple(self.node.fields().values())]
+        if self.check is not None:
+            self.check.kill()
+        series.due_at = 0.0
+        for _ in range(2):      # what is being written, and what has come since
+            if series.errand is not None:
+                series.errand.wait(max(0.0, give_up_at - time.monotonic()))
+            series.act(time.monotonic())
+        if series.errand is not None:
+            series.errand.wait(max(0.0, give_up_at - time.monotonic()))
+        self.sampler.close()
+        fields = {} if self.node is None else self.node.fields()
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+# ======== 16e. Runner's loop: turns, signals, and when to leave ========
 #
 # One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one
 # request that carries ends and starts to the server and brings work back; start; wait. Only two things block:
@@ -20319,11 +21251,16 @@ class Runner:
         watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
+        self.monitor = Monitor(context, launcher, self.dispatcher)
+        self.dispatcher.on_started = self.monitor.add
+        self.completions.take_usage = self.monitor.take_usage
+        self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
         self.parts = [
             launcher,
+            self.monitor,
             self.shutdown,
             UnkillableReport(context, launcher, self.attempts, link),
             watch,
@@ -20398,8 +21335,10 @@ class Runner:
             self.perform('on_worker_complete')
         finally:
             self.launcher.kill_children()
+            figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
+            figures['duration_seconds'] = time.monotonic() - self.began
             counts = self.completions.counts
-            self.link.leave(counts['failed'] > 0, counts['terminated'] > 0, time.monotonic() - self.began)
+            self.link.leave(counts['failed'] > 0, counts['terminated'] > 0, figures)
 
     def perform(self, *triggers: str) -> None:
         """Run the due actions of these triggers to their end, claiming no jobs."""
@@ -23254,7 +24193,7 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
     if args['generate_plots'] and 'time-series' not in scopes.values():
         raise BadInput('--generate-plots needs a series to draw: '
                        'give --monitor time-series or --monitor-compute-node time-series')
-    monitor = {'enabled': any(word != 'off' for word in scopes.values()),
+    monitor = {'enabled': scopes['jobs'] != 'off',
                'granularity': 'time_series' if args['monitor'] == 'time-series' else 'summary',
                'sample_interval_seconds': args['sample_interval_seconds'] or 10,
                'flush_interval_seconds': 300, 'generate_plots': bool(args['generate_plots'])}
@@ -23824,12 +24763,11 @@ COMMANDS = (
         Argument('-n --name', 'NAME', 'name of the workflow'),
         Argument('--description', 'TEXT', 'description of the workflow'), DRY_RUN, *RUN_OPTIONS,
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
-                 one_of(*MONITOR_WORDS), is_pending=True),
-        Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)', one_of(*MONITOR_WORDS),
-                 is_pending=True),
+                 one_of(*MONITOR_WORDS)),
+        Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)', one_of(*MONITOR_WORDS)),
         Argument('--generate-plots', '', 'draw what was measured', is_pending=True),
         Argument('-i --sample-interval --sample-interval-seconds', 'SECONDS',
-                 'between measurements (default 10)', at_least(1, parse_whole_seconds), is_pending=True),
+                 'between measurements (default 10)', at_least(1, parse_whole_seconds)),
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
