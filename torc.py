@@ -62,6 +62,7 @@ Sections (grep '^# ==' torc.py):
     16c. Runner's parts
     16d. Runner's loop
     19. Rendering
+    19a. Reports
     20. Commands
     20a. Workflows
     20b. Logs
@@ -21067,6 +21068,295 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
+# ======== 19a. Reports: what jobs used beside what they asked for ========
+#
+# Functions from values to values: comparisons and corrections. They know results and
+# resource requirements as the API has them, and neither sessions nor files.
+#
+# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
+# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
+# no limit. Requirements are shared: what one job needs, all jobs that have them get.
+
+PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
+OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
+CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
+LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
+# What downsizing must save to be worth another requirement; as in Torc.
+LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
+TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
+
+
+class JobUse(Row):
+    """A job, its requirements, and the result that is looked at."""
+    job: Dict[str, Any]
+    needs: Dict[str, Any]
+    result: Dict[str, Any]
+    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+
+
+class Comparison(Row):
+    """One resource of one job: what it asked for and used at most, in the same unit."""
+    use: JobUse
+    resource: str       # key of MEASURES
+    limit: float
+    used: float
+
+    @property
+    def over_percent(self) -> float:
+        """By how much of the limit more was used; 0 below it."""
+        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
+
+
+class Measure(Row):
+    """A resource as reports show it."""
+    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
+    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
+    show: Callable[[float], str]
+
+
+def report_memory(value_bytes: float) -> str:
+    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
+    megabytes = value_bytes / 1024 ** 2
+    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
+
+
+def report_duration(value_s: float) -> str:
+    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
+    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
+    if hours:
+        return f'{hours}h {minutes}m {seconds}s'
+    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
+
+
+def seconds_of(result: Dict[str, Any]) -> float:
+    """How long an attempt ran."""
+    return result['exec_time_minutes'] * 60
+
+
+MEASURES = {
+    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
+                      lambda result: result.get('peak_memory_bytes'), report_memory),
+    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
+                   lambda result: result.get('peak_cpu_percent'), format_percent),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+}
+
+
+def is_placeholder(needs: Dict[str, Any]) -> bool:
+    """Whether requirements are those of jobs that name none."""
+    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
+
+
+def limit_of(resource: str, needs: Dict[str, Any]) -> float:
+    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
+    try:
+        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
+    except ValueError:
+        return 0.0
+
+
+def compare_use(use: JobUse) -> List[Comparison]:
+    """A job's resources that have a limit and were measured."""
+    found = []
+    for resource, measure in MEASURES.items():
+        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
+        if limit > 0 and used is not None:
+            found.append(Comparison(use, resource, limit, used))
+    return found
+
+
+def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
+    """A comparison as Torc's JSON has it."""
+    use, show = comparison.use, MEASURES[comparison.resource].show
+    specified = show(comparison.limit)
+    if comparison.resource == 'CPU':
+        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
+    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
+            'specified': specified, 'peak_used': show(comparison.used),
+            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
+
+
+def has_memory_violation(use: JobUse) -> str:
+    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
+
+    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
+    of the runtime counts as well.
+    """
+    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
+    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
+        return 'memory_exceeded'
+    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
+    return 'sigkill_137' if is_killed and (not seconds
+                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+
+
+def explain_failure(use: JobUse) -> Dict[str, Any]:
+    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
+    needs, result = use.needs, use.result
+    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
+    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
+    is_timeout = result['return_code'] == TERMINATED_CODES['time']
+    oom = has_memory_violation(use)
+    found = {
+        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
+        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
+        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
+        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
+        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
+        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
+        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
+        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
+        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
+        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
+        'peak_cpu_percent': cpu_percent,
+        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# -------- corrections --------
+
+class Multipliers(Row):
+    """By how much more than was seen is asked for."""
+    memory: float
+    cpu: float
+    runtime: float
+
+
+class Correction(Row):
+    """One resource of requirements, as it is and as it should be."""
+    resource: str               # 'memory', 'cpu' or 'runtime'
+    uses: List[JobUse]          # the jobs because of which
+    original: Any
+    new: Any
+    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
+
+
+ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
+    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
+    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
+    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
+}
+
+
+def round_memory_up(value_bytes: float) -> str:
+    """Bytes -> the next whole g, m or k: 13g, 300m."""
+    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
+    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+
+
+def round_runtime_up(value_s: float) -> str:
+    """Seconds -> the next whole minute: PT2H5M."""
+    return format_duration(60 * max(1, math.ceil(value_s / 60)))
+
+
+def cpus_for(percent: float, multiplier: float) -> int:
+    """CPUs that are enough for a peak."""
+    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
+
+
+def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More memory, if one of the jobs needed more than it asked for."""
+    found = [(use, has_memory_violation(use)) for use in uses]
+    over = [use for use, reason in found if reason]
+    if not over:
+        return None
+    limit = limit_of('Memory', over[0].needs)
+    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
+               default=None)
+    is_guess = any(reason == 'sigkill_137' for _, reason in found)
+    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
+    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
+
+
+def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More CPUs, if one of the jobs kept more busy than it asked for."""
+    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
+            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
+    if not over:
+        return None
+    peak = max(use.result['peak_cpu_percent'] for use in over)
+    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
+
+
+def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More time, if one of the jobs took more than it asked for, or was killed for it."""
+    over, wanted_s, peak_s = [], 0.0, 0.0
+    for use in uses:
+        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
+        if limit_s and (is_timeout or ran_s > limit_s):
+            over.append(use)
+            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
+            peak_s = max(peak_s, ran_s)
+    if not over:
+        return None
+    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
+
+
+def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+             multipliers: Multipliers) -> List[Correction]:
+    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
+    needs, found = uses[0].needs, []
+    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
+    percent_seen = [result.get('peak_cpu_percent') for result in seen]
+    limit = limit_of('Memory', needs)
+    if limit and all(bytes_seen):
+        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
+        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
+            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
+    limit = limit_of('CPU', needs)
+    if limit and all(percent_seen):
+        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
+        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
+            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
+    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
+    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
+    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
+        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
+    return found
+
+
+def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
+                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
+    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
+
+    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
+    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
+    """
+    groups: Dict[int, List[JobUse]] = {}
+    for use in uses:
+        groups.setdefault(use.needs['id'], []).append(use)
+    plan = []
+    for needs_id, group in sorted(groups.items()):
+        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
+              increase_runtime(group, multipliers.runtime)]
+        corrections = [correction for correction in up if correction]
+        if corrections:
+            plan.append(('upscale', corrections))
+        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
+                                                                       for use in group):
+            runs = {(use.job['id'], use.result['run_id']) for use in group}
+            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
+            corrections = decrease(group, seen, multipliers)
+            plan += [('downscale', corrections)] if corrections else []
+    return plan
+
+
+def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
+    """The corrections of one of the requirements, as Torc's JSON has them."""
+    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
+    found: Dict[str, Any] = {
+        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
+        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
+    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
+    for correction in corrections:
+        found[f'{correction.resource}_adjusted'] = True
+        values = correction.original, correction.new, correction.peak
+        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
+                     if value is not None)
+    return found
+
+
 # ======== 20. Commands: what they share, objects, administration ========
 #
 # A command is a function (session, args) that returns an exit code: cmd_NAME, or one that shows(),
@@ -22331,11 +22621,11 @@ def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int],
     return done, failures
 
 
-# ======== 20b. Logs: results, and what jobs wrote ========
+# ======== 20b. Logs: results, what jobs wrote, and what they used ========
 #
 # Results come from the server, output files from this host: a runner's output directory, which
 # must belong to the same database. An attempt is named by job, run and attempt; its files by
-# stdio_names.
+# stdio_names. What is made of both (comparisons) is Reports'.
 
 # -------- results --------
 
@@ -22676,6 +22966,173 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
     is_format = follows and word in ANSWER_FORMATS
     hint = f'; here -f follows the output: write `torc.py -f {word} logs`' if is_format else ''
     raise NotFound(printable(f'workflow {workflow_id} has no job {word!r}{did_you_mean(word, names)}{hint}'))
+
+
+# -------- what jobs used --------
+
+COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
+CORRECTION_WORDS = {'memory': 'Memory', 'cpu': 'CPUs', 'runtime': 'Runtime'}
+REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
+
+
+def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
+    """Requirements of a workflow, by id."""
+    return {item['id']: item for item in session.items('list_resource_requirements', workflow_id=workflow_id)}
+
+
+def list_uses(session: Session, workflow_id: int, statuses: Sequence[str],
+              run_id: Optional[int] = None) -> List[JobUse]:
+    """Jobs with requirements and their newest result, of the current or of one run, in these statuses."""
+    query = {} if run_id is None else {'run_id': run_id, 'all_runs': True}
+    newest = {item['job_id']: item for item in session.items(
+        'list_results', workflow_id=workflow_id, sort_by='id', **query)}
+    needs = list_requirements(session, workflow_id)
+    jobs = session.items('list_jobs', workflow_id=workflow_id) if newest else []
+    return [JobUse(job, needs[job['resource_requirements_id']], newest[job['id']]) for job in jobs
+            if job['id'] in newest and newest[job['id']]['status'] in statuses
+            and job.get('resource_requirements_id') in needs]
+
+
+def cmd_check_resources(session: Session, args: Arguments) -> int:
+    """Compare what jobs used with what they asked for."""
+    workflow_id = choose_workflow(session, args)
+    statuses = ('completed', 'failed', 'terminated') if args['include_failed'] else ('completed',)
+    uses = list_uses(session, workflow_id, statuses, args['run_id'])
+    found = [comparison for use in uses for comparison in compare_use(use)]
+    found.sort(key=lambda comparison: -comparison.used / comparison.limit)
+    over = [item for item in found if item.over_percent > args['min_over_utilization']]
+    within = found[len(over):]
+    run_id = args['run_id']
+    if run_id is None:
+        run_id = session.call('get_workflow', workflow_id=workflow_id).get('run_id')
+    answer = {'workflow_id': workflow_id, 'run_id': run_id, 'total_results': len(uses),
+              'over_utilization_count': len(over),
+              'violations': [describe_comparison(item, True) for item in over]}
+    if args['all']:
+        answer['within_limits'] = [describe_comparison(item, False) for item in within]
+    if args['include_failed']:
+        failures = [explain_failure(use) for use in uses if use.result['status'] != 'completed']
+        answer.update(resource_violations_count=len(failures), resource_violations=failures)
+    session.answer(answer, format_comparisons(session, answer, over, within if args['all'] else []))
+    return 0
+
+
+def format_comparisons(session: Session, answer: Dict[str, Any], over: Sequence[Comparison],
+                       within: Sequence[Comparison]) -> str:
+    """The answer of check-resources for people."""
+    total = answer['total_results']
+    if not total:
+        return 'No results of jobs that have ended well\n'
+    lines = [f'{len(over)} times more was used than asked for, in {total} results' if over else
+             f'No job used more than it asked for, in {total} results']
+    text = format_lines(lines)
+    if over or within:
+        rows = [(item.use.job['id'], item.use.job['name'], item.resource,
+                 describe_comparison(item, True)['specified'], MEASURES[item.resource].show(item.used),
+                 f'{item.used / item.limit * 100:.1f}%') for item in [*over, *within]]
+        text += format_table(COMPARISON_COLUMNS, rows, style_of(session.out, os.environ))
+    causes = [(failure['job_name'], failure) for failure in answer.get('resource_violations', ())]
+    text += format_lines(f'{name} (return code {failure["return_code"]}): {why}' for name, failure in causes
+                         for why in explain_causes(failure))
+    if over or any(explain_causes(failure) for _, failure in causes):
+        hint = command_line(session, 'workflows', 'correct-resources', answer['workflow_id'], '--dry-run')
+        text += format_lines([f'What would be enough: `{hint}`'])
+    return text
+
+
+def explain_causes(failure: Dict[str, Any]) -> List[str]:
+    """What a job may have failed of, in words."""
+    words = {'memory_exceeded': 'used more memory than it asked for',
+             'sigkill_137': 'was killed, maybe for memory'}
+    causes = [words[failure['oom_reason']]] if 'oom_reason' in failure else []
+    return causes + (['may have run out of time'] if failure.get('likely_timeout') else [])
+
+
+def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> List[JobUse]:
+    """Say which results are older than the requirements: without that, each call would ask for more."""
+    events = session.items('list_events', workflow_id=workflow_id, category='user_action')
+    changed_at = {event['data'].get('resource_requirements_id'): event['timestamp'] / 1000 for event in events
+                  if isinstance(event['data'], dict)
+                  and event['data'].get('action') == 'update_resource_requirements'}
+    return [use._replace(is_stale=parse_time(use.result['completion_time'])
+                         < changed_at.get(use.needs['id'], -math.inf)) for use in uses]
+
+
+def cmd_correct_resources(session: Session, args: Arguments) -> int:
+    """Change requirements to what their jobs used, times a multiplier."""
+    workflow_id = choose_workflow(session, args)
+    uses = list_uses(session, workflow_id, ('completed', 'failed'))
+    if args['job_ids']:
+        missing = set(args['job_ids']) - {use.job['id'] for use in uses}
+        if missing:
+            named = first_of(sorted(missing))
+            raise NotFound(f'workflow {workflow_id} has no result of a completed or failed job {named}')
+        uses = [use for use in uses if use.job['id'] in args['job_ids']]
+    uses = mark_stale(session, workflow_id, uses)
+    attempts = session.items('list_results', workflow_id=workflow_id, all_runs=True)
+    counted = collections.Counter(job.get('resource_requirements_id')
+                                  for job in session.items('list_jobs', workflow_id=workflow_id))
+    multipliers = Multipliers(args['memory_multiplier'], args['cpu_multiplier'], args['runtime_multiplier'])
+    plan = plan_corrections(uses, attempts, counted, multipliers, not args['no_downsize'])
+    if not args['dry_run']:
+        for _, corrections in plan:
+            values = {REQUIREMENT_FIELDS[item.resource]: item.new for item in corrections}
+            session.call('update_resource_requirements', values, row_id=corrections[0].uses[0].needs['id'])
+    answer = describe_corrections(workflow_id, plan, args)
+    session.answer(answer, format_corrections(session, answer, plan, counted))
+    return 0
+
+
+def describe_corrections(workflow_id: int, plan: Sequence[Tuple[str, List[Correction]]],
+                         args: Arguments) -> Dict[str, Any]:
+    """The answer of correct-resources as Torc's JSON has it: corrections are counted by jobs."""
+    counts: 'collections.Counter[str]' = collections.Counter()
+    for direction, corrections in plan:
+        for item in corrections:
+            prefix = 'downsize_' if direction == 'downscale' else ''
+            counts[f'{prefix}{item.resource}_corrections'] += len(item.uses)
+    analyzed = {use.job['id'] for _, corrections in plan for item in corrections for use in item.uses}
+    answer = {'status': 'success', 'workflow_id': workflow_id, 'dry_run': bool(args['dry_run']),
+              'no_downsize': bool(args['no_downsize']), 'jobs_analyzed': len(analyzed),
+              'resource_requirements_updated': len(plan)}
+    for resource in ADJUSTMENT_KEYS:
+        answer[f'{resource}_multiplier'] = args[f'{resource}_multiplier']
+        for prefix in ('', 'downsize_'):
+            key = f'{prefix}{resource}_corrections'
+            answer[key] = counts[key]
+    answer['adjustments'] = [describe_adjustment(*change) for change in plan]
+    return answer
+
+
+def format_corrections(session: Session, answer: Dict[str, Any], plan: Sequence[Tuple[str, List[Correction]]],
+                       counted: Dict[int, int]) -> str:
+    """The same for people: one row for each value that changes."""
+    if not plan:
+        return 'What jobs asked for needs no correction\n'
+    rows = []
+    for _, corrections in plan:
+        for item in corrections:
+            needs = item.uses[0].needs
+            rows.append((needs['id'], needs['name'], CORRECTION_WORDS[item.resource], item.original, item.new,
+                         show_peak(item), counted[needs['id']]))
+    table = format_table(('ID', 'Requirements', 'Resource', 'Old', 'New', 'Peak', 'Jobs'), rows,
+                         style_of(session.out, os.environ))
+    again = command_line(session, 'run', answer['workflow_id'], '--retry-failed')
+    lines = ['Nothing was changed: this is a dry run'] if answer['dry_run'] else [
+        f'Updated {len(plan)} resource requirements; the workflow file still says what it said']
+    if not answer['dry_run'] and any(use.result['return_code'] for _, corrections in plan
+                                     for item in corrections for use in item.uses):
+        lines.append(f'To run the failed jobs again: `{again}`')
+    return table + format_lines(lines)
+
+
+def show_peak(item: Correction) -> str:
+    """What a correction was made from."""
+    if item.peak is None:
+        return 'not known'
+    shows = {'memory': report_memory, 'cpu': format_percent,
+             'runtime': lambda minutes: report_duration(minutes * 60)}
+    return shows[item.resource](item.peak)
 
 
 # ======== 20c. Runs: a workflow file becomes a workflow, and runs here ========
@@ -23738,6 +24195,28 @@ def parse_logs_workflow(text: str) -> int:
     return parse_id(text)
 
 
+def parse_factor(text: str) -> float:
+    """A multiplier of what was seen: 1 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 1000:
+        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
+    return value
+
+
+def parse_percent(text: str) -> float:
+    """Percent, without the sign."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f'{text!r} is not a number of percent, such as 5')
+    return value
+
+
 def parse_ids(text: str) -> List[int]:
     """Ids separated by commas."""
     return [parse_id(word) for word in text.split(',')]
@@ -24081,6 +24560,22 @@ COMMANDS = (
     Command('workflows execution-plan', cmd_execution_plan, 'show in which order jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'),
         *SPEC_OPTIONS), 'workflows execution-plan examples/diamond.yaml'),
+    Command('workflows check-resources', cmd_check_resources,
+        'compare what jobs used with what they asked for', (
+        ASKED_WF, Argument('-r --run-id', 'N', 'of this run', at_least(0)),
+        Argument('-a --all', '', 'also what stayed within its limits'),
+        Argument('--include-failed', '', 'also of failed and terminated jobs, with likely causes'),
+        Argument('--min-over-utilization', 'PERCENT', 'that it takes to exceed a limit', parse_percent,
+                 default=1.0)),
+        'workflows check-resources 1 --all'),
+    Command('workflows correct-resources', cmd_correct_resources,
+        'change resource requirements to what jobs used, and a margin', (
+        ASKED_WF, Argument('--memory-multiplier', 'N', 'of the highest memory', parse_factor, default=1.2),
+        Argument('--cpu-multiplier', 'N', 'of the highest CPU use', parse_factor, default=1.2),
+        Argument('--runtime-multiplier', 'N', 'of the longest run time', parse_factor, default=1.2),
+        Argument('--job-ids', 'JOB,...', 'look at these jobs only', parse_ids, '*'), DRY_RUN,
+        Argument('--no-downsize', '', 'only ask for more, never for less')),
+        'workflows correct-resources 1 --dry-run'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('TRUTH', '', 'true or false', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
@@ -24439,7 +24934,7 @@ TOPICS = {
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
-               'workflows reset-status', 'jobs reset-status')
+               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
