@@ -90,6 +90,7 @@ import struct
 import subprocess
 import symtable
 import sys
+import tarfile
 import tempfile
 import termios
 import textwrap
@@ -15552,6 +15553,107 @@ class CorrectionTest(unittest.TestCase):
                 self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
 
 
+# -------- errors in logs --------
+
+# A line that each class is to find, as programs write it.
+ERROR_LINES = {
+    'Missing output files': '2026-11-22T10:00:00.000Z INFO Job completed workflow_id=1 status=failed reason=declared output files are missing: a',
+    'Failed job': '2026-11-22T10:00:00.000Z INFO Job completed workflow_id=1 job_id=2 return_code=137 status=failed reason=Killed',
+    'GPU out of memory': 'RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB',
+    'Out of memory': 'slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.',
+    'Time limit': 'slurmstepd: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO TIME LIMIT ***',
+    'Preemption': 'slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO PREEMPTION ***',
+    'Node failure': 'slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***',
+    'Canceled': 'slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-22T10:00:00 ***',
+    'Slurm': 'srun: error: n1: task 0: Exited with exit code 2',
+    'Disk full': "cp: error writing 'x': No space left on device",
+    'File system': "touch: cannot touch 'x': Read-only file system",
+    'Network': 'curl: (7) Failed to connect to h port 80: Connection refused',
+    'Permission': 'bash: ./x: Permission denied',
+    'Not found': 'bash: line 1: gromacs: command not found',
+    'GPU': 'CUDA error: device-side assert triggered',
+    'Crash': 'bash: line 1: 77 Segmentation fault      (core dumped) ./x',
+    'MPI': 'MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD',
+    'Killed': 'Killed',
+    'Panic': "thread 'main' panicked at src/main.rs:2:5:",
+    'Exception': 'json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)',
+    'Error': '2026-11-22 10:00:00,123 - solver - ERROR - did not converge',
+}
+MORE_ERROR_LINES = (
+    ('Out of memory', 'MemoryError'), ('Out of memory', "terminate called after throwing an instance of 'std::bad_alloc'"),
+    ('Out of memory', 'fork: Cannot allocate memory'), ('Out of memory', '2026-11-22T10:00:00Z WARNING OOM violation detected: workflow_id=1'),
+    ('Out of memory', 'Out of memory: Killed process 77 (x) total-vm:1kB'), ('Time limit', 'CPU time limit exceeded (core dumped)'),
+    ('Not found', "ModuleNotFoundError: No module named 'numpy'"), ('Not found', './x: error while loading shared libraries: libz.so.1'),
+    ('Not found', 'sh: 1: gromacs: not found'), ('Not found', "cat: x: No such file or directory"), ('Permission', "PermissionError: [Errno 13] Permission denied: 'x'"),
+    ('Disk full', 'OSError: [Errno 28] No space left on device'), ('Crash', 'Bus error'), ('Crash', '*** stack smashing detected ***: terminated'),
+    ('Panic', 'panic: runtime error: index out of range'), ('Exception', 'ValueError: 3'), ('Exception', 'my.own.SolverException'),
+    ('Exception', 'Error in eval(expr) : object not found'), ('Exception', 'forrtl: severe (24): end-of-file'), ('Error', 'make: *** [all] Error 2'),
+    ('Error', 'x.c:1:5: error: unknown type'), ('Error', '[ERROR] it broke'), ('Error', 'Error: no such option: --x'), ('Error', 'FATAL: database is locked'))
+BENIGN_LINES = (
+    '0 errors', 'No errors found.', 'validation error: 0.013', 'mean squared error: 3', 'ERROR: 0', 'errors=0 failures=0', 'timeout=30', 'walltime 01:00:00',
+    'connection timeout set to 30 s', 'task FAILED over to node 2', 'tests FAILED: 0', 'killed 3 birds', 'the out-of-sample score', 'oomph', 'CANCELLED orders: 4',
+    'test_error_handling ... ok', 'memory limit: 8 GB', 'loading error_model.bin', 'Traceback (most recent call last):', 'no exception was raised',
+    'INFO retrying: connection refused', '2026-11-22 10:00:00 DEBUG no such file or directory, making it', 'found 0 items not found', 'gpu memory 12 GB',
+    '2026-11-22T10:00:00.000Z INFO Job completed workflow_id=1 job_id=1 return_code=0 status=completed', 'critical path: 3 jobs', 'Severe weather: 0.3')
+
+
+class FindingsTest(unittest.TestCase):
+    """Logs are searched for messages of known errors, and ordinary output is none."""
+
+    def classes(self, text: str) -> List[str]:
+        """Classes of the lines of a text."""
+        findings = torc.FileFindings()
+        findings.read(text.encode())
+        findings.read(b'')
+        return [finding.kind.name for finding in findings.kept]
+
+    def test_each_class_finds_its_message(self):
+        self.assertEqual([kind.name for kind in torc.ERROR_CLASSES], sorted(ERROR_LINES, key=[kind.name for kind in torc.ERROR_CLASSES].index))
+        for name, line in [*ERROR_LINES.items(), *MORE_ERROR_LINES]:
+            with self.subTest(line):
+                self.assertEqual([name], self.classes(line))
+
+    def test_ordinary_output_is_no_error(self):
+        for line in BENIGN_LINES:
+            with self.subTest(line):
+                self.assertEqual([], self.classes(line))
+
+    def test_lines_are_found_however_the_file_is_cut_into_pieces(self):
+        data = 'one\nKilled\n'.encode() + b'\xff\xfe Killed\n' + ('x' * 5000 + '\nMemoryError\n\nlast: Permission denied').encode()
+        for size in (7, 100, 4097, len(data)):
+            findings = torc.FileFindings()
+            for start in range(0, len(data), size):
+                findings.read(data[start:start + size])
+            findings.read(b'')
+            with self.subTest(size):
+                self.assertEqual([(2, 'Killed', 'Killed'), (5, 'Out of memory', 'MemoryError'), (7, 'Permission', 'last: Permission denied')],
+                                 [(finding.line, finding.kind.name, finding.text) for finding in findings.kept])
+
+    def test_many_errors_of_a_file_are_counted_and_some_are_kept(self):
+        findings = torc.FileFindings()
+        findings.read(b'Killed\n' * 500)
+        found = torc.describe_findings([('a.e', findings)])
+        self.assertEqual((500, {'Killed': 500}, torc.FINDINGS_KEPT), (found['errors'], found['classes'], len(found['items'])))
+        self.assertIn('  and 480 more\n', torc.format_findings([('a.e', findings)]))
+
+    def test_a_file_belongs_to_the_workflow_in_its_name(self):
+        for name, number in (('job_wf1_j1_r1_a1.o', 1), ('job_wf10_j1_r1_a1.o', 10), ('job_runner_h_wf12_r1.log', 12), ('resource_metrics_wf3.db', 3),
+                             ('wf7.tar.gz', 7), ('swf1_x', None), ('job_wf_j1', None), ('torc.db', None), ('job_runner_nwf1_wf2_r1.log', 2)):
+            self.assertEqual(number, torc.workflow_in_name(name), name)
+
+    def test_logs_are_told_from_other_files(self):
+        names = ('a.log', 'a.log.1', 'a.o', 'a.e', 'slurm_env_wf1_sl1.log', 'a.db', 'a.tar.gz', 'bundle_metadata.json')
+        self.assertEqual(['a.log', 'a.log.1', 'a.o', 'a.e'], [name for name in names if torc.is_log_name(name)])
+
+    def test_a_large_log_without_errors_is_read_fast(self):
+        line = b'step 17 of 1000: residual 0.00012, energy -1234.5678, temperature 300.1\n'
+        findings, began = torc.FileFindings(), time.process_time()
+        for _ in range(2):
+            findings.read(line * (2 ** 20 // len(line)))
+        self.assertEqual([], findings.kept)
+        self.assertLess(time.process_time() - began, 2.0)       # a second for each MiB: it takes a twentieth
+
+
 # ======== 20. Commands ========
 #
 # Most enter through main() on an embedded database in the world's directory. What Torc 1.0 was recorded to print in JSON and
@@ -15950,9 +16052,7 @@ class ReasonTest(CommandTest):
         os.mkdir(path)
         self.assertExit(0, self.world.main('logs', 1, 'good'), f'torc: cannot read {path}: Is a directory')
 
-    def test_logs_keeps_words_for_later(self):
-        for word in ('bundle', 'analyze'):
-            self.assertExit(2, self.world.main('logs', word, 1), f'`logs {word}` is not there yet: `')
+    def test_logs_tells_its_option_from_the_format_of_answers(self):
         self.assertExit(4, self.world.main('logs', 1, 'good', '-f', 'json'), 'write `torc.py -f json logs`')
         self.assertExit(2, self.world.main('-f', 'json', 'logs', 1, '-f'), '--follow has no JSON form')
 
@@ -16094,6 +16194,120 @@ class UsedResourcesTest(CommandTest):
                               ('check-resources 1 --min-over-utilization few', "'few' is not a number of percent"),
                               ('correct-resources 1 --runtime-multiplier nan', "'nan' is not a multiplier")):
             self.assertIn(message, self.assertExit(2, self.world.main('workflows', *line.split())).err)
+
+
+class BundleTest(CommandTest):
+    """All logs of a workflow in one file, and what is wrong in them."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', """
+            name: logged
+            jobs:
+              - {name: good, command: echo fine}
+              - {name: bad, command: "echo 0 errors; echo 'x: Permission denied' >&2; exit 1"}
+            """)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        for name in ('job_stdio/job_wf10_j1_r1_a1.o', 'job_runner_h_wf10_r1.log', 'job_runner_h_wf1_r1.log.1', 'offline_journal/offline_results_wf1_r1_h.db',
+                     'resource_utilization/resource_metrics_h_wf1_r1.db', 'actions_wf1_r1.log', 'secret_wf1'):
+            self.world.write('torc_output/' + name, 'Killed\n')
+        os.remove(self.world.path('torc_output', 'secret_wf1'))
+        os.symlink('/etc/passwd', self.world.path('torc_output', 'secret_wf1'))
+        os.mkfifo(self.world.path('torc_output', 'job_stdio', 'job_wf1_j9_r1_a1.o'))
+
+    def test_a_bundle_has_the_files_of_its_workflow_and_says_what_it_is(self):
+        os.mkdir(self.world.path('to'))
+        self.world.write('to/wf1.tar.gz', 'old')
+        found = self.json('logs bundle 1 --bundle-dir to')
+        runner = glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*_wf1_r1.log')
+        own = {'torc_output/' + os.path.basename(path) for path in runner}
+        own |= {f'job_stdio/job_wf1_j{job}_r1_a1.{kind}' for job in (1, 2) for kind in 'oe'}
+        own |= {'torc_output/job_runner_h_wf1_r1.log.1', 'torc_output/actions_wf1_r1.log', 'offline_journal/offline_results_wf1_r1_h.db',
+                'resource_utilization/resource_metrics_h_wf1_r1.db', 'bundle_metadata.json'}
+        with tarfile.open(self.world.path('to', 'wf1.tar.gz')) as bundle:
+            self.assertEqual(own, set(bundle.getnames()))
+            self.assertEqual(b'fine\n', bundle.extractfile('job_stdio/job_wf1_j1_r1_a1.o').read())
+            metadata = json.loads(bundle.extractfile('bundle_metadata.json').read().decode())
+            self.assertEqual({True}, {member.isfile() for member in bundle})
+        self.assertEqual(dict(metadata, file='to/wf1.tar.gz'), found)
+        self.assertEqual((1, 'logged', len(own) - 1), (found['workflow_id'], found['workflow_name'], found['files_collected']))
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('to', 'wf1.tar.gz')).st_mode))
+        self.assertEqual(['wf1.tar.gz'], os.listdir(self.world.path('to')))
+
+    def test_what_a_bundle_says_is_what_torc_says(self):
+        recorded = 'Log bundle created successfully:\n  File: ./wf1.tar.gz\n  Files collected: 9\n  Total size: 4450 bytes'
+
+        def without_numbers(text: str) -> str:
+            return re.sub('[0-9]+', 'N', text)
+        self.assertEqual(without_numbers(recorded), without_numbers(self.text('logs bundle 1')).rstrip())
+
+    def test_a_file_that_changes_while_it_is_packed_keeps_its_size(self):
+        for now, packed in ((b'', b'\0' * 5), (b'abcdefgh', b'abcde'), (b'abc', b'abc\0\0')):
+            buffer = io.BytesIO()
+            with tarfile.open(fileobj=buffer, mode='w') as bundle:
+                torc.add_member(bundle, 'a', 5, 0, torc.SteadyFile(io.BytesIO(now)))
+            buffer.seek(0)
+            with tarfile.open(fileobj=buffer) as bundle:
+                self.assertEqual(packed, bundle.extractfile('a').read())
+
+    def test_a_bundle_that_cannot_be_written_leaves_nothing(self):
+        os.makedirs(self.world.path('to', 'wf1.tar.gz'))
+        for directory in ('to', 'nowhere', 'w.yaml'):
+            outcome = self.assertExit(2, self.world.main('logs', 'bundle', 1, '--bundle-dir', directory))
+            self.assertIn('give another place with --bundle-dir', outcome.err)
+        self.assertEqual(['wf1.tar.gz'], os.listdir(self.world.path('to')))
+        self.assertExit(4, self.world.main('logs', 'bundle', 9))
+        self.assertIn('no log of workflow 1 is in', self.assertExit(0, self.world.main('logs', 'bundle', 1, '-o', 'to')).err)
+
+    def test_a_bundle_and_its_directory_tell_the_same(self):
+        self.text('logs bundle 1')
+        there, here = self.json('logs analyze wf1.tar.gz'), self.json('logs analyze torc_output -w 1')
+        self.assertEqual((1, 'logged'), (there['workflow_id'], there['workflow_name']))
+        self.assertEqual({'Failed job': 1, 'Permission': 1, 'Killed': 2}, there['classes'])
+        for key in ('files_parsed', 'errors', 'warnings', 'classes'):
+            self.assertEqual(here[key], there[key], key)
+        self.assertIn({'file': 'job_stdio/job_wf1_j2_r1_a1.e', 'line': 1, 'class': 'Permission', 'severity': 'error', 'message': 'x: Permission denied'},
+                      here['items'])
+        self.assertIn('job_stdio/job_wf1_j2_r1_a1.e (job 2, run 1, attempt 1):\n  [ERROR] Line 1: Permission - x: Permission denied\n',
+                      self.text('logs analyze wf1.tar.gz'))
+        self.assertEqual({'Killed': 2}, self.json('logs analyze torc_output -w 10')['classes'])
+
+    def test_logs_without_errors_are_told_as_torc_tells_them(self):
+        for number in range(9):
+            self.world.write(f'clean/job_stdio/job_wf1_j{number}_r1_a1.o', '0 errors\n')
+        self.assertEqual('Workflow ID: 1\n\nFiles parsed: 9\n\nNo errors detected in log files.\n', self.text('logs analyze clean'))
+
+    def test_what_is_no_log_is_refused(self):
+        os.mkdir(self.world.path('empty'))
+        for line, message in (
+                ('torc_output', 'holds logs of the workflows 1, 10: choose one with --workflow-id'),
+                ('torc_output -w 7', 'holds no logs of workflow 7, but of 1, 10'), ('empty', 'empty holds no logs of workflows'),
+                ('w.yaml', 'w.yaml cannot be read as a bundle'), ('none', 'cannot read none: No such file')):
+            self.assertIn(message, self.assertExit(2, self.world.main('logs', 'analyze', *line.split())).err)
+        self.text('logs bundle 1')
+        with open(self.world.path('wf1.tar.gz'), 'rb') as file:
+            data = file.read()
+        self.world.write('cut.tar.gz', data[:len(data) // 2])
+        self.assertIn('cut.tar.gz cannot be read as a bundle', self.assertExit(2, self.world.main('logs', 'analyze', 'cut.tar.gz')).err)
+
+    def test_both_are_commands_beside_logs(self):
+        for words, name in ((['logs', 'bundle', '1'], 'logs bundle'), (['logs', 'analyze', 'x'], 'logs analyze'), (['logs', '1', 'bundle'], 'logs'),
+                            (['logs'], 'logs'), (['-f', 'json', 'logs', 'bundle'], 'logs bundle')):
+            self.assertEqual(name, torc.parse_command_line(words).command.name)
+        self.assertIn('See also: logs bundle, logs analyze\n', self.text('logs -h'))
+
+    def test_only_the_last_lines_are_shown_if_asked_for(self):
+        path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')
+        for data in ('', 'a', 'a\n', 'a\nb', 'a\nb\n', '\n\n', 'a\n\nb\n', 'x' * 40 + '\ny\n'):
+            self.world.write(path, data)
+            for count in (0, 1, 2, 3):
+                with self.subTest(data, count=count):
+                    expected = ''.join(data.splitlines(True)[-count:] if count else [])
+                    self.assertEqual(expected, self.text(f'logs 1 good --tail {count}'))
+        with open(path, 'rb') as file:
+            self.assertEqual([0, 41, 43], [torc.find_tail(file, lines) for lines in (None, 1, 0)])
+        self.world.write(path, 'first\n' + 'z' * (2 * torc.LOG_PIECE_BYTES) + '\nlast')
+        self.assertEqual(('last', 2 * torc.LOG_PIECE_BYTES + 5), (self.text('logs 1 good -n1'), len(self.text('logs 1 good -n 2'))))
 
 
 class TaskCommandTest(CommandTest):
@@ -21587,6 +21801,7 @@ class HostileTextLaws(WorldTest):
     }
     MORE = (
         'workflows check-resources 1 --all --include-failed', 'workflows correct-resources 1', 'workflows correct-resources 1 --job-ids 77',
+        'logs bundle {}', 'logs bundle 1 --bundle-dir {}', 'logs bundle 1 -o {}', 'logs analyze {}', 'logs analyze wf1.tar.gz',
         'status 2', 'status', 'logs 1', 'logs 1 1', 'logs 1 2', 'logs 1 --failed', 'logs 1 {}', 'jobs get 1',
         'jobs get 2', 'jobs list 1', 'results list 1',
         'results list 1 --include-logs', 'workflows get 2', 'workflows init 1 --dry-run', 'workflows init 1 --force --no-prompts',
@@ -21633,6 +21848,7 @@ class HostileTextLaws(WorldTest):
         """Put hostile texts wherever the database holds text of others: also where the interface would refuse them."""
         base = os.path.join(self.world.directory, '=EVIL' + HOSTILE)    # jobs were submitted there
         self.true_texts.append(base)
+        self.world.write('torc_output/job_stdio/job_wf1_j77_r1_a1.e', 'Permission denied: ' + self.hostile())
         shutil.copytree(self.world.path('torc_output', 'job_stdio'), os.path.join(base, 'torc_output', 'job_stdio'))
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
             for table, (columns, objects) in self.POISONED.items():

@@ -142,8 +142,8 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, py_compile = map(
-    LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile'))
+csv, ctypes, decimal, difflib, getpass, py_compile, tarfile = map(
+    LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'tarfile'))
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -21068,9 +21068,9 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
-# ======== 19a. Reports: what jobs used beside what they asked for ========
+# ======== 19a. Reports: what jobs used beside what they asked for, and errors in logs ========
 #
-# Functions from values to values: comparisons and corrections. They know results and
+# Functions from values to values: comparisons, corrections, findings in logs. They know results and
 # resource requirements as the API has them, and neither sessions nor files.
 #
 # A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
@@ -21355,6 +21355,192 @@ def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Di
         found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
                      if value is not None)
     return found
+
+
+# -------- errors in logs --------
+#
+# Each line has the first class of the table that it matches. The patterns are whole messages of the
+# programs that write them (errno texts of glibc, Slurm, Python, CUDA, MPI), not words that ordinary
+# output has too: `0 errors`, `timeout=30` and `task FAILED over to node 2` are no errors.
+
+class ErrorClass(Row):
+    """A class of errors in logs."""
+    name: str
+    is_error: bool      # else a warning
+    words: List[bytes]  # one of which is in every line that it matches, in lower case: sooner seen
+    cure: str
+    pattern: Any        # of bytes
+
+
+ERROR_CLASSES = tuple(ErrorClass(name, is_error, words.encode().split(), cure, Expression(pattern))
+                      for name, is_error, words, cure, pattern in (
+    ('Missing output files', True, 'missing', 'the job did not write them: see its output',
+     rb'declared output files are missing'),
+    ('Failed job', True, 'status=', 'see the output of the job',
+     rb'^\S+Z INFO Job completed .*\bstatus=(?:failed|terminated)\b'),
+    ('GPU out of memory', True, 'cuda hip', 'use smaller batches, or GPUs with more memory',
+     rb'(?i)CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory'),
+    ('Out of memory', True, 'memory oom bad_alloc killed',
+     'ask for more memory: `workflows correct-resources`',
+     rb'(?i)\bout[ -]of[ -]memory\b|\boom[-_]kill|\bOOM violation detected|\bKilling OOM job'
+     rb'|\bOUT_OF_MEMORY\b|cannot allocate memory|std::bad_alloc|^MemoryError\b|\bOutOfMemoryError\b'
+     rb'|task/cgroup: .*Killed|exceeded (?:job|step) memory limit'),
+    ('Time limit', True, 'limit sigxcpu', 'ask for more runtime: `workflows correct-resources`',
+     rb'\bDUE TO TIME LIMIT\b|(?i:CPU time limit exceeded)|\bSIGXCPU\b'),
+    ('Preemption', False, 'preemption', 'run the jobs again', rb'\bDUE TO PREEMPTION\b'),
+    ('Node failure', True, 'node', 'run the jobs again', rb'\bDUE TO NODE FAILURE\b|\bNODE_FAIL\b'),
+    ('Canceled', False, 'cancelled', 'somebody, or the system, canceled it',
+     rb'\*\*\* (?:JOB|STEP) .*CANCELLED|\bCANCELLED AT [0-9]{4}-'),
+    ('Slurm', True, 'slurmstepd: srun: sbatch: salloc:',
+     'see the message', rb'^(?:slurmstepd|srun|sbatch|salloc): (?:error|fatal):'),
+    ('Disk full', True, 'space quota enospc edquot', 'make room, or write elsewhere',
+     rb'(?i)no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b'),
+    ('File system', True, 'read-only input/ stale endpoint', 'ask your administrators',
+     rb'(?i)read-only file system|input/output error|stale file handle|transport endpoint is not connected'),
+    ('Network', True, 'connection network route resol service',
+     'is the other side up, and reachable from the compute nodes?',
+     rb'(?i)connection (?:refused|reset by peer|timed out)|network is unreachable|no route to host'
+     rb'|could not resolve host|name or service not known|temporary failure in name resolution'),
+    ('Permission', True, 'denied permitted', 'see who owns the file: `ls -l`',
+     rb'(?i)permission denied|operation not permitted'),
+    ('Not found', True, 'found such loading importerror',
+     'is it installed or written there, and its module loaded in the job?',
+     rb'(?i)command not found|no such file or directory|error while loading shared libraries'
+     rb'|^(?:ModuleNotFoundError|ImportError|FileNotFoundError)\b|^\S*sh: .*: not found$'),
+    ('GPU', True, 'cuda hip nccl', 'see the message; does the job ask for GPUs?',
+     rb'\bCUDA (?:runtime |driver )?error\b|no CUDA-capable device|\b(?:cuda|hip)Error[A-Z]\w+'
+     rb'|\bNCCL error\b'),
+    ('Crash', True, 'fault sigsegv sigill bus illegal dumped exception smashing double throwing',
+     'a bug, or a library that does not fit the machine',
+     rb'(?i)segmentation fault|\bSIGSEGV\b|\bbus error\b|\bSIGBUS\b|\bSIGILL\b|illegal instruction'
+     rb'|core dumped|floating point exception|stack smashing detected|double free or corruption'
+     rb'|terminate called after throwing'),
+    ('MPI', True, 'mpi termination', 'see what the first process that ended has written',
+     rb'MPI_ABORT was invoked|BAD TERMINATION OF ONE OF YOUR APPLICATION|Fatal error in P?MPI_'
+     rb'|mpi(?:run|exec) noticed that process rank'),
+    ('Killed', True, 'killed terminated', 'for memory or time, or by somebody',
+     rb'\bkilled by (?:signal |SIG)|^Killed$|\bterminated by signal [0-9]'),
+    ('Panic', True, 'panic', 'a bug in the program', rb"^thread '.*' (?:\([0-9]+\) )?panicked at|^panic: "),
+    ('Exception', True, 'error exception forrtl', 'see the lines around it',
+     rb'^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?::|$)|^Exception in thread "'
+     rb'|^ERROR: LoadError\b|^Error in .{1,200} ?: |^forrtl: (?:severe|error)'),
+    # A level of a log, or `PROGRAM: error: `; what a number follows is a measurement.
+    ('Error', False, 'error fatal critical severe ***', 'see the lines around it',
+     rb'^(?:\S+ ){0,6}[\[(<]?(?:ERROR|FATAL|CRITICAL|SEVERE)\b(?![ =:]*[-+.]?[0-9])(?=\W)'
+     rb'|^(?:\S+ ){0,3}(?:fatal )?[Ee]rror: (?! *[-+.]?[0-9])|^make(?:\[[0-9]+\])?: \*\*\* '),
+))
+# Of lines of this level nothing is an error, but the end of a job in a runner's log.
+INFORMATION = Expression(rb'^(?:\S+ ){0,6}[\[(<]?(?:INFO|DEBUG)\b(?! Job completed)')
+MAX_LINE_BYTES = 4096           # of a line that is looked at
+FINDINGS_KEPT = 20              # of a file; the rest is counted
+
+
+class Finding(Row):
+    """A line of a log that tells of an error."""
+    line: int
+    kind: ErrorClass
+    text: str
+
+
+class FileFindings:
+    """What is found in a file, piece by piece: the first lines, and a count of each class."""
+
+    def __init__(self) -> None:
+        self.kept: List[Finding] = []
+        self.counts: 'collections.Counter[str]' = collections.Counter()
+        self.lines = 0          # complete ones that were looked at
+        self.rest = b''         # of the last piece: the beginning of a line
+
+    def read(self, piece: bytes) -> None:
+        """Look at the next bytes of the file; b'' at its end."""
+        data = self.rest + piece
+        end = data.rfind(b'\n') + 1 if piece else len(data)
+        data, self.rest = data[:end], data[end:][:MAX_LINE_BYTES]
+        low = data.lower()
+        kinds = [kind for kind in ERROR_CLASSES if any(word in low for word in kind.words)]
+        if kinds:
+            for number, line in enumerate(data.split(b'\n'), self.lines + 1):
+                self.look(number, line[:MAX_LINE_BYTES].strip(), kinds)
+        self.lines += data.count(b'\n')
+
+    def look(self, number: int, line: bytes, kinds: Sequence[ErrorClass]) -> None:
+        """Classify one line: the first of some classes that it matches."""
+        low = line.lower()
+        for kind in kinds:
+            for word in kind.words:
+                if word in low:
+                    break
+            else:
+                continue
+            if kind.pattern.search(line):
+                if not INFORMATION.match(line):
+                    self.add(number, kind, line)
+                return
+
+    def add(self, number: int, kind: ErrorClass, line: bytes) -> None:
+        """Count a line, and keep it if it is one of the first."""
+        self.counts[kind.name] += 1
+        if len(self.kept) < FINDINGS_KEPT:
+            text = printable_line(line.decode('utf-8', 'replace'))
+            self.kept.append(Finding(number, kind, cut(text, 120)))
+
+
+def workflow_in_name(name: str) -> Optional[int]:
+    """12 of 'job_wf12_j1_r1_a1.o': the workflow that a log belongs to."""
+    match = WORKFLOW_IN_NAME.search(name)
+    return int(match.group(1)) if match else None
+
+
+WORKFLOW_IN_NAME = Expression(r'(?:\A|_)wf([0-9]{1,18})(?=[_.]|\Z)')
+STDIO_FILE_NAME = Expression(r'job_wf[0-9]+_j([0-9]+)_r([0-9]+)_a([0-9]+)\.')
+
+
+def is_log_name(name: str) -> bool:
+    """Whether a file holds lines for people: runners' logs and output of jobs; no environments."""
+    return (name.endswith(('.log', '.log.1', '.o', '.e'))
+            and not os.path.basename(name).startswith('slurm_env_'))
+
+
+def describe_findings(files: Sequence[Tuple[str, FileFindings]]) -> Dict[str, Any]:
+    """Findings of (name, findings), as JSON."""
+    counts = sum((found.counts for _, found in files), collections.Counter())
+    errors = sum(counts[kind.name] for kind in ERROR_CLASSES if kind.is_error)
+    items = [{'file': name, 'line': finding.line, 'class': finding.kind.name,
+              'severity': 'error' if finding.kind.is_error else 'warning', 'message': finding.text}
+             for name, found in files for finding in found.kept]
+    return {'files_parsed': len(files), 'errors': errors, 'warnings': sum(counts.values()) - errors,
+            'classes': {kind.name: counts[kind.name] for kind in ERROR_CLASSES if counts[kind.name]},
+            'items': items}
+
+
+FILES_SHOWN = 50        # with errors, in a text
+
+
+def format_findings(files: Sequence[Tuple[str, FileFindings]]) -> str:
+    """Findings of (name, findings), for people: classes with what to do, then each file's lines."""
+    found = describe_findings(files)
+    lines = [f"Files parsed: {found['files_parsed']}", '']
+    if not found['classes']:
+        return format_lines(lines + ['No errors detected in log files.'])
+    lines += ['Detected Issues:', f"  Errors: {found['errors']}", f"  Warnings: {found['warnings']}", '',
+              'Error Type Summary:']
+    for kind in ERROR_CLASSES:
+        count = found['classes'].get(kind.name)
+        lines += [f'  {kind.name}: {count} ({kind.cure})'] if count else []
+    bad = [(name, findings) for name, findings in files if findings.kept]
+    bad.sort(key=lambda pair: not any(finding.kind.is_error for finding in pair[1].kept))
+    for name, findings in bad[:FILES_SHOWN]:
+        match = STDIO_FILE_NAME.search(name)
+        whose = ' (job {}, run {}, attempt {})'.format(*match.groups()) if match else ''
+        lines += ['', f'{name}{whose}:']
+        for finding in findings.kept:
+            mark = 'ERROR' if finding.kind.is_error else 'WARN'
+            lines.append(f'  [{mark}] Line {finding.line}: {finding.kind.name} - {finding.text}')
+        more = sum(findings.counts.values()) - len(findings.kept)
+        lines += [f'  and {more} more'] if more else []
+    if len(bad) > FILES_SHOWN:
+        lines += ['', f'and {len(bad) - FILES_SHOWN} more files: -f json has them all']
+    return format_lines(lines)
 
 
 # ======== 20. Commands: what they share, objects, administration ========
@@ -22625,7 +22811,7 @@ def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int],
 #
 # Results come from the server, output files from this host: a runner's output directory, which
 # must belong to the same database. An attempt is named by job, run and attempt; its files by
-# stdio_names. What is made of both (comparisons) is Reports'.
+# stdio_names. What is made of both (comparisons, findings) is Reports'.
 
 # -------- results --------
 
@@ -22718,7 +22904,8 @@ def cmd_logs(session: Session, args: Arguments) -> int:
         values = [reader.files_of(attempt) for attempt in found]
         session.show_json(values[0] if len(reader.jobs) == len(values) == 1 else {'items': values})
         return 0
-    tail, is_one = Tail(session), len(reader.jobs) == 1
+    is_one = len(reader.jobs) == 1
+    tail = Tail(session, last_lines=args['tail'])
     for attempt in found:
         paths = reader.paths_of(attempt)
         if not is_one:
@@ -22824,12 +23011,37 @@ def size_of(path: str) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else 1
 
 
+def find_tail(file: Any, lines: Optional[int]) -> int:
+    """Where the last lines of a file begin; at 0 for all (None)."""
+    if lines is None:
+        return 0
+    offset = end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        lines += file.read(1) == b'\n'     # that ends the last line begins none
+    while offset:
+        start = max(0, offset - LOG_PIECE_BYTES)
+        file.seek(start)
+        piece = file.read(offset - start)
+        for _ in range(lines):
+            last = piece.rfind(b'\n')
+            if last < 0:
+                break
+            lines -= 1
+            if not lines:
+                return start + last + 1
+            piece = piece[:last]
+        offset = start
+    return end if not lines else 0
+
+
 class Tail:
     """Prints files, and later what they have grown by; titles say whose output it is."""
 
-    def __init__(self, session: Session, is_of_one: bool = False) -> None:
+    def __init__(self, session: Session, is_of_one: bool = False, last_lines: Optional[int] = None) -> None:
         self.session = session
         self.is_of_one = is_of_one  # the file that comes first needs no title
+        self.last_lines = last_lines    # of each file at first; None: all
         # A terminal must not interpret what a job has written; a file or program gets its bytes.
         self.pipe = None if session.out.isatty() else getattr(session.out, 'buffer', None)
         self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
@@ -22839,7 +23051,7 @@ class Tail:
 
     def show(self, path: str, title: str) -> None:
         """Print what is new in a file, below its title if another file was shown before."""
-        offset, decoder = self.known.get(path) or (0, codecs.getincrementaldecoder('utf-8')('replace'))
+        offset, decoder = self.known.get(path) or (None, codecs.getincrementaldecoder('utf-8')('replace'))
         try:
             file = open(path, 'rb', opener=open_stdio_file)
         except OSError as error:
@@ -22848,6 +23060,7 @@ class Tail:
             self.refused.add(path)
             return
         with file:
+            offset = find_tail(file, self.last_lines) if offset is None else offset
             file.seek(offset)
             for piece in iter(lambda: file.read(LOG_PIECE_BYTES), b''):
                 offset += len(piece)
@@ -22909,7 +23122,8 @@ def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> 
 
 def follow_logs(reader: LogReader) -> int:
     """Print what jobs have written and what they write, until they have ended."""
-    session, tail = reader.session, Tail(reader.session, len(reader.jobs) == 1)
+    session = reader.session
+    tail = Tail(session, len(reader.jobs) == 1, reader.args['tail'])
     count = session.call('list_results', workflow_id=reader.id, all_runs=True, limit=1)['total_count']
     attempts, is_first = reader.newest_of_all(), True
     while True:
@@ -22966,6 +23180,176 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
     is_format = follows and word in ANSWER_FORMATS
     hint = f'; here -f follows the output: write `torc.py -f {word} logs`' if is_format else ''
     raise NotFound(printable(f'workflow {workflow_id} has no job {word!r}{did_you_mean(word, names)}{hint}'))
+
+
+# -------- bundles, and errors in logs --------
+
+# Of an output directory.
+BUNDLED_DIRECTORIES = ('', 'job_stdio', 'resource_utilization', 'offline_journal')
+
+
+class SteadyFile:
+    """A file as long as it was when it was opened: its job may still write to it, or empty it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; zeros where there are none any more, as in GNU tar."""
+        return self.file.read(size).ljust(size, b'\0')
+
+
+def cmd_logs_bundle(session: Session, args: Arguments) -> int:
+    """Pack what a workflow's runners and jobs have written into one file, for those who are to help."""
+    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
+    directory = output_directory(session, workflow, args)
+    path = os.path.join(args['bundle_dir'], f"wf{workflow['id']}.tar.gz")
+    with writing(path, '--bundle-dir'), replacing(path) as file:
+        with tarfile.open(fileobj=file, mode='w:gz', format=tarfile.GNU_FORMAT) as bundle:
+            sizes = [add_directory(bundle, session, os.path.join(directory, name), workflow['id'])
+                     for name in BUNDLED_DIRECTORIES]
+            found = describe_bundle(workflow, [size for group in sizes for size in group])
+            data = format_json_document(found).encode('utf-8', 'replace')
+            add_member(bundle, 'bundle_metadata.json', len(data), time.time(), io.BytesIO(data))
+    count, total = found['files_collected'], found['total_size_bytes']
+    if not count:
+        session.report(f"torc: no log of workflow {workflow['id']} is in {directory}; {WHERE_OUTPUT_IS}")
+    lines = [f'  File: {path}', f'  Files collected: {count}', f'  Total size: {total} bytes']
+    session.answer(dict(found, file=path), format_lines(['Log bundle created successfully:', *lines]))
+    return 0
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[Any]:
+    """A file for writing, for nobody else to read, that gets the name `path` when it is complete."""
+    refuse_special_file(path)
+    directory, name = os.path.split(path)
+    with tempfile.NamedTemporaryFile(dir=directory or '.', prefix=f'.{name}.', delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def describe_bundle(workflow: Dict[str, Any], sizes: Sequence[int]) -> Dict[str, Any]:
+    """What bundle_metadata.json says."""
+    return {'workflow_id': workflow['id'], 'workflow_name': workflow['name'],
+            'workflow_description': workflow.get('description'), 'workflow_user': workflow['user'],
+            'collected_at': format_time(time.time()), 'files_collected': len(sizes),
+            'total_size_bytes': sum(sizes)}
+
+
+def add_directory(bundle: Any, session: Session, path: str, workflow_id: int) -> List[int]:
+    """Add the files of a workflow in a directory, but no links and no files of others; their sizes."""
+    sizes = []
+    is_top, absent = path.endswith(os.sep), (FileNotFoundError, NotADirectoryError)
+    with contextlib.suppress(*absent), HeldDirectory(path, None, is_top) as held:
+        names = [name for name in os.listdir(held.descriptor) if workflow_in_name(name) == workflow_id]
+        for name in sorted(names):
+            try:
+                if not held.has_file(name):
+                    continue
+                with open(name, 'rb', opener=held.opener) as file:
+                    found = os.fstat(file.fileno())
+                    member = f'{os.path.basename(os.path.normpath(path))}/{name}'
+                    add_member(bundle, member, found.st_size, found.st_mtime, SteadyFile(file))
+                    sizes.append(found.st_size)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                session.report(f'torc: cannot read {os.path.join(path, name)}: {error.strerror}')
+    return sizes
+
+
+def add_member(bundle: Any, name: str, size: int, changed_at: float, file: Any) -> None:
+    """Add a file to a tar file."""
+    member = tarfile.TarInfo(name)
+    member.size, member.mtime, member.mode = size, int(changed_at), 0o644
+    bundle.addfile(member, file)
+
+
+def cmd_logs_analyze(session: Session, args: Arguments) -> int:
+    """Look for errors in the logs of a workflow: in a bundle, or in an output directory."""
+    path, wanted = args['path'], args['workflow_id']
+    head: Dict[str, Any] = {'workflow_id': wanted}
+    if os.path.isdir(path):
+        head['workflow_id'] = wanted = choose_logged_workflow(path, wanted)
+        files = [(name, read_findings(file)) for name, file in open_logs(session, path, wanted)]
+        lines = [f'Workflow ID: {wanted}', '']
+    else:
+        files, metadata = analyze_bundle(path, wanted)
+        head.update(metadata)
+        titles = (('Workflow ID', 'workflow_id'), ('Workflow Name', 'workflow_name'),
+                  ('Collected At', 'collected_at'))
+        lines = ['Bundle Information:', *(f'  {title}: {head.get(key)}' for title, key in titles), '']
+    session.answer(dict(head, **describe_findings(files)), format_lines(lines) + format_findings(files))
+    return 0
+
+
+def read_findings(file: Any) -> FileFindings:
+    """What is found in an open log."""
+    findings = FileFindings()
+    for piece in iter(lambda: file.read(LOG_PIECE_BYTES), b''):
+        findings.read(piece)
+    findings.read(b'')
+    return findings
+
+
+def log_names(path: str) -> List[str]:
+    """Logs in an output directory and its job_stdio, as paths from there."""
+    names = os.listdir(path)
+    with contextlib.suppress(OSError):
+        names += [os.path.join('job_stdio', name) for name in os.listdir(os.path.join(path, 'job_stdio'))]
+    return sorted(name for name in names if is_log_name(name) and workflow_in_name(os.path.basename(name)))
+
+
+def choose_logged_workflow(path: str, wanted: Optional[int]) -> int:
+    """The workflow whose logs are looked at: the one that is asked for, or the only one there."""
+    found = sorted({workflow_in_name(os.path.basename(name)) for name in log_names(path)} - {None})
+    if wanted in found:
+        return wanted
+    if not found:
+        raise BadInput(printable(f'{path} holds no logs of workflows; {WHERE_OUTPUT_IS}'))
+    if wanted is None and len(found) == 1:
+        return found[0]
+    what = f'no logs of workflow {wanted}, but of' if wanted else 'logs of the workflows'
+    raise BadInput(printable(f'{path} holds {what} {first_of(found)}: choose one with --workflow-id'))
+
+
+def open_logs(session: Session, path: str, workflow_id: int) -> Iterator[Tuple[str, Any]]:
+    """Name and open file of each log of a workflow in an output directory."""
+    for name in log_names(path):
+        if workflow_in_name(os.path.basename(name)) == workflow_id:
+            try:
+                with open(os.path.join(path, name), 'rb', opener=open_regular) as file:
+                    yield name, file
+            except OSError as error:
+                session.report(f'torc: cannot read {os.path.join(path, name)}: {error.strerror}')
+
+
+def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, FileFindings]], Dict[str, Any]]:
+    """Findings in the logs of a bundle, and what it says of itself."""
+    files, metadata = [], {}    # type: List[Tuple[str, FileFindings]], Dict[str, Any]
+    try:
+        with open(path, 'rb') as file, tarfile.open(fileobj=file, mode='r|*') as bundle:
+            for member in bundle:
+                name = os.path.basename(member.name)
+                content = bundle.extractfile(member) if member.isfile() else None
+                if content is None:
+                    continue
+                if member.name == 'bundle_metadata.json':
+                    found = parse_json(content.read(MAX_BODY_BYTES).decode('utf-8', 'replace'))
+                    metadata = found if isinstance(found, dict) else {}
+                elif is_log_name(name) and wanted in (None, workflow_in_name(name)):
+                    files.append((member.name, read_findings(content)))
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise BadInput(printable(f'{path} cannot be read as a bundle of `logs bundle`: {error}')) from None
+    except OSError as error:
+        raise BadInput(printable(f'cannot read {path}: {error.strerror or error}')) from None
+    return files, metadata
 
 
 # -------- what jobs used --------
@@ -24186,15 +24570,6 @@ def parse_id(text: str) -> int:
     return int(text)
 
 
-def parse_logs_workflow(text: str) -> int:
-    """The first word of `logs`: an id, or one of Torc's verbs."""
-    cures = {'bundle': f'`tar czf logs.tar.gz {DEFAULT_OUTPUT_DIR}` packs all that jobs and runners wrote',
-             'analyze': '`torc.py status WF` and `torc.py logs WF --failed` show what failed, and why'}
-    if text in cures:
-        raise ValueError(f'`logs {text}` is not there yet: {cures[text]}')
-    return parse_id(text)
-
-
 def parse_factor(text: str) -> float:
     """A multiplier of what was seen: 1 or more."""
     try:
@@ -24450,14 +24825,22 @@ COMMANDS = (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
         Argument('--force', '', 'as --no-prompts', key='no_prompts')), 'delete 1 --no-prompts'),
     Command('logs', cmd_logs, 'print what jobs wrote, each in its newest attempt', (
-        ASKED_WF._replace(parse=parse_logs_workflow),
+        ASKED_WF,
         Argument('JOB', '', 'ids or names of jobs; without them all that ran', count='*', key='jobs'),
         Argument('--failed', '', 'of failed jobs only'),
         Argument('-f --follow', '', 'keep printing what they write until they have ended'),
         Argument('-o --output-dir', 'DIR', "the runner's", default=DEFAULT_OUTPUT_DIR),
         Argument('--run-id', 'N', 'of this run', at_least(0)),
         Argument('--attempt-id', 'N', 'of this attempt', at_least(1)),
-        Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only')), 'logs 1 greet'),
+        Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only'),
+        Argument('-n --tail', 'LINES', 'only the last lines of each file', at_least(0))), 'logs 1 greet'),
+    Command('logs bundle', cmd_logs_bundle, 'pack all logs of a workflow into wfWF.tar.gz', (
+        ASKED_WF, Argument('-o --output-dir', 'DIR', "the runner's", default=DEFAULT_OUTPUT_DIR),
+        Argument('--bundle-dir', 'DIR', 'where to put it', default='.')), 'logs bundle 1'),
+    Command('logs analyze', cmd_logs_analyze, 'find known kinds of errors in logs', (
+        Argument('PATH', '', "a bundle, or a runner's output directory"),
+        Argument('-w --workflow-id', 'WF', 'of this workflow', parse_id)),
+        f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
         Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
@@ -24839,13 +25222,15 @@ def format_arguments(arguments: Sequence[Argument]) -> str:
 def format_command_help(words: str) -> str:
     """Help on a command, or the commands of a group."""
     found = [command for command in COMMANDS if command.name == words]
+    group = [command for command in COMMANDS if command.name.startswith(words + ' ')]
     if found:
         command = found[0]
         arguments = '\n' + format_arguments(command.arguments) if command.arguments else ''
         program = program_name()
+        more = f"See also: {', '.join(other.name for other in group)}\n" if group else ''
         return (f'Usage: {program} {format_usage(command)}\n\n{sentence(command.help)}\n{arguments}\n'
-                f'Example: {program} {command.example}\nOptions of all commands: {program} help commands\n')
-    group = [command for command in COMMANDS if command.name.startswith(words + ' ')]
+                f'Example: {program} {command.example}\n{more}'
+                f'Options of all commands: {program} help commands\n')
     if group:
         return f'Commands of {words}:\n\n' + format_rows((format_usage(command), command.help)
                                                          for command in group)
@@ -24992,6 +25377,8 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
 def find_command(first: str, queue: Any, options: Arguments) -> Command:
     """The row that the first word, or the first two, name."""
     names = {command.name: command for command in COMMANDS}
+    if queue and f'{first} {queue[0]}' in names:    # `logs bundle`, beside `logs`
+        return names[f'{first} {queue.popleft()}']
     if first in names:
         return names[first]
     if first not in GROUPS:
