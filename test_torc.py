@@ -61,6 +61,7 @@ import gc
 import glob
 import hashlib
 import hmac
+import html.parser
 import http.client
 import importlib
 import inspect
@@ -15654,6 +15655,231 @@ class FindingsTest(unittest.TestCase):
         self.assertLess(time.process_time() - began, 2.0)       # a second for each MiB: it takes a twentieth
 
 
+# -------- plots --------
+
+SERIES_TABLES = '''
+    CREATE TABLE job_resource_samples (job_id INTEGER NOT NULL, timestamp INTEGER NOT NULL, cpu_percent REAL NOT NULL, memory_bytes INTEGER NOT NULL,
+                                       num_processes INTEGER NOT NULL, PRIMARY KEY (job_id, timestamp));
+    CREATE INDEX idx_job_resource_samples_job_id ON job_resource_samples (job_id);
+    CREATE TABLE job_metadata (job_id INTEGER PRIMARY KEY, job_name TEXT NOT NULL);
+    CREATE TABLE system_resource_samples (id INTEGER PRIMARY KEY, timestamp INTEGER NOT NULL, cpu_percent REAL NOT NULL, memory_bytes INTEGER NOT NULL,
+                                          total_memory_bytes INTEGER NOT NULL);
+    CREATE TABLE system_resource_summary (id INTEGER PRIMARY KEY CHECK (id = 1), sample_count INTEGER NOT NULL, peak_cpu_percent REAL NOT NULL,
+                                          avg_cpu_percent REAL NOT NULL, peak_memory_bytes INTEGER NOT NULL, avg_memory_bytes INTEGER NOT NULL);
+    '''     # as Torc 1.0 makes them
+SERIES_BEGIN = 1795362000
+
+
+def write_series(path: str, jobs: Dict[int, Tuple[str, Sequence[Sequence[Any]]]], nodes: Sequence[Sequence[Any]] = (), summary: Sequence[Any] = ()) -> str:
+    """A monitor's database: job -> name and (second, CPU percent, bytes, processes)."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.executescript(SERIES_TABLES)
+        for number, (name, samples) in jobs.items():
+            database.execute('INSERT INTO job_metadata VALUES (?, ?)', (number, name))
+            database.executemany('INSERT INTO job_resource_samples VALUES (?, ?, ?, ?, ?)',
+                                 [(number, SERIES_BEGIN + second, *rest) for second, *rest in samples])
+        database.executemany('INSERT INTO system_resource_samples (timestamp, cpu_percent, memory_bytes, total_memory_bytes) VALUES (?, ?, ?, ?)',
+                             [(SERIES_BEGIN + second, *rest) for second, *rest in nodes])
+        if summary:
+            database.execute('INSERT INTO system_resource_summary VALUES (1, ?, ?, ?, ?, ?)', summary)
+    return path
+
+
+class PlotPage(html.parser.HTMLParser):
+    """A page, read as a browser would: tags that are closed in order, attributes, text."""
+    VOID = {'meta', 'line', 'circle', 'polyline', 'rect', 'text/'}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open_tags, self.tags, self.words = [], [], []      # type: List[str], List[Tuple[str, Dict[str, Any]]], List[str]
+        self.faults = []        # type: List[str]
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        """A tag is opened."""
+        self.tags.append((tag, dict(attrs)))
+        if tag != 'meta':
+            self.open_tags.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        """A tag that is closed at once."""
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        """A tag is closed: it must be the last one."""
+        if not self.open_tags or self.open_tags.pop() != tag:
+            self.faults.append(f'{tag} at {self.getpos()}')
+
+    def handle_data(self, data: str) -> None:
+        """A text."""
+        if data.strip() and self.open_tags[-1:] != ['style']:
+            self.words.append(data.strip())
+
+    def of(self, tag: str, style: str = '') -> List[Dict[str, Any]]:
+        """Attributes of all tags of a name and class."""
+        return [attrs for name, attrs in self.tags if name == tag and (not style or attrs.get('class') == style)]
+
+
+class PlotTest(WorldTest):
+    """Time series become pages that a browser shows without network."""
+
+    def series(self, name: str = 'resource_metrics_h_wf1_r1.db', **how: Any) -> str:
+        """A database with two jobs and a node, or other ones."""
+        ramp = [(second, 50.0 + second, second * 2 ** 20, 1 + second // 50) for second in range(0, 101, 10)]
+        jobs = {1: ('first', ramp), 2: ('second <b>&"\x1b[31m', ramp[:3])}
+        nodes = [(second, 40.0, 4 * GIB, 16 * GIB) for second in range(0, 101, 10)]
+        return write_series(self.world.path('series', name), **dict({'jobs': jobs, 'nodes': nodes, 'summary': (11, 90.0, 40.0, 5 * GIB, 4 * GIB)}, **how))
+
+    def plot(self, *paths: str, **how: Any) -> Dict[str, PlotPage]:
+        """Pages by name, parsed."""
+        found = torc.write_plots(paths or [self.series()], self.world.path('plots'), **how)
+        return {os.path.basename(path)[:-5]: PlotPage(read_text(path)) for path in found}
+
+    def points(self, page: PlotPage, chart: int = 0) -> List[Tuple[float, float]]:
+        """Places of the points of a chart with one line."""
+        return [tuple(map(float, pair.split(','))) for pair in page.of('polyline')[chart]['points'].split()]
+
+    def test_there_is_a_page_for_each_job_all_jobs_and_the_nodes(self):
+        pages = self.plot()
+        self.assertEqual(['cpu_all_jobs', 'job_1', 'job_2', 'memory_all_jobs', 'summary', 'system_summary', 'system_timeline'], sorted(pages))
+        for name, page in pages.items():
+            with self.subTest(name):
+                self.assertEqual(([], []), (page.faults, page.open_tags))
+                self.assertEqual([], [tag for tag, _ in page.tags if tag in ('script', 'link', 'img', 'iframe', 'object')])
+                text = read_text(self.world.path('plots', name + '.html'))
+                self.assertIsNone(re.search(r'https?:|//|url\(|@import|\x1b', text))
+                self.assertNotIn('<b>&"', text)
+        self.assertIn('Job 2: second <b>&"\\x1b[31m', pages['job_2'].words)
+
+    def test_a_jobs_page_has_cpu_memory_and_processes(self):
+        page = self.plot()['job_1']
+        self.assertEqual(['CPU (100% is one core)', 'Memory', 'Processes'], [attrs['aria-label'] for attrs in page.of('svg')])
+        self.assertEqual([11, 11, 11], [len(self.points(page, chart)) for chart in range(3)])
+        memory = self.points(page, 1)
+        self.assertEqual((torc.LEFT, torc.CHART_HEIGHT - torc.BOTTOM), memory[0])     # nothing, at the beginning
+        self.assertEqual(torc.CHART_WIDTH - torc.RIGHT, memory[-1][0])
+        steps = {round(before[1] - after[1]) for before, after in zip(memory, memory[1:])}
+        self.assertEqual(1, len(steps))
+        self.assertIn('11 samples in 1m 40s from ', page.words[2])
+        self.assertTrue({'50 MB', '100 MB', '0', '0s', '15s', '1m', '1m 30s', '150%'} <= set(page.words), page.words)
+
+    def test_a_limit_is_a_line_at_its_height_unless_it_is_far_off(self):
+        page = self.plot(limits={1: {'memory': 50 * 2 ** 20, 'cpu': 10000.0}})['job_1']
+        lines, height = page.of('line', 'limit'), self.points(page, 1)
+        self.assertEqual(1, len(lines))
+        self.assertAlmostEqual(height[5][1], float(lines[0]['y1']), delta=0.11)     # 50 MB are reached at the sixth sample
+        self.assertIn('asked for: 50 MB', page.words)
+
+    def test_the_overview_shows_peaks_beside_limits_and_leads_to_the_jobs(self):
+        page = self.plot(limits={1: {'memory': 50 * 2 ** 20, 'cpu': 200.0}, 2: {}}, prefix='p')['p_summary']
+        self.assertEqual(['p_job_1.html', 'p_job_2.html'], [attrs['href'] for attrs in page.of('a')])
+        self.assertIn('100 MB of 50 MB (200%)', page.words)
+        self.assertIn('150% of 200% (75%)', page.words)
+        self.assertIn('2 jobs; 1 used more than asked for', page.words)
+        over, bars = page.of('rect', 'over'), page.of('rect', 'c0')
+        self.assertEqual((1, 3), (len(over), len(bars)))
+        self.assertEqual(2, round(float(over[0]['width']) / (float(page.of('line', 'limit')[0]['x1']) - torc.BAR_LEFT)))
+        free = self.plot()['summary']
+        self.assertEqual(([], []), (free.of('line', 'limit'), free.of('rect', 'over')))
+        self.assertIn('Peak memory', free.words)
+
+    def test_a_peak_survives_however_many_samples_there_are(self):
+        samples = [(second, 10.0, 2 ** 20, 1) for second in range(10000)]
+        samples[7171] = (7171, 999.0, 7 * GIB, 1)
+        page = self.plot(self.series(jobs={1: ('long', samples)}))['job_1']
+        cpu = self.points(page)
+        self.assertLess(len(cpu), 2000)
+        self.assertEqual(1, sum(y < torc.CHART_HEIGHT / 3 for _, y in cpu))
+        self.assertIn('CPU: peak 999%', page.words[2])
+
+    def test_a_line_is_broken_where_nothing_was_measured_for_long(self):
+        samples = [(second, 10.0, GIB, 1) for second in (*range(0, 100, 10), *range(3000, 3100, 10), 9000)]
+        page = self.plot(self.series(jobs={1: ('twice', samples)}))['job_1']
+        self.assertEqual((6, 3), (len(page.of('polyline')), len(page.of('circle'))))    # the last is a point of its own
+
+    def test_attempts_on_several_nodes_are_lines_of_their_own(self):
+        other = self.series('resource_metrics_g_wf1_r1.db', jobs={1: ('first', [(500, 10.0, GIB, 1), (510, 20.0, GIB, 1)])}, nodes=[], summary=())
+        pages = self.plot(self.series(), other)
+        self.assertEqual(6, len(pages['job_1'].of('polyline')))
+        self.assertTrue({'h_wf1_r1: peak 150%', 'g_wf1_r1: peak 20%'} <= set(pages['job_1'].words))
+        self.assertEqual(['h_wf1_r1'], [word for word in pages['system_summary'].words if '_wf1_' in word])
+
+    def test_of_many_jobs_the_highest_are_drawn(self):
+        lines = torc.HighestLines('memory')
+        for number in range(1, 701):
+            lines.add(torc.JobSeries(number, f'job{number}', [('h', [(0.0, 1.0, number * 2.0 ** 20, 1.0), (10.0, 1.0, 1.0, 1.0)])]))
+        page = PlotPage(lines.page().html)
+        self.assertEqual(torc.LINES_DRAWN, len(page.of('polyline')))
+        self.assertTrue({'job700: peak 700 MB', 'job693: peak 693 MB', 'and 292 more'} <= set(page.words), page.words[-12:])
+        self.assertEqual('700 jobs; the 300 with the highest peaks are drawn', page.words[2])
+        self.assertEqual(['c0', 'faint'], [page.of('polyline')[place]['class'] for place in (-1, 0)])
+
+    def test_only_the_jobs_that_are_asked_for_are_drawn(self):
+        self.assertEqual(['job_2', 'summary', 'system_summary', 'system_timeline'], sorted(self.plot(wanted=[2, 99])))
+
+    def test_figures_are_plotlys(self):
+        paths = torc.write_plots([self.series()], self.world.path('plots'), form='json', limits={1: {'memory': GIB}})
+        figures = {os.path.basename(path): json.loads(read_text(path)) for path in paths}
+        traces = figures['job_1.json']['data']
+        self.assertEqual(['CPU (100% is one core): h_wf1_r1', 'Memory: h_wf1_r1', 'Memory: asked for: 1 GB', 'Processes: h_wf1_r1'],
+                         [trace['name'] for trace in traces])
+        self.assertEqual((['2026-11-22T15:40:00.000Z', '2026-11-22T15:40:10.000Z'], [0, 10 * 2 ** 20]), (traces[1]['x'][:2], traces[1]['y'][:2]))
+        self.assertEqual([GIB, GIB], traces[2]['y'])
+        self.assertEqual({'data', 'layout'}, set(figures['summary.json']))
+
+    def test_what_is_no_time_series_is_refused(self):
+        for name, data in (('a.db', b'no database'), ('b.db', b''), ('c.db', None)):
+            path = self.world.path(name)
+            if data is not None:
+                self.world.write(name, data)
+            with self.subTest(name), self.assertRaisesRegex(torc.BadInput, 'is no time series|there is no such file'):
+                torc.write_plots([path], self.world.path('plots'))
+        self.assertFalse(os.path.exists(self.world.path('plots')))
+
+    def test_strange_values_are_drawn_as_nothing(self):
+        path = self.series(jobs={}, nodes=[], summary=())
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute('DROP TABLE job_metadata')
+            database.executemany('INSERT INTO job_resource_samples VALUES (1, ?, ?, ?, ?)', [
+                (SERIES_BEGIN, 'much', 'more', -3), (SERIES_BEGIN + 10, float('inf'), b'\xff', 1), (SERIES_BEGIN + 20, 5.0, GIB, 2)])
+        page = self.plot(path)['job_1']
+        self.assertEqual(([], 'Job 1: job 1'), (page.faults, page.words[1]))
+        self.assertEqual(3, len(self.points(page)))
+        self.assertNotIn('nan', read_text(self.world.path('plots', 'job_1.html')))
+
+    def test_what_a_node_does_not_measure_is_left_out(self):
+        nodes = [(second, None, GIB, None) for second in (0, 10)]
+        for summary, average in (((2, None, None, GIB, GIB), '1 GB'), ((), '1 GB')):
+            path = self.series(jobs={}, nodes=[], summary=())
+            with contextlib.closing(sqlite3.connect(path)) as database, database:
+                database.executescript('DROP TABLE system_resource_samples; DROP TABLE system_resource_summary;' + re.sub(
+                    ' NOT NULL', '', SERIES_TABLES.partition('job_name TEXT NOT NULL);')[2]))
+                database.executemany('INSERT INTO system_resource_samples (timestamp, cpu_percent, memory_bytes, total_memory_bytes) VALUES (?, ?, ?, ?)',
+                                     nodes)
+                database.executemany('INSERT INTO system_resource_summary VALUES (1, ?, ?, ?, ?, ?)', [summary] if summary else [])
+            pages = self.plot(path)
+            self.assertEqual(['Memory'], [attrs['aria-label'] for attrs in pages['system_timeline'].of('svg')])
+            self.assertEqual([], pages['system_timeline'].of('line', 'limit'))
+            self.assertEqual(['h_wf1_r1', '2', '1 GB', average], pages['system_summary'].words[-4:])
+
+    def test_a_series_is_read_while_it_is_written_and_where_nothing_may_be_made(self):
+        path = self.series()
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as writer:
+            writer.execute('PRAGMA journal_mode=WAL')
+            writer.execute('BEGIN IMMEDIATE')
+            writer.execute('INSERT INTO job_resource_samples VALUES (3, 1, 1, 1, 1)')
+            self.assertIn('job_2', self.plot(path))
+            writer.execute('COMMIT')
+            self.assertIn('job_3', self.plot(path))
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertIn('job_3', self.plot(path))
+
+
 # ======== 20. Commands ========
 #
 # Most enter through main() on an embedded database in the world's directory. What Torc 1.0 was recorded to print in JSON and
@@ -16194,6 +16420,30 @@ class UsedResourcesTest(CommandTest):
                               ('check-resources 1 --min-over-utilization few', "'few' is not a number of percent"),
                               ('correct-resources 1 --runtime-multiplier nan', "'nan' is not a multiplier")):
             self.assertIn(message, self.assertExit(2, self.world.main('workflows', *line.split())).err)
+
+    def test_plots_show_what_the_jobs_of_a_workflow_asked_for(self):
+        path = write_series(self.world.path('m', 'resource_metrics_h_wf1_r1.db'), {1: ('train', [(0, 50.0, 2 ** 27, 1), (10, 50.0, 2 ** 27, 1)])})
+        self.assertEqual('plots/p_job_1.html\nplots/p_summary.html\n', self.text(f'plot-resources {shlex.quote(path)} -o plots -p p -w 1'))
+        self.assertIn('asked for: 100 MB', self.world.read('plots/p_job_1.html'))
+        self.assertNotIn('asked for: 100 MB', self.world.read(self.text(f'plot-resources {shlex.quote(path)}').split()[0]))
+        self.assertEqual({'files': ['plots/job_1.json', 'plots/summary.json']},
+                         json.loads(self.text(f'-f json plot-resources {shlex.quote(path)} -o plots --format json -j 1')))
+        for line, message in ((f'{shlex.quote(path)} -o w.yaml', 'cannot write plots to w.yaml: '), ('w.yaml', 'w.yaml is no time series'),
+                              ('', 'DB is missing'), ('none.db', 'none.db: there is no such file')):
+            self.assertIn(message, self.assertExit(2, self.world.main('plot-resources', *shlex.split(line))).err)
+        self.assertEqual('There are no samples to draw\n', self.text(f'plot-resources {shlex.quote(path)} -j 7'))
+
+    def test_a_run_draws_its_plots_where_the_workflow_asks_for_them(self):
+        path = write_series(self.world.path('resource_metrics_wf2_hvm_r1_p7.db'), {5: ('five', [(0, 50.0, 2 ** 27, 1)])})
+        directory = 'torc_output/resource_utilization'
+        self.world.write('p.yaml', f"""
+            name: plots
+            resource_monitor: {{enabled: true, granularity: time_series, generate_plots: true}}
+            jobs: [{{name: five, command: "mkdir -p {directory} && cp {os.path.basename(path)} {directory}/"}}]
+            """)
+        outcome = self.assertExit(0, self.world.cli('run', 'p.yaml'))
+        self.assertIn(f'{directory}/wf2_r1_job_5.html and ', outcome.err)
+        self.assertIn('Job 5: five', self.world.read(f'{directory}/wf2_r1_job_5.html'))
 
 
 class BundleTest(CommandTest):
@@ -21004,7 +21254,7 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
 RULER = re.compile(r'# =+ +(?:(\w+)\. )?(\S.*?)(?:: (.*?))? +=+\s*$')
 SECRET_SECTIONS = {'API', 'Routes', 'State files', 'Framing', 'Access', 'Connections', 'Streams', 'Bodies', 'Server',
                    'Serving', 'HTTP client', 'Client'}
-SQL_SECTIONS = {'Schema', 'Store', 'Ad-hoc SQL', 'Monitor', 'Journal'}      # the last two own small files of their own
+SQL_SECTIONS = {'Schema', 'Store', 'Ad-hoc SQL', 'Monitor', 'Journal', 'Plots'}     # the last three own, or read, small files
 TOP_LEVEL = {'torc.py', 'test_torc.py', 'examples', 'README.md', 'LICENSE'}
 APPENDICES = {'PAGE'}       # a constant that may stand below its users, so that Python reads on without it
 
@@ -21622,6 +21872,7 @@ class CommandExampleLaws(WorldTest):
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
+        write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
         for line in ("events create 1 -d '{}'", 'access-groups create physicists', 'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
                      'access-groups create geologists', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
@@ -21801,7 +22052,8 @@ class HostileTextLaws(WorldTest):
     }
     MORE = (
         'workflows check-resources 1 --all --include-failed', 'workflows correct-resources 1', 'workflows correct-resources 1 --job-ids 77',
-        'logs bundle {}', 'logs bundle 1 --bundle-dir {}', 'logs bundle 1 -o {}', 'logs analyze {}', 'logs analyze wf1.tar.gz',
+        'logs bundle {}', 'logs bundle 1 --bundle-dir {}', 'logs bundle 1 -o {}', 'logs analyze {}', 'logs analyze wf1.tar.gz', 'plot-resources {} -o {}',
+        'plot-resources torc_output/resource_utilization/resource_metrics_wf1_r1.db -w 1 -p {}',
         'status 2', 'status', 'logs 1', 'logs 1 1', 'logs 1 2', 'logs 1 --failed', 'logs 1 {}', 'jobs get 1',
         'jobs get 2', 'jobs list 1', 'results list 1',
         'results list 1 --include-logs', 'workflows get 2', 'workflows init 1 --dry-run', 'workflows init 1 --force --no-prompts',
@@ -21849,6 +22101,8 @@ class HostileTextLaws(WorldTest):
         base = os.path.join(self.world.directory, '=EVIL' + HOSTILE)    # jobs were submitted there
         self.true_texts.append(base)
         self.world.write('torc_output/job_stdio/job_wf1_j77_r1_a1.e', 'Permission denied: ' + self.hostile())
+        write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'),
+                     {1: (self.hostile(), [(0, 1.0, 1, 1)])}, [(0, 1.0, 1, 1)])
         shutil.copytree(self.world.path('torc_output', 'job_stdio'), os.path.join(base, 'torc_output', 'job_stdio'))
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
             for table, (columns, objects) in self.POISONED.items():

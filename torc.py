@@ -63,6 +63,7 @@ Sections (grep '^# ==' torc.py):
     16d. Runner's loop
     19. Rendering
     19a. Reports
+    19b. Plots
     20. Commands
     20a. Workflows
     20b. Logs
@@ -142,8 +143,8 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, py_compile, tarfile = map(
-    LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'tarfile'))
+csv, ctypes, decimal, difflib, getpass, html, py_compile, tarfile = map(
+    LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'tarfile'))
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -21543,6 +21544,656 @@ def format_findings(files: Sequence[Tuple[str, FileFindings]]) -> str:
     return format_lines(lines)
 
 
+# ======== 19b. Plots: time series of the monitor -> pages that need nothing but a browser ========
+#
+# Reads the databases resource_metrics_*.db of runners (Torc's tables), also while they are written, and
+# makes a page for each job, for all jobs and for the nodes: HTML with SVG in it, without scripts or
+# network. As JSON, a page is a figure of Plotly, as in Torc. Only SeriesFile speaks SQL, and only to these
+# files; only write_plots writes.
+#
+# A line has at most LINE_POINTS points: of each of its stretches the lowest and the highest are kept, so
+# that no peak is lost. Samples of one job from several files (attempts on several nodes) are lines of
+# their own.
+
+LINE_POINTS = 800           # of a line: about the pixels of a page's width
+LINES_NAMED = 8             # with a colour of their own, in a chart of all jobs; the highest
+LINES_DRAWN = 300           # the rest of them is left out
+BARS_DRAWN = 40             # of jobs, in the overview; the table has them all
+GAP_S = 120                 # without samples: the line is broken there, if that is much for it
+
+# Seconds since the epoch, CPU percent, bytes, processes; None: not measured.
+Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
+Limits = Dict[int, Dict[str, float]]    # job -> 'cpu' (percent) and 'memory' (bytes) that it asked for
+
+
+def finite(value: Any) -> Optional[float]:
+    """A number from a file; None for NULL, and 0 for anything else, as in Torc."""
+    if value is None:
+        return None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def values_of(samples: Iterable[Sample], place: int) -> List[float]:
+    """All values of one measure that are known."""
+    return [sample[place] for sample in samples if sample[place] is not None]
+
+
+class SeriesFile:
+    """One database of a monitor, opened for reading. BadInput if it is none."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.label = printable_line(re.sub(r'\Aresource_metrics_|\.db\Z', '', os.path.basename(path)))
+        if not os.path.isfile(path):
+            raise BadInput(printable(f'{path}: there is no such file'))
+        try:
+            self.database = self.open('mode=ro')
+        except sqlite3.OperationalError:    # WAL in a directory where nothing may be made: nobody writes it
+            self.database = self.open('immutable=1')
+
+    def open(self, how: str) -> sqlite3.Connection:
+        """A connection that has read something."""
+        name = urllib.parse.quote(os.path.abspath(self.path))
+        database = sqlite3.connect(f'file:{name}?{how}', uri=True, timeout=10)
+        database.text_factory = lambda data: data.decode('utf-8', 'replace')
+        try:
+            found = {row[0] for row in database.execute('SELECT name FROM sqlite_master')}
+        except sqlite3.OperationalError:
+            database.close()
+            raise
+        except sqlite3.DatabaseError:
+            found = set()
+        if not found & {'job_resource_samples', 'system_resource_samples'}:
+            database.close()
+            raise BadInput(printable(f'{self.path} is no time series: name a file resource_metrics_*.db, '
+                                     'which a run with `granularity: time_series` writes'))
+        self.tables = found
+        return database
+
+    def rows(self, table: str, words: str, values: Sequence[Any] = ()) -> List[Any]:
+        """Rows of a query on a table; [] if there is no such table."""
+        try:
+            return self.database.execute(words, values).fetchall() if table in self.tables else []
+        except sqlite3.DatabaseError as error:
+            raise BadInput(printable(f'{self.path} cannot be read: {error}')) from None
+
+    def job_ids(self) -> List[int]:
+        """Jobs that were sampled."""
+        rows = self.rows('job_resource_samples',
+                         'SELECT DISTINCT job_id FROM job_resource_samples ORDER BY 1')
+        return [number for number, in rows if isinstance(number, int)]
+
+    def job_names(self) -> Dict[int, str]:
+        """Job -> name."""
+        return {number: str(name) for number, name in
+                self.rows('job_metadata', 'SELECT job_id, job_name FROM job_metadata')}
+
+    def job_samples(self, job_id: int) -> List[Sample]:
+        """Samples of a job, by time."""
+        rows = self.rows('job_resource_samples',
+                         'SELECT timestamp, cpu_percent, memory_bytes, num_processes '
+                         'FROM job_resource_samples WHERE job_id = ? AND timestamp IS NOT NULL '
+                         'ORDER BY timestamp', [job_id])
+        return [tuple(map(finite, row)) for row in rows]
+
+    def node_samples(self) -> List[Sample]:
+        """Samples of the node, by time; its whole memory in the place of processes."""
+        rows = self.rows('system_resource_samples',
+                         'SELECT timestamp, cpu_percent, memory_bytes, total_memory_bytes FROM '
+                         'system_resource_samples WHERE timestamp IS NOT NULL ORDER BY timestamp')
+        return [tuple(map(finite, row)) for row in rows]
+
+    def node_summary(self) -> Optional[List[Optional[float]]]:
+        """Number of samples of the node, peak and average CPU percent, peak and average bytes."""
+        rows = self.rows('system_resource_summary',
+                         'SELECT sample_count, peak_cpu_percent, avg_cpu_percent, peak_memory_bytes, '
+                         'avg_memory_bytes FROM system_resource_summary')
+        if rows:
+            return [finite(value) for value in rows[0]]
+        samples = self.node_samples()
+        found = [values_of(samples, SAMPLE_PLACES[axis]) for axis in ('node_cpu', 'memory')]
+        figures = [[max(values), sum(values) / len(values)] if values else [None, None] for values in found]
+        return [len(samples), *figures[0], *figures[1]] if samples else None
+
+    def close(self) -> None:
+        """Close the file."""
+        self.database.close()
+
+
+# -------- charts --------
+
+class Line(Row):
+    """One line of a chart: parts of (seconds since the epoch, value), between which nothing is known."""
+    name: str
+    parts: List[List[Tuple[float, float]]]
+
+    @property
+    def peak(self) -> float:
+        """The highest value."""
+        return max((value for part in self.parts for _, value in part), default=0.0)
+
+
+class Measurement(Row):
+    """What a chart shows, and its units."""
+    title: str
+    base: int           # of the powers among its units
+    units: Sequence[str]
+    least: float        # height of a chart at least
+
+
+AXES = {
+    'cpu': Measurement('CPU (100% is one core)', 1000, ('%',), 100),
+    'node_cpu': Measurement('CPU (of all cores)', 1000, ('%',), 100),
+    'memory': Measurement('Memory', 1024, (' B', ' KB', ' MB', ' GB', ' TB', ' PB'), 1024 ** 2),
+    'processes': Measurement('Processes', 1000, ('',), 2),
+}
+SAMPLE_PLACES = {'cpu': 1, 'node_cpu': 1, 'memory': 2, 'processes': 3}      # in a Sample
+
+
+class Chart(Row):
+    """Lines over time, and a limit that they should stay below."""
+    title: str
+    axis: str           # key of AXES
+    lines: List[Line]
+    limit: float = 0    # 0: none
+    limit_words: str = ''
+    is_of_many: bool = False    # lines of many jobs: those after the first are faint
+
+
+def scale_of(axis: Measurement, value: float) -> Tuple[float, str]:
+    """The unit in which a value is a short number: its size and name."""
+    size, units = 1.0, list(axis.units)
+    while len(units) > 1 and value >= size * axis.base:
+        size *= axis.base
+        units.pop(0)
+    return size, units[0]
+
+
+def show_amount(axis: str, value: float) -> str:
+    """A value with its unit: '1.5 GB', '98.7%', '3'."""
+    size, unit = scale_of(AXES[axis], value)
+    number = value / size
+    return (f'{number:.3g}' if number < 100 else f'{number:.0f}') + unit
+
+
+def tick_step(span: float, steps: Sequence[float], most: int) -> float:
+    """The smallest of the steps, or of their powers of ten, that needs at most so many ticks."""
+    power = 1.0
+    while True:
+        for step in steps:
+            if span / (step * power) <= most:
+                return step * power
+        power *= 10
+
+
+TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
+                172800, 604800)
+
+
+def format_tick(value_s: float) -> str:
+    """Seconds -> '45s', '1m 30s', '5m', '2h', '1d 12h': without what is zero at the end."""
+    return re.sub(r'(?<=[mhd]) 00[smh]\Z', '', format_elapsed(value_s))
+
+
+def split_at_gaps(points: Sequence[Tuple[float, float]]) -> List[List[Tuple[float, float]]]:
+    """Points in parts: nothing is drawn across a gap much longer than the usual time between two."""
+    if not points:
+        return []
+    steps = sorted(after[0] - before[0] for before, after in zip(points, points[1:]))
+    longest_s = max(GAP_S, 5 * steps[len(steps) // 2]) if steps else 0
+    parts = [[points[0]]]
+    for before, after in zip(points, points[1:]):
+        if after[0] - before[0] > longest_s:
+            parts.append([])
+        parts[-1].append(after)
+    return parts
+
+
+def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[float, float]]:
+    """At most about so many points: the lowest and the highest of each stretch of the same number of them."""
+    if len(points) <= most:
+        return list(points)
+    kept = {points[0], points[-1]}
+    size = math.ceil(len(points) * 2 / most)
+    for start in range(0, len(points), size):
+        stretch = points[start:start + size]
+        kept.update((min(stretch, key=operator.itemgetter(1)), max(stretch, key=operator.itemgetter(1))))
+    return sorted(kept)
+
+
+def line_of(name: str, samples: Sequence[Sample], axis: str) -> Line:
+    """The line of one measure of samples."""
+    place = SAMPLE_PLACES[axis]
+    parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
+    return Line(name, [thin_out(part, max(2, LINE_POINTS // len(parts))) for part in parts])
+
+
+# -------- SVG --------
+
+CHART_WIDTH, CHART_HEIGHT = 960, 260
+LEFT, RIGHT, TOP, BOTTOM = 84, 18, 14, 34       # margins of a chart
+BAR_HEIGHT, BAR_LEFT, BAR_RIGHT = 22, 230, 190  # of the overview: room for names and values
+
+
+def markup(text: str) -> str:
+    """Text of others in HTML or SVG."""
+    return html.escape(printable_line(text))
+
+
+def svg_text(x: float, y: float, text: str, anchor: str = 'start', style: str = '') -> str:
+    """A text in a drawing."""
+    words = f' class="{style}"' if style else ''
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{words}>{markup(text)}</text>'
+
+
+def line_style(chart: Chart, index: int) -> str:
+    """Class of the line at a place: a colour, or faint."""
+    return 'faint' if chart.is_of_many and index >= LINES_NAMED else f'c{index % LINES_NAMED}'
+
+
+def draw_part(part: Sequence[Tuple[float, float]], place: Callable[[float, float], Tuple[float, float]],
+              style: str) -> str:
+    """A part of a line: a dot if it is a single point."""
+    spots = [place(*point) for point in part]
+    if len(spots) == 1:
+        x, y = spots[0]
+        return f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+    return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in spots)}"/>'
+
+
+def draw_grid(axis: Measurement, top: float, begin: float, end: float,
+              place: Callable[[float, float], Tuple[float, float]]) -> List[str]:
+    """Lines and words of both axes: values, and the time since the beginning."""
+    parts, right = [], CHART_WIDTH - RIGHT
+    size, unit = scale_of(axis, top)
+    step = tick_step(top / size * 10, (1, 2, 5), 5) / 10     # at least a tenth of the unit
+    step = step if unit else max(step, 1)       # of processes there are no tenths
+    for number in range(int(top / size / step + 1e-9) + 1):
+        y = place(begin, number * step * size)[1]
+        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        parts.append(svg_text(LEFT - 8, y + 4, f'{number * step:.4g}{unit}' if number else '0', 'end'))
+    step = tick_step(end - begin, TIME_STEPS_S, 8)
+    for number in range(int((end - begin) / step) + 1):
+        x, y = place(begin + number * step, 0)
+        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{y + 5:.1f}"/>')
+        anchor = 'end' if x > right - 20 else 'middle'
+        parts.append(svg_text(x, y + 20, format_tick(number * step), anchor))
+    return parts
+
+
+def draw_chart(chart: Chart) -> str:
+    """A chart as SVG."""
+    times = [time_s for line in chart.lines for part in line.parts for time_s, _ in part]
+    begin, end = min(times, default=0.0), max(times, default=0.0)
+    end = max(end, begin + 1)
+    peak = max((line.peak for line in chart.lines), default=0.0)
+    # A limit far above everything would press the lines to the ground: it is named, and not drawn.
+    is_limit_drawn = 0 < chart.limit <= 4 * max(peak, AXES[chart.axis].least)
+    top = 1.08 * max(peak, chart.limit if is_limit_drawn else 0, AXES[chart.axis].least)
+    right, low = CHART_WIDTH - RIGHT, CHART_HEIGHT - BOTTOM
+
+    def place(time_s: float, value: float) -> Tuple[float, float]:
+        return (LEFT + (time_s - begin) / (end - begin) * (right - LEFT),
+                low - max(value, 0.0) / top * (low - TOP))
+
+    parts = draw_grid(AXES[chart.axis], top, begin, end, place)
+    # The first are drawn last, and so lie above the others.
+    for index, line in reversed(list(enumerate(chart.lines))):
+        drawn = ''.join(draw_part(part, place, line_style(chart, index)) for part in line.parts)
+        parts.append(f'<g><title>{markup(line.name)}</title>{drawn}</g>')
+    if is_limit_drawn:
+        y = place(begin, chart.limit)[1]
+        parts.append(f'<line class="limit" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        y += -5 if y > TOP + 14 else 14
+        parts.append(svg_text(right - 4, y, chart.limit_words, 'end', 'limit'))
+    return (f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" '
+            f'aria-label="{markup(chart.title)}">{"".join(parts)}</svg>')
+
+
+class Bar(Row):
+    """What one job used at most, in the overview."""
+    name: str
+    used: float
+    limit: float        # 0: none
+
+
+def draw_bars(title: str, axis: str, bars: Sequence[Bar]) -> str:
+    """Peaks beside limits: each bar's length is its share of the limit; without limits, of the highest."""
+    has_limits = any(bar.limit for bar in bars)
+    shares = [bar.used / bar.limit if bar.limit else 0.0 for bar in bars]
+    longest = min(2.0, max([1.0] + shares)) if has_limits else max([bar.used for bar in bars] + [1e-9])
+    room = CHART_WIDTH - BAR_LEFT - BAR_RIGHT
+    height, parts = BAR_HEIGHT * len(bars) + 8, []
+    if has_limits:
+        x = BAR_LEFT + room / longest
+        parts.append(f'<line class="limit" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}"/>')
+    for index, (bar, share) in enumerate(zip(bars, shares)):
+        y = 4 + BAR_HEIGHT * index
+        length = min(share if has_limits else bar.used, longest) / longest * room
+        style = 'over' if share > 1 else 'c0'
+        words = show_amount(axis, bar.used)
+        if bar.limit:
+            words += f' of {show_amount(axis, bar.limit)} ({share * 100:.0f}%)'
+        parts.append(svg_text(BAR_LEFT - 8, y + 15, cut(printable_line(bar.name), 30), 'end'))
+        parts.append(f'<rect class="{style}" x="{BAR_LEFT}" y="{y + 3}" width="{length:.1f}" height="16"/>')
+        parts.append(svg_text(BAR_LEFT + length + 6, y + 15, words))
+    return (f'<svg viewBox="0 0 {CHART_WIDTH} {height}" role="img" aria-label="{markup(title)}">'
+            f'{"".join(parts)}</svg>')
+
+
+# -------- pages --------
+
+PLOT_STYLE = """
+:root { --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --limit: #c0392b; --faint: #b4bcc6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ed; --soft: #9aa4b0; --grid: #2f363e; --paper: #15191d; --limit: #ff7b6b;
+          --faint: #4a535d; }
+  polyline, circle, rect, .key i { filter: brightness(1.35); }
+}
+body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
+       font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
+p { color: var(--soft); margin: .2rem 0; overflow-wrap: anywhere; }
+a { color: inherit; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
+           stroke: var(--paper); stroke-width: 3px; paint-order: stroke; }
+svg text.limit { fill: var(--limit); }
+.grid { stroke: var(--grid); }
+line.limit { stroke: var(--limit); stroke-dasharray: 6 4; stroke-width: 1.5; }
+polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+polyline.faint { stroke: var(--faint); stroke-width: 1; }
+circle.faint { fill: var(--faint); }
+rect.over { fill: var(--limit); }
+.key { display: inline-block; margin: .1rem 1rem .1rem 0; color: var(--soft); overflow-wrap: anywhere; }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: 2px;
+         vertical-align: -1px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--grid); text-align: right;
+         white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; }
+th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+td.over { color: var(--limit); font-weight: 600; }
+"""
+# Colours that also people who see few of them tell apart (Okabe and Ito, "Color Universal Design").
+PLOT_COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#8a7a00', '#7f6bd6')
+
+
+def format_page(title: str, subtitle: str, body: Sequence[str]) -> str:
+    """A page: HTML that needs nothing else."""
+    colours = ''.join(f'polyline.c{index} {{ stroke: {colour}; }} circle.c{index}, rect.c{index}, i.c{index} '
+                      f'{{ fill: {colour}; background: {colour}; }}\n'
+                      for index, colour in enumerate(PLOT_COLOURS))
+    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<title>{markup(title)}</title>\n<style>{PLOT_STYLE}{colours}</style></head>\n<body>\n'
+            f'<h1>{markup(title)}</h1>\n<p>{markup(subtitle)}</p>\n' + '\n'.join(body) + '\n</body></html>\n')
+
+
+def format_chart(chart: Chart) -> str:
+    """A chart with its title, and a key to its lines if there are several."""
+    named = chart.lines[:LINES_NAMED] if chart.is_of_many else chart.lines
+    keys = [f'<span class="key"><i class="{line_style(chart, index)}"></i>{markup(line.name)}: peak '
+            f'{markup(show_amount(chart.axis, line.peak))}</span>' for index, line in enumerate(named)]
+    if len(chart.lines) > len(named):
+        keys.append(f'<span class="key">and {len(chart.lines) - len(named)} more</span>')
+    key = ''.join(keys) if len(chart.lines) > 1 else ''
+    return f'<h2>{markup(chart.title)}</h2>\n{draw_chart(chart)}\n{key}'
+
+
+def format_plot_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; its cells are HTML already."""
+    head = ''.join(f'<th>{markup(title)}</th>' for title in titles)
+    lines = [''.join(cell if cell.startswith('<td') else f'<td>{cell}</td>' for cell in row)
+             for row in rows]
+    body = '\n'.join(f'<tr>{line}</tr>' for line in lines)
+    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+
+
+def chart_figure(charts: Sequence[Chart], title: str) -> Dict[str, Any]:
+    """Charts as a figure of Plotly: a trace for each line, limits as lines of two points."""
+    traces = []
+    for chart in charts:
+        lines = list(chart.lines)
+        times = [time_s for line in lines for part in line.parts for time_s, _ in part]
+        if chart.limit and times:
+            ends = [(min(times), chart.limit), (max(times), chart.limit)]
+            lines.append(Line(chart.limit_words, [ends]))
+        for line in lines:
+            points = [point for part in line.parts for point in part]
+            traces.append({'type': 'scatter', 'mode': 'lines', 'name': f'{chart.title}: {line.name}',
+                           'x': [format_time(time_s) for time_s, _ in points],
+                           'y': [value for _, value in points]})
+    return {'data': traces, 'layout': {'title': {'text': title}}}
+
+
+class Page(Row):
+    """One page: HTML, and the same as a figure."""
+    name: str
+    html: str
+    figure: Dict[str, Any]
+
+
+class JobSeries(Row):
+    """What is known of a job over all files."""
+    id: int
+    name: str
+    samples: List[Tuple[str, List[Sample]]]     # by label of the file
+
+    def values(self, axis: str) -> List[float]:
+        """All values of a measure."""
+        samples = itertools.chain.from_iterable(samples for _, samples in self.samples)
+        return values_of(samples, SAMPLE_PLACES[axis]) or [0.0]
+
+
+class JobPeaks(Row):
+    """A job in the overview."""
+    id: int
+    name: str
+    count: int                      # of samples
+    peaks: Dict[str, float]         # by axis
+    averages: Dict[str, float]
+    limits: Dict[str, float]
+
+
+def chart_of_job(series: JobSeries, axis: str, limits: Dict[str, float]) -> Chart:
+    """One measure of a job."""
+    limit = limits.get(axis, 0)
+    lines = [line_of(label, samples, axis) for label, samples in series.samples]
+    words = f'asked for: {show_amount(axis, limit)}' if limit else ''
+    return Chart(AXES[axis].title, axis, lines, limit, words)
+
+
+def describe_span(series: Sequence[Sequence[Sample]]) -> str:
+    """'12 samples in 1m 50s from 2026-11-22 15:43:34 +0000'."""
+    times = [sample[0] for samples in series for sample in samples]
+    begin, count = min(times), len(times)
+    words = '1 sample' if count == 1 else f'{count} samples in {format_elapsed(max(times) - begin)}'
+    return f'{words} from {format_local_time(format_time(begin))}'
+
+
+def job_page(series: JobSeries, limits: Dict[str, float]) -> Page:
+    """CPU, memory and processes of one job over time."""
+    charts = [chart_of_job(series, axis, limits) for axis in ('cpu', 'memory', 'processes')]
+    facts = [describe_span([samples for _, samples in series.samples])]
+    for axis in ('cpu', 'memory'):
+        values = series.values(axis)
+        average = show_amount(axis, sum(values) / len(values))
+        word = 'CPU' if axis == 'cpu' else axis
+        facts.append(f'{word}: peak {show_amount(axis, max(values))}, average {average}')
+    title = f'Job {series.id}: {series.name}'
+    page = format_page(title, '; '.join(facts), [format_chart(chart) for chart in charts])
+    return Page(f'job_{series.id}', page, chart_figure(charts, title))
+
+
+def peaks_of(series: JobSeries, limits: Dict[str, float]) -> JobPeaks:
+    """What the pages of all jobs keep of one."""
+    values = {axis: series.values(axis) for axis in ('cpu', 'memory', 'processes')}
+    count = sum(len(samples) for _, samples in series.samples)
+    return JobPeaks(series.id, series.name, count, {axis: max(values[axis]) for axis in values},
+                    {axis: sum(values[axis]) / len(values[axis]) for axis in values}, limits)
+
+
+class HighestLines:
+    """The lines of the jobs with the highest peaks; of the others there may be too many to keep them."""
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
+        self.count = 0      # of all that were added
+        self.lines: List[Line] = []
+
+    def add(self, series: JobSeries) -> None:
+        """Another job."""
+        samples = sorted((sample for _, samples in series.samples for sample in samples),
+                         key=operator.itemgetter(0))
+        self.lines.append(line_of(series.name, samples, self.axis))
+        self.count += 1
+        if len(self.lines) > 2 * LINES_DRAWN:
+            self.lines = self.highest()
+
+    def highest(self) -> List[Line]:
+        """Those that are drawn, the highest first."""
+        return sorted(self.lines, key=lambda line: -line.peak)[:LINES_DRAWN]
+
+    def page(self) -> Page:
+        """One measure of all jobs over time; the highest in colour."""
+        words = 'CPU' if self.axis == 'cpu' else AXES[self.axis].title
+        more = f'; the {LINES_DRAWN} with the highest peaks are drawn' if self.count > LINES_DRAWN else ''
+        chart = Chart(AXES[self.axis].title, self.axis, self.highest(), is_of_many=True)
+        title = f'{words} of all jobs'
+        page = format_page(title, f'{self.count} jobs{more}', [format_chart(chart)])
+        return Page(f'{self.axis}_all_jobs', page, chart_figure([chart], title))
+
+
+def share_of(job: JobPeaks, axis: str) -> float:
+    """Peak over limit; 0 without a limit."""
+    return job.peaks[axis] / job.limits[axis] if job.limits.get(axis) else 0.0
+
+
+def summary_row(job: JobPeaks, link: str) -> List[str]:
+    """A job's row in the overview's table."""
+    cells = [f'<td><a href="{markup(urllib.parse.quote(link))}">{markup(job.name)}</a> ({job.id})</td>',
+             str(job.count)]
+    for axis in ('memory', 'cpu'):
+        style = ' class="over"' if share_of(job, axis) > 1 else ''
+        limit = job.limits.get(axis)
+        cells += [f'<td{style}>{show_amount(axis, job.peaks[axis])}</td>',
+                  show_amount(axis, job.averages[axis]), show_amount(axis, limit) if limit else '']
+    return cells + [show_amount('processes', job.peaks['processes'])]
+
+
+def summary_page(jobs: Sequence[JobPeaks], name_of: Callable[[str], str]) -> Page:
+    """The overview: peaks beside limits, and a table of all jobs that leads to their pages."""
+    body, traces = [], []
+    for axis, word in (('memory', 'memory'), ('cpu', 'CPU')):
+        ordered = sorted(jobs, key=lambda job: (-share_of(job, axis), -job.peaks[axis], job.id))
+        bars = [Bar(job.name, job.peaks[axis], job.limits.get(axis, 0)) for job in ordered]
+        has_limits = any(bar.limit for bar in bars)
+        title = f'Peak {word}' + (' beside what was asked for' if has_limits else '')
+        more = f' (the first {BARS_DRAWN} of {len(bars)})' if len(bars) > BARS_DRAWN else ''
+        body.append(f'<h2>{title}{more}</h2>\n{draw_bars(title, axis, bars[:BARS_DRAWN])}')
+        traces.append({'type': 'bar', 'name': f'Peak {word}', 'x': [bar.name for bar in bars],
+                       'y': [bar.used for bar in bars]})
+        if has_limits:
+            traces.append({'type': 'bar', 'name': f'Limit of {word}', 'x': [bar.name for bar in bars],
+                           'y': [bar.limit or None for bar in bars]})
+    titles = ('Job', 'Samples', 'Peak memory', 'Average', 'Asked for', 'Peak CPU', 'Average', 'Asked for',
+              'Processes')
+    rows = [summary_row(job, name_of(f'job_{job.id}')) for job in jobs]
+    body.append('<h2>All jobs</h2>\n' + format_plot_table(titles, rows))
+    over = sum(any(share_of(job, axis) > 1 for axis in ('cpu', 'memory')) for job in jobs)
+    words = '1 job' if len(jobs) == 1 else f'{len(jobs)} jobs'
+    words += f'; {over} used more than asked for' if any(job.limits for job in jobs) else ''
+    title = 'What jobs used'
+    return Page('summary', format_page(title, words, body),
+                {'data': traces, 'layout': {'title': {'text': title}, 'barmode': 'group'}})
+
+
+def node_pages(files: Sequence[SeriesFile]) -> List[Page]:
+    """CPU and memory of the nodes over time, and their peaks and averages."""
+    series = [(file.label, file.node_samples()) for file in files]
+    series = [(label, samples) for label, samples in series if samples]
+    pages = []
+    if series:
+        total = max((value for _, samples in series for value in values_of(samples, 3)), default=0)
+        words = f'installed: {show_amount("memory", total)}'
+        lines = {axis: [line_of(label, samples, axis) for label, samples in series]
+                 for axis in ('node_cpu', 'memory')}
+        charts = [Chart(AXES['node_cpu'].title, 'node_cpu', lines['node_cpu']),
+                  Chart(AXES['memory'].title, 'memory', lines['memory'], total, words)]
+        charts = [chart for chart in charts if any(line.parts for line in chart.lines)]
+        page = format_page('Nodes', describe_span([samples for _, samples in series]),
+                           [format_chart(chart) for chart in charts])
+        pages.append(Page('system_timeline', page, chart_figure(charts, 'Nodes')))
+    summaries = [(file.label, file.node_summary()) for file in files]
+    summaries = [(label, summary) for label, summary in summaries if summary]
+    if summaries:
+        axes = ('node_cpu', 'node_cpu', 'memory', 'memory')
+        rows = [[markup(label), f'{summary[0]:.0f}', *('' if value is None else show_amount(axis, value)
+                                                       for axis, value in zip(axes, summary[1:]))]
+                for label, summary in summaries]
+        titles = ('Node', 'Samples', 'Peak CPU', 'Average', 'Peak memory', 'Average')
+        traces = [{'type': 'bar', 'name': name, 'x': [label for label, _ in summaries],
+                   'y': [summary[place] for _, summary in summaries]}
+                  for place, name in ((1, 'Peak CPU percent'), (2, 'Average CPU percent'), (3, 'Peak memory'),
+                                      (4, 'Average memory'))]
+        words = '1 node' if len(rows) == 1 else f'{len(rows)} nodes'
+        page = format_page('What nodes used', words, [format_plot_table(titles, rows)])
+        pages.append(Page('system_summary', page,
+                          {'data': traces, 'layout': {'title': {'text': 'What nodes used'}}}))
+    return pages
+
+
+def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limits,
+               name_of: Callable[[str], str]) -> Iterator[Page]:
+    """All pages: of each job (all, or those wanted), then of all jobs, then of the nodes.
+
+    One job's samples are in memory at a time. `name_of` gives the file of a page.
+    """
+    homes: Dict[int, List[SeriesFile]] = {}
+    names: Dict[int, str] = {}
+    for file in files:
+        names.update(file.job_names())
+        for number in file.job_ids():
+            homes.setdefault(number, []).append(file)
+    peaks, highest = [], [HighestLines('cpu'), HighestLines('memory')]
+    for number in sorted(set(homes).intersection(wanted) if wanted else homes):
+        samples = [(file.label, file.job_samples(number)) for file in homes[number]]
+        name = names.get(number) or f'job {number}'
+        series = JobSeries(number, name, [pair for pair in samples if pair[1]])
+        if series.samples:
+            yield job_page(series, limits.get(number, {}))
+            peaks.append(peaks_of(series, limits.get(number, {})))
+            for lines in highest:
+                lines.add(series)
+    if len(peaks) > 1:
+        yield from (lines.page() for lines in highest)
+    if peaks:
+        yield summary_page(peaks, name_of)
+    yield from node_pages(files)
+
+
+def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: str = 'html',
+                wanted: Sequence[int] = (), limits: Optional[Limits] = None) -> List[str]:
+    """Draw the time series of some databases into files [PREFIX_]NAME.html or .json; their paths. OSError."""
+    def name_of(page: str) -> str:
+        return f"{prefix + '_' if prefix else ''}{page}.{form}"
+
+    written = []
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(contextlib.closing(SeriesFile(path))) for path in paths]
+        os.makedirs(directory, exist_ok=True)
+        for page in make_pages(files, wanted, limits or {}, name_of):
+            text = page.html if form == 'html' else format_json(page.figure) + '\n'
+            path = os.path.join(directory, name_of(page.name))
+            with open(path, 'wb') as file:
+                file.write(text.encode('utf-8', 'replace'))
+            written.append(path)
+    return written
+
+
 # ======== 20. Commands: what they share, objects, administration ========
 #
 # A command is a function (session, args) that returns an exit code: cmd_NAME, or one that shows(),
@@ -22811,7 +23462,7 @@ def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int],
 #
 # Results come from the server, output files from this host: a runner's output directory, which
 # must belong to the same database. An attempt is named by job, run and attempt; its files by
-# stdio_names. What is made of both (comparisons, findings) is Reports'.
+# stdio_names. What is made of both (comparisons, findings, plots) is Reports' and Plots'.
 
 # -------- results --------
 
@@ -23519,6 +24170,47 @@ def show_peak(item: Correction) -> str:
     return shows[item.resource](item.peak)
 
 
+# -------- plots --------
+
+def limits_of_jobs(session: Session, workflow_id: int) -> Limits:
+    """What each job of a workflow asked for."""
+    needs = list_requirements(session, workflow_id)
+    found = {number: {'memory': limit_of('Memory', row), 'cpu': limit_of('CPU', row)}
+             for number, row in needs.items()}
+    return {job['id']: found.get(job.get('resource_requirements_id'), {})
+            for job in session.items('list_jobs', workflow_id=workflow_id)}
+
+
+def cmd_plot_resources(session: Session, args: Arguments) -> int:
+    """Draw what a monitor has sampled."""
+    limits = None if args['workflow_id'] is None else limits_of_jobs(session, args['workflow_id'])
+    with writing(f"plots to {args['output_dir']}", '--output-dir'):
+        paths = write_plots(args['databases'], args['output_dir'], args['prefix'], args['format'],
+                            args['job_ids'] or (), limits)
+    text = format_lines(paths) if paths else 'There are no samples to draw\n'
+    session.answer({'files': paths}, text)
+    return 0
+
+
+def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> None:
+    """Draw what was sampled in a run, where its workflow asks for it. Failures are no failures of the run."""
+    monitor = workflow.get('resource_monitor_config') or {}
+    if not (monitor.get('enabled') and monitor.get('generate_plots')):
+        return
+    directory = os.path.join(output_dir, 'resource_utilization')
+    run_id = session.call('get_workflow', workflow_id=workflow['id']).get('run_id', 0)
+    paths = sorted(glob.glob(os.path.join(glob.escape(directory), 'resource_metrics_*.db')))
+    paths = [path for path in paths if workflow_in_name(os.path.basename(path)) == workflow['id']
+             and re.search(rf'_r{run_id}(?=[_.])', os.path.basename(path))]
+    try:
+        files = write_plots(paths, directory, f"wf{workflow['id']}_r{run_id}",
+                            limits=limits_of_jobs(session, workflow['id'])) if paths else []
+        if files:
+            session.report(f'Plots: {files[0]}' + (f' and {len(files) - 1} more' if files[1:] else ''))
+    except (OSError, TorcError) as error:
+        session.report(f'warning: the plots were not drawn: {getattr(error, "message", error)}')
+
+
 # ======== 20c. Runs: a workflow file becomes a workflow, and runs here ========
 #
 # `create`, `run` and `exec` read a file or options into a plan (Spec) and have the server create
@@ -23914,6 +24606,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         outcome = run_workflow(session.client, workflow['id'], options, progress)
     finally:
         progress.finish()
+    plot_run(session, workflow, options.output_dir)
     with contextlib.suppress(TorcError):    # no server any more: what it said last must do
         status = session.call('get_workflow_status', workflow_id=workflow['id'])
         known = {key: status[key] for key in ('jobs_by_status', 'is_complete', 'is_canceled')}
@@ -24841,6 +25534,15 @@ COMMANDS = (
         Argument('PATH', '', "a bundle, or a runner's output directory"),
         Argument('-w --workflow-id', 'WF', 'of this workflow', parse_id)),
         f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
+    Command('plot-resources', cmd_plot_resources, 'draw what a monitor has sampled, as pages for a browser', (
+        Argument('DB', '', 'databases resource_metrics_*.db of runners', count='+', key='databases'),
+        Argument('-o --output-dir', 'DIR', 'where to put the pages', default='.'),
+        Argument('-j --job-ids', 'JOB,...', 'of these jobs only', parse_ids, '*'),
+        Argument('-p --prefix', 'TEXT', 'beginning of the names of their files', default=''),
+        Argument('-w --workflow-id', 'WF', 'show what the jobs of this workflow asked for, too', parse_id),
+        Argument('-f --format', 'FORMAT', 'html, or json for Plotly', one_of('html', 'json'),
+                 default='html')),
+        f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
         Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
