@@ -15840,6 +15840,13 @@ class PlotTest(WorldTest):
                 torc.write_plots([path], self.world.path('plots'))
         self.assertFalse(os.path.exists(self.world.path('plots')))
 
+    def test_a_series_that_cannot_be_read_is_an_error_of_the_user(self):
+        path = self.series()
+        os.chmod(path, 0)
+        with unittest.mock.patch.object(sqlite3, 'connect', side_effect=sqlite3.OperationalError('unable to open database file')), \
+                self.assertRaisesRegex(torc.BadInput, 'h_wf1_r1.db cannot be read: unable to open database file'):
+            torc.write_plots([path], self.world.path('plots'))
+
     def test_strange_values_are_drawn_as_nothing(self):
         path = self.series(jobs={}, nodes=[], summary=())
         with contextlib.closing(sqlite3.connect(path)) as database, database:
@@ -16385,6 +16392,9 @@ class UsedResourcesTest(CommandTest):
         self.assertEqual(6, len(found['within_limits']))
         self.assertEqual([('bad', 'memory_exceeded')], [(item['job_name'], item['oom_reason']) for item in found['resource_violations']])
         text = self.text('workflows check-resources 1 --include-failed')
+        self.assertIn('In 4 results, 3 limits were exceeded\n', text)
+        self.assertEqual('There are no results to compare\n', self.text('workflows check-resources 1 -r 7'))
+        self.assertEqual('In 3 results, no limits were exceeded\n', self.text('workflows check-resources 1 --min-over-utilization 30'))
         self.assertIn('bad (return code 137): used more memory than it asked for\n', text)
         self.assertIn('`torc.py workflows correct-resources 1 --dry-run`', text)
         self.assertRegex(text, r' 1 . train . Memory +. 100.0 MB +. 128.0 MB . 128.0% ')

@@ -21177,7 +21177,7 @@ def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str,
             'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
 
 
-def has_memory_violation(use: JobUse) -> str:
+def find_memory_violation(use: JobUse) -> str:
     """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
 
     Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
@@ -21197,7 +21197,7 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
     peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
     runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
     is_timeout = result['return_code'] == TERMINATED_CODES['time']
-    oom = has_memory_violation(use)
+    oom = find_memory_violation(use)
     found = {
         'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
         'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
@@ -21257,7 +21257,7 @@ def cpus_for(percent: float, multiplier: float) -> int:
 
 def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
     """More memory, if one of the jobs needed more than it asked for."""
-    found = [(use, has_memory_violation(use)) for use in uses]
+    found = [(use, find_memory_violation(use)) for use in uses]
     over = [use for use, reason in found if reason]
     if not over:
         return None
@@ -21589,7 +21589,10 @@ class SeriesFile:
         try:
             self.database = self.open('mode=ro')
         except sqlite3.OperationalError:    # WAL in a directory where nothing may be made: nobody writes it
-            self.database = self.open('immutable=1')
+            try:
+                self.database = self.open('immutable=1')
+            except sqlite3.Error as error:
+                raise BadInput(printable(f'{path} cannot be read: {error}')) from None
 
     def open(self, how: str) -> sqlite3.Connection:
         """A connection that has read something."""
@@ -24057,10 +24060,9 @@ def format_comparisons(session: Session, answer: Dict[str, Any], over: Sequence[
     """The answer of check-resources for people."""
     total = answer['total_results']
     if not total:
-        return 'No results of jobs that have ended well\n'
-    lines = [f'{len(over)} times more was used than asked for, in {total} results' if over else
-             f'No job used more than it asked for, in {total} results']
-    text = format_lines(lines)
+        return 'There are no results to compare\n'
+    exceeded = '1 limit was exceeded' if len(over) == 1 else f"{len(over) or 'no'} limits were exceeded"
+    text = format_lines([f"In {total} result{'' if total == 1 else 's'}, {exceeded}"])
     if over or within:
         rows = [(item.use.job['id'], item.use.job['name'], item.resource,
                  describe_comparison(item, True)['specified'], MEASURES[item.resource].show(item.used),
