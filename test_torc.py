@@ -62,6 +62,7 @@ import gc
 import glob
 import hashlib
 import hmac
+import html.parser
 import http.client
 import importlib
 import inspect
@@ -91,6 +92,7 @@ import struct
 import subprocess
 import symtable
 import sys
+import tarfile
 import tempfile
 import termios
 import textwrap
@@ -16797,6 +16799,483 @@ class StyleTest(unittest.TestCase):
             self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # of `script` under cron
 
 
+# -------- what jobs used --------
+
+GIB = 2 ** 30
+
+
+def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1, name: str = 'small', code: int = 0,
+            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
+    """A job, what it asked for, and its result."""
+    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
+    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes, 'status': 'failed' if code else 'completed',
+              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
+    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
+
+
+class UseTest(unittest.TestCase):
+    """What jobs used is compared with what they asked for, as Torc's reports do it."""
+
+    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
+        """Resource -> asked for, peak, and by how much it is more."""
+        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
+        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
+
+    def test_each_resource_is_compared_in_its_unit(self):
+        self.assertEqual(
+            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'), 'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
+            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
+        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
+                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
+
+    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
+        self.assertEqual(['Runtime'], list(self.compared()))
+        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
+        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
+        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
+
+    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
+        table = '''
+            code  minutes  peak/m  flags
+            1     1        0.5     -
+            1     1        1.5     memory_exceeded
+            137   47       -       sigkill_137
+            137   47       0.5     sigkill_137
+            137   49       -       -
+            137   55       -       timeout
+            137   55       1.5     memory_exceeded timeout
+            152   1        -       timeout sigxcpu_152
+            1     54       -       -
+            1     55       -       timeout
+            1     61       -       timeout runtime
+            '''
+        for line in textwrap.dedent(table).strip().splitlines()[1:]:
+            code, minutes, peak, flags = line.split(None, 3)
+            with self.subTest(line):
+                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes), peak=None if peak == '-' else int(float(peak) * GIB)))
+                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
+                        'runtime' if found.get('likely_runtime_violation') else None]
+                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
+                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
+        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
+        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
+
+
+class CorrectionTest(unittest.TestCase):
+    """Requirements follow what was seen, times a multiplier."""
+
+    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
+                downsizes: bool = True) -> List[str]:
+        """'up memory 1g->2g because of 1,2', a line each."""
+        results = [use.result for use in uses] + list(attempts)
+        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
+        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
+        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
+                for direction, items in plan for item in items]
+
+    def test_each_resource_grows_to_the_peak_and_a_margin(self):
+        for how, expected in (
+                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
+                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
+                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
+                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
+                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
+                ({'code': 137, 'minutes': 55}, []),
+                ({'code': 1, 'minutes': 55}, []),
+                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
+                ({'cpu': 100.9}, []),
+                ({'cpu': 250.0, 'cpus': 3}, []),
+                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
+                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
+                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
+                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
+                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
+            with self.subTest(str(how)):
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
+
+    def test_shared_requirements_follow_the_job_that_needs_most(self):
+        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
+        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
+
+    def test_only_much_too_large_ones_shrink(self):
+        for how, expected in (
+                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
+                ({'memory': '2g', 'peak': GIB}, []),
+                ({'memory': '10g', 'peak': 0}, []),
+                ({'memory': '10g'}, []),
+                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
+                ({'cpus': 2, 'cpu': 196.0}, []),
+                ({'cpus': 4, 'cpu': 310.0}, []),
+                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
+                ({'runtime': 'PT40M', 'minutes': 10}, []),
+                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
+                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
+            with self.subTest(str(how)):
+                how = dict({'minutes': 50}, **how)
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
+                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
+
+    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
+        small = {'memory': '10g', 'minutes': 50}
+        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
+        self.assertEqual([], self.planned(both, {1: 3}))
+        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
+        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
+        # An earlier attempt of the same run counts, and one of an earlier run does not.
+        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
+
+    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
+        chance = random.Random(11)
+        for trial in range(300):
+            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
+            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16), f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
+                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB), cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
+            for use in uses:
+                use.needs.update(uses[0].needs)
+            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
+            new = {item.resource: item.new for _, items in plan for item in items}
+            with self.subTest(trial):
+                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes', 'peak_cpu_percent', 'exec_time_minutes')]
+                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
+                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
+                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
+
+
+# -------- errors in logs --------
+
+# A line that each class is to find, as programs write it.
+ERROR_LINES = {
+    'Missing output files': '2026-11-22T10:00:00.000Z INFO Job completed workflow_id=1 status=failed reason=declared output files are missing: a',
+    'Failed job': '2026-11-22T10:00:00.000Z INFO Job completed workflow_id=1 job_id=2 return_code=137 status=failed reason=Killed',
+    'GPU out of memory': 'RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB',
+    'Out of memory': 'slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.',
+    'Time limit': 'slurmstepd: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO TIME LIMIT ***',
+    'Preemption': 'slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO PREEMPTION ***',
+    'Node failure': 'slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***',
+    'Canceled': 'slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-22T10:00:00 ***',
+    'Slurm': 'srun: error: n1: task 0: Exited with exit code 2',
+    'Disk full': "cp: error writing 'x': No space left on device",
+    'File system': "touch: cannot touch 'x': Read-only file system",
+    'Network': 'curl: (7) Failed to connect to h port 80: Connection refused',
+    'Permission': 'bash: ./x: Permission denied',
+    'Not found': 'bash: line 1: gromacs: command not found',
+    'GPU': 'CUDA error: device-side assert triggered',
+    'Crash': 'bash: line 1: 77 Segmentation fault      (core dumped) ./x',
+    'MPI': 'MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD',
+    'Killed': 'Killed',
+    'Panic': "thread 'main' panicked at src/main.rs:2:5:",
+    'Exception': 'json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)',
+    'Error': '2026-11-22 10:00:00,123 - solver - ERROR - did not converge',
+}
+MORE_ERROR_LINES = (
+    ('Out of memory', 'MemoryError'), ('Out of memory', "terminate called after throwing an instance of 'std::bad_alloc'"),
+    ('Out of memory', 'fork: Cannot allocate memory'), ('Out of memory', '2026-11-22T10:00:00Z WARNING OOM violation detected: workflow_id=1'),
+    ('Out of memory', 'Out of memory: Killed process 77 (x) total-vm:1kB'), ('Time limit', 'CPU time limit exceeded (core dumped)'),
+    ('Not found', "ModuleNotFoundError: No module named 'numpy'"), ('Not found', './x: error while loading shared libraries: libz.so.1'),
+    ('Not found', 'sh: 1: gromacs: not found'), ('Not found', "cat: x: No such file or directory"), ('Permission', "PermissionError: [Errno 13] Permission denied: 'x'"),
+    ('Disk full', 'OSError: [Errno 28] No space left on device'), ('Crash', 'Bus error'), ('Crash', '*** stack smashing detected ***: terminated'),
+    ('Panic', 'panic: runtime error: index out of range'), ('Exception', 'ValueError: 3'), ('Exception', 'my.own.SolverException'),
+    ('Exception', 'Error in eval(expr) : object not found'), ('Exception', 'forrtl: severe (24): end-of-file'), ('Error', 'make: *** [all] Error 2'),
+    ('Error', 'x.c:1:5: error: unknown type'), ('Error', '[ERROR] it broke'), ('Error', 'Error: no such option: --x'), ('Error', 'FATAL: database is locked'))
+BENIGN_LINES = (
+    '0 errors', 'No errors found.', 'validation error: 0.013', 'mean squared error: 3', 'ERROR: 0', 'errors=0 failures=0', 'timeout=30', 'walltime 01:00:00',
+    'connection timeout set to 30 s', 'task FAILED over to node 2', 'tests FAILED: 0', 'killed 3 birds', 'the out-of-sample score', 'oomph', 'CANCELLED orders: 4',
+    'test_error_handling ... ok', 'memory limit: 8 GB', 'loading error_model.bin', 'Traceback (most recent call last):', 'no exception was raised',
+    'INFO retrying: connection refused', '2026-11-22 10:00:00 DEBUG no such file or directory, making it', 'found 0 items not found', 'gpu memory 12 GB',
+    '2026-11-22T10:00:00.000Z INFO Job completed workflow_id=1 job_id=1 return_code=0 status=completed', 'critical path: 3 jobs', 'Severe weather: 0.3')
+
+
+class FindingsTest(unittest.TestCase):
+    """Logs are searched for messages of known errors, and ordinary output is none."""
+
+    def classes(self, text: str) -> List[str]:
+        """Classes of the lines of a text."""
+        findings = torc.FileFindings()
+        findings.read(text.encode())
+        findings.read(b'')
+        return [finding.kind.name for finding in findings.kept]
+
+    def test_each_class_finds_its_message(self):
+        self.assertEqual([kind.name for kind in torc.ERROR_CLASSES], sorted(ERROR_LINES, key=[kind.name for kind in torc.ERROR_CLASSES].index))
+        for name, line in [*ERROR_LINES.items(), *MORE_ERROR_LINES]:
+            with self.subTest(line):
+                self.assertEqual([name], self.classes(line))
+
+    def test_ordinary_output_is_no_error(self):
+        for line in BENIGN_LINES:
+            with self.subTest(line):
+                self.assertEqual([], self.classes(line))
+
+    def test_lines_are_found_however_the_file_is_cut_into_pieces(self):
+        data = 'one\nKilled\n'.encode() + b'\xff\xfe Killed\n' + ('x' * 5000 + '\nMemoryError\n\nlast: Permission denied').encode()
+        for size in (7, 100, 4097, len(data)):
+            findings = torc.FileFindings()
+            for start in range(0, len(data), size):
+                findings.read(data[start:start + size])
+            findings.read(b'')
+            with self.subTest(size):
+                self.assertEqual([(2, 'Killed', 'Killed'), (5, 'Out of memory', 'MemoryError'), (7, 'Permission', 'last: Permission denied')],
+                                 [(finding.line, finding.kind.name, finding.text) for finding in findings.kept])
+
+    def test_many_errors_of_a_file_are_counted_and_some_are_kept(self):
+        findings = torc.FileFindings()
+        findings.read(b'Killed\n' * 500)
+        found = torc.describe_findings([('a.e', findings)])
+        self.assertEqual((500, {'Killed': 500}, torc.FINDINGS_KEPT), (found['errors'], found['classes'], len(found['items'])))
+        self.assertIn('  and 480 more\n', torc.format_findings([('a.e', findings)]))
+
+    def test_a_file_belongs_to_the_workflow_in_its_name(self):
+        for name, number in (('job_wf1_j1_r1_a1.o', 1), ('job_wf10_j1_r1_a1.o', 10), ('job_runner_h_wf12_r1.log', 12), ('resource_metrics_wf3.db', 3),
+                             ('wf7.tar.gz', 7), ('swf1_x', None), ('job_wf_j1', None), ('torc.db', None), ('job_runner_nwf1_wf2_r1.log', 2)):
+            self.assertEqual(number, torc.workflow_in_name(name), name)
+
+    def test_logs_are_told_from_other_files(self):
+        names = ('a.log', 'a.log.1', 'a.o', 'a.e', 'slurm_env_wf1_sl1.log', 'a.db', 'a.tar.gz', 'bundle_metadata.json')
+        self.assertEqual(['a.log', 'a.log.1', 'a.o', 'a.e'], [name for name in names if torc.is_log_name(name)])
+
+    def test_a_large_log_without_errors_is_read_fast(self):
+        line = b'step 17 of 1000: residual 0.00012, energy -1234.5678, temperature 300.1\n'
+        findings, began = torc.FileFindings(), time.process_time()
+        for _ in range(2):
+            findings.read(line * (2 ** 20 // len(line)))
+        self.assertEqual([], findings.kept)
+        self.assertLess(time.process_time() - began, 2.0)       # a second for each MiB: it takes a twentieth
+
+
+# -------- plots --------
+
+SERIES_TABLES = '''
+    CREATE TABLE job_resource_samples (job_id INTEGER NOT NULL, timestamp INTEGER NOT NULL, cpu_percent REAL NOT NULL, memory_bytes INTEGER NOT NULL,
+                                       num_processes INTEGER NOT NULL, PRIMARY KEY (job_id, timestamp));
+    CREATE INDEX idx_job_resource_samples_job_id ON job_resource_samples (job_id);
+    CREATE TABLE job_metadata (job_id INTEGER PRIMARY KEY, job_name TEXT NOT NULL);
+    CREATE TABLE system_resource_samples (id INTEGER PRIMARY KEY, timestamp INTEGER NOT NULL, cpu_percent REAL NOT NULL, memory_bytes INTEGER NOT NULL,
+                                          total_memory_bytes INTEGER NOT NULL);
+    CREATE TABLE system_resource_summary (id INTEGER PRIMARY KEY CHECK (id = 1), sample_count INTEGER NOT NULL, peak_cpu_percent REAL NOT NULL,
+                                          avg_cpu_percent REAL NOT NULL, peak_memory_bytes INTEGER NOT NULL, avg_memory_bytes INTEGER NOT NULL);
+    '''     # as Torc 1.0 makes them
+SERIES_BEGIN = 1795362000
+
+
+def write_series(path: str, jobs: Dict[int, Tuple[str, Sequence[Sequence[Any]]]], nodes: Sequence[Sequence[Any]] = (), summary: Sequence[Any] = ()) -> str:
+    """A monitor's database: job -> name and (second, CPU percent, bytes, processes)."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.executescript(SERIES_TABLES)
+        for number, (name, samples) in jobs.items():
+            database.execute('INSERT INTO job_metadata VALUES (?, ?)', (number, name))
+            database.executemany('INSERT INTO job_resource_samples VALUES (?, ?, ?, ?, ?)',
+                                 [(number, SERIES_BEGIN + second, *rest) for second, *rest in samples])
+        database.executemany('INSERT INTO system_resource_samples (timestamp, cpu_percent, memory_bytes, total_memory_bytes) VALUES (?, ?, ?, ?)',
+                             [(SERIES_BEGIN + second, *rest) for second, *rest in nodes])
+        if summary:
+            database.execute('INSERT INTO system_resource_summary VALUES (1, ?, ?, ?, ?, ?)', summary)
+    return path
+
+
+class PlotPage(html.parser.HTMLParser):
+    """A page, read as a browser would: tags that are closed in order, attributes, text."""
+    VOID = {'meta', 'line', 'circle', 'polyline', 'rect', 'text/'}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open_tags, self.tags, self.words = [], [], []      # type: List[str], List[Tuple[str, Dict[str, Any]]], List[str]
+        self.faults = []        # type: List[str]
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        """A tag is opened."""
+        self.tags.append((tag, dict(attrs)))
+        if tag != 'meta':
+            self.open_tags.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        """A tag that is closed at once."""
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        """A tag is closed: it must be the last one."""
+        if not self.open_tags or self.open_tags.pop() != tag:
+            self.faults.append(f'{tag} at {self.getpos()}')
+
+    def handle_data(self, data: str) -> None:
+        """A text."""
+        if data.strip() and self.open_tags[-1:] != ['style']:
+            self.words.append(data.strip())
+
+    def of(self, tag: str, style: str = '') -> List[Dict[str, Any]]:
+        """Attributes of all tags of a name and class."""
+        return [attrs for name, attrs in self.tags if name == tag and (not style or attrs.get('class') == style)]
+
+
+class PlotTest(WorldTest):
+    """Time series become pages that a browser shows without network."""
+
+    def series(self, name: str = 'resource_metrics_h_wf1_r1.db', **how: Any) -> str:
+        """A database with two jobs and a node, or other ones."""
+        ramp = [(second, 50.0 + second, second * 2 ** 20, 1 + second // 50) for second in range(0, 101, 10)]
+        jobs = {1: ('first', ramp), 2: ('second <b>&"\x1b[31m', ramp[:3])}
+        nodes = [(second, 40.0, 4 * GIB, 16 * GIB) for second in range(0, 101, 10)]
+        return write_series(self.world.path('series', name), **dict({'jobs': jobs, 'nodes': nodes, 'summary': (11, 90.0, 40.0, 5 * GIB, 4 * GIB)}, **how))
+
+    def plot(self, *paths: str, **how: Any) -> Dict[str, PlotPage]:
+        """Pages by name, parsed."""
+        found = torc.write_plots(paths or [self.series()], self.world.path('plots'), **how)
+        return {os.path.basename(path)[:-5]: PlotPage(read_text(path)) for path in found}
+
+    def points(self, page: PlotPage, chart: int = 0) -> List[Tuple[float, float]]:
+        """Places of the points of a chart with one line."""
+        return [tuple(map(float, pair.split(','))) for pair in page.of('polyline')[chart]['points'].split()]
+
+    def test_there_is_a_page_for_each_job_all_jobs_and_the_nodes(self):
+        pages = self.plot()
+        self.assertEqual(['cpu_all_jobs', 'job_1', 'job_2', 'memory_all_jobs', 'summary', 'system_summary', 'system_timeline'], sorted(pages))
+        for name, page in pages.items():
+            with self.subTest(name):
+                self.assertEqual(([], []), (page.faults, page.open_tags))
+                self.assertEqual([], [tag for tag, _ in page.tags if tag in ('script', 'link', 'img', 'iframe', 'object')])
+                text = read_text(self.world.path('plots', name + '.html'))
+                self.assertIsNone(re.search(r'https?:|//|url\(|@import|\x1b', text))
+                self.assertNotIn('<b>&"', text)
+        self.assertIn('Job 2: second <b>&"\\x1b[31m', pages['job_2'].words)
+
+    def test_a_jobs_page_has_cpu_memory_and_processes(self):
+        page = self.plot()['job_1']
+        self.assertEqual(['CPU (100% is one core)', 'Memory', 'Processes'], [attrs['aria-label'] for attrs in page.of('svg')])
+        self.assertEqual([11, 11, 11], [len(self.points(page, chart)) for chart in range(3)])
+        memory = self.points(page, 1)
+        self.assertEqual((torc.LEFT, torc.CHART_HEIGHT - torc.BOTTOM), memory[0])     # nothing, at the beginning
+        self.assertEqual(torc.CHART_WIDTH - torc.RIGHT, memory[-1][0])
+        steps = {round(before[1] - after[1]) for before, after in zip(memory, memory[1:])}
+        self.assertEqual(1, len(steps))
+        self.assertIn('11 samples in 1m 40s from ', page.words[2])
+        self.assertTrue({'50 MB', '100 MB', '0', '0s', '15s', '1m', '1m 30s', '150%'} <= set(page.words), page.words)
+
+    def test_a_limit_is_a_line_at_its_height_unless_it_is_far_off(self):
+        page = self.plot(limits={1: {'memory': 50 * 2 ** 20, 'cpu': 10000.0}})['job_1']
+        lines, height = page.of('line', 'limit'), self.points(page, 1)
+        self.assertEqual(1, len(lines))
+        self.assertAlmostEqual(height[5][1], float(lines[0]['y1']), delta=0.11)     # 50 MB are reached at the sixth sample
+        self.assertIn('asked for: 50 MB', page.words)
+
+    def test_the_overview_shows_peaks_beside_limits_and_leads_to_the_jobs(self):
+        page = self.plot(limits={1: {'memory': 50 * 2 ** 20, 'cpu': 200.0}, 2: {}}, prefix='p')['p_summary']
+        self.assertEqual(['p_job_1.html', 'p_job_2.html'], [attrs['href'] for attrs in page.of('a')])
+        self.assertIn('100 MB of 50 MB (200%)', page.words)
+        self.assertIn('150% of 200% (75%)', page.words)
+        self.assertIn('2 jobs; 1 used more than asked for', page.words)
+        over, bars = page.of('rect', 'over'), page.of('rect', 'c0')
+        self.assertEqual((1, 3), (len(over), len(bars)))
+        self.assertEqual(2, round(float(over[0]['width']) / (float(page.of('line', 'limit')[0]['x1']) - torc.BAR_LEFT)))
+        free = self.plot()['summary']
+        self.assertEqual(([], []), (free.of('line', 'limit'), free.of('rect', 'over')))
+        self.assertIn('Peak memory', free.words)
+
+    def test_a_peak_survives_however_many_samples_there_are(self):
+        samples = [(second, 10.0, 2 ** 20, 1) for second in range(10000)]
+        samples[7171] = (7171, 999.0, 7 * GIB, 1)
+        page = self.plot(self.series(jobs={1: ('long', samples)}))['job_1']
+        cpu = self.points(page)
+        self.assertLess(len(cpu), 2000)
+        self.assertEqual(1, sum(y < torc.CHART_HEIGHT / 3 for _, y in cpu))
+        self.assertIn('CPU: peak 999%', page.words[2])
+
+    def test_a_line_is_broken_where_nothing_was_measured_for_long(self):
+        samples = [(second, 10.0, GIB, 1) for second in (*range(0, 100, 10), *range(3000, 3100, 10), 9000)]
+        page = self.plot(self.series(jobs={1: ('twice', samples)}))['job_1']
+        self.assertEqual((6, 3), (len(page.of('polyline')), len(page.of('circle'))))    # the last is a point of its own
+
+    def test_attempts_on_several_nodes_are_lines_of_their_own(self):
+        other = self.series('resource_metrics_g_wf1_r1.db', jobs={1: ('first', [(500, 10.0, GIB, 1), (510, 20.0, GIB, 1)])}, nodes=[], summary=())
+        pages = self.plot(self.series(), other)
+        self.assertEqual(6, len(pages['job_1'].of('polyline')))
+        self.assertTrue({'h_wf1_r1: peak 150%', 'g_wf1_r1: peak 20%'} <= set(pages['job_1'].words))
+        self.assertEqual(['h_wf1_r1'], [word for word in pages['system_summary'].words if '_wf1_' in word])
+
+    def test_of_many_jobs_the_highest_are_drawn(self):
+        lines = torc.HighestLines('memory')
+        for number in range(1, 701):
+            lines.add(torc.JobSeries(number, f'job{number}', [('h', [(0.0, 1.0, number * 2.0 ** 20, 1.0), (10.0, 1.0, 1.0, 1.0)])]))
+        page = PlotPage(lines.page().html)
+        self.assertEqual(torc.LINES_DRAWN, len(page.of('polyline')))
+        self.assertTrue({'job700: peak 700 MB', 'job693: peak 693 MB', 'and 292 more'} <= set(page.words), page.words[-12:])
+        self.assertEqual('700 jobs; the 300 with the highest peaks are drawn', page.words[2])
+        self.assertEqual(['c0', 'faint'], [page.of('polyline')[place]['class'] for place in (-1, 0)])
+
+    def test_only_the_jobs_that_are_asked_for_are_drawn(self):
+        self.assertEqual(['job_2', 'summary', 'system_summary', 'system_timeline'], sorted(self.plot(wanted=[2, 99])))
+
+    def test_figures_are_plotlys(self):
+        paths = torc.write_plots([self.series()], self.world.path('plots'), form='json', limits={1: {'memory': GIB}})
+        figures = {os.path.basename(path): json.loads(read_text(path)) for path in paths}
+        traces = figures['job_1.json']['data']
+        self.assertEqual(['CPU (100% is one core): h_wf1_r1', 'Memory: h_wf1_r1', 'Memory: asked for: 1 GB', 'Processes: h_wf1_r1'],
+                         [trace['name'] for trace in traces])
+        self.assertEqual((['2026-11-22T15:40:00.000Z', '2026-11-22T15:40:10.000Z'], [0, 10 * 2 ** 20]), (traces[1]['x'][:2], traces[1]['y'][:2]))
+        self.assertEqual([GIB, GIB], traces[2]['y'])
+        self.assertEqual({'data', 'layout'}, set(figures['summary.json']))
+
+    def test_what_is_no_time_series_is_refused(self):
+        for name, data in (('a.db', b'no database'), ('b.db', b''), ('c.db', None)):
+            path = self.world.path(name)
+            if data is not None:
+                self.world.write(name, data)
+            with self.subTest(name), self.assertRaisesRegex(torc.BadInput, 'is no time series|there is no such file'):
+                torc.write_plots([path], self.world.path('plots'))
+        self.assertFalse(os.path.exists(self.world.path('plots')))
+
+    def test_a_series_that_cannot_be_read_is_an_error_of_the_user(self):
+        path = self.series()
+        os.chmod(path, 0)
+        with unittest.mock.patch.object(sqlite3, 'connect', side_effect=sqlite3.OperationalError('unable to open database file')), \
+                self.assertRaisesRegex(torc.BadInput, 'h_wf1_r1.db cannot be read: unable to open database file'):
+            torc.write_plots([path], self.world.path('plots'))
+
+    def test_strange_values_are_drawn_as_nothing(self):
+        path = self.series(jobs={}, nodes=[], summary=())
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute('DROP TABLE job_metadata')
+            database.executemany('INSERT INTO job_resource_samples VALUES (1, ?, ?, ?, ?)', [
+                (SERIES_BEGIN, 'much', 'more', -3), (SERIES_BEGIN + 10, float('inf'), b'\xff', 1), (SERIES_BEGIN + 20, 5.0, GIB, 2)])
+        page = self.plot(path)['job_1']
+        self.assertEqual(([], 'Job 1: job 1'), (page.faults, page.words[1]))
+        self.assertEqual(3, len(self.points(page)))
+        self.assertNotIn('nan', read_text(self.world.path('plots', 'job_1.html')))
+
+    def test_what_a_node_does_not_measure_is_left_out(self):
+        nodes = [(second, None, GIB, None) for second in (0, 10)]
+        for summary, average in (((2, None, None, GIB, GIB), '1 GB'), ((), '1 GB')):
+            path = self.series(jobs={}, nodes=[], summary=())
+            with contextlib.closing(sqlite3.connect(path)) as database, database:
+                database.executescript('DROP TABLE system_resource_samples; DROP TABLE system_resource_summary;' + re.sub(
+                    ' NOT NULL', '', SERIES_TABLES.partition('job_name TEXT NOT NULL);')[2]))
+                database.executemany('INSERT INTO system_resource_samples (timestamp, cpu_percent, memory_bytes, total_memory_bytes) VALUES (?, ?, ?, ?)',
+                                     nodes)
+                database.executemany('INSERT INTO system_resource_summary VALUES (1, ?, ?, ?, ?, ?)', [summary] if summary else [])
+            pages = self.plot(path)
+            self.assertEqual(['Memory'], [attrs['aria-label'] for attrs in pages['system_timeline'].of('svg')])
+            self.assertEqual([], pages['system_timeline'].of('line', 'limit'))
+            self.assertEqual(['h_wf1_r1', '2', '1 GB', average], pages['system_summary'].words[-4:])
+
+    def test_a_series_is_read_while_it_is_written_and_where_nothing_may_be_made(self):
+        path = self.series()
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as writer:
+            writer.execute('PRAGMA journal_mode=WAL')
+            writer.execute('BEGIN IMMEDIATE')
+            writer.execute('INSERT INTO job_resource_samples VALUES (3, 1, 1, 1, 1)')
+            self.assertIn('job_2', self.plot(path))
+            writer.execute('COMMIT')
+            self.assertIn('job_3', self.plot(path))
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertIn('job_3', self.plot(path))
+
+
 # ======== 20. Commands ========
 #
 # Most enter through main() on an embedded database in the world's directory. What Torc 1.0 was recorded to print in JSON and
@@ -16854,6 +17333,9 @@ RECORDED = (
     ('failure-handlers list WF', 'failure-handlers list 1'),
     ('failure-handlers get ID', 'failure-handlers get 1'),
     ('results list WF --include-logs -o DIR', 'results list 1 --include-logs'),
+    ('workflows check-resources WF', 'workflows check-resources 1'),
+    ('workflows check-resources WF --all --include-failed', 'workflows check-resources 1 --all --include-failed'),
+    ('workflows correct-resources WF --dry-run', 'workflows correct-resources 1 --dry-run'),
     ('events list WF', 'events list 1'),
     ('job-dependencies job-job WF', 'job-dependencies job-job 1'),
     ('job-dependencies job-file WF', 'job-dependencies job-file 1'),
@@ -16908,7 +17390,7 @@ RECORDED = (
     ('delete WF WF2 99999999', 'delete 1 2'),
 )
 # Keys that are not asked for: a job's and node's measurements need a monitor; ro_crate and the like come with their sections.
-NOT_YET = {'peak_memory_bytes', 'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent', 'compute_node_id', 'executed_at', 'executed_by',
+NOT_YET = {'peak_memory_bytes', 'peak_memory_formatted', 'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent', 'compute_node_id', 'executed_at', 'executed_by',
            'st_mtime', 'access_groups', 'producer_job_id', 'producer_job_name', 'consumer_job_id', 'consumer_job_name', 'wait_for_new_jobs'}
 
 
@@ -17192,9 +17674,7 @@ class ReasonTest(CommandTest):
         os.mkdir(path)
         self.assertExit(0, self.world.main('logs', 1, 'good'), f'torc: cannot read {path}: Is a directory')
 
-    def test_logs_keeps_words_for_later(self):
-        for word in ('bundle', 'analyze'):
-            self.assertExit(2, self.world.main('logs', word, 1), f'`logs {word}` is not there yet: `')
+    def test_logs_tells_its_option_from_the_format_of_answers(self):
         self.assertExit(4, self.world.main('logs', 1, 'good', '-f', 'json'), 'write `torc.py -f json logs`')
         self.assertExit(2, self.world.main('-f', 'json', 'logs', 1, '-f'), '--follow has no JSON form')
 
@@ -17260,6 +17740,223 @@ class FollowTest(CommandTest):
         self.world.wait(lambda: 'Ctrl-C ends this' in follower.err, 20, 'the follower', [follower])
         follower.send(signal.SIGINT)
         self.assertExit(130, follower.finish(20))
+
+
+class UsedResourcesTest(CommandTest):
+    """Commands that compare, correct and draw what jobs used."""
+
+    SPEC = """
+        name: used
+        resource_requirements:
+          - {name: small, num_cpus: 1, memory: 100m, runtime: PT10M}
+          - {name: large, num_cpus: 8, memory: 64g, runtime: PT10H}
+        jobs:
+          - {name: train, command: "true", resource_requirements: small}
+          - {name: bad, command: exit 137, resource_requirements: small}
+          - {name: wide, command: "true", resource_requirements: large}
+          - {name: plain, command: "true"}
+        """
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', self.SPEC)
+        self.assertExit(1, self.world.cli('run', 'w.yaml', '--num-cpus', 8, '--memory-gb', 64))
+        # What a monitor would have measured.
+        for number, peak, cpu in ((1, 128 * 2 ** 20, 50.0), (2, 256 * 2 ** 20, 302.0), (3, 2 * GIB, 453.0), (4, GIB, 99.0)):
+            self.json(f"admin sql -y --write 'UPDATE result SET peak_memory_bytes = {peak}, peak_cpu_percent = {cpu} WHERE job_id = {number}'")
+
+    def needs(self) -> List[Tuple[str, int, str, str]]:
+        """The requirements as they are."""
+        return [(item['name'], item['num_cpus'], item['memory'], item['runtime']) for item in self.json('resource-requirements list 1')['items']]
+
+    def test_what_jobs_used_is_compared_with_what_they_asked_for(self):
+        found = self.json('workflows check-resources 1')
+        self.assertEqual((1, 3, 1), (found['run_id'], found['total_results'], found['over_utilization_count']))
+        self.assertEqual([{'job_id': 1, 'job_name': 'train', 'resource_type': 'Memory', 'specified': '100.0 MB', 'peak_used': '128.0 MB',
+                           'over_utilization': '+28.0%'}], found['violations'])
+        self.assertEqual([], self.json('workflows check-resources 1 --min-over-utilization 28')['violations'])
+        self.assertEqual([], self.json('workflows check-resources 1 -r 7')['violations'])
+        found = self.json('workflows check-resources 1 --all --include-failed -r 1')
+        self.assertEqual(['bad', 'bad', 'train'], [item['job_name'] for item in found['violations']])
+        self.assertEqual(6, len(found['within_limits']))
+        self.assertEqual([('bad', 'memory_exceeded')], [(item['job_name'], item['oom_reason']) for item in found['resource_violations']])
+        text = self.text('workflows check-resources 1 --include-failed')
+        self.assertIn('In 4 results, 3 limits were exceeded\n', text)
+        self.assertEqual('There are no results to compare\n', self.text('workflows check-resources 1 -r 7'))
+        self.assertEqual('In 3 results, no limits were exceeded\n', self.text('workflows check-resources 1 --min-over-utilization 30'))
+        self.assertIn('bad (return code 137): used more memory than it asked for\n', text)
+        self.assertIn('`torc.py workflows correct-resources 1 --dry-run`', text)
+        self.assertRegex(text, r' 1 . train . Memory +. 100.0 MB +. 128.0 MB . 128.0% ')
+
+    def test_a_dry_run_changes_nothing_and_the_real_one_does_the_same(self):
+        before = self.needs()
+        planned = self.json('workflows correct-resources 1 --dry-run')
+        self.assertEqual(before, self.needs())
+        self.assertIn('Nothing was changed: this is a dry run\n', self.text('workflows correct-resources 1 --dry-run'))
+        done = self.json('workflows correct-resources 1')
+        self.assertEqual(dict(planned, dry_run=False), done)
+        self.assertEqual((2, 2, 1, 1, 1, 1), tuple(done[key] for key in (
+            'resource_requirements_updated', 'memory_corrections', 'cpu_corrections', 'downsize_memory_corrections', 'downsize_cpu_corrections',
+            'downsize_runtime_corrections')))
+        up, down = done['adjustments']
+        self.assertEqual(('upscale', [1, 2], ['train', 'bad'], '100m', '308m', 256 * 2 ** 20, 1, 4, 302.0, False), tuple(up[key] for key in (
+            'direction', 'job_ids', 'job_names', 'original_memory', 'new_memory', 'max_peak_memory_bytes', 'original_cpus', 'new_cpus',
+            'max_peak_cpu_percent', 'runtime_adjusted')))
+        self.assertEqual(('downscale', '64g', '3g', 8, 6, 'PT10H', 'PT1M'), tuple(down[key] for key in (
+            'direction', 'original_memory', 'new_memory', 'original_cpus', 'new_cpus', 'original_runtime', 'new_runtime')))
+        self.assertEqual([('small', 4, '308m', 'PT10M'), ('large', 6, '3g', 'PT1M'), before[2]], self.needs())
+        # A killed job whose requirements have grown since is no reason to let them grow again and again.
+        self.assertEqual('What jobs asked for needs no correction\n', self.text('workflows correct-resources 1'))
+
+    def test_options_choose_jobs_multipliers_and_directions(self):
+        for options, expected in (
+                ('--no-downsize', [('upscale', '308m')]), ('--memory-multiplier 2 --no-downsize', [('upscale', '512m')]),
+                ('--job-ids 1', [('upscale', '154m')]), ('--job-ids 3,4', [('downscale', '3g')]), ('--job-ids 4', [])):
+            found = self.json('workflows correct-resources 1 --dry-run ' + options)['adjustments']
+            self.assertEqual(expected, [(item['direction'], item['new_memory']) for item in found], options)
+        self.assertEqual('error', self.json('workflows correct-resources 1 --job-ids 99', 4)['status'])
+        for line, message in (('correct-resources 1 --cpu-multiplier 0.5', "'0.5' is not a multiplier"), ('check-resources 1 -f csv', 'has no CSV form'),
+                              ('check-resources 1 --min-over-utilization few', "'few' is not a number of percent"),
+                              ('correct-resources 1 --runtime-multiplier nan', "'nan' is not a multiplier")):
+            self.assertIn(message, self.assertExit(2, self.world.main('workflows', *line.split())).err)
+
+    def test_plots_show_what_the_jobs_of_a_workflow_asked_for(self):
+        path = write_series(self.world.path('m', 'resource_metrics_h_wf1_r1.db'), {1: ('train', [(0, 50.0, 2 ** 27, 1), (10, 50.0, 2 ** 27, 1)])})
+        self.assertEqual('plots/p_job_1.html\nplots/p_summary.html\n', self.text(f'plot-resources {shlex.quote(path)} -o plots -p p -w 1'))
+        self.assertIn('asked for: 100 MB', self.world.read('plots/p_job_1.html'))
+        self.assertNotIn('asked for: 100 MB', self.world.read(self.text(f'plot-resources {shlex.quote(path)}').split()[0]))
+        self.assertEqual({'files': ['plots/job_1.json', 'plots/summary.json']},
+                         json.loads(self.text(f'-f json plot-resources {shlex.quote(path)} -o plots --format json -j 1')))
+        for line, message in ((f'{shlex.quote(path)} -o w.yaml', 'cannot write plots to w.yaml: '), ('w.yaml', 'w.yaml is no time series'),
+                              ('', 'DB is missing'), ('none.db', 'none.db: there is no such file')):
+            self.assertIn(message, self.assertExit(2, self.world.main('plot-resources', *shlex.split(line))).err)
+        self.assertEqual('There are no samples to draw\n', self.text(f'plot-resources {shlex.quote(path)} -j 7'))
+
+    def test_a_run_draws_its_plots_where_the_workflow_asks_for_them(self):
+        path = write_series(self.world.path('resource_metrics_wf2_hvm_r1_p7.db'), {5: ('five', [(0, 50.0, 2 ** 27, 1)])})
+        directory = 'torc_output/resource_utilization'
+        self.world.write('p.yaml', f"""
+            name: plots
+            resource_monitor: {{enabled: true, granularity: time_series, generate_plots: true}}
+            jobs: [{{name: five, command: "mkdir -p {directory} && cp {os.path.basename(path)} {directory}/"}}]
+            """)
+        outcome = self.assertExit(0, self.world.cli('run', 'p.yaml'))
+        self.assertIn(f'{directory}/wf2_r1_job_5.html and ', outcome.err)
+        self.assertIn('Job 5: five', self.world.read(f'{directory}/wf2_r1_job_5.html'))
+
+
+class BundleTest(CommandTest):
+    """All logs of a workflow in one file, and what is wrong in them."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', """
+            name: logged
+            jobs:
+              - {name: good, command: echo fine}
+              - {name: bad, command: "echo 0 errors; echo 'x: Permission denied' >&2; exit 1"}
+            """)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        for name in ('job_stdio/job_wf10_j1_r1_a1.o', 'job_runner_h_wf10_r1.log', 'job_runner_h_wf1_r1.log.1', 'offline_journal/offline_results_wf1_r1_h.db',
+                     'resource_utilization/resource_metrics_h_wf1_r1.db', 'actions_wf1_r1.log', 'secret_wf1'):
+            self.world.write('torc_output/' + name, 'Killed\n')
+        os.remove(self.world.path('torc_output', 'secret_wf1'))
+        os.symlink('/etc/passwd', self.world.path('torc_output', 'secret_wf1'))
+        os.mkfifo(self.world.path('torc_output', 'job_stdio', 'job_wf1_j9_r1_a1.o'))
+
+    def test_a_bundle_has_the_files_of_its_workflow_and_says_what_it_is(self):
+        os.mkdir(self.world.path('to'))
+        self.world.write('to/wf1.tar.gz', 'old')
+        found = self.json('logs bundle 1 --bundle-dir to')
+        runner = glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*_wf1_r1.log')
+        own = {'torc_output/' + os.path.basename(path) for path in runner}
+        own |= {f'job_stdio/job_wf1_j{job}_r1_a1.{kind}' for job in (1, 2) for kind in 'oe'}
+        own |= {'torc_output/job_runner_h_wf1_r1.log.1', 'torc_output/actions_wf1_r1.log', 'offline_journal/offline_results_wf1_r1_h.db',
+                'resource_utilization/resource_metrics_h_wf1_r1.db', 'bundle_metadata.json'}
+        with tarfile.open(self.world.path('to', 'wf1.tar.gz')) as bundle:
+            self.assertEqual(own, set(bundle.getnames()))
+            self.assertEqual(b'fine\n', bundle.extractfile('job_stdio/job_wf1_j1_r1_a1.o').read())
+            metadata = json.loads(bundle.extractfile('bundle_metadata.json').read().decode())
+            self.assertEqual({True}, {member.isfile() for member in bundle})
+        self.assertEqual(dict(metadata, file='to/wf1.tar.gz'), found)
+        self.assertEqual((1, 'logged', len(own) - 1), (found['workflow_id'], found['workflow_name'], found['files_collected']))
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('to', 'wf1.tar.gz')).st_mode))
+        self.assertEqual(['wf1.tar.gz'], os.listdir(self.world.path('to')))
+
+    def test_what_a_bundle_says_is_what_torc_says(self):
+        recorded = 'Log bundle created successfully:\n  File: ./wf1.tar.gz\n  Files collected: 9\n  Total size: 4450 bytes'
+
+        def without_numbers(text: str) -> str:
+            return re.sub('[0-9]+', 'N', text)
+        self.assertEqual(without_numbers(recorded), without_numbers(self.text('logs bundle 1')).rstrip())
+
+    def test_a_file_that_changes_while_it_is_packed_keeps_its_size(self):
+        for now, packed in ((b'', b'\0' * 5), (b'abcdefgh', b'abcde'), (b'abc', b'abc\0\0')):
+            buffer = io.BytesIO()
+            with tarfile.open(fileobj=buffer, mode='w') as bundle:
+                torc.add_member(bundle, 'a', 5, 0, torc.SteadyFile(io.BytesIO(now)))
+            buffer.seek(0)
+            with tarfile.open(fileobj=buffer) as bundle:
+                self.assertEqual(packed, bundle.extractfile('a').read())
+
+    def test_a_bundle_that_cannot_be_written_leaves_nothing(self):
+        os.makedirs(self.world.path('to', 'wf1.tar.gz'))
+        for directory in ('to', 'nowhere', 'w.yaml'):
+            outcome = self.assertExit(2, self.world.main('logs', 'bundle', 1, '--bundle-dir', directory))
+            self.assertIn('give another place with --bundle-dir', outcome.err)
+        self.assertEqual(['wf1.tar.gz'], os.listdir(self.world.path('to')))
+        self.assertExit(4, self.world.main('logs', 'bundle', 9))
+        self.assertIn('no log of workflow 1 is in', self.assertExit(0, self.world.main('logs', 'bundle', 1, '-o', 'to')).err)
+
+    def test_a_bundle_and_its_directory_tell_the_same(self):
+        self.text('logs bundle 1')
+        there, here = self.json('logs analyze wf1.tar.gz'), self.json('logs analyze torc_output -w 1')
+        self.assertEqual((1, 'logged'), (there['workflow_id'], there['workflow_name']))
+        self.assertEqual({'Failed job': 1, 'Permission': 1, 'Killed': 2}, there['classes'])
+        for key in ('files_parsed', 'errors', 'warnings', 'classes'):
+            self.assertEqual(here[key], there[key], key)
+        self.assertIn({'file': 'job_stdio/job_wf1_j2_r1_a1.e', 'line': 1, 'class': 'Permission', 'severity': 'error', 'message': 'x: Permission denied'},
+                      here['items'])
+        self.assertIn('job_stdio/job_wf1_j2_r1_a1.e (job 2, run 1, attempt 1):\n  [ERROR] Line 1: Permission - x: Permission denied\n',
+                      self.text('logs analyze wf1.tar.gz'))
+        self.assertEqual({'Killed': 2}, self.json('logs analyze torc_output -w 10')['classes'])
+
+    def test_logs_without_errors_are_told_as_torc_tells_them(self):
+        for number in range(9):
+            self.world.write(f'clean/job_stdio/job_wf1_j{number}_r1_a1.o', '0 errors\n')
+        self.assertEqual('Workflow ID: 1\n\nFiles parsed: 9\n\nNo errors detected in log files.\n', self.text('logs analyze clean'))
+
+    def test_what_is_no_log_is_refused(self):
+        os.mkdir(self.world.path('empty'))
+        for line, message in (
+                ('torc_output', 'holds logs of the workflows 1, 10: choose one with --workflow-id'),
+                ('torc_output -w 7', 'holds no logs of workflow 7, but of 1, 10'), ('empty', 'empty holds no logs of workflows'),
+                ('w.yaml', 'w.yaml cannot be read as a bundle'), ('none', 'cannot read none: No such file')):
+            self.assertIn(message, self.assertExit(2, self.world.main('logs', 'analyze', *line.split())).err)
+        self.text('logs bundle 1')
+        with open(self.world.path('wf1.tar.gz'), 'rb') as file:
+            data = file.read()
+        self.world.write('cut.tar.gz', data[:len(data) // 2])
+        self.assertIn('cut.tar.gz cannot be read as a bundle', self.assertExit(2, self.world.main('logs', 'analyze', 'cut.tar.gz')).err)
+
+    def test_both_are_commands_beside_logs(self):
+        for words, name in ((['logs', 'bundle', '1'], 'logs bundle'), (['logs', 'analyze', 'x'], 'logs analyze'), (['logs', '1', 'bundle'], 'logs'),
+                            (['logs'], 'logs'), (['-f', 'json', 'logs', 'bundle'], 'logs bundle')):
+            self.assertEqual(name, torc.parse_command_line(words).command.name)
+        self.assertIn('See also: logs bundle, logs analyze\n', self.text('logs -h'))
+
+    def test_only_the_last_lines_are_shown_if_asked_for(self):
+        path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')
+        for data in ('', 'a', 'a\n', 'a\nb', 'a\nb\n', '\n\n', 'a\n\nb\n', 'x' * 40 + '\ny\n'):
+            self.world.write(path, data)
+            for count in (0, 1, 2, 3):
+                with self.subTest(data, count=count):
+                    expected = ''.join(data.splitlines(True)[-count:] if count else [])
+                    self.assertEqual(expected, self.text(f'logs 1 good --tail {count}'))
+        with open(path, 'rb') as file:
+            self.assertEqual([0, 41, 43], [torc.find_tail(file, lines) for lines in (None, 1, 0)])
+        self.world.write(path, 'first\n' + 'z' * (2 * torc.LOG_PIECE_BYTES) + '\nlast')
+        self.assertEqual(('last', 2 * torc.LOG_PIECE_BYTES + 5), (self.text('logs 1 good -n1'), len(self.text('logs 1 good -n 2'))))
 
 
 class TaskCommandTest(CommandTest):
@@ -22538,7 +23235,7 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
 RULER = re.compile(r'# =+ +(?:(\w+)\. )?(\S.*?)(?:: (.*?))? +=+\s*$')
 SECRET_SECTIONS = {'API', 'Routes', 'State files', 'Framing', 'Access', 'Connections', 'Streams', 'Bodies', 'Server',
                    'Serving', 'HTTP client', 'Client'}
-SQL_SECTIONS = {'Schema', 'Store', 'Ad-hoc SQL', 'Monitor', 'Journal'}      # the last two own small files of their own
+SQL_SECTIONS = {'Schema', 'Store', 'Ad-hoc SQL', 'Monitor', 'Journal', 'Plots'}     # the last three own, or read, small files
 TOP_LEVEL = {'torc.py', 'test_torc.py', 'examples', 'README.md', 'LICENSE'}
 APPENDICES = {'PAGE'}       # a constant that may stand below its users, so that Python reads on without it
 
@@ -23160,6 +23857,7 @@ class CommandExampleLaws(WorldTest):
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
+        write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
         for line in ("events create 1 -d '{}'", 'access-groups create physicists', 'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
                      'access-groups create geologists', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
@@ -23338,6 +24036,9 @@ class HostileTextLaws(WorldTest):
         'admin_audit_log': ('sql_text error', {}),
     }
     MORE = (
+        'workflows check-resources 1 --all --include-failed', 'workflows correct-resources 1', 'workflows correct-resources 1 --job-ids 77',
+        'logs bundle {}', 'logs bundle 1 --bundle-dir {}', 'logs bundle 1 -o {}', 'logs analyze {}', 'logs analyze wf1.tar.gz', 'plot-resources {} -o {}',
+        'plot-resources torc_output/resource_utilization/resource_metrics_wf1_r1.db -w 1 -p {}',
         'status 2', 'status', 'logs 1', 'logs 1 1', 'logs 1 2', 'logs 1 --failed', 'logs 1 {}', 'jobs get 1',
         'jobs get 2', 'jobs list 1', 'results list 1',
         'results list 1 --include-logs', 'workflows get 2', 'workflows init 1 --dry-run', 'workflows init 1 --force --no-prompts',
@@ -23384,6 +24085,9 @@ class HostileTextLaws(WorldTest):
         """Put hostile texts wherever the database holds text of others: also where the interface would refuse them."""
         base = os.path.join(self.world.directory, '=EVIL' + HOSTILE)    # jobs were submitted there
         self.true_texts.append(base)
+        self.world.write('torc_output/job_stdio/job_wf1_j77_r1_a1.e', 'Permission denied: ' + self.hostile())
+        write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'),
+                     {1: (self.hostile(), [(0, 1.0, 1, 1)])}, [(0, 1.0, 1, 1)])
         shutil.copytree(self.world.path('torc_output', 'job_stdio'), os.path.join(base, 'torc_output', 'job_stdio'))
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
             for table, (columns, objects) in self.POISONED.items():

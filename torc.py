@@ -64,6 +64,8 @@ Sections (grep '^# ==' torc.py):
     16d. Runner's monitor
     16e. Runner's loop
     19. Rendering
+    19a. Reports
+    19b. Plots
     20. Commands
     20a. Workflows
     20b. Logs
@@ -143,8 +145,8 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, py_compile = map(
-    LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile'))
+csv, ctypes, decimal, difflib, getpass, html, py_compile, tarfile = map(
+    LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'tarfile'))
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -21916,6 +21918,1134 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
+# ======== 19a. Reports: what jobs used beside what they asked for, and errors in logs ========
+#
+# Functions from values to values: comparisons, corrections, findings in logs. They know results and
+# resource requirements as the API has them, and neither sessions nor files.
+#
+# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
+# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
+# no limit. Requirements are shared: what one job needs, all jobs that have them get.
+
+PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
+OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
+CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
+LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
+# What downsizing must save to be worth another requirement; as in Torc.
+LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
+TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
+
+
+class JobUse(Row):
+    """A job, its requirements, and the result that is looked at."""
+    job: Dict[str, Any]
+    needs: Dict[str, Any]
+    result: Dict[str, Any]
+    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+
+
+class Comparison(Row):
+    """One resource of one job: what it asked for and used at most, in the same unit."""
+    use: JobUse
+    resource: str       # key of MEASURES
+    limit: float
+    used: float
+
+    @property
+    def over_percent(self) -> float:
+        """By how much of the limit more was used; 0 below it."""
+        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
+
+
+class Measure(Row):
+    """A resource as reports show it."""
+    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
+    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
+    show: Callable[[float], str]
+
+
+def report_memory(value_bytes: float) -> str:
+    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
+    megabytes = value_bytes / 1024 ** 2
+    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
+
+
+def report_duration(value_s: float) -> str:
+    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
+    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
+    if hours:
+        return f'{hours}h {minutes}m {seconds}s'
+    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
+
+
+def seconds_of(result: Dict[str, Any]) -> float:
+    """How long an attempt ran."""
+    return result['exec_time_minutes'] * 60
+
+
+MEASURES = {
+    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
+                      lambda result: result.get('peak_memory_bytes'), report_memory),
+    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
+                   lambda result: result.get('peak_cpu_percent'), format_percent),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+}
+
+
+def is_placeholder(needs: Dict[str, Any]) -> bool:
+    """Whether requirements are those of jobs that name none."""
+    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
+
+
+def limit_of(resource: str, needs: Dict[str, Any]) -> float:
+    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
+    try:
+        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
+    except ValueError:
+        return 0.0
+
+
+def compare_use(use: JobUse) -> List[Comparison]:
+    """A job's resources that have a limit and were measured."""
+    found = []
+    for resource, measure in MEASURES.items():
+        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
+        if limit > 0 and used is not None:
+            found.append(Comparison(use, resource, limit, used))
+    return found
+
+
+def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
+    """A comparison as Torc's JSON has it."""
+    use, show = comparison.use, MEASURES[comparison.resource].show
+    specified = show(comparison.limit)
+    if comparison.resource == 'CPU':
+        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
+    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
+            'specified': specified, 'peak_used': show(comparison.used),
+            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
+
+
+def find_memory_violation(use: JobUse) -> str:
+    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
+
+    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
+    of the runtime counts as well.
+    """
+    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
+    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
+        return 'memory_exceeded'
+    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
+    return 'sigkill_137' if is_killed and (not seconds
+                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+
+
+def explain_failure(use: JobUse) -> Dict[str, Any]:
+    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
+    needs, result = use.needs, use.result
+    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
+    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
+    is_timeout = result['return_code'] == TERMINATED_CODES['time']
+    oom = find_memory_violation(use)
+    found = {
+        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
+        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
+        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
+        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
+        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
+        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
+        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
+        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
+        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
+        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
+        'peak_cpu_percent': cpu_percent,
+        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# -------- corrections --------
+
+class Multipliers(Row):
+    """By how much more than was seen is asked for."""
+    memory: float
+    cpu: float
+    runtime: float
+
+
+class Correction(Row):
+    """One resource of requirements, as it is and as it should be."""
+    resource: str               # 'memory', 'cpu' or 'runtime'
+    uses: List[JobUse]          # the jobs because of which
+    original: Any
+    new: Any
+    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
+
+
+ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
+    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
+    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
+    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
+}
+
+
+def round_memory_up(value_bytes: float) -> str:
+    """Bytes -> the next whole g, m or k: 13g, 300m."""
+    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
+    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+
+
+def round_runtime_up(value_s: float) -> str:
+    """Seconds -> the next whole minute: PT2H5M."""
+    return format_duration(60 * max(1, math.ceil(value_s / 60)))
+
+
+def cpus_for(percent: float, multiplier: float) -> int:
+    """CPUs that are enough for a peak."""
+    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
+
+
+def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More memory, if one of the jobs needed more than it asked for."""
+    found = [(use, find_memory_violation(use)) for use in uses]
+    over = [use for use, reason in found if reason]
+    if not over:
+        return None
+    limit = limit_of('Memory', over[0].needs)
+    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
+               default=None)
+    is_guess = any(reason == 'sigkill_137' for _, reason in found)
+    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
+    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
+
+
+def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More CPUs, if one of the jobs kept more busy than it asked for."""
+    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
+            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
+    if not over:
+        return None
+    peak = max(use.result['peak_cpu_percent'] for use in over)
+    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
+
+
+def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More time, if one of the jobs took more than it asked for, or was killed for it."""
+    over, wanted_s, peak_s = [], 0.0, 0.0
+    for use in uses:
+        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
+        if limit_s and (is_timeout or ran_s > limit_s):
+            over.append(use)
+            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
+            peak_s = max(peak_s, ran_s)
+    if not over:
+        return None
+    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
+
+
+def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+             multipliers: Multipliers) -> List[Correction]:
+    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
+    needs, found = uses[0].needs, []
+    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
+    percent_seen = [result.get('peak_cpu_percent') for result in seen]
+    limit = limit_of('Memory', needs)
+    if limit and all(bytes_seen):
+        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
+        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
+            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
+    limit = limit_of('CPU', needs)
+    if limit and all(percent_seen):
+        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
+        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
+            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
+    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
+    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
+    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
+        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
+    return found
+
+
+def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
+                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
+    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
+
+    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
+    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
+    """
+    groups: Dict[int, List[JobUse]] = {}
+    for use in uses:
+        groups.setdefault(use.needs['id'], []).append(use)
+    plan = []
+    for needs_id, group in sorted(groups.items()):
+        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
+              increase_runtime(group, multipliers.runtime)]
+        corrections = [correction for correction in up if correction]
+        if corrections:
+            plan.append(('upscale', corrections))
+        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
+                                                                       for use in group):
+            runs = {(use.job['id'], use.result['run_id']) for use in group}
+            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
+            corrections = decrease(group, seen, multipliers)
+            plan += [('downscale', corrections)] if corrections else []
+    return plan
+
+
+def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
+    """The corrections of one of the requirements, as Torc's JSON has them."""
+    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
+    found: Dict[str, Any] = {
+        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
+        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
+    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
+    for correction in corrections:
+        found[f'{correction.resource}_adjusted'] = True
+        values = correction.original, correction.new, correction.peak
+        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
+                     if value is not None)
+    return found
+
+
+# -------- errors in logs --------
+#
+# Each line has the first class of the table that it matches. The patterns are whole messages of the
+# programs that write them (errno texts of glibc, Slurm, Python, CUDA, MPI), not words that ordinary
+# output has too: `0 errors`, `timeout=30` and `task FAILED over to node 2` are no errors.
+
+class ErrorClass(Row):
+    """A class of errors in logs."""
+    name: str
+    is_error: bool      # else a warning
+    words: List[bytes]  # one of which is in every line that it matches, in lower case: sooner seen
+    cure: str
+    pattern: Any        # of bytes
+
+
+ERROR_CLASSES = tuple(ErrorClass(name, is_error, words.encode().split(), cure, Expression(pattern))
+                      for name, is_error, words, cure, pattern in (
+    ('Missing output files', True, 'missing', 'the job did not write them: see its output',
+     rb'declared output files are missing'),
+    ('Failed job', True, 'status=', 'see the output of the job',
+     rb'^\S+Z INFO Job completed .*\bstatus=(?:failed|terminated)\b'),
+    ('GPU out of memory', True, 'cuda hip', 'use smaller batches, or GPUs with more memory',
+     rb'(?i)CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory'),
+    ('Out of memory', True, 'memory oom bad_alloc killed',
+     'ask for more memory: `workflows correct-resources`',
+     rb'(?i)\bout[ -]of[ -]memory\b|\boom[-_]kill|\bOOM violation detected|\bKilling OOM job'
+     rb'|\bOUT_OF_MEMORY\b|cannot allocate memory|std::bad_alloc|^MemoryError\b|\bOutOfMemoryError\b'
+     rb'|task/cgroup: .*Killed|exceeded (?:job|step) memory limit'),
+    ('Time limit', True, 'limit sigxcpu', 'ask for more runtime: `workflows correct-resources`',
+     rb'\bDUE TO TIME LIMIT\b|(?i:CPU time limit exceeded)|\bSIGXCPU\b'),
+    ('Preemption', False, 'preemption', 'run the jobs again', rb'\bDUE TO PREEMPTION\b'),
+    ('Node failure', True, 'node', 'run the jobs again', rb'\bDUE TO NODE FAILURE\b|\bNODE_FAIL\b'),
+    ('Canceled', False, 'cancelled', 'somebody, or the system, canceled it',
+     rb'\*\*\* (?:JOB|STEP) .*CANCELLED|\bCANCELLED AT [0-9]{4}-'),
+    ('Slurm', True, 'slurmstepd: srun: sbatch: salloc:',
+     'see the message', rb'^(?:slurmstepd|srun|sbatch|salloc): (?:error|fatal):'),
+    ('Disk full', True, 'space quota enospc edquot', 'make room, or write elsewhere',
+     rb'(?i)no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b'),
+    ('File system', True, 'read-only input/ stale endpoint', 'ask your administrators',
+     rb'(?i)read-only file system|input/output error|stale file handle|transport endpoint is not connected'),
+    ('Network', True, 'connection network route resol service',
+     'is the other side up, and reachable from the compute nodes?',
+     rb'(?i)connection (?:refused|reset by peer|timed out)|network is unreachable|no route to host'
+     rb'|could not resolve host|name or service not known|temporary failure in name resolution'),
+    ('Permission', True, 'denied permitted', 'see who owns the file: `ls -l`',
+     rb'(?i)permission denied|operation not permitted'),
+    ('Not found', True, 'found such loading importerror',
+     'is it installed or written there, and its module loaded in the job?',
+     rb'(?i)command not found|no such file or directory|error while loading shared libraries'
+     rb'|^(?:ModuleNotFoundError|ImportError|FileNotFoundError)\b|^\S*sh: .*: not found$'),
+    ('GPU', True, 'cuda hip nccl', 'see the message; does the job ask for GPUs?',
+     rb'\bCUDA (?:runtime |driver )?error\b|no CUDA-capable device|\b(?:cuda|hip)Error[A-Z]\w+'
+     rb'|\bNCCL error\b'),
+    ('Crash', True, 'fault sigsegv sigill bus illegal dumped exception smashing double throwing',
+     'a bug, or a library that does not fit the machine',
+     rb'(?i)segmentation fault|\bSIGSEGV\b|\bbus error\b|\bSIGBUS\b|\bSIGILL\b|illegal instruction'
+     rb'|core dumped|floating point exception|stack smashing detected|double free or corruption'
+     rb'|terminate called after throwing'),
+    ('MPI', True, 'mpi termination', 'see what the first process that ended has written',
+     rb'MPI_ABORT was invoked|BAD TERMINATION OF ONE OF YOUR APPLICATION|Fatal error in P?MPI_'
+     rb'|mpi(?:run|exec) noticed that process rank'),
+    ('Killed', True, 'killed terminated', 'for memory or time, or by somebody',
+     rb'\bkilled by (?:signal |SIG)|^Killed$|\bterminated by signal [0-9]'),
+    ('Panic', True, 'panic', 'a bug in the program', rb"^thread '.*' (?:\([0-9]+\) )?panicked at|^panic: "),
+    ('Exception', True, 'error exception forrtl', 'see the lines around it',
+     rb'^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?::|$)|^Exception in thread "'
+     rb'|^ERROR: LoadError\b|^Error in .{1,200} ?: |^forrtl: (?:severe|error)'),
+    # A level of a log, or `PROGRAM: error: `; what a number follows is a measurement.
+    ('Error', False, 'error fatal critical severe ***', 'see the lines around it',
+     rb'^(?:\S+ ){0,6}[\[(<]?(?:ERROR|FATAL|CRITICAL|SEVERE)\b(?![ =:]*[-+.]?[0-9])(?=\W)'
+     rb'|^(?:\S+ ){0,3}(?:fatal )?[Ee]rror: (?! *[-+.]?[0-9])|^make(?:\[[0-9]+\])?: \*\*\* '),
+))
+# Of lines of this level nothing is an error, but the end of a job in a runner's log.
+INFORMATION = Expression(rb'^(?:\S+ ){0,6}[\[(<]?(?:INFO|DEBUG)\b(?! Job completed)')
+MAX_LINE_BYTES = 4096           # of a line that is looked at
+FINDINGS_KEPT = 20              # of a file; the rest is counted
+
+
+class Finding(Row):
+    """A line of a log that tells of an error."""
+    line: int
+    kind: ErrorClass
+    text: str
+
+
+class FileFindings:
+    """What is found in a file, piece by piece: the first lines, and a count of each class."""
+
+    def __init__(self) -> None:
+        self.kept: List[Finding] = []
+        self.counts: 'collections.Counter[str]' = collections.Counter()
+        self.lines = 0          # complete ones that were looked at
+        self.rest = b''         # of the last piece: the beginning of a line
+
+    def read(self, piece: bytes) -> None:
+        """Look at the next bytes of the file; b'' at its end."""
+        data = self.rest + piece
+        end = data.rfind(b'\n') + 1 if piece else len(data)
+        data, self.rest = data[:end], data[end:][:MAX_LINE_BYTES]
+        low = data.lower()
+        kinds = [kind for kind in ERROR_CLASSES if any(word in low for word in kind.words)]
+        if kinds:
+            for number, line in enumerate(data.split(b'\n'), self.lines + 1):
+                self.look(number, line[:MAX_LINE_BYTES].strip(), kinds)
+        self.lines += data.count(b'\n')
+
+    def look(self, number: int, line: bytes, kinds: Sequence[ErrorClass]) -> None:
+        """Classify one line: the first of some classes that it matches."""
+        low = line.lower()
+        for kind in kinds:
+            for word in kind.words:
+                if word in low:
+                    break
+            else:
+                continue
+            if kind.pattern.search(line):
+                if not INFORMATION.match(line):
+                    self.add(number, kind, line)
+                return
+
+    def add(self, number: int, kind: ErrorClass, line: bytes) -> None:
+        """Count a line, and keep it if it is one of the first."""
+        self.counts[kind.name] += 1
+        if len(self.kept) < FINDINGS_KEPT:
+            text = printable_line(line.decode('utf-8', 'replace'))
+            self.kept.append(Finding(number, kind, cut(text, 120)))
+
+
+def workflow_in_name(name: str) -> Optional[int]:
+    """12 of 'job_wf12_j1_r1_a1.o': the workflow that a log belongs to."""
+    match = WORKFLOW_IN_NAME.search(name)
+    return int(match.group(1)) if match else None
+
+
+WORKFLOW_IN_NAME = Expression(r'(?:\A|_)wf([0-9]{1,18})(?=[_.]|\Z)')
+STDIO_FILE_NAME = Expression(r'job_wf[0-9]+_j([0-9]+)_r([0-9]+)_a([0-9]+)\.')
+
+
+def is_log_name(name: str) -> bool:
+    """Whether a file holds lines for people: runners' logs and output of jobs; no environments."""
+    return (name.endswith(('.log', '.log.1', '.o', '.e'))
+            and not os.path.basename(name).startswith('slurm_env_'))
+
+
+def describe_findings(files: Sequence[Tuple[str, FileFindings]]) -> Dict[str, Any]:
+    """Findings of (name, findings), as JSON."""
+    counts = sum((found.counts for _, found in files), collections.Counter())
+    errors = sum(counts[kind.name] for kind in ERROR_CLASSES if kind.is_error)
+    items = [{'file': name, 'line': finding.line, 'class': finding.kind.name,
+              'severity': 'error' if finding.kind.is_error else 'warning', 'message': finding.text}
+             for name, found in files for finding in found.kept]
+    return {'files_parsed': len(files), 'errors': errors, 'warnings': sum(counts.values()) - errors,
+            'classes': {kind.name: counts[kind.name] for kind in ERROR_CLASSES if counts[kind.name]},
+            'items': items}
+
+
+FILES_SHOWN = 50        # with errors, in a text
+
+
+def format_findings(files: Sequence[Tuple[str, FileFindings]]) -> str:
+    """Findings of (name, findings), for people: classes with what to do, then each file's lines."""
+    found = describe_findings(files)
+    lines = [f"Files parsed: {found['files_parsed']}", '']
+    if not found['classes']:
+        return format_lines(lines + ['No errors detected in log files.'])
+    lines += ['Detected Issues:', f"  Errors: {found['errors']}", f"  Warnings: {found['warnings']}", '',
+              'Error Type Summary:']
+    for kind in ERROR_CLASSES:
+        count = found['classes'].get(kind.name)
+        lines += [f'  {kind.name}: {count} ({kind.cure})'] if count else []
+    bad = [(name, findings) for name, findings in files if findings.kept]
+    bad.sort(key=lambda pair: not any(finding.kind.is_error for finding in pair[1].kept))
+    for name, findings in bad[:FILES_SHOWN]:
+        match = STDIO_FILE_NAME.search(name)
+        whose = ' (job {}, run {}, attempt {})'.format(*match.groups()) if match else ''
+        lines += ['', f'{name}{whose}:']
+        for finding in findings.kept:
+            mark = 'ERROR' if finding.kind.is_error else 'WARN'
+            lines.append(f'  [{mark}] Line {finding.line}: {finding.kind.name} - {finding.text}')
+        more = sum(findings.counts.values()) - len(findings.kept)
+        lines += [f'  and {more} more'] if more else []
+    if len(bad) > FILES_SHOWN:
+        lines += ['', f'and {len(bad) - FILES_SHOWN} more files: -f json has them all']
+    return format_lines(lines)
+
+
+# ======== 19b. Plots: time series of the monitor -> pages that need nothing but a browser ========
+#
+# Reads the databases resource_metrics_*.db of runners (Torc's tables), also while they are written, and
+# makes a page for each job, for all jobs and for the nodes: HTML with SVG in it, without scripts or
+# network. As JSON, a page is a figure of Plotly, as in Torc. Only SeriesFile speaks SQL, and only to these
+# files; only write_plots writes.
+#
+# A line has at most LINE_POINTS points: of each of its stretches the lowest and the highest are kept, so
+# that no peak is lost. Samples of one job from several files (attempts on several nodes) are lines of
+# their own.
+
+LINE_POINTS = 800           # of a line: about the pixels of a page's width
+LINES_NAMED = 8             # with a colour of their own, in a chart of all jobs; the highest
+LINES_DRAWN = 300           # the rest of them is left out
+BARS_DRAWN = 40             # of jobs, in the overview; the table has them all
+GAP_S = 120                 # without samples: the line is broken there, if that is much for it
+
+# Seconds since the epoch, CPU percent, bytes, processes; None: not measured.
+Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
+Limits = Dict[int, Dict[str, float]]    # job -> 'cpu' (percent) and 'memory' (bytes) that it asked for
+
+
+def finite(value: Any) -> Optional[float]:
+    """A number from a file; None for NULL, and 0 for anything else, as in Torc."""
+    if value is None:
+        return None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def values_of(samples: Iterable[Sample], place: int) -> List[float]:
+    """All values of one measure that are known."""
+    return [sample[place] for sample in samples if sample[place] is not None]
+
+
+class SeriesFile:
+    """One database of a monitor, opened for reading. BadInput if it is none."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.label = printable_line(re.sub(r'\Aresource_metrics_|\.db\Z', '', os.path.basename(path)))
+        if not os.path.isfile(path):
+            raise BadInput(printable(f'{path}: there is no such file'))
+        try:
+            self.database = self.open('mode=ro')
+        except sqlite3.OperationalError:    # WAL in a directory where nothing may be made: nobody writes it
+            try:
+                self.database = self.open('immutable=1')
+            except sqlite3.Error as error:
+                raise BadInput(printable(f'{path} cannot be read: {error}')) from None
+
+    def open(self, how: str) -> sqlite3.Connection:
+        """A connection that has read something."""
+        name = urllib.parse.quote(os.path.abspath(self.path))
+        database = sqlite3.connect(f'file:{name}?{how}', uri=True, timeout=10)
+        database.text_factory = lambda data: data.decode('utf-8', 'replace')
+        try:
+            found = {row[0] for row in database.execute('SELECT name FROM sqlite_master')}
+        except sqlite3.OperationalError:
+            database.close()
+            raise
+        except sqlite3.DatabaseError:
+            found = set()
+        if not found & {'job_resource_samples', 'system_resource_samples'}:
+            database.close()
+            raise BadInput(printable(f'{self.path} is no time series: name a file resource_metrics_*.db, '
+                                     'which a run with `granularity: time_series` writes'))
+        self.tables = found
+        return database
+
+    def rows(self, table: str, words: str, values: Sequence[Any] = ()) -> List[Any]:
+        """Rows of a query on a table; [] if there is no such table."""
+        try:
+            return self.database.execute(words, values).fetchall() if table in self.tables else []
+        except sqlite3.DatabaseError as error:
+            raise BadInput(printable(f'{self.path} cannot be read: {error}')) from None
+
+    def job_ids(self) -> List[int]:
+        """Jobs that were sampled."""
+        rows = self.rows('job_resource_samples',
+                         'SELECT DISTINCT job_id FROM job_resource_samples ORDER BY 1')
+        return [number for number, in rows if isinstance(number, int)]
+
+    def job_names(self) -> Dict[int, str]:
+        """Job -> name."""
+        return {number: str(name) for number, name in
+                self.rows('job_metadata', 'SELECT job_id, job_name FROM job_metadata')}
+
+    def job_samples(self, job_id: int) -> List[Sample]:
+        """Samples of a job, by time."""
+        rows = self.rows('job_resource_samples',
+                         'SELECT timestamp, cpu_percent, memory_bytes, num_processes '
+                         'FROM job_resource_samples WHERE job_id = ? AND timestamp IS NOT NULL '
+                         'ORDER BY timestamp', [job_id])
+        return [tuple(map(finite, row)) for row in rows]
+
+    def node_samples(self) -> List[Sample]:
+        """Samples of the node, by time; its whole memory in the place of processes."""
+        rows = self.rows('system_resource_samples',
+                         'SELECT timestamp, cpu_percent, memory_bytes, total_memory_bytes FROM '
+                         'system_resource_samples WHERE timestamp IS NOT NULL ORDER BY timestamp')
+        return [tuple(map(finite, row)) for row in rows]
+
+    def node_summary(self) -> Optional[List[Optional[float]]]:
+        """Number of samples of the node, peak and average CPU percent, peak and average bytes."""
+        rows = self.rows('system_resource_summary',
+                         'SELECT sample_count, peak_cpu_percent, avg_cpu_percent, peak_memory_bytes, '
+                         'avg_memory_bytes FROM system_resource_summary')
+        if rows:
+            return [finite(value) for value in rows[0]]
+        samples = self.node_samples()
+        found = [values_of(samples, SAMPLE_PLACES[axis]) for axis in ('node_cpu', 'memory')]
+        figures = [[max(values), sum(values) / len(values)] if values else [None, None] for values in found]
+        return [len(samples), *figures[0], *figures[1]] if samples else None
+
+    def close(self) -> None:
+        """Close the file."""
+        self.database.close()
+
+
+# -------- charts --------
+
+class Line(Row):
+    """One line of a chart: parts of (seconds since the epoch, value), between which nothing is known."""
+    name: str
+    parts: List[List[Tuple[float, float]]]
+
+    @property
+    def peak(self) -> float:
+        """The highest value."""
+        return max((value for part in self.parts for _, value in part), default=0.0)
+
+
+class Measurement(Row):
+    """What a chart shows, and its units."""
+    title: str
+    base: int           # of the powers among its units
+    units: Sequence[str]
+    least: float        # height of a chart at least
+
+
+AXES = {
+    'cpu': Measurement('CPU (100% is one core)', 1000, ('%',), 100),
+    'node_cpu': Measurement('CPU (of all cores)', 1000, ('%',), 100),
+    'memory': Measurement('Memory', 1024, (' B', ' KB', ' MB', ' GB', ' TB', ' PB'), 1024 ** 2),
+    'processes': Measurement('Processes', 1000, ('',), 2),
+}
+SAMPLE_PLACES = {'cpu': 1, 'node_cpu': 1, 'memory': 2, 'processes': 3}      # in a Sample
+
+
+class Chart(Row):
+    """Lines over time, and a limit that they should stay below."""
+    title: str
+    axis: str           # key of AXES
+    lines: List[Line]
+    limit: float = 0    # 0: none
+    limit_words: str = ''
+    is_of_many: bool = False    # lines of many jobs: those after the first are faint
+
+
+def scale_of(axis: Measurement, value: float) -> Tuple[float, str]:
+    """The unit in which a value is a short number: its size and name."""
+    size, units = 1.0, list(axis.units)
+    while len(units) > 1 and value >= size * axis.base:
+        size *= axis.base
+        units.pop(0)
+    return size, units[0]
+
+
+def show_amount(axis: str, value: float) -> str:
+    """A value with its unit: '1.5 GB', '98.7%', '3'."""
+    size, unit = scale_of(AXES[axis], value)
+    number = value / size
+    return (f'{number:.3g}' if number < 100 else f'{number:.0f}') + unit
+
+
+def tick_step(span: float, steps: Sequence[float], most: int) -> float:
+    """The smallest of the steps, or of their powers of ten, that needs at most so many ticks."""
+    power = 1.0
+    while True:
+        for step in steps:
+            if span / (step * power) <= most:
+                return step * power
+        power *= 10
+
+
+TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
+                172800, 604800)
+
+
+def format_tick(value_s: float) -> str:
+    """Seconds -> '45s', '1m 30s', '5m', '2h', '1d 12h': without what is zero at the end."""
+    return re.sub(r'(?<=[mhd]) 00[smh]\Z', '', format_elapsed(value_s))
+
+
+def split_at_gaps(points: Sequence[Tuple[float, float]]) -> List[List[Tuple[float, float]]]:
+    """Points in parts: nothing is drawn across a gap much longer than the usual time between two."""
+    if not points:
+        return []
+    steps = sorted(after[0] - before[0] for before, after in zip(points, points[1:]))
+    longest_s = max(GAP_S, 5 * steps[len(steps) // 2]) if steps else 0
+    parts = [[points[0]]]
+    for before, after in zip(points, points[1:]):
+        if after[0] - before[0] > longest_s:
+            parts.append([])
+        parts[-1].append(after)
+    return parts
+
+
+def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[float, float]]:
+    """At most about so many points: the lowest and the highest of each stretch of the same number of them."""
+    if len(points) <= most:
+        return list(points)
+    kept = {points[0], points[-1]}
+    size = math.ceil(len(points) * 2 / most)
+    for start in range(0, len(points), size):
+        stretch = points[start:start + size]
+        kept.update((min(stretch, key=operator.itemgetter(1)), max(stretch, key=operator.itemgetter(1))))
+    return sorted(kept)
+
+
+def line_of(name: str, samples: Sequence[Sample], axis: str) -> Line:
+    """The line of one measure of samples."""
+    place = SAMPLE_PLACES[axis]
+    parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
+    return Line(name, [thin_out(part, max(2, LINE_POINTS // len(parts))) for part in parts])
+
+
+# -------- SVG --------
+
+CHART_WIDTH, CHART_HEIGHT = 960, 260
+LEFT, RIGHT, TOP, BOTTOM = 84, 18, 14, 34       # margins of a chart
+BAR_HEIGHT, BAR_LEFT, BAR_RIGHT = 22, 230, 190  # of the overview: room for names and values
+
+
+def markup(text: str) -> str:
+    """Text of others in HTML or SVG."""
+    return html.escape(printable_line(text))
+
+
+def svg_text(x: float, y: float, text: str, anchor: str = 'start', style: str = '') -> str:
+    """A text in a drawing."""
+    words = f' class="{style}"' if style else ''
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{words}>{markup(text)}</text>'
+
+
+def line_style(chart: Chart, index: int) -> str:
+    """Class of the line at a place: a colour, or faint."""
+    return 'faint' if chart.is_of_many and index >= LINES_NAMED else f'c{index % LINES_NAMED}'
+
+
+def draw_part(part: Sequence[Tuple[float, float]], place: Callable[[float, float], Tuple[float, float]],
+              style: str) -> str:
+    """A part of a line: a dot if it is a single point."""
+    spots = [place(*point) for point in part]
+    if len(spots) == 1:
+        x, y = spots[0]
+        return f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+    return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in spots)}"/>'
+
+
+def draw_grid(axis: Measurement, top: float, begin: float, end: float,
+              place: Callable[[float, float], Tuple[float, float]]) -> List[str]:
+    """Lines and words of both axes: values, and the time since the beginning."""
+    parts, right = [], CHART_WIDTH - RIGHT
+    size, unit = scale_of(axis, top)
+    step = tick_step(top / size * 10, (1, 2, 5), 5) / 10     # at least a tenth of the unit
+    step = step if unit else max(step, 1)       # of processes there are no tenths
+    for number in range(int(top / size / step + 1e-9) + 1):
+        y = place(begin, number * step * size)[1]
+        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        parts.append(svg_text(LEFT - 8, y + 4, f'{number * step:.4g}{unit}' if number else '0', 'end'))
+    step = tick_step(end - begin, TIME_STEPS_S, 8)
+    for number in range(int((end - begin) / step) + 1):
+        x, y = place(begin + number * step, 0)
+        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{y + 5:.1f}"/>')
+        anchor = 'end' if x > right - 20 else 'middle'
+        parts.append(svg_text(x, y + 20, format_tick(number * step), anchor))
+    return parts
+
+
+def draw_chart(chart: Chart) -> str:
+    """A chart as SVG."""
+    times = [time_s for line in chart.lines for part in line.parts for time_s, _ in part]
+    begin, end = min(times, default=0.0), max(times, default=0.0)
+    end = max(end, begin + 1)
+    peak = max((line.peak for line in chart.lines), default=0.0)
+    # A limit far above everything would press the lines to the ground: it is named, and not drawn.
+    is_limit_drawn = 0 < chart.limit <= 4 * max(peak, AXES[chart.axis].least)
+    top = 1.08 * max(peak, chart.limit if is_limit_drawn else 0, AXES[chart.axis].least)
+    right, low = CHART_WIDTH - RIGHT, CHART_HEIGHT - BOTTOM
+
+    def place(time_s: float, value: float) -> Tuple[float, float]:
+        return (LEFT + (time_s - begin) / (end - begin) * (right - LEFT),
+                low - max(value, 0.0) / top * (low - TOP))
+
+    parts = draw_grid(AXES[chart.axis], top, begin, end, place)
+    # The first are drawn last, and so lie above the others.
+    for index, line in reversed(list(enumerate(chart.lines))):
+        drawn = ''.join(draw_part(part, place, line_style(chart, index)) for part in line.parts)
+        parts.append(f'<g><title>{markup(line.name)}</title>{drawn}</g>')
+    if is_limit_drawn:
+        y = place(begin, chart.limit)[1]
+        parts.append(f'<line class="limit" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        y += -5 if y > TOP + 14 else 14
+        parts.append(svg_text(right - 4, y, chart.limit_words, 'end', 'limit'))
+    return (f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" '
+            f'aria-label="{markup(chart.title)}">{"".join(parts)}</svg>')
+
+
+class Bar(Row):
+    """What one job used at most, in the overview."""
+    name: str
+    used: float
+    limit: float        # 0: none
+
+
+def draw_bars(title: str, axis: str, bars: Sequence[Bar]) -> str:
+    """Peaks beside limits: each bar's length is its share of the limit; without limits, of the highest."""
+    has_limits = any(bar.limit for bar in bars)
+    shares = [bar.used / bar.limit if bar.limit else 0.0 for bar in bars]
+    longest = min(2.0, max([1.0] + shares)) if has_limits else max([bar.used for bar in bars] + [1e-9])
+    room = CHART_WIDTH - BAR_LEFT - BAR_RIGHT
+    height, parts = BAR_HEIGHT * len(bars) + 8, []
+    if has_limits:
+        x = BAR_LEFT + room / longest
+        parts.append(f'<line class="limit" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}"/>')
+    for index, (bar, share) in enumerate(zip(bars, shares)):
+        y = 4 + BAR_HEIGHT * index
+        length = min(share if has_limits else bar.used, longest) / longest * room
+        style = 'over' if share > 1 else 'c0'
+        words = show_amount(axis, bar.used)
+        if bar.limit:
+            words += f' of {show_amount(axis, bar.limit)} ({share * 100:.0f}%)'
+        parts.append(svg_text(BAR_LEFT - 8, y + 15, cut(printable_line(bar.name), 30), 'end'))
+        parts.append(f'<rect class="{style}" x="{BAR_LEFT}" y="{y + 3}" width="{length:.1f}" height="16"/>')
+        parts.append(svg_text(BAR_LEFT + length + 6, y + 15, words))
+    return (f'<svg viewBox="0 0 {CHART_WIDTH} {height}" role="img" aria-label="{markup(title)}">'
+            f'{"".join(parts)}</svg>')
+
+
+# -------- pages --------
+
+PLOT_STYLE = """
+:root { --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --limit: #c0392b; --faint: #b4bcc6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ed; --soft: #9aa4b0; --grid: #2f363e; --paper: #15191d; --limit: #ff7b6b;
+          --faint: #4a535d; }
+  polyline, circle, rect, .key i { filter: brightness(1.35); }
+}
+body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
+       font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
+p { color: var(--soft); margin: .2rem 0; overflow-wrap: anywhere; }
+a { color: inherit; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
+           stroke: var(--paper); stroke-width: 3px; paint-order: stroke; }
+svg text.limit { fill: var(--limit); }
+.grid { stroke: var(--grid); }
+line.limit { stroke: var(--limit); stroke-dasharray: 6 4; stroke-width: 1.5; }
+polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+polyline.faint { stroke: var(--faint); stroke-width: 1; }
+circle.faint { fill: var(--faint); }
+rect.over { fill: var(--limit); }
+.key { display: inline-block; margin: .1rem 1rem .1rem 0; color: var(--soft); overflow-wrap: anywhere; }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: 2px;
+         vertical-align: -1px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--grid); text-align: right;
+         white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; }
+th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+td.over { color: var(--limit); font-weight: 600; }
+"""
+# Colours that also people who see few of them tell apart (Okabe and Ito, "Color Universal Design").
+PLOT_COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#8a7a00', '#7f6bd6')
+
+
+def format_page(title: str, subtitle: str, body: Sequence[str]) -> str:
+    """A page: HTML that needs nothing else."""
+    colours = ''.join(f'polyline.c{index} {{ stroke: {colour}; }} circle.c{index}, rect.c{index}, i.c{index} '
+                      f'{{ fill: {colour}; background: {colour}; }}\n'
+                      for index, colour in enumerate(PLOT_COLOURS))
+    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<title>{markup(title)}</title>\n<style>{PLOT_STYLE}{colours}</style></head>\n<body>\n'
+            f'<h1>{markup(title)}</h1>\n<p>{markup(subtitle)}</p>\n' + '\n'.join(body) + '\n</body></html>\n')
+
+
+def format_chart(chart: Chart) -> str:
+    """A chart with its title, and a key to its lines if there are several."""
+    named = chart.lines[:LINES_NAMED] if chart.is_of_many else chart.lines
+    keys = [f'<span class="key"><i class="{line_style(chart, index)}"></i>{markup(line.name)}: peak '
+            f'{markup(show_amount(chart.axis, line.peak))}</span>' for index, line in enumerate(named)]
+    if len(chart.lines) > len(named):
+        keys.append(f'<span class="key">and {len(chart.lines) - len(named)} more</span>')
+    key = ''.join(keys) if len(chart.lines) > 1 else ''
+    return f'<h2>{markup(chart.title)}</h2>\n{draw_chart(chart)}\n{key}'
+
+
+def format_plot_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; its cells are HTML already."""
+    head = ''.join(f'<th>{markup(title)}</th>' for title in titles)
+    lines = [''.join(cell if cell.startswith('<td') else f'<td>{cell}</td>' for cell in row)
+             for row in rows]
+    body = '\n'.join(f'<tr>{line}</tr>' for line in lines)
+    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+
+
+def chart_figure(charts: Sequence[Chart], title: str) -> Dict[str, Any]:
+    """Charts as a figure of Plotly: a trace for each line, limits as lines of two points."""
+    traces = []
+    for chart in charts:
+        lines = list(chart.lines)
+        times = [time_s for line in lines for part in line.parts for time_s, _ in part]
+        if chart.limit and times:
+            ends = [(min(times), chart.limit), (max(times), chart.limit)]
+            lines.append(Line(chart.limit_words, [ends]))
+        for line in lines:
+            points = [point for part in line.parts for point in part]
+            traces.append({'type': 'scatter', 'mode': 'lines', 'name': f'{chart.title}: {line.name}',
+                           'x': [format_time(time_s) for time_s, _ in points],
+                           'y': [value for _, value in points]})
+    return {'data': traces, 'layout': {'title': {'text': title}}}
+
+
+class Page(Row):
+    """One page: HTML, and the same as a figure."""
+    name: str
+    html: str
+    figure: Dict[str, Any]
+
+
+class JobSeries(Row):
+    """What is known of a job over all files."""
+    id: int
+    name: str
+    samples: List[Tuple[str, List[Sample]]]     # by label of the file
+
+    def values(self, axis: str) -> List[float]:
+        """All values of a measure."""
+        samples = itertools.chain.from_iterable(samples for _, samples in self.samples)
+        return values_of(samples, SAMPLE_PLACES[axis]) or [0.0]
+
+
+class JobPeaks(Row):
+    """A job in the overview."""
+    id: int
+    name: str
+    count: int                      # of samples
+    peaks: Dict[str, float]         # by axis
+    averages: Dict[str, float]
+    limits: Dict[str, float]
+
+
+def chart_of_job(series: JobSeries, axis: str, limits: Dict[str, float]) -> Chart:
+    """One measure of a job."""
+    limit = limits.get(axis, 0)
+    lines = [line_of(label, samples, axis) for label, samples in series.samples]
+    words = f'asked for: {show_amount(axis, limit)}' if limit else ''
+    return Chart(AXES[axis].title, axis, lines, limit, words)
+
+
+def describe_span(series: Sequence[Sequence[Sample]]) -> str:
+    """'12 samples in 1m 50s from 2026-11-22 15:43:34 +0000'."""
+    times = [sample[0] for samples in series for sample in samples]
+    begin, count = min(times), len(times)
+    words = '1 sample' if count == 1 else f'{count} samples in {format_elapsed(max(times) - begin)}'
+    return f'{words} from {format_local_time(format_time(begin))}'
+
+
+def job_page(series: JobSeries, limits: Dict[str, float]) -> Page:
+    """CPU, memory and processes of one job over time."""
+    charts = [chart_of_job(series, axis, limits) for axis in ('cpu', 'memory', 'processes')]
+    facts = [describe_span([samples for _, samples in series.samples])]
+    for axis in ('cpu', 'memory'):
+        values = series.values(axis)
+        average = show_amount(axis, sum(values) / len(values))
+        word = 'CPU' if axis == 'cpu' else axis
+        facts.append(f'{word}: peak {show_amount(axis, max(values))}, average {average}')
+    title = f'Job {series.id}: {series.name}'
+    page = format_page(title, '; '.join(facts), [format_chart(chart) for chart in charts])
+    return Page(f'job_{series.id}', page, chart_figure(charts, title))
+
+
+def peaks_of(series: JobSeries, limits: Dict[str, float]) -> JobPeaks:
+    """What the pages of all jobs keep of one."""
+    values = {axis: series.values(axis) for axis in ('cpu', 'memory', 'processes')}
+    count = sum(len(samples) for _, samples in series.samples)
+    return JobPeaks(series.id, series.name, count, {axis: max(values[axis]) for axis in values},
+                    {axis: sum(values[axis]) / len(values[axis]) for axis in values}, limits)
+
+
+class HighestLines:
+    """The lines of the jobs with the highest peaks; of the others there may be too many to keep them."""
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
+        self.count = 0      # of all that were added
+        self.lines: List[Line] = []
+
+    def add(self, series: JobSeries) -> None:
+        """Another job."""
+        samples = sorted((sample for _, samples in series.samples for sample in samples),
+                         key=operator.itemgetter(0))
+        self.lines.append(line_of(series.name, samples, self.axis))
+        self.count += 1
+        if len(self.lines) > 2 * LINES_DRAWN:
+            self.lines = self.highest()
+
+    def highest(self) -> List[Line]:
+        """Those that are drawn, the highest first."""
+        return sorted(self.lines, key=lambda line: -line.peak)[:LINES_DRAWN]
+
+    def page(self) -> Page:
+        """One measure of all jobs over time; the highest in colour."""
+        words = 'CPU' if self.axis == 'cpu' else AXES[self.axis].title
+        more = f'; the {LINES_DRAWN} with the highest peaks are drawn' if self.count > LINES_DRAWN else ''
+        chart = Chart(AXES[self.axis].title, self.axis, self.highest(), is_of_many=True)
+        title = f'{words} of all jobs'
+        page = format_page(title, f'{self.count} jobs{more}', [format_chart(chart)])
+        return Page(f'{self.axis}_all_jobs', page, chart_figure([chart], title))
+
+
+def share_of(job: JobPeaks, axis: str) -> float:
+    """Peak over limit; 0 without a limit."""
+    return job.peaks[axis] / job.limits[axis] if job.limits.get(axis) else 0.0
+
+
+def summary_row(job: JobPeaks, link: str) -> List[str]:
+    """A job's row in the overview's table."""
+    cells = [f'<td><a href="{markup(urllib.parse.quote(link))}">{markup(job.name)}</a> ({job.id})</td>',
+             str(job.count)]
+    for axis in ('memory', 'cpu'):
+        style = ' class="over"' if share_of(job, axis) > 1 else ''
+        limit = job.limits.get(axis)
+        cells += [f'<td{style}>{show_amount(axis, job.peaks[axis])}</td>',
+                  show_amount(axis, job.averages[axis]), show_amount(axis, limit) if limit else '']
+    return cells + [show_amount('processes', job.peaks['processes'])]
+
+
+def summary_page(jobs: Sequence[JobPeaks], name_of: Callable[[str], str]) -> Page:
+    """The overview: peaks beside limits, and a table of all jobs that leads to their pages."""
+    body, traces = [], []
+    for axis, word in (('memory', 'memory'), ('cpu', 'CPU')):
+        ordered = sorted(jobs, key=lambda job: (-share_of(job, axis), -job.peaks[axis], job.id))
+        bars = [Bar(job.name, job.peaks[axis], job.limits.get(axis, 0)) for job in ordered]
+        has_limits = any(bar.limit for bar in bars)
+        title = f'Peak {word}' + (' beside what was asked for' if has_limits else '')
+        more = f' (the first {BARS_DRAWN} of {len(bars)})' if len(bars) > BARS_DRAWN else ''
+        body.append(f'<h2>{title}{more}</h2>\n{draw_bars(title, axis, bars[:BARS_DRAWN])}')
+        traces.append({'type': 'bar', 'name': f'Peak {word}', 'x': [bar.name for bar in bars],
+                       'y': [bar.used for bar in bars]})
+        if has_limits:
+            traces.append({'type': 'bar', 'name': f'Limit of {word}', 'x': [bar.name for bar in bars],
+                           'y': [bar.limit or None for bar in bars]})
+    titles = ('Job', 'Samples', 'Peak memory', 'Average', 'Asked for', 'Peak CPU', 'Average', 'Asked for',
+              'Processes')
+    rows = [summary_row(job, name_of(f'job_{job.id}')) for job in jobs]
+    body.append('<h2>All jobs</h2>\n' + format_plot_table(titles, rows))
+    over = sum(any(share_of(job, axis) > 1 for axis in ('cpu', 'memory')) for job in jobs)
+    words = '1 job' if len(jobs) == 1 else f'{len(jobs)} jobs'
+    words += f'; {over} used more than asked for' if any(job.limits for job in jobs) else ''
+    title = 'What jobs used'
+    return Page('summary', format_page(title, words, body),
+                {'data': traces, 'layout': {'title': {'text': title}, 'barmode': 'group'}})
+
+
+def node_pages(files: Sequence[SeriesFile]) -> List[Page]:
+    """CPU and memory of the nodes over time, and their peaks and averages."""
+    series = [(file.label, file.node_samples()) for file in files]
+    series = [(label, samples) for label, samples in series if samples]
+    pages = []
+    if series:
+        total = max((value for _, samples in series for value in values_of(samples, 3)), default=0)
+        words = f'installed: {show_amount("memory", total)}'
+        lines = {axis: [line_of(label, samples, axis) for label, samples in series]
+                 for axis in ('node_cpu', 'memory')}
+        charts = [Chart(AXES['node_cpu'].title, 'node_cpu', lines['node_cpu']),
+                  Chart(AXES['memory'].title, 'memory', lines['memory'], total, words)]
+        charts = [chart for chart in charts if any(line.parts for line in chart.lines)]
+        page = format_page('Nodes', describe_span([samples for _, samples in series]),
+                           [format_chart(chart) for chart in charts])
+        pages.append(Page('system_timeline', page, chart_figure(charts, 'Nodes')))
+    summaries = [(file.label, file.node_summary()) for file in files]
+    summaries = [(label, summary) for label, summary in summaries if summary]
+    if summaries:
+        axes = ('node_cpu', 'node_cpu', 'memory', 'memory')
+        rows = [[markup(label), f'{summary[0]:.0f}', *('' if value is None else show_amount(axis, value)
+                                                       for axis, value in zip(axes, summary[1:]))]
+                for label, summary in summaries]
+        titles = ('Node', 'Samples', 'Peak CPU', 'Average', 'Peak memory', 'Average')
+        traces = [{'type': 'bar', 'name': name, 'x': [label for label, _ in summaries],
+                   'y': [summary[place] for _, summary in summaries]}
+                  for place, name in ((1, 'Peak CPU percent'), (2, 'Average CPU percent'), (3, 'Peak memory'),
+                                      (4, 'Average memory'))]
+        words = '1 node' if len(rows) == 1 else f'{len(rows)} nodes'
+        page = format_page('What nodes used', words, [format_plot_table(titles, rows)])
+        pages.append(Page('system_summary', page,
+                          {'data': traces, 'layout': {'title': {'text': 'What nodes used'}}}))
+    return pages
+
+
+def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limits,
+               name_of: Callable[[str], str]) -> Iterator[Page]:
+    """All pages: of each job (all, or those wanted), then of all jobs, then of the nodes.
+
+    One job's samples are in memory at a time. `name_of` gives the file of a page.
+    """
+    homes: Dict[int, List[SeriesFile]] = {}
+    names: Dict[int, str] = {}
+    for file in files:
+        names.update(file.job_names())
+        for number in file.job_ids():
+            homes.setdefault(number, []).append(file)
+    peaks, highest = [], [HighestLines('cpu'), HighestLines('memory')]
+    for number in sorted(set(homes).intersection(wanted) if wanted else homes):
+        samples = [(file.label, file.job_samples(number)) for file in homes[number]]
+        name = names.get(number) or f'job {number}'
+        series = JobSeries(number, name, [pair for pair in samples if pair[1]])
+        if series.samples:
+            yield job_page(series, limits.get(number, {}))
+            peaks.append(peaks_of(series, limits.get(number, {})))
+            for lines in highest:
+                lines.add(series)
+    if len(peaks) > 1:
+        yield from (lines.page() for lines in highest)
+    if peaks:
+        yield summary_page(peaks, name_of)
+    yield from node_pages(files)
+
+
+def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: str = 'html',
+                wanted: Sequence[int] = (), limits: Optional[Limits] = None) -> List[str]:
+    """Draw the time series of some databases into files [PREFIX_]NAME.html or .json; their paths. OSError."""
+    def name_of(page: str) -> str:
+        return f"{prefix + '_' if prefix else ''}{page}.{form}"
+
+    written = []
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(contextlib.closing(SeriesFile(path))) for path in paths]
+        os.makedirs(directory, exist_ok=True)
+        for page in make_pages(files, wanted, limits or {}, name_of):
+            text = page.html if form == 'html' else format_json(page.figure) + '\n'
+            path = os.path.join(directory, name_of(page.name))
+            with open(path, 'wb') as file:
+                file.write(text.encode('utf-8', 'replace'))
+            written.append(path)
+    return written
+
+
 # ======== 20. Commands: what they share, objects, administration ========
 #
 # A command is a function (session, args) that returns an exit code: cmd_NAME, or one that shows(),
@@ -23163,11 +24293,11 @@ def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int],
     return done, failures
 
 
-# ======== 20b. Logs: results, and what jobs wrote ========
+# ======== 20b. Logs: results, what jobs wrote, and what they used ========
 #
 # Results come from the server, output files from this host: a runner's output directory, which
 # must belong to the same database. An attempt is named by job, run and attempt; its files by
-# stdio_names.
+# stdio_names. What is made of both (comparisons, findings, plots) is Reports' and Plots'.
 
 # -------- results --------
 
@@ -23261,7 +24391,8 @@ def cmd_logs(session: Session, args: Arguments) -> int:
         values = [reader.files_of(attempt) for attempt in found]
         session.show_json(values[0] if len(reader.jobs) == len(values) == 1 else {'items': values})
         return 0
-    tail, is_one = Tail(session), len(reader.jobs) == 1
+    is_one = len(reader.jobs) == 1
+    tail = Tail(session, last_lines=args['tail'])
     for attempt in found:
         paths = reader.paths_of(attempt)
         if not is_one:
@@ -23367,12 +24498,37 @@ def size_of(path: str) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else 1
 
 
+def find_tail(file: Any, lines: Optional[int]) -> int:
+    """Where the last lines of a file begin; at 0 for all (None)."""
+    if lines is None:
+        return 0
+    offset = end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        lines += file.read(1) == b'\n'     # that ends the last line begins none
+    while offset:
+        start = max(0, offset - LOG_PIECE_BYTES)
+        file.seek(start)
+        piece = file.read(offset - start)
+        for _ in range(lines):
+            last = piece.rfind(b'\n')
+            if last < 0:
+                break
+            lines -= 1
+            if not lines:
+                return start + last + 1
+            piece = piece[:last]
+        offset = start
+    return end if not lines else 0
+
+
 class Tail:
     """Prints files, and later what they have grown by; titles say whose output it is."""
 
-    def __init__(self, session: Session, is_of_one: bool = False) -> None:
+    def __init__(self, session: Session, is_of_one: bool = False, last_lines: Optional[int] = None) -> None:
         self.session = session
         self.is_of_one = is_of_one  # the file that comes first needs no title
+        self.last_lines = last_lines    # of each file at first; None: all
         # A terminal must not interpret what a job has written; a file or program gets its bytes.
         self.pipe = None if session.out.isatty() else getattr(session.out, 'buffer', None)
         self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
@@ -23382,7 +24538,7 @@ class Tail:
 
     def show(self, path: str, title: str) -> None:
         """Print what is new in a file, below its title if another file was shown before."""
-        offset, decoder = self.known.get(path) or (0, codecs.getincrementaldecoder('utf-8')('replace'))
+        offset, decoder = self.known.get(path) or (None, codecs.getincrementaldecoder('utf-8')('replace'))
         try:
             file = open(path, 'rb', opener=open_stdio_file)
         except OSError as error:
@@ -23391,6 +24547,7 @@ class Tail:
             self.refused.add(path)
             return
         with file:
+            offset = find_tail(file, self.last_lines) if offset is None else offset
             file.seek(offset)
             for piece in iter(lambda: file.read(LOG_PIECE_BYTES), b''):
                 offset += len(piece)
@@ -23452,7 +24609,8 @@ def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> 
 
 def follow_logs(reader: LogReader) -> int:
     """Print what jobs have written and what they write, until they have ended."""
-    session, tail = reader.session, Tail(reader.session, len(reader.jobs) == 1)
+    session = reader.session
+    tail = Tail(session, len(reader.jobs) == 1, reader.args['tail'])
     count = session.call('list_results', workflow_id=reader.id, all_runs=True, limit=1)['total_count']
     attempts, is_first = reader.newest_of_all(), True
     while True:
@@ -23509,6 +24667,383 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
     is_format = follows and word in ANSWER_FORMATS
     hint = f'; here -f follows the output: write `torc.py -f {word} logs`' if is_format else ''
     raise NotFound(printable(f'workflow {workflow_id} has no job {word!r}{did_you_mean(word, names)}{hint}'))
+
+
+# -------- bundles, and errors in logs --------
+
+# Of an output directory.
+BUNDLED_DIRECTORIES = ('', 'job_stdio', 'resource_utilization', 'offline_journal')
+
+
+class SteadyFile:
+    """A file as long as it was when it was opened: its job may still write to it, or empty it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; zeros where there are none any more, as in GNU tar."""
+        return self.file.read(size).ljust(size, b'\0')
+
+
+def cmd_logs_bundle(session: Session, args: Arguments) -> int:
+    """Pack what a workflow's runners and jobs have written into one file, for those who are to help."""
+    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
+    directory = output_directory(session, workflow, args)
+    path = os.path.join(args['bundle_dir'], f"wf{workflow['id']}.tar.gz")
+    with writing(path, '--bundle-dir'), replacing(path) as file:
+        with tarfile.open(fileobj=file, mode='w:gz', format=tarfile.GNU_FORMAT) as bundle:
+            sizes = [add_directory(bundle, session, os.path.join(directory, name), workflow['id'])
+                     for name in BUNDLED_DIRECTORIES]
+            found = describe_bundle(workflow, [size for group in sizes for size in group])
+            data = format_json_document(found).encode('utf-8', 'replace')
+            add_member(bundle, 'bundle_metadata.json', len(data), time.time(), io.BytesIO(data))
+    count, total = found['files_collected'], found['total_size_bytes']
+    if not count:
+        session.report(f"torc: no log of workflow {workflow['id']} is in {directory}; {WHERE_OUTPUT_IS}")
+    lines = [f'  File: {path}', f'  Files collected: {count}', f'  Total size: {total} bytes']
+    session.answer(dict(found, file=path), format_lines(['Log bundle created successfully:', *lines]))
+    return 0
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[Any]:
+    """A file for writing, for nobody else to read, that gets the name `path` when it is complete."""
+    refuse_special_file(path)
+    directory, name = os.path.split(path)
+    with tempfile.NamedTemporaryFile(dir=directory or '.', prefix=f'.{name}.', delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def describe_bundle(workflow: Dict[str, Any], sizes: Sequence[int]) -> Dict[str, Any]:
+    """What bundle_metadata.json says."""
+    return {'workflow_id': workflow['id'], 'workflow_name': workflow['name'],
+            'workflow_description': workflow.get('description'), 'workflow_user': workflow['user'],
+            'collected_at': format_time(time.time()), 'files_collected': len(sizes),
+            'total_size_bytes': sum(sizes)}
+
+
+def add_directory(bundle: Any, session: Session, path: str, workflow_id: int) -> List[int]:
+    """Add the files of a workflow in a directory, but no links and no files of others; their sizes."""
+    sizes = []
+    is_top, absent = path.endswith(os.sep), (FileNotFoundError, NotADirectoryError)
+    with contextlib.suppress(*absent), HeldDirectory(path, None, is_top) as held:
+        names = [name for name in os.listdir(held.descriptor) if workflow_in_name(name) == workflow_id]
+        for name in sorted(names):
+            try:
+                if not held.has_file(name):
+                    continue
+                with open(name, 'rb', opener=held.opener) as file:
+                    found = os.fstat(file.fileno())
+                    member = f'{os.path.basename(os.path.normpath(path))}/{name}'
+                    add_member(bundle, member, found.st_size, found.st_mtime, SteadyFile(file))
+                    sizes.append(found.st_size)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                session.report(f'torc: cannot read {os.path.join(path, name)}: {error.strerror}')
+    return sizes
+
+
+def add_member(bundle: Any, name: str, size: int, changed_at: float, file: Any) -> None:
+    """Add a file to a tar file."""
+    member = tarfile.TarInfo(name)
+    member.size, member.mtime, member.mode = size, int(changed_at), 0o644
+    bundle.addfile(member, file)
+
+
+def cmd_logs_analyze(session: Session, args: Arguments) -> int:
+    """Look for errors in the logs of a workflow: in a bundle, or in an output directory."""
+    path, wanted = args['path'], args['workflow_id']
+    head: Dict[str, Any] = {'workflow_id': wanted}
+    if os.path.isdir(path):
+        head['workflow_id'] = wanted = choose_logged_workflow(path, wanted)
+        files = [(name, read_findings(file)) for name, file in open_logs(session, path, wanted)]
+        lines = [f'Workflow ID: {wanted}', '']
+    else:
+        files, metadata = analyze_bundle(path, wanted)
+        head.update(metadata)
+        titles = (('Workflow ID', 'workflow_id'), ('Workflow Name', 'workflow_name'),
+                  ('Collected At', 'collected_at'))
+        lines = ['Bundle Information:', *(f'  {title}: {head.get(key)}' for title, key in titles), '']
+    session.answer(dict(head, **describe_findings(files)), format_lines(lines) + format_findings(files))
+    return 0
+
+
+def read_findings(file: Any) -> FileFindings:
+    """What is found in an open log."""
+    findings = FileFindings()
+    for piece in iter(lambda: file.read(LOG_PIECE_BYTES), b''):
+        findings.read(piece)
+    findings.read(b'')
+    return findings
+
+
+def log_names(path: str) -> List[str]:
+    """Logs in an output directory and its job_stdio, as paths from there."""
+    names = os.listdir(path)
+    with contextlib.suppress(OSError):
+        names += [os.path.join('job_stdio', name) for name in os.listdir(os.path.join(path, 'job_stdio'))]
+    return sorted(name for name in names if is_log_name(name) and workflow_in_name(os.path.basename(name)))
+
+
+def choose_logged_workflow(path: str, wanted: Optional[int]) -> int:
+    """The workflow whose logs are looked at: the one that is asked for, or the only one there."""
+    found = sorted({workflow_in_name(os.path.basename(name)) for name in log_names(path)} - {None})
+    if wanted in found:
+        return wanted
+    if not found:
+        raise BadInput(printable(f'{path} holds no logs of workflows; {WHERE_OUTPUT_IS}'))
+    if wanted is None and len(found) == 1:
+        return found[0]
+    what = f'no logs of workflow {wanted}, but of' if wanted else 'logs of the workflows'
+    raise BadInput(printable(f'{path} holds {what} {first_of(found)}: choose one with --workflow-id'))
+
+
+def open_logs(session: Session, path: str, workflow_id: int) -> Iterator[Tuple[str, Any]]:
+    """Name and open file of each log of a workflow in an output directory."""
+    for name in log_names(path):
+        if workflow_in_name(os.path.basename(name)) == workflow_id:
+            try:
+                with open(os.path.join(path, name), 'rb', opener=open_regular) as file:
+                    yield name, file
+            except OSError as error:
+                session.report(f'torc: cannot read {os.path.join(path, name)}: {error.strerror}')
+
+
+def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, FileFindings]], Dict[str, Any]]:
+    """Findings in the logs of a bundle, and what it says of itself."""
+    files, metadata = [], {}    # type: List[Tuple[str, FileFindings]], Dict[str, Any]
+    try:
+        with open(path, 'rb') as file, tarfile.open(fileobj=file, mode='r|*') as bundle:
+            for member in bundle:
+                name = os.path.basename(member.name)
+                content = bundle.extractfile(member) if member.isfile() else None
+                if content is None:
+                    continue
+                if member.name == 'bundle_metadata.json':
+                    found = parse_json(content.read(MAX_BODY_BYTES).decode('utf-8', 'replace'))
+                    metadata = found if isinstance(found, dict) else {}
+                elif is_log_name(name) and wanted in (None, workflow_in_name(name)):
+                    files.append((member.name, read_findings(content)))
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise BadInput(printable(f'{path} cannot be read as a bundle of `logs bundle`: {error}')) from None
+    except OSError as error:
+        raise BadInput(printable(f'cannot read {path}: {error.strerror or error}')) from None
+    return files, metadata
+
+
+# -------- what jobs used --------
+
+COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
+CORRECTION_WORDS = {'memory': 'Memory', 'cpu': 'CPUs', 'runtime': 'Runtime'}
+REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
+
+
+def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
+    """Requirements of a workflow, by id."""
+    return {item['id']: item for item in session.items('list_resource_requirements', workflow_id=workflow_id)}
+
+
+def list_uses(session: Session, workflow_id: int, statuses: Sequence[str],
+              run_id: Optional[int] = None) -> List[JobUse]:
+    """Jobs with requirements and their newest result, of the current or of one run, in these statuses."""
+    query = {} if run_id is None else {'run_id': run_id, 'all_runs': True}
+    newest = {item['job_id']: item for item in session.items(
+        'list_results', workflow_id=workflow_id, sort_by='id', **query)}
+    needs = list_requirements(session, workflow_id)
+    jobs = session.items('list_jobs', workflow_id=workflow_id) if newest else []
+    return [JobUse(job, needs[job['resource_requirements_id']], newest[job['id']]) for job in jobs
+            if job['id'] in newest and newest[job['id']]['status'] in statuses
+            and job.get('resource_requirements_id') in needs]
+
+
+def cmd_check_resources(session: Session, args: Arguments) -> int:
+    """Compare what jobs used with what they asked for."""
+    workflow_id = choose_workflow(session, args)
+    statuses = ('completed', 'failed', 'terminated') if args['include_failed'] else ('completed',)
+    uses = list_uses(session, workflow_id, statuses, args['run_id'])
+    found = [comparison for use in uses for comparison in compare_use(use)]
+    found.sort(key=lambda comparison: -comparison.used / comparison.limit)
+    over = [item for item in found if item.over_percent > args['min_over_utilization']]
+    within = found[len(over):]
+    run_id = args['run_id']
+    if run_id is None:
+        run_id = session.call('get_workflow', workflow_id=workflow_id).get('run_id')
+    answer = {'workflow_id': workflow_id, 'run_id': run_id, 'total_results': len(uses),
+              'over_utilization_count': len(over),
+              'violations': [describe_comparison(item, True) for item in over]}
+    if args['all']:
+        answer['within_limits'] = [describe_comparison(item, False) for item in within]
+    if args['include_failed']:
+        failures = [explain_failure(use) for use in uses if use.result['status'] != 'completed']
+        answer.update(resource_violations_count=len(failures), resource_violations=failures)
+    session.answer(answer, format_comparisons(session, answer, over, within if args['all'] else []))
+    return 0
+
+
+def format_comparisons(session: Session, answer: Dict[str, Any], over: Sequence[Comparison],
+                       within: Sequence[Comparison]) -> str:
+    """The answer of check-resources for people."""
+    total = answer['total_results']
+    if not total:
+        return 'There are no results to compare\n'
+    exceeded = '1 limit was exceeded' if len(over) == 1 else f"{len(over) or 'no'} limits were exceeded"
+    text = format_lines([f"In {total} result{'' if total == 1 else 's'}, {exceeded}"])
+    if over or within:
+        rows = [(item.use.job['id'], item.use.job['name'], item.resource,
+                 describe_comparison(item, True)['specified'], MEASURES[item.resource].show(item.used),
+                 f'{item.used / item.limit * 100:.1f}%') for item in [*over, *within]]
+        text += format_table(COMPARISON_COLUMNS, rows, style_of(session.out, os.environ))
+    causes = [(failure['job_name'], failure) for failure in answer.get('resource_violations', ())]
+    text += format_lines(f'{name} (return code {failure["return_code"]}): {why}' for name, failure in causes
+                         for why in explain_causes(failure))
+    if over or any(explain_causes(failure) for _, failure in causes):
+        hint = command_line(session, 'workflows', 'correct-resources', answer['workflow_id'], '--dry-run')
+        text += format_lines([f'What would be enough: `{hint}`'])
+    return text
+
+
+def explain_causes(failure: Dict[str, Any]) -> List[str]:
+    """What a job may have failed of, in words."""
+    words = {'memory_exceeded': 'used more memory than it asked for',
+             'sigkill_137': 'was killed, maybe for memory'}
+    causes = [words[failure['oom_reason']]] if 'oom_reason' in failure else []
+    return causes + (['may have run out of time'] if failure.get('likely_timeout') else [])
+
+
+def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> List[JobUse]:
+    """Say which results are older than the requirements: without that, each call would ask for more."""
+    events = session.items('list_events', workflow_id=workflow_id, category='user_action')
+    changed_at = {event['data'].get('resource_requirements_id'): event['timestamp'] / 1000 for event in events
+                  if isinstance(event['data'], dict)
+                  and event['data'].get('action') == 'update_resource_requirements'}
+    return [use._replace(is_stale=parse_time(use.result['completion_time'])
+                         < changed_at.get(use.needs['id'], -math.inf)) for use in uses]
+
+
+def cmd_correct_resources(session: Session, args: Arguments) -> int:
+    """Change requirements to what their jobs used, times a multiplier."""
+    workflow_id = choose_workflow(session, args)
+    uses = list_uses(session, workflow_id, ('completed', 'failed'))
+    if args['job_ids']:
+        missing = set(args['job_ids']) - {use.job['id'] for use in uses}
+        if missing:
+            named = first_of(sorted(missing))
+            raise NotFound(f'workflow {workflow_id} has no result of a completed or failed job {named}')
+        uses = [use for use in uses if use.job['id'] in args['job_ids']]
+    uses = mark_stale(session, workflow_id, uses)
+    attempts = session.items('list_results', workflow_id=workflow_id, all_runs=True)
+    counted = collections.Counter(job.get('resource_requirements_id')
+                                  for job in session.items('list_jobs', workflow_id=workflow_id))
+    multipliers = Multipliers(args['memory_multiplier'], args['cpu_multiplier'], args['runtime_multiplier'])
+    plan = plan_corrections(uses, attempts, counted, multipliers, not args['no_downsize'])
+    if not args['dry_run']:
+        for _, corrections in plan:
+            values = {REQUIREMENT_FIELDS[item.resource]: item.new for item in corrections}
+            session.call('update_resource_requirements', values, row_id=corrections[0].uses[0].needs['id'])
+    answer = describe_corrections(workflow_id, plan, args)
+    session.answer(answer, format_corrections(session, answer, plan, counted))
+    return 0
+
+
+def describe_corrections(workflow_id: int, plan: Sequence[Tuple[str, List[Correction]]],
+                         args: Arguments) -> Dict[str, Any]:
+    """The answer of correct-resources as Torc's JSON has it: corrections are counted by jobs."""
+    counts: 'collections.Counter[str]' = collections.Counter()
+    for direction, corrections in plan:
+        for item in corrections:
+            prefix = 'downsize_' if direction == 'downscale' else ''
+            counts[f'{prefix}{item.resource}_corrections'] += len(item.uses)
+    analyzed = {use.job['id'] for _, corrections in plan for item in corrections for use in item.uses}
+    answer = {'status': 'success', 'workflow_id': workflow_id, 'dry_run': bool(args['dry_run']),
+              'no_downsize': bool(args['no_downsize']), 'jobs_analyzed': len(analyzed),
+              'resource_requirements_updated': len(plan)}
+    for resource in ADJUSTMENT_KEYS:
+        answer[f'{resource}_multiplier'] = args[f'{resource}_multiplier']
+        for prefix in ('', 'downsize_'):
+            key = f'{prefix}{resource}_corrections'
+            answer[key] = counts[key]
+    answer['adjustments'] = [describe_adjustment(*change) for change in plan]
+    return answer
+
+
+def format_corrections(session: Session, answer: Dict[str, Any], plan: Sequence[Tuple[str, List[Correction]]],
+                       counted: Dict[int, int]) -> str:
+    """The same for people: one row for each value that changes."""
+    if not plan:
+        return 'What jobs asked for needs no correction\n'
+    rows = []
+    for _, corrections in plan:
+        for item in corrections:
+            needs = item.uses[0].needs
+            rows.append((needs['id'], needs['name'], CORRECTION_WORDS[item.resource], item.original, item.new,
+                         show_peak(item), counted[needs['id']]))
+    table = format_table(('ID', 'Requirements', 'Resource', 'Old', 'New', 'Peak', 'Jobs'), rows,
+                         style_of(session.out, os.environ))
+    again = command_line(session, 'run', answer['workflow_id'], '--retry-failed')
+    lines = ['Nothing was changed: this is a dry run'] if answer['dry_run'] else [
+        f'Updated {len(plan)} resource requirements; the workflow file still says what it said']
+    if not answer['dry_run'] and any(use.result['return_code'] for _, corrections in plan
+                                     for item in corrections for use in item.uses):
+        lines.append(f'To run the failed jobs again: `{again}`')
+    return table + format_lines(lines)
+
+
+def show_peak(item: Correction) -> str:
+    """What a correction was made from."""
+    if item.peak is None:
+        return 'not known'
+    shows = {'memory': report_memory, 'cpu': format_percent,
+             'runtime': lambda minutes: report_duration(minutes * 60)}
+    return shows[item.resource](item.peak)
+
+
+# -------- plots --------
+
+def limits_of_jobs(session: Session, workflow_id: int) -> Limits:
+    """What each job of a workflow asked for."""
+    needs = list_requirements(session, workflow_id)
+    found = {number: {'memory': limit_of('Memory', row), 'cpu': limit_of('CPU', row)}
+             for number, row in needs.items()}
+    return {job['id']: found.get(job.get('resource_requirements_id'), {})
+            for job in session.items('list_jobs', workflow_id=workflow_id)}
+
+
+def cmd_plot_resources(session: Session, args: Arguments) -> int:
+    """Draw what a monitor has sampled."""
+    limits = None if args['workflow_id'] is None else limits_of_jobs(session, args['workflow_id'])
+    with writing(f"plots to {args['output_dir']}", '--output-dir'):
+        paths = write_plots(args['databases'], args['output_dir'], args['prefix'], args['format'],
+                            args['job_ids'] or (), limits)
+    text = format_lines(paths) if paths else 'There are no samples to draw\n'
+    session.answer({'files': paths}, text)
+    return 0
+
+
+def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> None:
+    """Draw what was sampled in a run, where its workflow asks for it. Failures are no failures of the run."""
+    monitor = workflow.get('resource_monitor_config') or {}
+    if not (monitor.get('enabled') and monitor.get('generate_plots')):
+        return
+    directory = os.path.join(output_dir, 'resource_utilization')
+    run_id = session.call('get_workflow', workflow_id=workflow['id']).get('run_id', 0)
+    paths = sorted(glob.glob(os.path.join(glob.escape(directory), 'resource_metrics_*.db')))
+    paths = [path for path in paths if workflow_in_name(os.path.basename(path)) == workflow['id']
+             and re.search(rf'_r{run_id}(?=[_.])', os.path.basename(path))]
+    try:
+        files = write_plots(paths, directory, f"wf{workflow['id']}_r{run_id}",
+                            limits=limits_of_jobs(session, workflow['id'])) if paths else []
+        if files:
+            session.report(f'Plots: {files[0]}' + (f' and {len(files) - 1} more' if files[1:] else ''))
+    except (OSError, TorcError) as error:
+        session.report(f'warning: the plots were not drawn: {getattr(error, "message", error)}')
 
 
 # ======== 20c. Runs: a workflow file becomes a workflow, and runs here ========
@@ -23894,6 +25429,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         outcome = run_workflow(session.client, workflow['id'], options, progress)
     finally:
         progress.finish()
+    plot_run(session, workflow, options.output_dir)
     with contextlib.suppress(TorcError):    # no server any more: what it said last must do
         status = session.call('get_workflow_status', workflow_id=workflow['id'])
         outcome = outcome._replace(**{key: status[key] for key in ('jobs_by_status', 'is_complete',
@@ -24544,13 +26080,26 @@ def parse_id(text: str) -> int:
     return int(text)
 
 
-def parse_logs_workflow(text: str) -> int:
-    """The first word of `logs`: an id, or one of Torc's verbs."""
-    cures = {'bundle': f'`tar czf logs.tar.gz {DEFAULT_OUTPUT_DIR}` packs all that jobs and runners wrote',
-             'analyze': '`torc.py status WF` and `torc.py logs WF --failed` show what failed, and why'}
-    if text in cures:
-        raise ValueError(f'`logs {text}` is not there yet: {cures[text]}')
-    return parse_id(text)
+def parse_factor(text: str) -> float:
+    """A multiplier of what was seen: 1 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 1000:
+        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
+    return value
+
+
+def parse_percent(text: str) -> float:
+    """Percent, without the sign."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f'{text!r} is not a number of percent, such as 5')
+    return value
 
 
 def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
@@ -24777,14 +26326,32 @@ COMMANDS = (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
         Argument('--force', '', 'as --no-prompts', key='no_prompts')), 'delete 1 --no-prompts'),
     Command('logs', cmd_logs, 'print the output of jobs, of the newest attempt of each', (
-        ASKED_WF._replace(parse=parse_logs_workflow),
+        ASKED_WF,
         Argument('JOB', '', 'ids or names of jobs; without them all that ran', count='*', key='jobs'),
         Argument('--failed', '', 'only of failed jobs'),
         Argument('-f --follow', '', 'keep printing what they write, until they have ended'),
         Argument('-o --output-dir', 'DIR', "output directory of the runner", default=DEFAULT_OUTPUT_DIR),
         Argument('--run-id', 'N', 'only of this run', at_least(0)),
         Argument('--attempt-id', 'N', 'only of this attempt', at_least(1)),
-        Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only')), 'logs 1 greet'),
+        Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only'),
+        Argument('-n --tail', 'LINES', 'only the last lines of each file', at_least(0))), 'logs 1 greet'),
+    Command('logs bundle', cmd_logs_bundle, 'pack all logs of a workflow into wfWF.tar.gz', (
+        ASKED_WF,
+        Argument('-o --output-dir', 'DIR', "output directory of the runner", default=DEFAULT_OUTPUT_DIR),
+        Argument('--bundle-dir', 'DIR', 'where to put it', default='.')), 'logs bundle 1'),
+    Command('logs analyze', cmd_logs_analyze, 'find known kinds of errors in logs', (
+        Argument('PATH', '', "a bundle, or the output directory of a runner"),
+        Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id)),
+        f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
+    Command('plot-resources', cmd_plot_resources, 'draw what a monitor has sampled, as pages for a browser', (
+        Argument('DB', '', 'databases resource_metrics_*.db of runners', count='+', key='databases'),
+        Argument('-o --output-dir', 'DIR', 'where to put the pages', default='.'),
+        Argument('-j --job-ids', 'JOB,...', 'only of these jobs', parse_ids, '*'),
+        Argument('-p --prefix', 'TEXT', 'beginning of the names of their files', default=''),
+        Argument('-w --workflow-id', 'WF', 'show what the jobs of this workflow asked for, too', parse_id),
+        Argument('-f --format', 'FORMAT', 'html, or json for Plotly', one_of('html', 'json'),
+                 default='html')),
+        f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
         Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
@@ -24885,6 +26452,22 @@ COMMANDS = (
     Command('workflows execution-plan', cmd_execution_plan, 'show the order in which jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
         'workflows execution-plan examples/diamond.yaml'),
+    Command('workflows check-resources', cmd_check_resources,
+        'compare what jobs used with what they asked for', (
+        ASKED_WF, Argument('-r --run-id', 'N', 'only of this run', at_least(0)),
+        Argument('-a --all', '', 'also what stayed within its limits'),
+        Argument('--include-failed', '', 'also of failed and terminated jobs, with likely causes'),
+        Argument('--min-over-utilization', 'PERCENT', 'by how much a limit must be exceeded', parse_percent,
+                 default=1.0)),
+        'workflows check-resources 1 --all'),
+    Command('workflows correct-resources', cmd_correct_resources,
+        'change resource requirements to what jobs used, and a margin', (
+        ASKED_WF, Argument('--memory-multiplier', 'N', 'of the highest memory', parse_factor, default=1.2),
+        Argument('--cpu-multiplier', 'N', 'of the highest CPU use', parse_factor, default=1.2),
+        Argument('--runtime-multiplier', 'N', 'of the longest run time', parse_factor, default=1.2),
+        Argument('--job-ids', 'JOB,...', 'look only at these jobs', parse_ids, '*'), DRY_RUN,
+        Argument('--no-downsize', '', 'only ask for more, never for less')),
+        'workflows correct-resources 1 --dry-run'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
@@ -25130,15 +26713,17 @@ def format_arguments(arguments: Sequence[Argument]) -> str:
 def format_command_help(words: str) -> str:
     """Help on a command, or the commands of a group."""
     program = program_name()
+    group = [command for command in COMMANDS if command.name.startswith(words + ' ')]
     if words in COMMANDS_BY_NAME:
         command = COMMANDS_BY_NAME[words]
         arguments = '\n' + format_arguments(command.arguments) if command.arguments else ''
         sentence = command.help[0].upper() + command.help[1:] + '.'
+        more = f"See also: {', '.join(other.name for other in group)}\n" if group else ''
         return (f'Usage: {program} {format_usage(command)}\n\n{sentence}\n{arguments}\n'
-                f'Example: {program} {command.example}\nOptions of all commands: {program} help commands\n')
-    if words in GROUPS:
-        rows = ((format_usage(command), command.help) for command in COMMANDS
-                if command.name.startswith(words + ' '))
+                f'Example: {program} {command.example}\n{more}'
+                f'Options of all commands: {program} help commands\n')
+    if group:
+        rows = ((format_usage(command), command.help) for command in group)
         return f'Commands of {words}:\n\n{format_rows(rows)}'
     near = did_you_mean(words, [*TOPICS, *COMMANDS_BY_NAME, *GROUPS])
     raise BadInput(printable(f'there is no help on {words!r}{near} (see: {program} help)'))
@@ -25221,7 +26806,7 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
-               'workflows reset-status', 'jobs reset-status')
+               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
@@ -25276,6 +26861,8 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
 
 def find_command(first: str, queue: Any, options: Arguments) -> Command:
     """The row that the first word, or the first two, name."""
+    if queue and f'{first} {queue[0]}' in COMMANDS_BY_NAME:     # `logs bundle`, beside `logs`
+        return COMMANDS_BY_NAME[f'{first} {queue.popleft()}']
     if first in COMMANDS_BY_NAME:
         return COMMANDS_BY_NAME[first]
     if first not in GROUPS:
