@@ -21987,7 +21987,7 @@ MEASURES = {
     'Memory': Measure(lambda needs: parse_memory(needs['memory']),
                       lambda result: result.get('peak_memory_bytes'), report_memory),
     'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
-                   lambda result: result.get('peak_cpu_percent'), format_percent),
+                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
     'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
 }
 
@@ -25000,7 +25000,7 @@ def show_peak(item: Correction) -> str:
     """What a correction was made from."""
     if item.peak is None:
         return 'not known'
-    shows = {'memory': report_memory, 'cpu': format_percent,
+    shows = {'memory': report_memory, 'cpu': '{:.1f}%'.format,
              'runtime': lambda minutes: report_duration(minutes * 60)}
     return shows[item.resource](item.peak)
 
