@@ -2978,7 +2978,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     ('resource_monitor', (
         ('sample_interval_seconds', 'interval', 'seconds between samples', 10),
         ('flush_interval_seconds', 'interval', 'seconds between writes of a time series', 300),
-        ('generate_plots',      'bool', 'draw plots at the end', False, ANY),
+        ('generate_plots',      'bool', 'draw plots at the end', False),
         ('jobs',                'resource_monitor.jobs', 'what is measured of jobs'),
         ('compute_node',        'resource_monitor.compute_node', 'what is measured of nodes'),
         ('enabled',             'bool', 'old form: jobs.enabled'),
@@ -26314,7 +26314,7 @@ COMMANDS = (
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
                  one_of(*MONITOR_WORDS)),
         Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)', one_of(*MONITOR_WORDS)),
-        Argument('--generate-plots', '', 'draw what was measured', is_pending=True),
+        Argument('--generate-plots', '', 'draw what was measured'),
         Argument('-i --sample-interval --sample-interval-seconds', 'SECONDS',
                  'between measurements (default 10)', at_least(1, parse_whole_seconds)),
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
