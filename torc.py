@@ -7346,15 +7346,12 @@ JOB_RELATIONS = (   # field of a planned job, field of JobModel, table, column, 
     ('input_user_data',  'input_user_data_ids',  'job_input_user_data',  'user_data_id', 'user_data'),
     ('output_user_data', 'output_user_data_ids', 'job_output_user_data', 'user_data_id', 'user_data'),
 )
-PLANNED_TABLES = {  # table -> columns that a plan gives beside the name; columns elsewhere that need its rows
-    'file': ('name path identifier', 'job_input_file.file_id job_output_file.file_id'),
-    'user_data': ('is_ephemeral data', 'job_input_user_data.user_data_id job_output_user_data.user_data_id'),
-    'resource_requirements': ('num_cpus num_gpus num_nodes memory runtime is_implicit',
-                              'job_kind.resource_requirements_id'),
-    'slurm_scheduler': (
-        'account gres mem nodes ntasks_per_node partition qos tmp walltime extra serialize_allocations',
-        'job_kind.scheduler_id scheduled_compute_node.scheduler_config_id'),
-    'failure_handler': ('rules', 'job.failure_handler_id'),
+PLANNED_TABLES = {  # of a plan, beside jobs -> columns elsewhere that need its rows
+    'file': 'job_input_file.file_id job_output_file.file_id',
+    'user_data': 'job_input_user_data.user_data_id job_output_user_data.user_data_id',
+    'resource_requirements': 'job_kind.resource_requirements_id',
+    'slurm_scheduler': 'job_kind.scheduler_id scheduled_compute_node.scheduler_config_id',
+    'failure_handler': 'job.failure_handler_id',
 }
 PLANNED_CELLS = {   # column of a job that a plan gives -> field of a workflow file
     'command': 'command', 'invocation_script': 'invocation_script', 'env': 'env', 'kind_id': '',
@@ -7449,7 +7446,9 @@ class PlanMerge:
 
     def merge_table(self, table: str, rows: Sequence[Values], made: Iterable[int] = ()) -> None:
         """The rows of one table. `made`: indexes of user data whose values are their jobs' to give."""
-        context, wanted = self.context, PLANNED_TABLES[table][0].split()
+        context = self.context
+        # What a workflow file says of it; the times of files come apart.
+        wanted = {*FIELDS_OF[table], 'is_implicit'} - {'st_mtime'}
         refuse_twice([row['name'] for row in rows if row.get('name')], table.replace('_', ' '))
         columns = [column for column in context.columns(table) if column.name in wanted]
         listed = [column.name for column in columns]
@@ -7492,7 +7491,7 @@ class PlanMerge:
         scheduled = {action['action_config'].get('scheduler_id') for action in actions}
         for table, unnamed in self.unnamed.items():
             ids = [row_id for row_id in unnamed if table != 'slurm_scheduler' or row_id not in scheduled]
-            users = [user.split('.') for user in PLANNED_TABLES[table][1].split()]
+            users = [user.split('.') for user in PLANNED_TABLES[table].split()]
             is_free = ' AND '.join(f'NOT EXISTS (SELECT 1 FROM {user} WHERE {user}.{column} = {table}.id)'
                                    for user, column in users)
             query = f'SELECT id, name FROM {table} WHERE {is_free} AND id IN'
