@@ -12691,6 +12691,16 @@ class SamplerTest(unittest.TestCase):
         self.sampler.sample(22.0)
         self.assertEqual(2, tree.num_processes)
 
+    def test_where_no_living_process_is_seen_nothing_is_known_of_memory(self):
+        tree = self.tree()
+        self.sampler.sample(1.0)
+        self.assertNotIn('avg_memory_bytes', tree.figures.at_end(2.0, 0.1, 0))
+        self.proc.process(10, 70, pages=9)
+        self.sampler.sample(10.0)
+        self.proc.process(10, 70, pages=0, state='Z')
+        self.sampler.sample(20.0)
+        self.assertEqual(9 * torc.PAGE_BYTES, tree.figures.at_end(20.0, 0.1, 0)['avg_memory_bytes'])
+
     def test_files_stay_open_within_limits_and_are_closed_with_the_job(self):
         before = len(open_descriptors())
         self.sampler.held = 2

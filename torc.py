@@ -17562,7 +17562,8 @@ class JobTree:
         self.ticks, self.num_processes = ticks, processes
         self.set_resident(now, pages * PAGE_BYTES, largest * PAGE_BYTES)
         self.available_bytes = available_bytes
-        memory_bytes = None if self.is_above_limit else self.memory_bytes
+        # Above its limit is in doubt until a check; without a living process nothing was seen.
+        memory_bytes = None if self.is_above_limit or not processes else self.memory_bytes
         percent = self.figures.add(now, self.cpu_ticks / CLOCK_TICKS, memory_bytes)
         self.cpu_percent = self.cpu_percent if percent is None else percent
         return gone
@@ -20846,7 +20847,7 @@ class Monitor:
         self.oom_kills.look(now)
         if self.settings.has_job_series:
             for attempt, tree in self.sampler.trees.items():
-                if tree in sampled:
+                if tree in sampled and tree.num_processes:
                     self.series.add_job(attempt.id, attempt.name, (
                         at, tree.cpu_percent, tree.memory_bytes, tree.num_processes))
         if self.check is None:
