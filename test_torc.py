@@ -17246,6 +17246,27 @@ class PlotTest(WorldTest):
                 self.assertRaisesRegex(torc.BadInput, 'h_wf1_r1.db cannot be read: unable to open database file'):
             torc.write_plots([path], self.world.path('plots'))
 
+    def test_a_damaged_series_is_drawn_or_refused(self):
+        path, chance = self.series(), random.Random(7)
+        with open(path, 'rb') as file:
+            data = file.read()
+        ends = collections.Counter()
+        damaged = [data.replace(b'(job_id, timestamp)', b'(job_id, timest\xffmp)'), data[:len(data) // 2], data[:100]]
+        for _ in range(20):
+            piece = bytearray(data)
+            for _ in range(chance.choice((1, 10, 100))):
+                piece[chance.randrange(len(piece))] = chance.randrange(256)
+            damaged.append(bytes(piece))
+        for piece in damaged:
+            self.world.write(path, piece)
+            try:
+                torc.write_plots([path], self.world.path('plots'))
+                ends['drawn'] += 1
+            except torc.BadInput:
+                ends['refused'] += 1
+        self.assertEqual(len(damaged), ends['drawn'] + ends['refused'])
+        self.assertGreater(ends['refused'], 3)
+
     def test_strange_values_are_drawn_as_nothing(self):
         path = self.series(jobs={}, nodes=[], summary=())
         with contextlib.closing(sqlite3.connect(path)) as database, database:
@@ -17769,11 +17790,13 @@ class UsedResourcesTest(CommandTest):
 
     def setUp(self) -> None:
         super().setUp()
-        self.world.write('w.yaml', self.SPEC)
-        self.assertExit(1, self.world.cli('run', 'w.yaml', '--num-cpus', 8, '--memory-gb', 64))
-        # What a monitor would have measured.
-        for number, peak, cpu in ((1, 128 * 2 ** 20, 50.0), (2, 256 * 2 ** 20, 302.0), (3, 2 * GIB, 453.0), (4, GIB, 99.0)):
-            self.json(f"admin sql -y --write 'UPDATE result SET peak_memory_bytes = {peak}, peak_cpu_percent = {cpu} WHERE job_id = {number}'")
+        self.make(self.SPEC)
+        # What a run with a monitor would have left.
+        rows = ', '.join(f"(1, {job}, 1, 1, {code}, 0.001, '2026-01-01T00:00:00Z', {6 if code else 5}, {peak}, {cpu})" for job, code, peak, cpu in (
+            (1, 0, 128 * 2 ** 20, 50.0), (2, 137, 256 * 2 ** 20, 302.0), (3, 0, 2 * GIB, 453.0), (4, 0, GIB, 99.0)))
+        for statement in (f'INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, status, '
+                          f'peak_memory_bytes, peak_cpu_percent) VALUES {rows}', 'UPDATE workflow SET run_id = 1 WHERE id = 1'):
+            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', statement))
 
     def needs(self) -> List[Tuple[str, int, str, str]]:
         """The requirements as they are."""
@@ -17860,16 +17883,14 @@ class BundleTest(CommandTest):
 
     def setUp(self) -> None:
         super().setUp()
-        self.world.write('w.yaml', """
-            name: logged
-            jobs:
-              - {name: good, command: echo fine}
-              - {name: bad, command: "echo 0 errors; echo 'x: Permission denied' >&2; exit 1"}
-            """)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        for name in ('job_stdio/job_wf10_j1_r1_a1.o', 'job_runner_h_wf10_r1.log', 'job_runner_h_wf1_r1.log.1', 'offline_journal/offline_results_wf1_r1_h.db',
-                     'resource_utilization/resource_metrics_h_wf1_r1.db', 'actions_wf1_r1.log', 'secret_wf1'):
-            self.world.write('torc_output/' + name, 'Killed\n')
+        self.make('name: logged\njobs: [{name: good, command: "true"}]\n')
+        for name, text in (
+                ('job_stdio/job_wf1_j1_r1_a1.o', 'fine\n'), ('job_stdio/job_wf1_j1_r1_a1.e', ''), ('job_stdio/job_wf1_j2_r1_a1.o', '0 errors\n'),
+                ('job_stdio/job_wf1_j2_r1_a1.e', 'x: Permission denied\n'), ('job_runner_g_wf1_r1.log', ERROR_LINES['Failed job'] + '\n'),
+                *((name, 'Killed\n') for name in (
+                    'job_stdio/job_wf10_j1_r1_a1.o', 'job_runner_h_wf10_r1.log', 'job_runner_h_wf1_r1.log.1', 'offline_journal/offline_results_wf1_r1_h.db',
+                    'resource_utilization/resource_metrics_h_wf1_r1.db', 'actions_wf1_r1.log', 'secret_wf1'))):
+            self.world.write('torc_output/' + name, text)
         os.remove(self.world.path('torc_output', 'secret_wf1'))
         os.symlink('/etc/passwd', self.world.path('torc_output', 'secret_wf1'))
         os.mkfifo(self.world.path('torc_output', 'job_stdio', 'job_wf1_j9_r1_a1.o'))
@@ -17878,10 +17899,8 @@ class BundleTest(CommandTest):
         os.mkdir(self.world.path('to'))
         self.world.write('to/wf1.tar.gz', 'old')
         found = self.json('logs bundle 1 --bundle-dir to')
-        runner = glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*_wf1_r1.log')
-        own = {'torc_output/' + os.path.basename(path) for path in runner}
-        own |= {f'job_stdio/job_wf1_j{job}_r1_a1.{kind}' for job in (1, 2) for kind in 'oe'}
-        own |= {'torc_output/job_runner_h_wf1_r1.log.1', 'torc_output/actions_wf1_r1.log', 'offline_journal/offline_results_wf1_r1_h.db',
+        own = {f'job_stdio/job_wf1_j{job}_r1_a1.{kind}' for job in (1, 2) for kind in 'oe'}
+        own |= {'torc_output/job_runner_g_wf1_r1.log', 'torc_output/job_runner_h_wf1_r1.log.1', 'torc_output/actions_wf1_r1.log', 'offline_journal/offline_results_wf1_r1_h.db',
                 'resource_utilization/resource_metrics_h_wf1_r1.db', 'bundle_metadata.json'}
         with tarfile.open(self.world.path('to', 'wf1.tar.gz')) as bundle:
             self.assertEqual(own, set(bundle.getnames()))
@@ -17946,14 +17965,31 @@ class BundleTest(CommandTest):
         self.text('logs bundle 1')
         with open(self.world.path('wf1.tar.gz'), 'rb') as file:
             data = file.read()
-        self.world.write('cut.tar.gz', data[:len(data) // 2])
-        self.assertIn('cut.tar.gz cannot be read as a bundle', self.assertExit(2, self.world.main('logs', 'analyze', 'cut.tar.gz')).err)
+        whole = self.text('logs analyze wf1.tar.gz')
+        for end in range(0, len(data), 40):
+            self.world.write('cut.tar.gz', data[:end])
+            outcome = self.world.main('logs', 'analyze', 'cut.tar.gz')      # all of it may be there, without what follows
+            self.assertEqual((2, '') if outcome.out != whole else (0, whole), (outcome.code, outcome.out), end)
+        chance = random.Random(3)
+        for _ in range(30):
+            place = chance.randrange(12, len(data))
+            self.world.write('bad.tar.gz', data[:place] + bytes([data[place] ^ 1 << chance.randrange(8)]) + data[place + 1:])
+            self.assertIn(self.world.main('logs', 'analyze', 'bad.tar.gz').code, (0, 2))
 
     def test_both_are_commands_beside_logs(self):
         for words, name in ((['logs', 'bundle', '1'], 'logs bundle'), (['logs', 'analyze', 'x'], 'logs analyze'), (['logs', '1', 'bundle'], 'logs'),
                             (['logs'], 'logs'), (['-f', 'json', 'logs', 'bundle'], 'logs bundle')):
             self.assertEqual(name, torc.parse_command_line(words).command.name)
         self.assertIn('See also: logs bundle, logs analyze\n', self.text('logs -h'))
+
+
+
+class TailTest(CommandTest):
+    """The ends of long logs."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.assertExit(0, self.world.cli('exec', '-c', 'true'))
 
     def test_only_the_last_lines_are_shown_if_asked_for(self):
         path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')
@@ -17962,11 +17998,11 @@ class BundleTest(CommandTest):
             for count in (0, 1, 2, 3):
                 with self.subTest(data, count=count):
                     expected = ''.join(data.splitlines(True)[-count:] if count else [])
-                    self.assertEqual(expected, self.text(f'logs 1 good --tail {count}'))
+                    self.assertEqual(expected, self.text(f'logs 1 job1 --tail {count}'))
         with open(path, 'rb') as file:
             self.assertEqual([0, 41, 43], [torc.find_tail(file, lines) for lines in (None, 1, 0)])
         self.world.write(path, 'first\n' + 'z' * (2 * torc.LOG_PIECE_BYTES) + '\nlast')
-        self.assertEqual(('last', 2 * torc.LOG_PIECE_BYTES + 5), (self.text('logs 1 good -n1'), len(self.text('logs 1 good -n 2'))))
+        self.assertEqual(('last', 2 * torc.LOG_PIECE_BYTES + 5), (self.text('logs 1 job1 -n1'), len(self.text('logs 1 job1 -n 2'))))
 
 
 class TaskCommandTest(CommandTest):

@@ -145,8 +145,8 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, html, py_compile, tarfile = map(
-    LateModule, ('csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'tarfile'))
+csv, ctypes, decimal, difflib, getpass, html, py_compile, tarfile, zlib = map(LateModule, (
+    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'tarfile', 'zlib'))
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -22408,6 +22408,8 @@ LINE_POINTS = 800           # of a line: about the pixels of a page's width
 LINES_NAMED = 8             # with a colour of their own, in a chart of all jobs; the highest
 LINES_DRAWN = 300           # the rest of them is left out
 BARS_DRAWN = 40             # of jobs, in the overview; the table has them all
+# What sqlite3 raises for a damaged file; the second for an error message that quotes it.
+UNREADABLE = sqlite3.DatabaseError, UnicodeDecodeError
 GAP_S = 120                 # without samples: the line is broken there, if that is much for it
 
 # Seconds since the epoch, CPU percent, bytes, processes; None: not measured.
@@ -22440,7 +22442,7 @@ class SeriesFile:
         except sqlite3.OperationalError:    # WAL in a directory where nothing may be made: nobody writes it
             try:
                 self.database = self.open('immutable=1')
-            except sqlite3.Error as error:
+            except UNREADABLE as error:
                 raise BadInput(printable(f'{path} cannot be read: {error}')) from None
 
     def open(self, how: str) -> sqlite3.Connection:
@@ -22453,7 +22455,7 @@ class SeriesFile:
         except sqlite3.OperationalError:
             database.close()
             raise
-        except sqlite3.DatabaseError:
+        except UNREADABLE:
             found = set()
         if not found & {'job_resource_samples', 'system_resource_samples'}:
             database.close()
@@ -22466,7 +22468,7 @@ class SeriesFile:
         """Rows of a query on a table; [] if there is no such table."""
         try:
             return self.database.execute(words, values).fetchall() if table in self.tables else []
-        except sqlite3.DatabaseError as error:
+        except UNREADABLE as error:
             raise BadInput(printable(f'{self.path} cannot be read: {error}')) from None
 
     def job_ids(self) -> List[int]:
@@ -24821,7 +24823,8 @@ def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, Fi
     """Findings in the logs of a bundle, and what it says of itself."""
     files, metadata = [], {}    # type: List[Tuple[str, FileFindings]], Dict[str, Any]
     try:
-        with open(path, 'rb') as file, tarfile.open(fileobj=file, mode='r|*') as bundle:
+        # Not as a stream (r|*), of which the end may be missing without notice.
+        with open(path, 'rb') as file, tarfile.open(fileobj=file, mode='r:gz') as bundle:
             for member in bundle:
                 name = os.path.basename(member.name)
                 content = bundle.extractfile(member) if member.isfile() else None
@@ -24832,7 +24835,7 @@ def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, Fi
                     metadata = found if isinstance(found, dict) else {}
                 elif is_log_name(name) and wanted in (None, workflow_in_name(name)):
                     files.append((member.name, read_findings(content)))
-    except (tarfile.TarError, EOFError, ValueError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
         raise BadInput(printable(f'{path} cannot be read as a bundle of `logs bundle`: {error}')) from None
     except OSError as error:
         raise BadInput(printable(f'cannot read {path}: {error.strerror or error}')) from None
