@@ -13862,6 +13862,26 @@ os.execv("/bin/sleep", ["sleep", "1000"])'; """
     def test_a_killed_runner_leaves_no_job_behind(self):
         self.run_and_die('echo $$ > a; sleep 1000 & echo $! > b; wait', 'a', 'b')
 
+    def test_a_killed_runner_leaves_no_chain_of_short_lives_behind(self):
+        for number in range(2):
+            runner = self.fork_runner(f'{LauncherTest.CHAIN} echo $$ > a{number}; exec sleep 1000')
+            with self.world.inside():
+                mark = torc.runner_mark(runner, torc.read_process_start_ticks(runner)).number
+            self.pids_in(f'a{number}')
+            self.world.wait(lambda: len({pid for _ in range(20) for pid in torc.read_proc_children(runner) if torc.read_mark_number(pid) > 0}) > 3, 10, 'the chain')
+            parents = torc.find_ancestors(runner)
+            self.kill(runner)
+            seen = time.monotonic()     # a link of it was
+
+            def is_over() -> bool:
+                nonlocal seen
+                for pid in itertools.chain(*map(torc.read_proc_children, parents)):
+                    if torc.read_mark_number(pid) >> torc.SERIAL_BITS == mark and torc.read_process_start_ticks(pid):
+                        seen = time.monotonic()
+                return time.monotonic() > seen + 0.2
+            self.world.wait(is_over, 5, 'the end of the chain')
+            self.assertEqual([], marked_processes(self.world, [mark]))
+
     def test_a_killed_runner_leaves_no_daemon_behind(self):
         self.run_and_die("echo $$ > a; setsid sh -c 'trap \"\" TERM HUP; (sleep 1000 & echo $! > c); echo $$ > b; sleep 1000' & wait", 'a', 'b', 'c')
 

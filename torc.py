@@ -16947,6 +16947,7 @@ def write_installation(made: Installation) -> None:
 
 SWEEP_INTERVAL_S = 0.05
 FREEZE_S = 0.5                          # at most, before a family is killed
+HUNT_S = 0.05                           # at most, of a loop's time, for what lives shorter than looks take
 UNKILLABLE_S = 10.0                     # after SIGKILL; what lives then is in uninterruptible sleep, say
 RUN_TAG = 'TORC_RUN_TAG'
 GROUP_PREFIX = 'torc-runner-'           # of the name of a control group; the rest is its runner's mark
@@ -17104,6 +17105,14 @@ class ProcChildren:
         """Give the descriptor back."""
         while self.descriptors:
             os.close(self.descriptors.pop())
+
+
+def read_proc_children(pid: int) -> List[int]:
+    """The children of a process's first thread: see ProcChildren."""
+    children = ProcChildren(pid)
+    found = children.read()
+    children.close()
+    return found
 
 
 def signal_process(pid: int, start_ticks: int, number: int) -> None:
@@ -17283,15 +17292,49 @@ def freeze_family(sessions: Dict[int, float], marks: Sequence[Mark]) -> Dict[int
         frozen.update(new)
 
 
-def kill_family(sessions: Dict[int, float], marks: Sequence[Mark], until: float) -> None:
-    """SIGKILL a family (ProcSnapshot.family) until two looks in a row find none, or the time is over."""
+def find_ancestors(pid: int) -> List[int]:
+    """Parent of a process, its parent, and so on: one of them adopts what the process leaves behind."""
+    found = []  # type: List[int]
+    row = read_proc_row(pid)
+    while row and row.parent and row.parent not in found:
+        found.append(row.parent)
+        row = read_proc_row(row.parent)
+    return found
+
+
+def hunt(parents: Sequence[int], marks: Sequence[Mark], limit_s: float) -> bool:
+    """Kill children of some processes that carry a mark, until a look finds none; whether there were any.
+
+    So is ended what forks and ends faster than all of /proc can be read: at each moment something of it has
+    been adopted, be it a zombie. What was adopted last stands last.
+    """
+    until, found, dead = time.monotonic() + limit_s, False, set()   # type: float, bool, Set[int]
+    while time.monotonic() < until:
+        count = len(dead)
+        for pid in itertools.chain(*(reversed(read_proc_children(parent)) for parent in parents)):
+            number = -1 if pid in dead else read_mark_number(pid)   # a zombie has limits, too
+            if any(number >> mark.shift == mark.number for mark in marks):
+                signal_process(pid, read_process_start_ticks(pid) or -1, signal.SIGKILL)
+                dead.add(pid)
+        if count == len(dead):
+            break
+        found = True
+    return found
+
+
+def kill_family(sessions: Dict[int, float], marks: Sequence[Mark], until: float,
+                parents: Sequence[int] = ()) -> None:
+    """SIGKILL a family (ProcSnapshot.family) until two looks in a row find none, or the time is over.
+
+    `parents`: who may adopt its members.
+    """
     quiet = looks = 0
     while quiet < 2 and (looks < 2 or time.monotonic() < until):
         looks += 1
         family = freeze_family(sessions, marks)
         for pid, ticks in family.items():
             signal_process(pid, ticks, signal.SIGKILL)
-        quiet = 0 if family else quiet + 1
+        quiet = 0 if hunt(parents, marks, FREEZE_S) or family else quiet + 1
         time.sleep(SWEEP_INTERVAL_S)
 
 
@@ -18015,7 +18058,6 @@ MAX_REPLY_BYTES = 64 * 1024 * 1024      # of another program's output; what is m
 REPLY_TIMED_OUT = 124                   # as timeout(1)
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 UNKILLABLE_SWEEP_S = 1.0                # between looks at what SIGKILL has not ended
-HUNT_S = 0.02                           # in a sweep, for what forks and ends faster than /proc can be read
 # The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
 # that is lost. What it runs finds stdin, $0, $- and the open descriptors as with `-c COMMAND`.
 COMMAND_DESCRIPTOR = 9                  # sh knows no larger ones
@@ -18280,12 +18322,13 @@ def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
     if pid:
         return pid
     try:
+        ancestors = find_ancestors(runner)
         detach_child(f'job-guardian of {runner}', pipe[0])
         if group:
             join_control_group(os.path.dirname(group))
         os.read(pipe[0], 1)     # nothing is ever written
         kill_control_group(group)
-        kill_family({}, [mark], time.monotonic() + UNKILLABLE_S)
+        kill_family({}, [mark], time.monotonic() + UNKILLABLE_S, ancestors)
         end_leftovers()     # of a runner that was one of these processes, and its guardians
     finally:
         os._exit(0)
@@ -18620,21 +18663,12 @@ class Launcher:
                 family = freeze_family({process.pid: process.reaped_ticks}, [process.mark])
                 self.signal_all(family, signal.SIGKILL)
                 if not family:
-                    self.hunt(process.mark)
+                    hunt([os.getpid()], [process.mark], HUNT_S)
         self.sweeping = [process for process in self.sweeping if process not in done]
         pauses = [UNKILLABLE_SWEEP_S if process in self.unkillable else SWEEP_INTERVAL_S
                   for process in self.sweeping]
         self.next_sweep = now + min(pauses, default=math.inf)
         return done
-
-    def hunt(self, mark: Mark) -> None:
-        """Kill what lives shorter than a look takes: it is our child for a moment, once its parent ends."""
-        until = time.monotonic() + HUNT_S
-        while time.monotonic() < until:
-            for pid in self.proc_children.read():
-                if not self.is_known(pid) and read_mark_number(pid) == mark.number:
-                    os.kill(pid, signal.SIGKILL)    # our own unreaped child: the number is nobody else's
-                    os.waitpid(pid, os.WNOHANG)
 
     @staticmethod
     def signal_all(family: Dict[int, int], *numbers: int) -> None:
