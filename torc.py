@@ -16943,7 +16943,8 @@ def write_installation(made: Installation) -> None:
 #   of their own, which nothing leaves; it is killed at the end.
 # * What outlives even that is ended by the same user's next runner on this host, by `serve` or `jobs list`.
 # * Nobody else's process is ever signalled. A process group is signalled before its leader is reaped, while
-#   its number cannot be used again; any other process only when pid and start time still fit.
+#   its number cannot be used again; any other process only when pid and start time still fit (by a pidfd,
+#   where there are any). A session's number counts, once its leader was reaped, for older processes only.
 
 SWEEP_INTERVAL_S = 0.05
 FREEZE_S = 0.5                          # at most, before a family is killed
@@ -18031,7 +18032,10 @@ class Series:
 #
 # * No process outlives its job. What a job leaves behind is found by its session, by its mark, or as a
 #   descendant of such a process; it gets SIGTERM, soon after SIGKILL. The runner is a subreaper (prctl(2)),
-#   so that a daemon becomes its child instead of init's.
+#   so that a daemon becomes its child instead of init's. All are stopped before any is killed, since what is
+#   not would fork into the room that the dead have left.
+# * A process has not ended while SIGKILL has not ended all of it (uninterruptible sleep): it is listed as
+#   unkillable, and given up only when the runner leaves.
 # * No job outlives its runner. Guardians, forked children in sessions of their own and under another name,
 #   read a pipe whose only writing end is the runner's. End of file means that the runner is gone: they kill
 #   whatever carries its mark. There are two, since one may be killed with the runner; one that dies is
