@@ -22861,13 +22861,16 @@ def lack_processes(world: World, rounds: int, seed: int) -> str:
         folder = world.path(f'theirs {number}')
         os.mkdir(folder)
         os.chown(folder, OTHER_UID, OTHER_UID)
-        spec = world.write(f'theirs {number}/w.json', json.dumps({'name': 'w', 'jobs': [
-            {'name': f'j{index}', 'command': ': > "done_$TORC_JOB_ID"',
-             'depends_on': [f'j{index - 1}'] if index % 4 == 0 else []} for index in range(1, 25)]}))
+        spec = world.write(f'theirs {number}/w.json', json.dumps({'name': 'w', 'jobs': [    # which need no process but the shell's
+            {'name': 'gate', 'command': ': > begun; until test -e full; do :; done'}] + [
+            {'name': f'j{index}', 'command': ':', 'depends_on': ['gate', f'j{index - 1}'] if index % 4 == 0 else ['gate']} for index in range(1, 24)]}))
         answer, report = os.pipe()
 
         def hog() -> int:
-            """Take all room for a while, and leave it for a while."""
+            """Take all room for a while, and leave it for a while: at first while the gate is open, or from the very beginning."""
+            begun, full = os.path.join(folder, 'begun'), os.path.join(folder, 'full')
+            while number % 2 == 0 and not os.path.exists(begun) and os.getppid() != 1:
+                select.select([], [], [], 0.01)
             while os.getppid() != 1 and not os.path.exists(os.path.join(folder, 'over')):
                 taken = []
                 for _ in range(limit):
@@ -22877,6 +22880,9 @@ def lack_processes(world: World, rounds: int, seed: int) -> str:
                             select.select([], [], [], 30)
                             os._exit(0)
                         taken.append(pid)
+                if not os.path.exists(full) and os.path.exists(begun):
+                    open(full, 'w').close()
+                    select.select([], [], [], 0.6)
                 select.select([], [], [], chance.uniform(0.05, 0.4))
                 for pid in taken:
                     end_child(pid, signal.SIGKILL)
