@@ -13508,7 +13508,7 @@ while True:
     def test_a_leftover_that_sigkill_does_not_end_is_held_too_until_the_launcher_gives_up(self):
         job = self.start('setsid sh -c "echo \\$\\$ > a; exec sleep 1000" & until test -s a; do sleep 0.01; done; until test -e go; do sleep 0.01; done')
         pid = self.pid_in('a')
-        with unittest.mock.patch.multiple(torc, UNKILLABLE_S=0.2, LEFTOVER_TERM_S=0.1):
+        with unittest.mock.patch.multiple(torc, UNKILLABLE_S=0.2, LEFTOVER_TERM_S=0.1, UNKILLABLE_SWEEP_S=60.0):
             wake = freeze(self, pid)
             self.world.write('go', '')
             self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
