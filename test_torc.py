@@ -2247,7 +2247,7 @@ class SpecTest(unittest.TestCase):
                 ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}', ''),
                 ('resource_monitor: {}', ''), ('resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}', ''),
                 ('resource_monitor: {generate_plots: false, jobs: {granularity: summary}, compute_node: {enabled: true, cpu: true}}', ''),
-                ('resource_monitor: {generate_plots: true}', '1:30: resource_monitor.generate_plots'),
+                ('resource_monitor: {generate_plots: true}', ''),
                 ('execution_config: {mode: slurm}', '1:30: mode: slurm'),
                 ('slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: run_commands, commands: [x]}' +
                  ', {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}' * 2 + ']', '1:175: action_type: schedule_nodes')):
@@ -2258,11 +2258,11 @@ class SpecTest(unittest.TestCase):
 
     def test_the_manual_marks_what_is_not_carried_out_yet(self):
         marks = {(field.where, field.name): torc.describe_field(field).rpartition('; not in effect yet')[1:] for field in torc.FIELDS}
-        for place, mark in ((('resource_monitor', 'generate_plots'), ''), (('execution_config', 'enable_cpu_bind'), ''),
+        for place, mark in ((('execution_config', 'staggered_start'), ''), (('execution_config', 'enable_cpu_bind'), ''),
                             (('action', 'action_type'), ': schedule_nodes'), (('execution_config', 'mode'), ': slurm')):
             self.assertEqual(('; not in effect yet', mark), marks.pop(place))
         for place in (('workflow', 'execution_config'), ('workflow', 'actions'), ('workflow', 'resource_monitor'), ('job', 'command'),
-                      ('execution_config', 'oom_exit_code'), ('resource_monitor', 'metrics'), ('resource_monitor.jobs', 'granularity')):
+                      ('execution_config', 'oom_exit_code'), ('resource_monitor', 'metrics'), ('resource_monitor', 'generate_plots')):
             self.assertEqual('', marks[place][0], place)
 
     def test_tokens_add_relations_and_never_replace_listed_ones(self):
@@ -17885,6 +17885,15 @@ class UsedResourcesTest(CommandTest):
             self.assertIn(message, self.assertExit(2, self.world.main('plot-resources', *shlex.split(line))).err)
         self.assertEqual('There are no samples to draw\n', self.text(f'plot-resources {shlex.quote(path)} -j 7'))
 
+    def test_what_the_monitor_has_sampled_is_drawn_at_the_end(self):
+        outcome = self.assertExit(0, self.world.cli('exec', '-c', 'sleep 1.2', '--monitor', 'time-series', '--generate-plots', '-i', 1))
+        self.assertIn('Plots: torc_output/resource_utilization/wf2_r1_job_5.html and ', outcome.err)
+        self.assertIn('Job 5: job1', self.world.read('torc_output/resource_utilization/wf2_r1_job_5.html'))
+        self.world.write('series.yaml', 'name: s\njobs: [{name: a, command: sleep 1.2}]\nresource_monitor:\n  sample_interval_seconds: 1\n'
+                         '  generate_plots: true\n  jobs: {granularity: time_series}\n')
+        outcome = self.assertExit(0, self.world.cli('run', 'series.yaml'))
+        self.assertIn('Plots: torc_output/resource_utilization/wf3_r1_job_', outcome.err)
+
     def test_a_run_draws_its_plots_where_the_workflow_asks_for_them(self):
         path = write_series(self.world.path('resource_metrics_wf2_hvm_r1_p7.db'), {5: ('five', [(0, 50.0, 2 ** 27, 1)])})
         directory = 'torc_output/resource_utilization'
@@ -18596,16 +18605,20 @@ class RunTest(CommandTest):
         self.assertEqual(spec['jobs'], self.json('exec --command-file commands.txt --sample-interval 5 --dry-run')['jobs'])
 
     def test_options_that_are_not_carried_out_yet_are_told_at_once(self):
-        for line, names in (('--monitor time-series --generate-plots -i 5', '--generate-plots'), ('--monitor-compute-node summary', ''), ('', '')):
-            outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', *line.split()))
-            self.assertEqual(names and f'warning: accepted, but not in effect in this version: {names}\n', outcome.err, line)
-        self.assertIn('draw what was measured; not in effect yet\n', self.text('exec -h'))
+        arguments = torc.Argument('-a --later', '', 'wait', is_pending=True), torc.Argument('-b --now', '', 'go')
+        command = torc.Command('x', lambda session, args: 0, 'try', arguments, 'x')
+        for args, said in (({'later': True, 'now': True}, ['accepted, but not in effect in this version: --later']), ({'later': None, 'now': True}, []),
+                           ({'later': 'off', 'now': None}, [])):
+            self.assertEqual(said, list(torc.ineffective_arguments(command, args)))
+        self.assertIn('wait; not in effect yet\n', torc.format_arguments(arguments))
+        outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', '--monitor', 'time-series', '--generate-plots', '-i', '5'))
+        self.assertEqual('', outcome.err)
 
     def test_a_run_tells_once_what_is_not_carried_out_yet(self):
         said = 'warning: {}accepted, but not in effect in this version: {}\n'
-        self.world.write('w.yaml', 'name: w\nexecution_config: {staggered_start: true}\nresource_monitor: {generate_plots: true}\n'
+        self.world.write('w.yaml', 'name: w\nexecution_config: {staggered_start: true}\n'
                                    'jobs: [{name: a, command: "true"}]\nslurm_schedulers: []\nactions: []\n')
-        names = 'execution_config.staggered_start, resource_monitor.generate_plots'
+        names = 'execution_config.staggered_start'
         first = self.assertExit(0, self.world.cli('run', 'w.yaml')).err
         self.assertEqual([said.format('w.yaml:2:20: ', names)], [line for line in first.splitlines(True) if 'warning' in line])
         self.assertEqual(['w.yaml:2:20: ' + said.format('', names)[9:-1]], self.json('create --dry-run w.yaml')['warnings'])

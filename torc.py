@@ -2978,7 +2978,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     ('resource_monitor', (
         ('sample_interval_seconds', 'interval', 'seconds between samples', 10),
         ('flush_interval_seconds', 'interval', 'seconds between writes of a time series', 300),
-        ('generate_plots',      'bool', 'draw plots at the end', False),
+        ('generate_plots',      'bool', 'draw plots of time series at the end', False),
         ('jobs',                'resource_monitor.jobs', 'what is measured of jobs'),
         ('compute_node',        'resource_monitor.compute_node', 'what is measured of nodes'),
         ('enabled',             'bool', 'old form: jobs.enabled'),
@@ -25070,8 +25070,7 @@ def cmd_plot_resources(session: Session, args: Arguments) -> int:
 
 def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> None:
     """Draw what was sampled in a run, where its workflow asks for it. Failures are no failures of the run."""
-    monitor = workflow.get('resource_monitor_config') or {}
-    if not (monitor.get('enabled') and monitor.get('generate_plots')):
+    if not (workflow.get('resource_monitor_config') or {}).get('generate_plots'):
         return
     directory = os.path.join(output_dir, 'resource_utilization')
     run_id = session.call('get_workflow', workflow_id=workflow['id']).get('run_id', 0)
@@ -26355,7 +26354,7 @@ COMMANDS = (
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
                  one_of(*MONITOR_WORDS)),
         Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)', one_of(*MONITOR_WORDS)),
-        Argument('--generate-plots', '', 'draw what was measured'),
+        Argument('--generate-plots', '', 'draw what was measured, as pages for a browser'),
         Argument('-i --sample-interval --sample-interval-seconds', 'SECONDS',
                  'between measurements (default 10)', at_least(1, parse_whole_seconds)),
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
