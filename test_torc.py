@@ -14330,6 +14330,102 @@ class RunnerTest(RunnerCase):
         self.run_it()
         self.assertEqual([f'job_wf1_j{number}_r1_a1.{end}' for number in (1, 2, 3) for end in 'eo'], sorted(os.listdir(self.world.path('out', 'job_stdio'))))
 
+    # -------- output that is capped --------
+
+    def capped(self) -> List[str]:
+        """Reasons of all results, by job; '' for none."""
+        rows = self.client.rows('list_results', workflow_id=1)
+        return [row.get('reason') or '' for row in sorted(rows, key=operator.itemgetter('job_id'))]
+
+    def test_output_beyond_the_limit_is_dropped_and_the_job_goes_on(self):
+        self.create('head -c 3000000 /dev/zero | tr "\\0" x; echo on >&2; echo done > done', 'printf 12345', 'printf 123456; exit 3')
+        self.assertEqual(2, self.run_it(max_output_bytes=5).completed)
+        self.assertEqual(('xxxxx', 'on\n', '12345', '12345'), (self.stdio(), self.stdio(end='e'), self.stdio(2), self.stdio(3)))
+        self.assertEqual('done\n', self.world.read('done'))
+        self.assertEqual(['stdout was cut off at 5B of 2.9MB (--max-output-bytes)', '',
+                          '12345; stdout was cut off at 5B of 6B (--max-output-bytes)'], self.capped())
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed'), (3, 1, 3, 'failed')], self.results())
+        self.assertEqual(1, ' '.join(self.progress.messages).count('output of jobs is cut off'))
+
+    def test_a_limit_holds_in_every_mode_for_each_file(self):
+        rows = rows_of('''
+            mode       sizes  cut
+            separate   4 4    stdout,stderr
+            combined   4      output
+            no_stdout  4      stderr
+            no_stderr  4      stdout
+            none       -      -
+            ''')
+        self.create(*({'command': 'echo 1234; echo 5678 >&2', 'stdio': {'mode': row['mode']}} for row in rows))
+        self.assertEqual(5, self.run_it(max_output_bytes=4).completed)
+        for number, (row, reason) in enumerate(zip(rows, self.capped()), 1):
+            with self.subTest(row['mode']):
+                paths = glob.glob(glob.escape(self.world.path('out', 'job_stdio')) + f'/*_j{number}_*')
+                self.assertEqual(row['sizes'].strip('-').split(), [str(os.path.getsize(path)) for path in paths])
+                self.assertEqual(row['cut'].strip('-'), ','.join(re.findall('(\\w+) was cut', reason)))
+        self.assertEqual('1234', self.world.read('out/job_stdio/job_wf1_j2_r1_a1.log'))
+
+    def test_capped_output_of_both_streams_in_one_file_keeps_its_order(self):
+        self.create('for i in $(seq 500); do echo $i; echo e$i >&2; done', execution_config={'stdio': {'mode': 'combined'}})
+        self.run_it(max_output_bytes=1 << 20)
+        self.assertEqual(''.join(f'{i}\ne{i}\n' for i in range(1, 501)), self.world.read('out/job_stdio/job_wf1_j1_r1_a1.log'))
+        self.assertEqual([''], self.capped())
+
+    def test_a_job_whose_output_is_capped_ends_with_its_processes(self):
+        self.create('setsid sleep 1000 & (setsid sh -c "sleep 1000 & echo late" &) ; echo first; exit 0',
+                    {'command': 'trap "" TERM; setsid sh -c "trap \'\' TERM; while :; do echo x; sleep 0.01; done" & echo first', 'depends_on': ['j1']})
+        outcome = self.run_it(max_output_bytes=1000)
+        self.assertEqual((2, 0), (outcome.completed, outcome.failed))
+        self.assertLess(outcome.wall_s, 20)
+        self.assertIn('first\n', self.stdio())
+        self.assertIn('first\n', self.stdio(2))
+
+    def test_a_stranger_who_has_the_pipe_does_not_hold_up_the_end(self):
+        with contextlib.ExitStack() as stack:
+            file = os.open(self.world.path('kept'), os.O_WRONLY | os.O_CREAT)
+            woken = threading.Event()
+            cap = torc.OutputCap(3, woken.set)
+            stack.callback(cap.close)
+            stream, pipe = cap.add('stdout', file)
+            stack.callback(os.close, pipe)      # it stays open
+            os.write(pipe, b'abcdef')
+            now = time.monotonic()
+            self.assertFalse(cap.is_written([stream], now))
+            self.assertTrue(woken.wait(20))
+            self.assertTrue(cap.is_written([stream], now))
+            self.assertEqual(('abc', 'stdout was cut off at 3B of 6B (--max-output-bytes)'), (self.world.read('kept'), stream.describe_cut()))
+            with self.assertRaises(BrokenPipeError):
+                os.write(pipe, b'more')
+
+    def test_a_disk_that_does_not_answer_fails_the_job_and_not_the_runner(self):
+        class Hung:
+            error, is_over, give_up_at, reader = '', False, math.inf, -1
+        cap = torc.OutputCap(3, bool)
+        self.addCleanup(cap.close)
+        stream = Hung()
+        with unittest.mock.patch.object(cap, 'tell'):
+            self.assertFalse(cap.is_written([stream], 100.0))
+            self.assertFalse(cap.is_written([stream], 129.0))
+            self.assertTrue(cap.is_written([stream], 131.0))
+        self.assertEqual('the disk does not answer', stream.error)
+
+    def test_many_runaway_jobs_at_a_time_are_capped_and_the_runner_stays_small(self):
+        self.create(*['head -c 2000000 /dev/zero; head -c 2000000 /dev/zero >&2'] * 100)
+        before = len(os.listdir('/proc/self/fd'))
+        outcome = self.run_it(max_output_bytes=1000, max_parallel_jobs=100)
+        self.assertEqual(100, outcome.completed)
+        paths = glob.glob(glob.escape(self.world.path('out', 'job_stdio')) + '/*')
+        self.assertEqual((200, {1000}), (len(paths), {os.path.getsize(path) for path in paths}))
+        self.assertEqual({'stdout was cut off at 1000B of 1.9MB (--max-output-bytes); stderr was cut off at 1000B of 1.9MB (--max-output-bytes)'},
+                         set(self.capped()))
+        self.assertEqual(before, len(os.listdir('/proc/self/fd')))
+
+    def test_without_a_limit_jobs_write_to_the_files_themselves(self):
+        self.create('readlink /proc/self/fd/1', 'readlink /proc/self/fd/1')
+        with unittest.mock.patch('torc.OutputCap', None):
+            self.run_it()
+        self.assertEqual(os.path.realpath(self.world.path('out/job_stdio/job_wf1_j1_r1_a1.o')) + '\n', self.stdio())
+
     def test_a_missing_output_file_fails_the_job_by_name(self):
         self.create({'command': 'true', 'output_files': ['f']}, {'command': 'true', 'input_files': ['f']},
                     {'command': 'echo > made.txt', 'output_files': ['g']},
@@ -18656,11 +18752,11 @@ class RunTest(CommandTest):
     def test_runner_options_come_from_the_command_line(self):
         args = torc.parse_command_line(shlex.split(
             'run 1 -o out -p 1 --num-cpus 2 --memory-gb 1.5 --num-gpus 0 --max-parallel-jobs 3 --claim-backoff-max-secs 9 --time-limit PT1M --label a,b '
-            '--persistent')).args
+            '--persistent --max-output-bytes 100m')).args
         options = torc.runner_options(args)
-        self.assertEqual(('out', 1.0, 2, 1.5, 0, 3, ['a', 'b'], True, 9.0), (
+        self.assertEqual(('out', 1.0, 2, 1.5, 0, 3, ['a', 'b'], True, 9.0, 100 << 20), (
             options.output_dir, options.poll_interval_s, options.num_cpus, options.memory_gb, options.num_gpus, options.max_parallel_jobs,
-            list(options.labels), options.is_persistent, options.claim_backoff_max_s))
+            list(options.labels), options.is_persistent, options.claim_backoff_max_s, options.max_output_bytes))
         self.assertLess(abs(options.end_time - time.time() - 60), 5)
 
     def test_the_exit_code_follows_from_what_was_run(self):
@@ -19156,6 +19252,7 @@ class ParserTest(unittest.TestCase):
             ('run 1 --num-cpus 0', '--num-cpus: 0 is less than 1'),
             ('run 1 -p inf', "-p: 'inf' is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M"),
             ('admin api-stats --window 1.5', "--window: '1.5' is not a whole number of seconds"),
+            ('run 1 --max-output-bytes much', "--max-output-bytes: 'much' is not a size: write a number of bytes, or a unit too, such as 100m or 1.5GB"),
             ('run 1 --memory-gb much', "--memory-gb: 'much' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"),
             ('run 1 -p -1', '-p: -1 is less than 0.01'),
             ('run 1 --memory-gb 1e308', "--memory-gb: '1e308' is more than can be counted"),
@@ -22440,6 +22537,97 @@ class OutputSafetyTest(FlowTest):
         self.assertEqual((30, True), (sum(counts.values()), counts['failed'] <= 2), counts)
         self.assertEqual(1, outcome.err.count('no more jobs are started'))
         self.assertExit(2, self.world.cli('run', 1, '-o', small + '/out'), 'is full: name another one with --output-dir')
+
+
+class OutputCapTest(FlowTest):
+    """`--max-output-bytes` on the command line, and what dies or fills up beside it."""
+
+    def test_what_was_cut_off_stands_in_status_logs_and_results(self):
+        words = 'run', '--max-output-bytes', '4', '-c', 'echo 12345', '-c', 'echo 12345; exit 2'
+        outcome = self.assertExit(1, self.world.cli('exec', *words[1:]), 'output of jobs is cut off')
+        cut = 'stdout was cut off at 4B of 6B (--max-output-bytes)'
+        self.assertIn(f'job2 ended with return code 2: 1234; {cut}', outcome.err)
+        self.assertExit(0, self.world.main('status', 1), f'+ job1: {cut}', f'job2 (return code 2): 1234; {cut}')
+        self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
+        self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 1234; {cut} <==\n1234')
+        self.assertEqual([cut, '1234; ' + cut], [row['reason'] for row in self.ask_json('results', 'list', 1)['items']])
+        self.assertEqual(1, sum('cut off' in line for line in read_text(self.runner_log()).splitlines() if 'job_id=1 ' in line and 'WARNING' in line))
+
+    def runner_log(self) -> str:
+        """Path of the log of a run."""
+        path, = glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*')
+        return path
+
+    def start_talker(self) -> Tuple[Background, int]:
+        """A runner with a job that writes without end in a session of its own, and that job's pid."""
+        command = 'setsid bash -c "echo \\$\\$ > pid; exec yes" & wait'
+        runner = self.world.start('exec', '--max-output-bytes', 1000, '-c', command)
+        path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')
+        self.world.wait(lambda: self.world.read('pid').strip() and os.path.exists(path) and os.path.getsize(path) == 1000, 20, 'output', [runner])
+        return runner, int(self.world.read('pid'))
+
+    def test_no_job_outlives_a_runner_that_caps_its_output(self):
+        runner, pid = self.start_talker()
+        os.kill(runner.pid, signal.SIGKILL)
+        self.world.wait(lambda: not torc.read_process_start_ticks(pid), 5, 'the end of the job')
+
+    def test_a_job_that_writes_ends_even_with_its_runner_and_both_guardians_killed(self):
+        runner, pid = self.start_talker()
+        for victim in (*guardians_of(runner.pid), runner.pid):
+            os.kill(victim, signal.SIGKILL)
+        self.world.wait(lambda: not torc.read_process_start_ticks(pid), 5, 'the end of the job')
+        self.assertEqual(1000, os.path.getsize(self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')))
+
+    def test_a_stopped_runner_lets_its_jobs_go_on_when_it_is_continued(self):
+        command = 'touch there; until test -e go; do sleep 0.02; done; touch begun; head -c 500000 /dev/zero'
+        runner = self.world.start('exec', '--max-output-bytes', 1000, '-c', command)
+        self.world.wait(lambda: os.path.exists(self.world.path('there')), 20, 'the job', [runner])
+        os.kill(runner.pid, signal.SIGSTOP)
+        self.world.write('go', '')
+        self.world.wait(lambda: os.path.exists(self.world.path('begun')), 20, 'its output', [runner])
+        os.kill(runner.pid, signal.SIGCONT)
+        self.assertExit(0, runner.finish(), 'is complete')
+        self.assertEqual(1000, os.path.getsize(self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')))
+
+    def test_a_job_whose_output_a_full_disk_lost_has_failed_with_that_reason_whatever_its_return_code(self):
+        small = self.world.path('small')
+        with small_disk(small, '400k'):
+            outcome = self.assertExit(1, self.world.cli('exec', '-o', small + '/out', '--max-output-bytes', '100m', '-c', 'head -c 900000 /dev/zero; exit 0'))
+        self.assertIn('job1 ended with return code 1: stdout could not be written: No space left on device', outcome.err)
+
+    def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
+        small = self.world.path('small')
+        spec = self.world.write('fill.yaml', '''
+            name: fill
+            jobs:
+              - {name: fill, command: "head -c 900000 /dev/zero; s=$?; touch full; until test -e room; do sleep 0.02; done; exit $s"}
+              - {name: next, command: echo next, depends_on: [fill], cancel_on_blocking_job_failure: false}
+            ''')
+        with small_disk(small, '400k'):
+            runner = self.world.start('run', '-p', 0.2, '-o', small + '/out', spec)
+            self.world.wait(lambda: os.path.exists(self.world.path('full')), 20, 'a full disk', [runner])
+            self.world.wait(lambda: 'is full; no more jobs are started' in runner.err, 20, 'the runner to see it', [runner])
+            self.world.write('room', '')
+            self.world.wait(lambda: self.statuses()['fill'] == 'failed', 20, 'its failure', [runner])
+            os.truncate(small + '/out/job_stdio/job_wf1_j1_r1_a1.o', 0)
+            self.assertExit(1, runner.finish(), 'fill ended with return code 1', 'can be written to again', '1 completed, 1 failed')
+            self.assertEqual('next\n', read_text(small + '/out/job_stdio/job_wf1_j2_r1_a1.o'))
+        reason, = [row['reason'] for row in self.ask_json('results', 'list', 1)['items'] if row['return_code']]
+        self.assertEqual(f'the disk of the output directory {small}/out is full', reason)
+
+    def test_an_attempt_leaves_at_most_two_files_and_the_runner_two_of_its_own(self):
+        modes = {'separate': 2, 'combined': 1, 'no_stdout': 1, 'no_stderr': 1, 'none': 0}
+        jobs = ''.join(f'  - {{name: {mode}, command: "echo o; echo e >&2", stdio: {{mode: {mode}}}}}\n' for mode in modes)
+        jobs += '  - {name: gone, command: "echo o", stdio: {delete_on_success: true}}\n'
+        for flags in ((), ('--max-output-bytes', '1')):
+            self.run_text('name: w\njobs:\n' + jobs, *flags)
+        for workflow_id in (1, 2):
+            found = os.listdir(self.world.path('torc_output', 'job_stdio'))
+            counts = [sum(name.startswith(f'job_wf{workflow_id}_j{job_id + 6 * (workflow_id - 1)}_') for name in found) for job_id in range(1, 7)]
+            self.assertEqual([*modes.values(), 0], counts)
+        others = {re.sub('[0-9]+', '1', name) for name in os.listdir(self.world.path('torc_output')) if not name.startswith('torc.db')}
+        self.assertEqual({'job_stdio', '.torc_database.1', re.sub('[0-9]+', '1', os.path.basename(glob.glob(glob.escape(
+            self.world.path('torc_output')) + '/job_runner_*')[0]))}, others)
 
 
 # -------- a relay that alters and repeats what passes, clients that guess, and bodies that are long or never end --------

@@ -124,6 +124,7 @@ import time
 import traceback
 import unicodedata
 import urllib.parse
+import warnings
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence
 from typing import Set, Tuple, Union
 
@@ -554,6 +555,15 @@ def normalize_memory(text: str) -> str:
         text = fitting[-1]
     parse_memory(text)
     return text
+
+
+def parse_size(text: str) -> int:
+    """Size of a file -> bytes: a number of bytes, or one with a unit as for memory, such as '100m'."""
+    try:
+        return parse_memory(normalize_memory(text))
+    except ValueError:
+        raise ValueError(f'{text!r} is not a size: write a number of bytes, or a unit too, such as 100m or '
+                         '1.5GB') from None
 
 
 def doubt_memory(text: str) -> str:
@@ -9298,7 +9308,8 @@ def cancellation_reason(context: Context, job: JobState) -> str:
 
 def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Values:
     """Why jobs failed, those with the same reason together and the most frequent first; why jobs were
-    canceled; and what blocked ones wait for. Each list ends at the limit, at most MOST_EXPLAINED.
+    canceled; what blocked ones wait for; and what is to be known of good ones. Each list ends at the limit,
+    at most MOST_EXPLAINED.
     """
     limit = min(page_size(0, limit), MOST_EXPLAINED)
     groups = context.rows(
@@ -9310,8 +9321,15 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
                 for job_id, count, code in groups]
     canceled = ids_of_jobs(context, workflow_id, f'status = {CANCELED} ORDER BY id LIMIT {limit}')
     blockers = find_blockers(context, workflow_id, limit)
+    # A good end has a reason only where something else is to be known, as of its output.
+    remarks = context.rows(
+        'SELECT job.id, job.name, result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
+        f'WHERE result.workflow_id = ? AND is_current = 1 AND result.status = {COMPLETED} '
+        'AND reason IS NOT NULL LIMIT ?', (workflow_id, limit))
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
-            'blockers': [explain_job(context, job_id) for job_id in blockers]}
+            'blockers': [explain_job(context, job_id) for job_id in blockers],
+            'remarks': [{'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED],
+                         'reason': reason} for job_id, name, reason in remarks]}
 
 
 def find_blockers(context: Context, workflow_id: int, limit: int) -> List[int]:
@@ -11092,7 +11110,7 @@ MODELS = {
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
         'required_triggers:int trigger_count:int trigger_type:str! workflow_id:int!',
     'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
-        'blockers:[@JobExplanation]!',
+        'blockers:[@JobExplanation]! remarks:[@JobExplanation]',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int '
         'compute_node_ignore_workflow_completion:bool compute_node_min_time_for_new_jobs_seconds:int '
         'compute_node_wait_for_healthy_database_minutes:int compute_node_wait_for_new_jobs_seconds:int '
@@ -18865,6 +18883,7 @@ LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner 
 CHECK_LIMIT_S = 60.0        # for a look at proportional sizes
 UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memory; no program can do with it
 DIGEST_TURN_S = 0.02                # of reading output files, in a turn
+OUTPUT_DRAIN_S = 30.0               # after the end of a job its output may take so long to its files
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
 TAKEN = frozenset((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG))     # the fault of one name
 
@@ -18882,6 +18901,7 @@ class RunnerOptions(Row):
     is_persistent: bool = False
     claim_backoff_max_s: float = DEFAULT_CLAIM_BACKOFF_MAX_S
     log_level: str = 'info'
+    max_output_bytes: Optional[int] = None      # of each file in job_stdio; what is more is dropped
 
 
 class RunOutcome(Row):
@@ -19068,7 +19088,7 @@ class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
     __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
                  'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason',
-                 'usage')
+                 'usage', 'streams')
 
     def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
         self.id = job['id']             # type: int
@@ -19087,8 +19107,9 @@ class Attempt:
         self.stopped_by = None          # type: Optional[int]  # the signal that this runner got
         self.end = None                 # type: Optional[ProcessEnd]
         self.completion = {}            # type: Dict[str, Any]  # from its verdict on
-        self.reason = ''                # of a failure
+        self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
+        self.streams = []               # type: List[Any]  # a CappedStream for each file, if they are capped
 
     @property
     def key(self) -> Tuple[int, int]:
@@ -19131,19 +19152,28 @@ class Attempts:
 # -------- starting a job: its files, its environment --------
 
 
-def open_outputs(attempt: Attempt, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int]) -> None:
-    """Open a job's output files into `outputs`, by its stdio mode. `stem` is job_stdio, workflow and run."""
+def open_outputs(attempt: Attempt, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int],
+                 cap: Any = None) -> None:
+    """Open a job's output files into `outputs`, by its stdio mode. `stem` is job_stdio, workflow and run.
+
+    With an OutputCap these are pipes to the files.
+    """
     own = (config['job_stdio_overrides'] or {}).get(attempt.name)   # as in Torc it inherits nothing
     stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
     directory, workflow_id, run_id = stem
     attempt.deletes_stdio = bool(stdio.get('delete_on_success'))
     names = stdio_names(workflow_id, attempt.id, run_id, attempt.attempt_id, stdio['mode'])
     attempt.stdout, attempt.stderr = names
-    for name in names:
+    for name, what in zip(names, ('stdout', 'stderr')):
         if name is None:
             outputs.append(os.open(os.devnull, os.O_WRONLY))
+        elif outputs and name == attempt.stdout:
+            outputs.append(outputs[0])
         else:
-            outputs.append(outputs[0] if outputs and name == attempt.stdout else directory.create(name))
+            outputs.append(directory.create(name))
+            if cap is not None:
+                stream, outputs[-1] = cap.add('output' if names[0] == names[1] else what, outputs[-1])
+                attempt.streams.append(stream)
 
 
 def job_variables(attempt: Attempt, common: Dict[str, str]) -> Dict[str, str]:
@@ -19590,6 +19620,154 @@ class OutputDirectory:
         return self.loss
 
 
+# -------- output that is capped --------
+#
+# With --max-output-bytes a job writes to pipes. A thread of the runner moves what comes into the files up to
+# the limit, and drops the rest: a job never waits for the loop, nor the loop for a slow disk. A pipe needs no
+# care when anybody dies: its writers close with the last process that has it, its reader with the runner.
+# What outlives a kill -9 of the runner and its guardians gets SIGPIPE with its next output. RLIMIT_FSIZE
+# would end the job (SIGXFSZ), and would also limit what it writes elsewhere (getrlimit(2)).
+#
+# When all processes of a job are gone, nothing more can come that is its own, and what is in the pipe is the
+# rest: the judgement waits for this, not for the end of file, which a stranger may keep away.
+
+PIPE_BYTES = 65536      # read at once: the size of a pipe (pipe(7))
+MAX_REST_BYTES = 1024 * 1024    # ... at the most, where a job has made it larger (/proc/sys/fs/pipe-max-size)
+
+
+class CappedStream:
+    """One output of an attempt, on its way from a pipe into a file."""
+    __slots__ = ('name', 'reader', 'file', 'limit_bytes', 'taken_bytes', 'error', 'is_over', 'give_up_at')
+
+    def __init__(self, name: str, reader: int, file: int, limit_bytes: int) -> None:
+        self.name = name                # stdout, stderr, or output for both
+        self.reader = reader
+        self.file = file
+        self.limit_bytes = limit_bytes  # of the file
+        self.taken_bytes = 0            # from the pipe
+        self.error = ''                 # why something is missing in the file
+        self.is_over = False            # nothing more is read or written; both are closed
+        self.give_up_at = math.inf      # monotonic; set when the last process of the job is gone
+
+    def move(self) -> int:
+        """Take a piece from the pipe; how many bytes it had, 0 at its end. BlockingIOError if it is empty."""
+        piece = os.read(self.reader, PIPE_BYTES)
+        kept = memoryview(piece)[:max(0, self.limit_bytes - self.taken_bytes)]
+        self.taken_bytes += len(piece)
+        try:
+            while kept:
+                kept = kept[os.write(self.file, kept):]
+        except OSError as error:    # a full disk, say: there may be room again for what comes next
+            self.error = error.strerror
+        return len(piece)
+
+    def move_rest(self) -> None:
+        """Take what is left in the pipe: nobody of the job can write to it any more."""
+        end = self.taken_bytes + MAX_REST_BYTES
+        with contextlib.suppress(BlockingIOError):      # a stranger has it open
+            while self.taken_bytes < end and self.move():
+                pass
+
+    def close(self) -> None:
+        """Close both."""
+        os.close(self.reader)
+        try:
+            os.close(self.file)
+        except OSError as error:    # EDQUOT, EIO: what was written before has not arrived (NFS)
+            self.error = error.strerror
+        self.is_over = True
+
+    def describe_cut(self) -> str:
+        """What was dropped because of the limit, or ''."""
+        if self.taken_bytes <= self.limit_bytes:
+            return ''
+        kept, taken = format_memory(self.limit_bytes), format_memory(self.taken_bytes)
+        return f'{self.name} was cut off at {kept} of {taken} (--max-output-bytes)'
+
+
+class OutputCap:
+    """Limits what jobs write to their files. `work` and `finish` are the thread's, all else is the loop's."""
+
+    def __init__(self, limit_bytes: int, wake: Callable[[], Any]) -> None:
+        """`wake` is called by the thread when a stream is over for which the loop waits."""
+        self.limit_bytes = limit_bytes
+        self.wake = wake
+        self.reader, self.writer = os.pipe()    # ends the thread's wait
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+        self.changed = collections.deque()      # type: collections.deque  # streams that are new, or ended
+        self.is_closed = False
+        self.thread = threading.Thread(target=self.work, name='output', daemon=True)
+        self.thread.start()
+
+    def add(self, name: str, file: int) -> Tuple[CappedStream, int]:
+        """Put a pipe in front of an open file, which is ours from then on; its writing end. OSError."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        stream = CappedStream(name, reader, file, self.limit_bytes)
+        self.tell(stream)
+        return stream, writer
+
+    def is_written(self, streams: Sequence[CappedStream], now: float) -> bool:
+        """Whether the output of a job that is gone is in its files, or given up: asked until it is."""
+        left = [stream for stream in streams if not stream.is_over]
+        for stream in left:
+            if math.isinf(stream.give_up_at):
+                stream.give_up_at = now + OUTPUT_DRAIN_S
+                self.tell(stream)
+            elif now >= stream.give_up_at:
+                stream.error = 'the disk does not answer'
+        return all(now >= stream.give_up_at for stream in left)
+
+    def tell(self, *streams: CappedStream) -> None:
+        """These have changed; wake the thread."""
+        self.changed.extend(streams)
+        with contextlib.suppress(BlockingIOError):      # it was told often enough
+            os.write(self.writer, b'1')
+
+    def work(self) -> None:
+        """The thread: move what comes."""
+        poll, streams = select.poll(), {}       # type: Any, Dict[int, CappedStream]
+        poll.register(self.reader, select.POLLIN)
+        while not self.is_closed:
+            for number, _ in poll.poll():
+                stream = streams.get(number)
+                with contextlib.suppress(BlockingIOError):
+                    if stream is None:
+                        os.read(self.reader, PIPE_BYTES)
+                    elif not stream.move():
+                        self.finish(stream, streams, poll)
+            while self.changed:
+                stream = self.changed.popleft()
+                if not stream.is_over and stream.reader not in streams:
+                    streams[stream.reader] = stream
+                    poll.register(stream.reader, select.POLLIN)
+                if not math.isinf(stream.give_up_at):
+                    self.finish(stream, streams, poll)
+        for stream in streams.values():
+            stream.close()
+
+    def finish(self, stream: CappedStream, streams: Dict[int, CappedStream], poll: Any) -> None:
+        """A job is gone, or its end of the pipe: take the rest and close."""
+        if not stream.is_over:
+            poll.unregister(stream.reader)
+            del streams[stream.reader]
+            stream.move_rest()
+            stream.close()
+        if not math.isinf(stream.give_up_at):
+            self.wake()
+
+    def close(self) -> None:
+        """End the thread, unless the disk holds it up. No job runs any more."""
+        self.is_closed = True
+        self.tell()
+        self.thread.join(LOOK_S)
+        self.wake = bool    # the pipe that it writes to is closed soon
+        if not self.thread.is_alive():
+            os.close(self.reader)
+            os.close(self.writer)
+
+
 # -------- the runner's log --------
 
 
@@ -19691,6 +19869,7 @@ class NodeContext:
         self.output = output
         self.log = log
         self.progress = progress
+        self.cap = None         # type: Optional[OutputCap]
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
 
@@ -20261,7 +20440,7 @@ class DirectStarter:
         """
         context, name = self.context, f'{attempt.id}-{attempt.attempt_id}'
         stem = context.output.stdio, context.workflow_id, context.run_id
-        open_outputs(attempt, stem, context.config, outputs)
+        open_outputs(attempt, stem, context.config, outputs, context.cap)
         command = compose_command(attempt.job['invocation_script'], attempt.job['command'])
         variables = job_variables(attempt, context.variables)
         attempt.process = self.shell.start(command, variables, outputs, name, on_end, check)
@@ -20540,6 +20719,9 @@ class Completions:
 
     def judge(self, attempt: Attempt) -> None:
         """Ask the starter what an end means, and look at what the attempt should have written."""
+        streams, cap = attempt.streams, self.context.cap
+        if streams and not cap.is_written(streams, time.monotonic()):
+            return      # the thread wakes us
         verdict = self.starter.judge(attempt)
         if verdict is None:
             return
@@ -20552,6 +20734,10 @@ class Completions:
         if verdict.status == 'failed' and not verdict.message and context.output.is_full():
             message = f'the disk of the output directory {context.output.path} is full'
             verdict = verdict._replace(message=message)
+        lost = [f'{stream.name} could not be written: {stream.error}' for stream in streams if stream.error]
+        if lost and (verdict.status == 'completed' or verdict.status == 'failed' and not verdict.message):
+            # A job that writes to a file would have seen the error itself.
+            verdict = Verdict('failed', verdict.return_code or 1, '; '.join(lost))
         if verdict.status == 'completed' and context.workflow.get('enable_ro_crate'):
             self.digests.waiting.extend(attempt.job['outputs'])
         self.on_verdict(attempt, verdict, file_times)
@@ -20571,12 +20757,23 @@ class Completions:
             attempt.reason = printable(verdict.message) \
                 or explain_end(end, attempt.stdout, attempt.stderr, opener)
             completion['reason'] = attempt.reason
+        if attempt.streams:
+            self.report_cuts(attempt)
         if verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
         is_own = attempt.stopped_for in ('', 'deadline', 'memory')
         may_retry = verdict.status in ('failed', 'terminated') and is_own
         if not (may_retry and self.tries_again(attempt)):
             self.report(attempt)
+
+    def report_cuts(self, attempt: Attempt) -> None:
+        """Add to the reason of an end, also a good one, what was dropped of its output."""
+        cuts = list(filter(None, (stream.describe_cut() for stream in attempt.streams)))
+        if cuts:
+            attempt.reason = '; '.join(filter(None, [attempt.reason] + cuts))
+            attempt.completion['reason'] = attempt.reason
+            self.context.log.write(f"Job output: {'; '.join(cuts)}", 'warning', **self.context.names(attempt))
+            self.context.say_once('output of jobs is cut off (--max-output-bytes); `status` names them')
 
     def tries_again(self, attempt: Attempt) -> bool:
         """Consult the failure handler. True if a recovery script goes before the report."""
@@ -21045,6 +21242,11 @@ class Wakeup:
         except BlockingIOError:
             return []
 
+    def wake(self) -> None:
+        """End the wait; another thread may call this."""
+        with contextlib.suppress(BlockingIOError):      # it ends anyway
+            os.write(self.writer, bytes([signal.SIGCHLD]))
+
     def close(self) -> None:
         """Leave signals as they were."""
         signal.set_wakeup_fd(self.old_descriptor)
@@ -21463,6 +21665,12 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         stack.callback(launcher.close)
         num_gpus, problems = ask_for_gpus(options, launcher, wakeup)
         context = NodeContext(workflow, options, output, log, progress)
+        if options.max_output_bytes is not None:
+            stack.enter_context(warnings.catch_warnings())
+            # The children that are forked beside this thread need no lock that it may hold.
+            warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)
+            context.cap = OutputCap(options.max_output_bytes, wakeup.wake)
+            stack.callback(context.cap.close)
         runner = Runner(context, client, launcher, wakeup, num_gpus)
         for problem in problems:
             context.say(problem, 'warning')
@@ -21506,6 +21714,7 @@ TIME_CELL = Expression(r'([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})
 FAILURES_SHOWN = 4          # groups of failed jobs in a status, which is to fit a terminal of 24 lines
 CANCELED_SHOWN = 2
 BLOCKERS_SHOWN = 3
+REMARKS_SHOWN = 2
 PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no terminal
 REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
 VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
@@ -21830,6 +22039,8 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str) -> Li
     found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number, program) if why else []
     if why and not status['is_canceled']:
         found += explain_others(why, counts, number, program)
+    for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
+        found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
     if counts['ready'] and not status['is_canceled'] and not status['active_compute_nodes']:
         found.append(('ready', f"{counts['ready']} ready wait for a runner: {program} run {number}"))
     lines = []
@@ -24606,7 +24817,7 @@ class Tail:
         """Whose output follows, and the reason of a failure; nothing for a good job without output."""
         is_bad = attempt['status'] in BROKEN_WORDS
         if is_bad or paths:
-            reason = f': {reason_of(attempt)}' if is_bad else ''
+            reason = f': {reason_of(attempt)}' if is_bad or attempt.get('reason') else ''
             self.show_line(f"{attempt['job_name']} ({attempt['status']}){reason}")
 
     def show_line(self, title: str) -> None:
@@ -24624,7 +24835,7 @@ def report_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) 
     """After the output of one job: if there was none, and why it failed, unless that was the last line."""
     words = [] if paths else ['has written nothing']
     lines = [read_last_line(path, open_stdio_file) for path in paths]
-    if attempt['status'] in BROKEN_WORDS and reason_of(attempt) not in lines:
+    if (attempt['status'] in BROKEN_WORDS or attempt.get('reason')) and reason_of(attempt) not in lines:
         words.append(f"{attempt['status']}: {reason_of(attempt)}")
     if words:
         session.report(f"torc: job {attempt['job_name']} {'; '.join(words)}")
@@ -25398,7 +25609,7 @@ def runner_options(args: Arguments) -> RunnerOptions:
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
-        claim_backoff_max_s=args['claim_backoff_max_secs'])
+        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'])
 
 
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
@@ -26251,6 +26462,8 @@ RUN_OPTIONS = (
              at_least(0, parse_gigabytes)),
     Argument('--num-gpus', 'N', 'GPUs to use (default: by CUDA_VISIBLE_DEVICES, else all)', at_least(0)),
     Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+    Argument('--max-output-bytes', 'SIZE', "keep so much of a job's stdout, and of its stderr, such as 100m",
+             at_least(0, parse_size)),
     Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
              at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
     Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_span),
