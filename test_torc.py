@@ -131,10 +131,10 @@ def need(group: str, condition: Any, what: str) -> None:
         raise unittest.SkipTest(f'{group}: {what}')
 
 
-def slow(case: type) -> type:
-    """Keep a class out of the fast group: it starts whole programs, and takes more than some seconds to do so."""
-    case.is_slow = True
-    return case
+def slow(marked: Any) -> Any:
+    """Keep a class, or a single test, out of the fast group: it takes some seconds, or starts whole programs."""
+    marked.is_slow = True
+    return marked
 
 
 def shared(path: str) -> str:
@@ -609,6 +609,7 @@ class HarnessTest(unittest.TestCase):
         said = subprocess.check_output([sys.executable, '-B', '-c', code, *numbers])
         self.assertEqual("[] b'' [] 0o22\n", said.decode())
 
+    @slow
     def test_they_end_in_a_terminal_under_nohup_without_standard_input_and_without_recordings(self):
         def ignore_signals() -> None:
             os.umask(0o077)
@@ -3028,6 +3029,7 @@ class StoreTest(unittest.TestCase):
         os.truncate(self.path, 4096)
         self.assertRaisesRegex(torc.Refused, 'was cut off', torc.Store, self.path)
 
+    @slow
     def test_a_log_that_is_killed_in_any_state_belongs_to_its_database(self):
         kept = []
         for number in range(12):
@@ -8410,6 +8412,7 @@ class StateFilesTest(WorldTest):
         os.chmod(self.world.directory, 0o700)
         self.database = self.world.path('torc.db')
 
+    @slow
     def test_what_another_user_has_put_beside_a_database_is_an_error_with_the_cure(self) -> None:
         with open_directory() as place:
             database = os.path.join(place, 'torc.db')
@@ -9041,6 +9044,7 @@ class LongAnswerTest(WorldTest):
         server = self.server.server
         self.world.wait(lambda: len(list(server.backlog)) == count and server.is_held_up, 20, 'all to arrive')
 
+    @slow
     def test_a_user_who_takes_none_gets_no_more_and_holds_nobody_up(self) -> None:
         with contextlib.ExitStack() as stack:
             clients = [self.ask(stack, http_request(path=self.LIST), http_request()) for _ in range(6)]
@@ -9060,6 +9064,7 @@ class LongAnswerTest(WorldTest):
             self.assertEqual([], held)      # a connection that is kept alive keeps no answer
         self.assertEqual([200], statuses(self.server.ask(http_request(path=self.LIST))))
 
+    @slow
     def test_a_request_with_a_long_body_waits_for_what_is_unsent_too(self) -> None:
         self.set_constant('MAX_BODY_BYTES', 2000)
         jobs = {'jobs': [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(100)]}
@@ -9251,6 +9256,7 @@ class LongBodyTest(WorldTest):
         status, value = self.ask('POST', '/workflows/from_spec', {'jobs': [[]] * 1000})
         self.assertEqual((413, True), (status, 'holds more than 500 values' in value['error']['message']))
 
+    @slow
     def test_memory_does_not_grow_with_a_list(self) -> None:
         need('proc', os.path.exists('/proc/self/status'), '/proc, to see the memory of a process')
         self.world.serve('--db', 'other.db', '--no-auth')
@@ -9937,6 +9943,7 @@ class PasswordFileTest(WorldTest):
             with self.subTest(user=user, password=password):
                 self.assertIs(is_right, torc.matches_password(users[user], password))
 
+    @slow
     def test_scrypt_is_that_of_rfc_7914(self) -> None:
         if not hasattr(hashlib, 'scrypt'):      # then its lines are refused before anybody logs in
             self.assertRegex(torc.explain_hash('$scrypt$ln=14,r=8,p=1$AAAA$AAAA'), 'no scrypt')
@@ -10059,6 +10066,7 @@ class PasswordServerTest(WorldTest):
         self.addCleanup(gate.set)
         return gate
 
+    @slow
     def test_who_is_let_in(self) -> None:
         for authorization, status in ((self.login('ann', 'open-sesame'), 200), (self.login('bob', 'long:enough'), 200), (self.login('ann', 'open-sesam'), 401),
                                       (self.login('ann', ''), 401), (self.login('ann', 'open-sesame '), 401), (self.login('Ann', 'open-sesame'), 401),
@@ -10167,12 +10175,14 @@ class PasswordServerTest(WorldTest):
         self.world.wait(lambda: not self.server.server.logins.checks, 10, 'the flood to be forgotten')
         self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
 
+    @slow
     def test_a_right_password_gets_through_while_seventy_clients_guess(self) -> None:
         self.start(known_s=0.0)     # every login is checked
         for names in (['ann'], ['bob', 'carl'], [f'user{number}' for number in range(70)]):
             waits = guess_beside(self.server.port, names, 70, lambda: statuses(self.ask(self.login('ann', 'open-sesame'))) == [200], 10)
             self.assertEqual(10, len(waits), names)
 
+    @slow
     def test_a_wrong_token_is_refused_late_and_none_at_once(self) -> None:
         torc.WRONG_PASSWORD_S = 0.3
         token_only = ServerThread(self.world.path('token.db'), self.TOKEN)
@@ -14371,6 +14381,7 @@ class RunnerTest(RunnerCase):
         self.assertEqual(''.join(f'{i}\ne{i}\n' for i in range(1, 501)), self.world.read('out/job_stdio/job_wf1_j1_r1_a1.log'))
         self.assertEqual([''], self.capped())
 
+    @slow
     def test_a_job_whose_output_is_capped_ends_with_its_processes(self):
         self.create('setsid sleep 1000 & (setsid sh -c "sleep 1000 & echo late" &) ; echo first; exit 0',
                     {'command': 'trap "" TERM; setsid sh -c "trap \'\' TERM; while :; do echo x; sleep 0.01; done" & echo first', 'depends_on': ['j1']})
@@ -14831,6 +14842,7 @@ class RunnerTest(RunnerCase):
         self.assertEqual([], mended, 'none was started before')
         return outcome
 
+    @slow
     def test_without_its_output_directory_a_runner_starts_nothing_and_goes_on_when_it_is_back(self):
         for number, (fault, cure, words) in enumerate((
                 ('mv out away', 'mv away out', 'is gone'),
@@ -16162,6 +16174,7 @@ class MonitorRunTest(RunnerCase):
             self.assertEqual(wanted, (row['return_code'], row['status']))
             self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
 
+    @slow
     def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):
         def fail(*_: Any) -> None:
             raise OSError(errno.EIO, 'Input/output error')
@@ -17981,6 +17994,7 @@ class UsedResourcesTest(CommandTest):
             self.assertIn(message, self.assertExit(2, self.world.main('plot-resources', *shlex.split(line))).err)
         self.assertEqual('There are no samples to draw\n', self.text(f'plot-resources {shlex.quote(path)} -j 7'))
 
+    @slow
     def test_what_the_monitor_has_sampled_is_drawn_at_the_end(self):
         outcome = self.assertExit(0, self.world.cli('exec', '-c', 'sleep 1.2', '--monitor', 'time-series', '--generate-plots', '-i', 1))
         self.assertIn('Plots: torc_output/resource_utilization/wf2_r1_job_5.html and ', outcome.err)
@@ -19048,6 +19062,7 @@ class InstallTest(WorldTest):
         self.assertEqual(2, done.returncode)
         self.assertIn(b'cannot be found again', done.stderr)
 
+    @slow
     def test_an_edited_file_is_never_run_as_it_was(self):
         self.assertExit(0, self.install())
         path = os.path.join(self.library, 'torc.py')
@@ -19059,6 +19074,7 @@ class InstallTest(WorldTest):
         self.assertExit(0, self.install())      # over its own, whatever became of it
         self.assertEqual(f'torc {torc.__version__}\n', self.run_program([self.launcher, '--version']).out)
 
+    @slow
     def test_broken_and_foreign_compiled_modules_are_never_run(self):
         self.assertExit(0, self.install())
         path = os.path.join(self.prefix, self.compiled()[0])
@@ -19081,6 +19097,7 @@ class InstallTest(WorldTest):
         self.assertEqual((1, ''), (outcome.code, outcome.out))
         self.assertIn(f'{self.library}/torc.py is gone: install it again', outcome.err)
 
+    @slow
     def test_a_lost_interpreter_is_named_with_the_way_out(self):
         python = self.world.path("ann's python")
         os.symlink(sys.executable, python)
@@ -19095,6 +19112,7 @@ class InstallTest(WorldTest):
         self.assertExit(0, again)
         self.assertEqual(f'torc {torc.__version__}\n', self.run_program([self.launcher, '--version']).out)
 
+    @slow
     def test_it_replaces_only_what_it_has_made(self):
         for place in ('bin/torc', 'lib/torc/torc.py'):
             path = self.world.write(f'a prefix/{place}', '#!/bin/sh\nanother program\n')
@@ -19119,6 +19137,7 @@ class InstallTest(WorldTest):
         outcome = self.run_program([sys.executable, TORC, 'install', '--prefix', '/proc/nowhere'])
         self.assertExit(2, outcome, 'cannot install', 'give another place with --prefix')
 
+    @slow
     def test_uninstall_removes_what_it_has_made_and_nothing_else(self):
         self.assertExit(4, self.install('--uninstall'), 'torc is not installed in')
         self.assertExit(0, self.install())
@@ -19133,6 +19152,7 @@ class InstallTest(WorldTest):
         self.assertEqual(['bin/torc', 'lib/torc/notes.txt'], self.files())
         self.assertEqual('mine', read_text(own))
 
+    @slow
     def test_it_says_what_the_shell_finds(self):
         directory = os.path.dirname(self.launcher)
         path = os.environ['PATH']
@@ -24225,6 +24245,7 @@ class StrangeServerLaws(WorldTest):
                     self.assertIn(outcome.code, (0, 1, 2, 3, 4), outcome)
                     self.told.append(outcome.err)
 
+    @slow
     def test_no_command_takes_other_json_for_a_bug(self) -> None:
         for value in self.ANSWERS:
             self.told = []  # type: List[str]
@@ -25389,12 +25410,14 @@ def title_of(test: Any) -> str:
 
 
 def chosen_tests(patterns: Sequence[str], is_all: bool) -> List[unittest.TestSuite]:
-    """Suites of the classes that are not marked @slow, in the order of this file. With patterns, all tests whose title holds one."""
+    """Suites of what is not marked @slow, in the order of this file. With patterns, all tests whose title holds one."""
     loader, found = unittest.TestLoader(), []
     for case in {value for value in globals().values() if isinstance(value, type) and issubclass(value, unittest.TestCase)}:
-        if 'is_slow' in vars(case) and not is_all and not patterns:
+        is_whole = is_all or bool(patterns)
+        if 'is_slow' in vars(case) and not is_whole:
             continue
-        names = sorted(loader.getTestCaseNames(case), key=lambda name: line_of(case, name))
+        names = [name for name in loader.getTestCaseNames(case) if is_whole or not hasattr(getattr(case, name), 'is_slow')]
+        names.sort(key=lambda name: line_of(case, name))
         chosen = [name for name in names if not patterns or any(
             fnmatch.fnmatchcase(f'{case.__name__}.{name}'.lower(), f'*{pattern.lower()}*') for pattern in patterns)]
         if chosen:
