@@ -22,15 +22,36 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     6a. Capacity
     7. Store
     8. Service
+    8a. Creation
+    8b. Initialization
+    8c. Claims
+    8d. Completion
+    8e. Nodes
+    8g. Administration
+    8h. Ad-hoc SQL
     9. API
+    10. State files
+    10a. Framing
+    10b. Connections
+    10c. Access
+    10d. Streams
+    10e. Bodies
     10f. Server
+    10g. Serving
     11a. Client
     11b. Steps
     12a. Monitor
     13. Launcher
     16. Runner
+    16b. Runner's link
+    16c. Runner's parts
+    16d. Runner's monitor
     19. Rendering
     20. Commands
+    20a. Workflows
+    20b. Logs
+    20c. Runs
+    20d. Service
     21. Main
 Without a number: End to end, Faults, Laws, Bench, and what runs the tests.
 """
@@ -3206,1336 +3227,6 @@ class ServiceTest(unittest.TestCase):
         self.assertEqual([], self.store.rows('PRAGMA foreign_key_check'))
 
 
-class CascadeTest(ServiceTest):
-    """What a job's end does to the others."""
-    DIAMOND = 'a:\nb: a\nc: a\nd: b c'
-    TABLE = '''
-        jobs                        ends                outcome
-        a: / b: a                   -                   completed completed
-        a: / b: a                   a=failed            failed canceled
-        a: / b: a                   a=terminated        terminated canceled
-        a: / b: a                   a=pending_failed    pending_failed blocked
-        a: / b!: a                  a=failed            failed completed
-        a: / b: a / c: a / d: b c   a=failed            failed canceled canceled canceled
-        a: / b: a / c: a / d: b c   b=failed            completed failed completed canceled
-        a: / b: a / c: a / d!: b c  b=failed            completed failed completed completed
-        a: / b: / c!: a b / d: c    a=failed            failed completed completed completed
-        a: / b: a / c!: b / d: c    a=failed            failed canceled completed completed
-        a: / b: a / c: b / d: c     -                   completed completed completed completed
-        '''
-
-    def test_every_outcome_follows_from_the_prerequisites(self):
-        for row in rows_of(self.TABLE):
-            with self.subTest(**row):
-                workflow_id = self.create(row['jobs'].replace(' / ', '\n'))
-                found = self.drive(workflow_id, dict(item.split('=') for item in row['ends'].split()))
-                self.assertEqual(row['outcome'], ' '.join(found.values()))
-        self.assertWhole()
-
-    def test_a_barrier_opens_with_the_last_of_its_members(self):
-        many = [f'a{i}' for i in range(30)]
-        workflow_id = self.create('\n'.join([f'{name}:' for name in many] + [f"b{i}: {' '.join(many)}" for i in range(30)]))
-        self.assertEqual(1, self.store.value('SELECT count(*) FROM dep_set'))
-        node_id = self.node(workflow_id)
-        jobs = list(self.claim(workflow_id, node_id).values())
-        self.assertEqual(30, len(jobs))
-        self.sync(workflow_id, node_id, completions=[self.end(job) for job in jobs[:-1]])
-        self.assertEqual({}, self.claim(workflow_id, node_id))
-        self.sync(workflow_id, node_id, completions=[self.end(jobs[-1])])
-        self.assertEqual(30, len(self.claim(workflow_id, node_id)))
-
-    def test_a_disabled_job_counts_as_finished_well(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        first = self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x', 'depends_on_job_ids': [first['id']]})
-        self.call('update_job', {'status': 'disabled'}, id=first['id'])
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'a': 'disabled', 'b': 'ready'}, self.statuses(workflow_id))
-
-    def test_files_and_user_data_imply_prerequisites(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
-        data_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
-        self.call('create_jobs', {'jobs': [
-            {'workflow_id': workflow_id, 'name': 'makes', 'command': 'x', 'output_file_ids': [file_id], 'output_user_data_ids': [data_id]},
-            {'workflow_id': workflow_id, 'name': 'reads', 'command': 'x', 'input_file_ids': [file_id]},
-            {'workflow_id': workflow_id, 'name': 'asks', 'command': 'x', 'input_user_data_ids': [data_id]}]})
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'makes': 'ready', 'reads': 'blocked', 'asks': 'blocked'}, self.statuses(workflow_id))
-        self.assertEqual([('makes', 'reads'), ('makes', 'asks')], [
-            (row['depends_on_job_name'], row['job_name']) for row in self.call('list_job_dependencies', id=workflow_id)['items']])
-
-    def test_jobs_that_wait_for_each_other_are_refused_by_name(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        files = [self.call('create_file', {'workflow_id': workflow_id, 'name': name, 'path': name})['id'] for name in 'fg']
-        for name, reads, makes in (('one', 0, 1), ('two', 1, 0)):
-            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'input_file_ids': [files[reads]],
-                                     'output_file_ids': [files[makes]]})
-        self.assertRefused('one -> two -> one', 'initialize_jobs', id=workflow_id)
-        self.assertEqual({'one': 'uninitialized', 'two': 'uninitialized'}, self.statuses(workflow_id))
-
-
-class CompletionTest(ServiceTest):
-    """Ends of attempts: once each, of the current run, of what was running."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb: a')
-        self.node_id = self.node(self.workflow_id)
-        self.job = self.claim(self.workflow_id, self.node_id)['a']
-
-    def finish(self, **more: Any) -> Any:
-        return self.sync(self.workflow_id, self.node_id, completions=[dict(self.end(self.job), **more)])
-
-    def test_the_same_end_again_gets_the_same_answer_and_changes_nothing(self):
-        for _ in range(3):
-            answer = self.finish()
-            self.assertEqual(([[self.job['id'], 1, 'completed']], []), (answer['accepted'], answer['errors']))
-        self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
-        self.assertWhole()
-
-    def test_another_end_of_an_ended_attempt_is_refused(self):
-        self.finish()
-        answer = self.finish(status='failed', return_code=3)
-        self.assertEqual([], answer['accepted'])
-        self.assertIn('is already complete, as completed with return code 0', answer['errors'][0]['message'])
-        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
-
-    def entry(self, job: Dict[str, Any], **more: Any) -> Dict[str, Any]:
-        """A line of batch_complete_jobs, as a journal has it."""
-        result = dict(dict(self.end(job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id), **more)
-        return {'job_id': job['id'], 'status': result['status'], 'run_id': result['run_id'], 'result': result}
-
-    def post(self, way: str, entry: Dict[str, Any]) -> str:
-        """Report an end in one of three ways; '' or why it was refused."""
-        if way == 'runner_sync':
-            completion = {key: value for key, value in entry['result'].items() if key not in ('workflow_id', 'run_id', 'compute_node_id')}
-            body = {'compute_node_id': entry['result']['compute_node_id'], 'run_id': entry['run_id'], 'completions': [completion]}
-            errors = self.call('runner_sync', body, id=self.workflow_id)['errors']
-        elif way == 'batch_complete_jobs':
-            errors = self.call(way, {'completions': [entry]}, id=self.workflow_id)['errors']
-        else:
-            try:
-                self.call(way, entry['result'], job_id=entry['job_id'], status=entry['status'], run_id=entry['run_id'])
-                return ''
-            except torc.TorcError as error:
-                errors = [{'message': error.message}]
-        return errors[0]['message'] if errors else ''
-
-    WAYS = ('complete_job', 'batch_complete_jobs', 'runner_sync')
-
-    def test_the_end_of_what_nobody_has_claimed_is_taken_in_once_with_all_that_follows(self):
-        self.workflow_id = self.create('a:\nb: a\nc: b\nd: b')
-        self.node_id = self.node(self.workflow_id)
-        jobs = {job['name']: job for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
-        action = {'workflow_id': self.workflow_id, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
-        for trigger in ('on_jobs_ready', 'on_jobs_complete'):
-            self.call('create_workflow_action', dict(action, trigger_type=trigger, job_ids=[jobs['b']['id']]), id=self.workflow_id)
-        for way in self.WAYS:
-            for status, first, then in (
-                    ('ready', 'a', {'a': 'completed', 'b': 'ready', 'c': 'blocked', 'd': 'blocked'}),
-                    ('blocked', 'b', {'a': 'ready', 'b': 'completed', 'c': 'ready', 'd': 'ready'}),
-                    ('uninitialized', 'b', {'a': 'uninitialized', 'b': 'completed', 'c': 'uninitialized', 'd': 'uninitialized'})):
-                with self.subTest(way, status=status), self.undone():
-                    if status == 'uninitialized':
-                        self.call('reset_job_status', id=self.workflow_id)
-                    self.assertEqual(status, self.statuses(self.workflow_id)[first])
-                    for _ in range(2):
-                        self.assertEqual('', self.post(way, self.entry(jobs[first])))
-                        self.assertEqual(then, self.statuses(self.workflow_id))
-                        self.assertWhole()
-                    self.assertIn('is already complete', self.post(way, self.entry(jobs[first], return_code=7)))
-                    self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
-                    due = [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
-                    self.assertEqual(['on_jobs_ready', 'on_jobs_complete'] if first == 'b' else ['on_jobs_ready'], due)
-                    self.assertNotIn(first, self.claim(self.workflow_id, self.node_id))
-        with self.undone():
-            self.post('complete_job', self.entry(jobs['b'], status='failed', return_code=1))
-            self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'canceled', 'd': 'canceled'}, self.statuses(self.workflow_id))
-            self.call('retry_job', job_id=jobs['b']['id'], run_id=1, max_retries=2)
-            self.assertEqual('blocked', self.statuses(self.workflow_id)['b'], 'what it waits for has yet to run')
-            self.drive(self.workflow_id, {})
-            self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'canceled', 'd': 'canceled'}, self.statuses(self.workflow_id))
-
-    def test_a_change_after_the_end_of_what_nobody_has_claimed_is_seen(self):
-        self.workflow_id = self.create('a:')
-        self.node_id = self.node(self.workflow_id)
-        job = self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]
-        for before in ('ready', 'pending', 'running'):
-            with self.subTest(before), self.undone():
-                self.call('manage_status_change', id=job['id'], status=before, run_id=1)
-                self.assertEqual('', self.post('complete_job', self.entry(job)))
-                self.assertEqual([], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
-                self.call('update_job', {'command': 'false'}, id=job['id'])
-                self.assertEqual(['a'], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
-
-    def test_what_another_node_holds_cannot_end(self):
-        other = self.node(self.workflow_id)
-        for status in ('pending', 'running', 'canceled'):
-            if status == 'running':
-                self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
-            elif status == 'canceled':
-                self.call('cancel_workflow', id=self.workflow_id)
-            for way in self.WAYS:
-                with self.subTest(way, status=status):
-                    self.assertEqual(status, self.statuses(self.workflow_id)['a'])
-                    self.assertIn(f'held by compute node {self.node_id}', self.post(way, self.entry(self.job, compute_node_id=other)))
-                    self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
-                    self.assertEqual(status, self.statuses(self.workflow_id)['a'])
-
-    def test_a_node_that_is_not_at_work_holds_nothing(self):
-        described = self.node(self.workflow_id, is_active=False)
-        self.store.run('UPDATE job SET compute_node_id = ? WHERE id = ?', (described, self.job['id']))
-        self.assertEqual('', self.post('complete_job', self.entry(self.job, status='failed', return_code=-128)))
-
-    def test_what_has_no_attempt_left_cannot_end(self):
-        job = self.call('list_jobs', workflow_id=self.workflow_id, status='blocked')['items'][0]
-        for status in ('canceled', 'disabled'):
-            self.store.run('UPDATE job SET status = ? WHERE id = ?', (torc.STATUS_CODES[status], job['id']))
-            for way in self.WAYS:
-                with self.subTest(way, status=status):
-                    self.assertIn(f'is already complete, as {status}', self.post(way, self.entry(job)))
-        self.store.run('UPDATE job SET status = 1, attempt_id = 2 WHERE id = ?', (job['id'],))
-        self.assertIn('attempt 1', self.post('runner_sync', self.entry(job)))
-
-    def test_run_zero_is_the_first_run_until_it_is_reset(self):
-        with self.undone():
-            self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job, run_id=0)))
-            self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job)), 'one attempt, by two names of its run')
-            self.assertEqual([1], [row['run_id'] for row in self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']])
-        with self.undone():
-            self.call('start_job', job_id=self.job['id'], run_id=0, compute_node_id=self.node_id)
-            self.call('retry_job', job_id=self.job['id'], run_id=0, max_retries=2)
-            self.call('manage_status_change', id=self.job['id'], status='disabled', run_id=0)
-        self.assertNotIn('is_run_zero', self.call('get_workflow', id=self.workflow_id))
-        self.call('reset_workflow_status', id=self.workflow_id, force=True)
-        self.call('initialize_jobs', id=self.workflow_id)
-        for run_id in (0, 1):
-            self.assertIn(f'run {run_id} of workflow', self.post('batch_complete_jobs', self.entry(self.job, run_id=run_id)))
-        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        job = self.call('create_job', {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'})
-        self.node_id = self.node(self.workflow_id)
-        with self.undone():
-            self.assertEqual('', self.post('complete_job', self.entry(job, run_id=0)), 'before any initialize')
-            self.call('initialize_jobs', id=self.workflow_id)
-            for way in self.WAYS[:2]:       # runners of ours begin in a run that has begun
-                self.assertEqual('', self.post(way, self.entry(job, run_id=0)), 'the same once more')
-                other = self.entry(job, status='failed', return_code=1, run_id=0)
-                self.assertIn('is already complete', self.post(way, other))
-                self.assertEqual({'a': 'ready'}, self.statuses(self.workflow_id), 'of the run that has begun')
-        self.call('reset_workflow_status', id=self.workflow_id)
-        self.call('initialize_jobs', id=self.workflow_id)
-        self.assertIn('run 0 of workflow', self.post('complete_job', self.entry(job, run_id=0)), 'a reset began run 1')
-
-    def test_a_superseded_run_changes_nothing(self):
-        self.call('reset_workflow_status', id=self.workflow_id, force=True)
-        self.call('initialize_jobs', id=self.workflow_id)
-        body = {'compute_node_id': self.node_id, 'run_id': 1, 'completions': [self.end(self.job)]}
-        self.assertRefused('run 1 of workflow', 'runner_sync', body, id=self.workflow_id)
-        entry = {'job_id': self.job['id'], 'status': 'completed', 'run_id': 1, 'result': dict(
-            self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)}
-        answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=self.workflow_id)
-        self.assertEqual(([], 1), (answer['completed'], len(answer['errors'])))
-        self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
-
-    def test_a_batch_is_accepted_entry_by_entry(self):
-        entry = {'job_id': self.job['id'], 'status': 'completed', 'run_id': 1, 'result': dict(
-            self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)}
-        wrong = dict(entry, status='running', result=dict(entry['result'], status='running'))
-        answer = self.call('batch_complete_jobs', {'completions': [wrong, entry, dict(entry, job_id=999)]}, id=self.workflow_id)
-        self.assertEqual([self.job['id']], answer['completed'])
-        self.assertEqual(2, len(answer['errors']))
-
-    def test_a_retry_leaves_the_failed_attempts_result_and_makes_the_next_ready(self):
-        answer = self.finish(status='failed', return_code=9, retry=True, max_retries=3)
-        self.assertEqual([[self.job['id'], 1, 'ready']], answer['accepted'])
-        again = self.claim(self.workflow_id, self.node_id)['a']
-        self.assertEqual(2, again['attempt_id'])
-        self.assertIn('attempt 1', self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])['errors'][0]['message'])
-        self.sync(self.workflow_id, self.node_id, completions=[self.end(again)])
-        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        self.assertEqual([(1, 'failed', 9), (2, 'completed', 0)], [(row['attempt_id'], row['status'], row['return_code']) for row in rows])
-        self.assertEqual([2], [row['attempt_id'] for row in self.call('list_results', workflow_id=self.workflow_id)['items']])
-        self.assertEqual('ready', self.statuses(self.workflow_id)['b'])
-
-    def test_an_attempt_that_was_interrupted_leaves_its_result_and_makes_the_next_ready(self):
-        stopped = dict(status='terminated', return_code=143, interrupted=True, reason='stopped: why')
-        for _ in range(2):      # its answer was lost
-            answer = self.finish(**stopped)
-            self.assertEqual(([[self.job['id'], 1, 'ready']], []), (answer['accepted'], answer['errors']))
-        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(self.workflow_id))
-        row, = self.call('list_results', workflow_id=self.workflow_id)['items']
-        self.assertEqual((1, 'terminated', 143), (row['attempt_id'], row['status'], row['return_code']))
-        self.assertNotIn('is_interrupted', row)
-        events = [event['data'] for event in self.call('list_events', workflow_id=self.workflow_id)['items']]
-        self.assertIn(('job_terminated', 'a: stopped: why'),
-                      [(data['event_type'], data['message']) for data in events])
-        again = self.claim(self.workflow_id, self.node(self.workflow_id))['a']      # another runner
-        self.assertEqual((2, 1), (again['attempt_id'], again['interruptions']))
-        self.assertIn('attempt 1 of job', self.finish(status='completed')['errors'][0]['message'])
-        self.assertWhole()
-
-    def test_an_interruption_spends_no_retry(self):
-        def finish(**more: Any) -> str:
-            self.job = self.claim(self.workflow_id, self.node_id).get('a') or self.job
-            return self.finish(**dict({'attempt_id': self.job['attempt_id']}, **more))['accepted'][0][2]
-        stopped = dict(status='terminated', return_code=1, interrupted=True)
-        failed = dict(status='failed', return_code=1, retry=True, max_retries=2)
-        self.assertEqual(['ready', 'ready', 'ready', 'ready', 'failed'],
-                         [finish(**more) for more in (stopped, stopped, failed, stopped, failed)])
-        self.assertEqual({'a': 'failed', 'b': 'canceled'}, self.statuses(self.workflow_id))
-        again = {'job_id': self.job['id'], 'run_id': 1}
-        self.assertRefused('has used its 2 attempts', 'retry_job', max_retries=2, **again)
-        self.assertEqual(6, self.call('retry_job', max_retries=3, **again)['attempt_id'])
-
-    def test_a_new_run_counts_attempts_from_one_for_what_waits_too(self):
-        self.finish(status='terminated', return_code=1, interrupted=True)
-        self.call('reset_workflow_status', id=self.workflow_id)
-        claimed = self.claim(self.workflow_id, self.node_id)['a']
-        self.assertEqual((1, 0), (claimed['attempt_id'], claimed['interruptions']))
-        self.job = claimed
-        self.assertEqual([[self.job['id'], 1, 'completed']], self.finish()['accepted'])
-
-    def test_what_was_interrupted_but_ended_by_itself_is_judged_as_always(self):
-        answer = self.finish(status='failed', return_code=3, interrupted=True)
-        self.assertEqual([[self.job['id'], 1, 'failed']], answer['accepted'])
-        self.assertEqual({'a': 'failed', 'b': 'canceled'}, self.statuses(self.workflow_id))
-
-    def test_an_interrupted_job_of_a_canceled_workflow_stays_canceled(self):
-        self.call('cancel_workflow', id=self.workflow_id)
-        answer = self.finish(status='terminated', return_code=143, interrupted=True)
-        self.assertEqual([[self.job['id'], 1, 'canceled']], answer['accepted'])
-        self.assertEqual({'a': 'canceled', 'b': 'canceled'}, self.statuses(self.workflow_id))
-
-    def test_a_canceled_job_that_ran_gets_its_result(self):
-        self.call('cancel_workflow', id=self.workflow_id)
-        answer = self.finish(status='terminated', return_code=143)
-        self.assertEqual([[self.job['id'], 1, 'canceled']], answer['accepted'])
-        self.assertTrue(answer['is_canceled'])
-        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
-        self.assertEqual(('canceled', 143), (result['status'], result['return_code']))
-        self.assertEqual({'a': 'canceled', 'b': 'canceled'}, self.statuses(self.workflow_id))
-
-    def test_single_operations_follow_the_same_rules(self):
-        self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
-        self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
-        self.assertEqual('running', self.statuses(self.workflow_id)['a'])
-        result = dict(self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)
-        self.assertRefused('cannot complete as', 'complete_job', result, job_id=self.job['id'], status='ready', run_id=1)
-        done = self.call('complete_job', result, job_id=self.job['id'], status='completed', run_id=1)
-        self.assertEqual('completed', done['status'])
-        self.assertRefused('only a pending one', 'start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
-        self.assertRefused('only a running, failed or terminated', 'retry_job', job_id=self.job['id'], run_id=1, max_retries=3)
-
-
-class ClaimTest(ServiceTest):
-    """Which jobs a node gets."""
-
-    def make(self, rows: str) -> int:
-        """A workflow from a table: name, cpus, memory, gpus, nodes, runtime, priority, labels, scheduler."""
-        table = rows_of(rows)
-        needs = [{'name': f'r{place}', 'num_cpus': int(row['cpus']), 'memory': row['memory'], 'num_gpus': int(row['gpus'] or 0),
-                  'num_nodes': int(row['nodes'] or 1), 'runtime': row['runtime']} for place, row in enumerate(table)]
-        kinds = [[place, int(row['priority'] or 0), int(row['scheduler']) if row['scheduler'] else None, row['labels'].split(',') if row['labels'] else None]
-                 for place, row in enumerate(table)]
-        jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, None, None, True, False, [], [], [], []) for place, row in enumerate(table)]
-        body = {'workflow': {'name': 'w', 'user': 'u'}, 'files': [], 'user_data': [], 'resource_requirements': needs,
-                'slurm_schedulers': [{'name': name, 'account': 'a'} for name in 'st'], 'failure_handlers': [], 'kinds': kinds,
-                'dependency_sets': [], 'jobs': jobs, 'actions': []}
-        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
-        self.call('initialize_jobs', id=workflow_id)
-        return workflow_id
-
-    def take(self, workflow_id: int, limit: int = 100, **node: Any) -> str:
-        """Names claimed by resources, in order; the reason where there are none."""
-        strict = node.pop('strict', False)
-        body = dict({'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}, **node)
-        answer = self.call('claim_jobs_based_on_resources', body, id=workflow_id, limit=limit, strict_scheduler_match=strict)
-        return ' '.join(job['name'] for job in answer['jobs']) or answer['reason']
-
-    TABLE = '''
-        name      cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-        small     1     1g      -     1      PT10M    -         -       -
-        long      1     1g      -     1      PT2H     -         -       -
-        wide      3     1g      -     1      PT10M    -         -       -
-        fat       1     7g      -     1      PT10M    -         -       -
-        urgent    1     1g      -     1      PT1M     5         -       -
-        gpu       1     1g      1     1      PT10M    -         -       -
-        two       4     1g      -     2      PT10M    -         -       -
-        tagged    1     1g      -     1      PT10M    -         a,b     -
-        '''
-
-    def test_order_is_priority_gpus_runtime_memory_cpus_then_id(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertEqual('urgent gpu long fat wide small', self.take(workflow_id, num_cpus=99, memory_gb=99.0, num_gpus=1))
-
-    def test_only_what_fits_is_taken_and_the_rest_goes_on_to_wait(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertEqual('urgent long wide', self.take(workflow_id, num_cpus=5, memory_gb=3.5))
-        self.assertEqual('fat', self.take(workflow_id, num_cpus=1))
-        self.assertEqual('small', self.take(workflow_id, num_cpus=1))
-
-    def test_packing_is_per_node(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertEqual('urgent long fat wide', self.take(workflow_id, num_nodes=2, num_cpus=3, memory_gb=9.0, time_limit='PT3H'))
-        self.assertIn('no ready job fits what is free', self.take(workflow_id, num_nodes=3, num_cpus=0, memory_gb=9.0))
-
-    def test_a_job_of_two_nodes_takes_whole_ones(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertIn('two', self.take(workflow_id, num_nodes=3, num_cpus=8, memory_gb=64.0))
-        self.assertNotIn('two', self.take(self.make(self.TABLE), num_nodes=1, num_cpus=8, memory_gb=64.0))
-
-    def test_remaining_time_bounds_the_runtime(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertEqual('urgent', self.take(workflow_id, num_cpus=99, memory_gb=99.0, time_limit='PT5M'))
-        self.assertEqual('every ready job needs at least PT10M, and only PT9M are left', self.take(workflow_id, time_limit='PT9M'))
-
-    def test_a_node_is_told_whether_jobs_are_left_that_it_may_take(self):
-        workflow_id = self.make('''
-            name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-            plain   1     1g      -     1      PT10M    -         -       -
-            tagged  1     1g      -     1      PT10M    -         a,b     -
-            ''')
-        node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0,
-                'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True}
-        nodes = [self.call('create_compute_node', dict(node, labels=labels))['id'] for labels in (None, ['b', 'a', 'c'], ['a'])]
-
-        def left() -> List[bool]:
-            return [self.call('runner_sync', {'compute_node_id': node_id, 'run_id': 1, 'explain': True}, id=workflow_id)['has_jobs_for_node'] for node_id in nodes]
-        self.assertEqual([True, True, False], left())
-        plain, tagged = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
-        for job_id, wanted in ((tagged, [True, False, False]), (plain, [False, False, False])):
-            self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
-            self.assertEqual(wanted, left())
-
-    def test_labels_are_sets(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertIn("labels that are all among this node's", self.take(workflow_id, labels=['a']))
-        self.assertEqual('tagged', self.take(workflow_id, labels=['c', 'b', 'a']))
-
-    def test_a_schedulers_own_jobs_come_first_then_unbound_then_any(self):
-        rows = '''
-            name   cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-            other  1     1g      -     1      PT1M     9         -       1
-            free   1     1g      -     1      PT1M     5         -       -
-            mine   1     1g      -     1      PT1M     -         -       0
-            '''
-        first = self.store.next_id('slurm_scheduler')
-        self.assertEqual('mine free other', self.take(self.make(rows), scheduler_config_id=first))
-        first = self.store.next_id('slurm_scheduler')
-        self.assertEqual('mine free', self.take(self.make(rows), scheduler_config_id=first, strict=True))
-
-    def test_the_queue_goes_by_priority_and_id_alone(self):
-        workflow_id = self.make(self.TABLE)
-        jobs = self.call('claim_next_jobs', id=workflow_id, limit=3)['jobs']
-        self.assertEqual(['urgent', 'small', 'long'], [job['name'] for job in jobs])
-        self.assertEqual({'pending'}, {job['status'] for job in jobs})
-
-    def test_jobs_that_need_the_same_go_by_id_whatever_their_requirements_are_called(self):
-        rows = '''
-            name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-            j0    1     1g      -     1      PT1M     -         -       -
-            j1    1     1g      -     1      PT1M     -         -       -
-            j2    1     1g      -     1      PT1M     -         -       -
-            '''
-        workflow_id = self.make(rows)
-        self.store.run('UPDATE job SET kind_id = (SELECT min(id) FROM job_kind) WHERE name = ?', ('j2',))
-        self.assertEqual('j0 j1 j2', self.take(workflow_id))
-
-    def test_rounds_ahead_take_more_than_fits_at_once(self):
-        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(20)))
-        node_id = self.node(workflow_id)
-        want = {'strategy': 'resources', 'limit': 100, 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'depth': 4,
-                'total': {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}}
-        self.assertEqual([f'j{i}' for i in range(7)], [job['name'] for job in self.sync(workflow_id, node_id, want=want)['jobs']])
-
-    def placed(self, workflow_id: int, node_id: int, **want: Any) -> str:
-        """Claimed jobs and the indexes of their nodes."""
-        want = dict({'strategy': 'resources', 'limit': 100}, **want)
-        return ' '.join(f"{job['name']}:{'+'.join(map(str, job['nodes']))}" for job in self.sync(workflow_id, node_id, want=want)['jobs'])
-
-    def test_a_claim_says_on_which_of_the_callers_nodes_each_job_goes(self):
-        rows = self.HEAD + '''
-            big   8     1g      -     1      PT3M     -         -       -
-            pair  1     1g      -     2      PT2M     -         -       -
-            j0    1     2g      -     1      PT1M     -         -       -
-            j1    1     2g      -     1      PT1M     -         -       -
-            gpu   1     1g      1     1      PT1M     -         -       -
-            '''
-        gib, workflow_id = 1 << 30, self.make(rows)
-        node_id = self.node(workflow_id)
-        sizes = [[8, 8 * gib, 0], [8, 8 * gib, 0], [8, 8 * gib, 1], [8, 8 * gib, 0]]
-        free = [[2, 3 * gib, 0], [8, 8 * gib, 0], [6, 8 * gib, 1], [8, 8 * gib, 0]]
-        self.assertEqual('gpu:2 big:1 j0:0 j1:2', self.placed(workflow_id, node_id, nodes=free, sizes=sizes))
-        self.assertEqual('pair:1+3', self.placed(workflow_id, node_id, nodes=free, sizes=sizes))
-
-    def test_claims_of_older_runners_are_placed_on_nodes_of_one_size(self):
-        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(6)))
-        free = {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}
-        self.assertEqual('j0:0 j1:0 j2:1 j3:1', self.placed(workflow_id, self.node(workflow_id), num_nodes=2, **free))
-        self.assertEqual('j4: j5:', self.placed(workflow_id, self.node(workflow_id), strategy='queue'))
-
-    def test_a_claim_that_does_not_say_what_its_nodes_have_is_refused(self):
-        workflow_id = self.create('j:')
-        node_id = self.node(workflow_id)
-        for want, message in (({'nodes': []}, 'needs num_cpus, memory_gb, num_gpus'),
-                              ({'nodes': [[1, 1]]}, 'nodes'), ({'nodes': [[1, 1, 'x']]}, 'nodes'),
-                              ({'nodes': [[1, 1 << 30, 0]], 'sizes': []}, 'nodes has 1 entries, and sizes 0')):
-            with self.subTest(want), self.assertRaisesRegex(torc.TorcError, message):
-                self.placed(workflow_id, node_id, **want)
-
-    def test_no_job_is_handed_out_twice(self):
-        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(50)))
-        nodes = [self.node(workflow_id) for _ in range(2)]
-        seen = [name for turn in range(20) for name in self.claim(workflow_id, nodes[turn % 2], 3)]
-        self.assertEqual(50, len(seen))
-        self.assertEqual(50, len(set(seen)))
-
-    HEAD = 'name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler'
-
-    def test_what_no_node_of_a_runner_has_is_told_from_the_largest_of_them(self):
-        rows = self.HEAD + '''
-            odd   9     1g      -     1      PT1M     -         -       -
-            pair  1     1g      -     3      PT1M     -         -       -
-            '''
-        workflow_id = self.make(rows)
-        sizes = [[8, 1 << 30, 0], [4, 2 << 30, 1]]
-        want = {'strategy': 'resources', 'limit': 9, 'nodes': sizes, 'sizes': sizes}
-        answer = self.sync(workflow_id, self.node(workflow_id), explain=True, survey=True, want=want)
-        self.assertEqual(['jobs such as odd cannot run here: they need 9 CPUs, and this runner has 8 (--num-cpus)',
-                          'jobs such as pair cannot run here: they need 3 nodes, and this runner has 2'], sorted(answer['notices']))
-
-    def wants(self, workflow_id: int, node_id: int = 0, **more: Any) -> Any:
-        """A runner's turn, on a node of 4 CPUs, 8 GiB and no GPU."""
-        size = {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}
-        want = dict({'strategy': 'resources', 'limit': 9, 'num_nodes': 1, 'total': size}, **size)
-        want.update(more)
-        return self.sync(workflow_id, node_id or self.node(workflow_id), explain=True, survey=True, want=want)
-
-    def test_what_a_job_needs_and_a_runner_will_never_have_is_told_with_the_option(self):
-        rows = rows_of('''
-            cpus  memory  gpus  nodes  runtime  labels  what
-            5     1g      -     1      PT1M     -       5 CPUs, and this runner has 4 (--num-cpus)
-            1     9g      -     1      PT1M     -       9.0GB of memory, and this runner has 8.0GB (MEMORY)
-            1     1g      2     1      PT1M     -       2 GPUs, and this runner has 0 (--num-gpus)
-            1     1g      -     2      PT1M     -       2 nodes, and this runner has 1
-            1     1g      -     1      PT13M    -       a runtime of PT13M, and this runner has PT10M left T
-            1     1g      -     1      PT1M     b,a     a runner with --label a,b
-            5     1g      1     1      PT1M     -       5 CPUs, and this runner has 4 (--num-cpus); 1 GPUs, 0
-            ''')
-        long = {'left T': 'left (--time-limit, --end-time)', 'MEMORY': '--memory-gb',
-                'GPUs, 0': 'GPUs, and this runner has 0 (--num-gpus)'}
-        for row in rows:
-            with self.subTest(row['what']):
-                needs = [row[key] or '-' for key in ('cpus', 'memory', 'gpus', 'nodes', 'runtime')]
-                lines = [self.HEAD, f"odd  {'  '.join(needs)}  -  {row['labels'] or '-'}  -",
-                         'fine  1  1g  -  1  PT1M  -  -  -']
-                answer = self.wants(self.make('\n'.join(lines)), time_limit='PT12M')
-                what = re.sub('|'.join(long), lambda match: long[match.group()], row['what'])
-                self.assertEqual((['fine'], [f'jobs such as odd cannot run here: they need {what}']),
-                                 ([job['name'] for job in answer['jobs']], answer['notices']))
-                alone = self.wants(self.make('\n'.join(lines[:2])), time_limit='PT12M')
-                self.assertEqual((alone['notices'][0], False), (alone['reason'], alone['claimable']))
-
-    def test_what_will_not_fit_is_told_before_it_is_ready_and_what_is_done_is_not(self):
-        workflow_id = self.create('a:\nb: a')
-        for key, value in (('num_gpus', 1), ('name', 'gpu')):
-            self.store.run(f'UPDATE resource_requirements SET {key} = ?', (value,))
-        self.store.run("UPDATE job SET status = 3 WHERE name = 'a'")
-        notice = 'jobs such as b cannot run here: they need 1 GPUs, and this runner has 0 (--num-gpus)'
-        self.assertEqual([notice], self.wants(workflow_id)['notices'])
-        self.store.run('UPDATE job SET status = 5')
-        self.assertEqual([], self.wants(workflow_id)['notices'])
-
-    def test_a_labelled_runner_is_told_of_its_own_jobs_only_and_the_queue_knows_no_sizes(self):
-        rows = '''
-            name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-            plain   9     1g      -     1      PT1M     -         -       -
-            tagged  9     1g      -     1      PT1M     -         a       -
-            other   9     1g      -     1      PT1M     -         b       -
-            '''
-        needs = 'cannot run here: they need 9 CPUs, and this runner has 4 (--num-cpus)'
-        answer = self.wants(self.make(rows), labels=['a'])
-        self.assertEqual([f'jobs such as tagged {needs}'], answer['notices'])
-        queue = {'strategy': 'queue', 'limit': 9}
-        workflow_id = self.make(rows)
-        answer = self.sync(workflow_id, self.node(workflow_id), survey=True, want=queue)
-        notices = [f'jobs such as {name} cannot run here: they need a runner with --label {label}'
-                   for name, label in (('tagged', 'a'), ('other', 'b'))]
-        self.assertEqual((['plain'], notices), ([job['name'] for job in answer['jobs']], answer['notices']))
-
-    def test_there_is_nothing_to_wait_for_when_nobody_can_take_what_is_ready(self):
-        workflow_id = self.make(f'{self.HEAD}\nbig  9  1g  -  1  PT1M  -  -  -')
-        node_id = self.node(workflow_id)
-        self.assertFalse(self.wants(workflow_id, node_id)['claimable'])
-        self.assertTrue(self.sync(workflow_id, node_id)['claimable'])       # it has not asked
-        other = self.node(workflow_id)
-        self.assertTrue(self.wants(workflow_id, node_id)['claimable'])      # which may be larger
-        self.call('update_compute_node', {'is_active': False}, id=other)
-        self.assertFalse(self.wants(workflow_id, node_id)['claimable'])
-        self.call('create_scheduled_compute_node', {
-            'workflow_id': workflow_id, 'scheduler_id': 7, 'scheduler_config_id': 0, 'status': 'pending',
-            'scheduler_type': 'slurm'})
-        self.assertTrue(self.wants(workflow_id, node_id)['claimable'])      # which will come
-
-    def test_every_turn_tells_how_many_jobs_are_in_which_status_whoever_changed_them(self):
-        def told() -> Dict[str, int]:
-            answer = self.sync(workflow_id, node_id)
-            counts = self.call('get_workflow_status', id=workflow_id)['jobs_by_status']
-            unfinished = sum(counts[row.name] for row in torc.STATUSES if not row.is_done)
-            self.assertEqual(({key: count for key, count in counts.items() if count}, unfinished),
-                             (answer['jobs_by_status'], answer['unfinished']))
-            return answer['jobs_by_status']
-        workflow_id = self.create('a:\nb: a\n' + '\n'.join(f'j{i}:' for i in range(1500)))
-        self.create('elsewhere:')
-        node_id, other = self.node(workflow_id), self.node(workflow_id)
-        self.assertEqual({'ready': 1501, 'blocked': 1}, told())
-        jobs = self.claim(workflow_id, other, 3)
-        self.sync(workflow_id, other, completions=[self.end(jobs['a'], 'failed', 1), self.end(jobs['j0'])],
-                  started=[[jobs['j1']['id'], 1, '2026-01-01T00:00:00Z']])
-        self.assertEqual({'ready': 1498, 'running': 1, 'completed': 1, 'failed': 1, 'canceled': 1}, told())
-        self.call('spawn_jobs', {'jobs': [{'name': 'more', 'command': 'x'}]}, job_id=jobs['j1']['id'])
-        self.assertEqual(1, told()['blocked'])
-        with contextlib.suppress(ZeroDivisionError), self.service.transaction():
-            torc.cancel_workflow(self.context, workflow_id)
-            raise ZeroDivisionError
-        self.assertEqual(1498, told()['ready'])
-        with self.service.transaction(), self.context.savepoint(keeps=False):
-            torc.cancel_workflow(self.context, workflow_id)
-        self.assertEqual(1498, told()['ready'])
-        names = 'id, workflow_id, name, command, kind_id'
-        sql = f"REPLACE INTO job ({names}, status) SELECT {names}, 9 FROM job WHERE name = 'j7'"
-        self.call('admin_sql', {'sql': sql, 'write': True})
-        self.assertEqual((1497, 1), (told()['ready'], told()['disabled']))
-        self.call('delete_job', id=self.store.value("SELECT id FROM job WHERE name = 'j9'"))
-        self.assertEqual(1496, told()['ready'])
-        self.call('reset_job_status', id=workflow_id, failed_only=True)
-        self.assertEqual(2, told()['uninitialized'])
-        self.call('cancel_workflow', id=workflow_id)
-        self.assertEqual({'canceled': 1498, 'uninitialized': 2, 'completed': 1, 'disabled': 1}, told())
-
-    def test_a_turns_cost_does_not_grow_with_the_jobs_of_the_workflow(self):
-        def steps(count: int) -> int:
-            workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
-            node_id, calls = self.node(workflow_id), []
-            job = self.claim(workflow_id, node_id, 1)['j0']
-            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
-            want = {'strategy': 'queue', 'limit': 1}
-            self.sync(workflow_id, node_id, completions=[self.end(job)], want=want, explain=True)
-            self.store.connection.set_progress_handler(None, 0)
-            return len(calls)
-        few, many = steps(100), steps(6000)
-        self.assertLess(many, few * 1.1)
-
-    def test_a_retrys_cost_does_not_grow_with_what_waits(self):
-        def steps(count: int) -> int:
-            chain = (f'j{i}: j{i - 1}' for i in range(1, count))
-            workflow_id = self.create('\n'.join(['j0:', *chain]))
-            node_id, calls = self.node(workflow_id), []
-            job = self.claim(workflow_id, node_id, 1)['j0']
-            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
-            self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1, retry=True)])
-            self.store.connection.set_progress_handler(None, 0)
-            self.assertEqual('ready', self.call('get_job', job_id=job['id'])['status'])
-            return len(calls)
-        few, many = steps(100), steps(3000)
-        self.assertLess(many, few * 1.1)
-
-    def test_a_claims_cost_does_not_grow_with_what_is_ready(self):
-        def steps(count: int) -> int:
-            workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
-            node_id, calls = self.node(workflow_id), []
-            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
-            self.claim(workflow_id, node_id, 5)
-            self.store.connection.set_progress_handler(None, 0)
-            return len(calls)
-        few, many = steps(2000), steps(6000)
-        self.assertLess(many, few * 1.3)
-
-
-class NamesOfAttemptsTest(ServiceTest):
-    """An attempt is known by (job, run, attempt): the same name never comes twice."""
-
-    def run_again(self, *changes: Callable[[int, int], Any]) -> None:
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
-        for change in changes:
-            change(workflow_id, job['id'])
-        again = self.claim(workflow_id, node_id)['a']
-        self.assertEqual(2, again['attempt_id'])
-        answer = self.sync(workflow_id, node_id, completions=[self.end(again)])
-        self.assertEqual(([[job['id'], 2, 'completed']], []), (answer['accepted'], answer['errors']))
-
-    def test_a_job_set_back_within_a_run_goes_on_counting(self):
-        def set_back(workflow_id: int, job_id: int) -> None:
-            self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
-
-        def initialize_part(workflow_id: int, job_id: int) -> None:
-            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-
-        def initialize_all(workflow_id: int, job_id: int) -> None:
-            self.call('initialize_jobs', id=workflow_id)
-
-        def make_ready(workflow_id: int, job_id: int) -> None:
-            self.call('manage_status_change', id=job_id, status='ready', run_id=1)
-        self.run_again(set_back, initialize_part)
-        self.run_again(initialize_all)
-        self.run_again(make_ready)
-
-    def test_a_new_run_begins_with_attempt_1(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
-
-    def test_an_attempt_taken_from_its_runner_is_not_handed_out_again(self):
-        def cancel_and_initialize(workflow_id: int, job_id: int) -> None:
-            self.call('cancel_workflow', id=workflow_id)
-            self.call('initialize_jobs', id=workflow_id)
-
-        def set_ready(workflow_id: int, job_id: int) -> None:
-            self.call('manage_status_change', id=job_id, status='ready', run_id=1)
-
-        def set_back(workflow_id: int, job_id: int) -> None:
-            self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
-            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-
-        def cancel_and_set_back(workflow_id: int, job_id: int) -> None:
-            self.call('cancel_workflow', id=workflow_id)
-            set_back(workflow_id, job_id)
-
-        def cancel_and_reset_jobs(workflow_id: int, job_id: int) -> None:
-            self.call('cancel_workflow', id=workflow_id)
-            self.call('reset_job_status', id=workflow_id)
-            self.call('initialize_jobs', id=workflow_id)
-        for change in (cancel_and_initialize, set_ready, set_back, cancel_and_set_back, cancel_and_reset_jobs):
-            with self.subTest(change.__name__):
-                workflow_id = self.create('a:')
-                node_id = self.node(workflow_id)
-                first = self.claim(workflow_id, node_id)['a']
-                change(workflow_id, first['id'])
-                again = self.claim(workflow_id, node_id)['a']
-                self.assertEqual(2, again['attempt_id'])
-                answer = self.sync(workflow_id, node_id, completions=[self.end(first), self.end(again)])
-                self.assertEqual(([[first['id'], 2, 'completed']], [1]), (answer['accepted'], [error['attempt_id'] for error in answer['errors']]))
-
-    def test_an_attempt_that_was_canceled_in_the_last_run_counts_for_none(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id)
-        self.call('cancel_workflow', id=workflow_id)
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
-
-    def test_retries_end_where_the_caller_says(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        for attempt, status in ((1, 'ready'), (2, 'failed')):
-            end = self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1, retry=True, max_retries=2)
-            answer = self.sync(workflow_id, node_id, completions=[end])
-            self.assertEqual(status, answer['accepted'][0][2])
-            self.assertEqual(status, self.sync(workflow_id, node_id, completions=[end])['accepted'][0][2])
-
-    def test_only_the_node_that_has_a_job_can_end_it(self):
-        workflow_id = self.create('a:')
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        job = self.claim(workflow_id, first)['a']
-        self.assertIn('held by compute node', self.sync(workflow_id, second, completions=[self.end(job)])['errors'][0]['message'])
-        self.assertEqual([], self.sync(workflow_id, first, completions=[self.end(job)])['errors'])
-
-    def test_jobs_in_hand_are_not_reset_under_their_runner(self):
-        workflow_id = self.create('a:')
-        self.claim(workflow_id, self.node(workflow_id))
-        self.assertRefused('pending or running', 'reset_job_status', id=workflow_id)
-
-
-class NodeTest(ServiceTest):
-    """Nodes that go away."""
-
-    def test_a_silent_nodes_claims_come_back_and_its_running_jobs_are_orphans(self):
-        workflow_id = self.create('a:\nb:\nc: a')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, started=[[jobs['a']['id'], 1, torc.format_time(self.clock)]])
-        self.clock += 59
-        self.assertEqual([], self.release())
-        self.clock += 2
-        self.assertEqual([node_id], self.release())
-        self.assertEqual({'a': 'failed', 'b': 'ready', 'c': 'canceled'}, self.statuses(workflow_id))
-        results = {row['job_name']: (row['attempt_id'], row['return_code'], row['status'])
-                   for row in self.call('list_results', workflow_id=workflow_id)['items']}
-        self.assertEqual({'a': (1, -128, 'failed'), 'b': (1, -128, 'canceled')}, results)
-        self.assertRefused('was released', 'runner_sync', {'compute_node_id': node_id, 'run_id': 1}, id=workflow_id)
-        self.assertWhole()
-
-    def release(self, alive: Optional[bool] = None) -> List[int]:
-        with self.service.transaction():
-            return torc.release_lost_nodes(self.context, lambda hostname, pid, identity: alive)
-
-    def test_an_attempt_given_with_a_lost_answer_comes_back_although_its_node_holds_an_earlier_one(self):
-        workflow_id = self.create('a:')
-        first = self.node(workflow_id)
-        job = self.claim(workflow_id, first)['a']       # and started, which nobody heard
-        for node_id in (first, self.node(workflow_id)):
-            self.claim(workflow_id, node_id)
-            with self.store.transaction():
-                torc.release_node(self.context, node_id)
-        again, held = self.node(workflow_id), [[job['id'], job['attempt_id']]]
-        want = {'strategy': 'queue', 'limit': 1}
-        answer = self.sync(workflow_id, again, held=held, started=[self.start(job)], want=want)
-        self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
-        answer = self.sync(workflow_id, again, held=held, want=want)      # that answer was lost
-        self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
-        self.assertWhole()
-
-    def test_a_runner_that_is_proved_alive_is_not_given_up_however_long_it_is_silent(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id)
-        self.clock += 1e6
-        self.assertEqual([], self.release(alive=True))
-        self.assertEqual({'a': 'pending'}, self.statuses(workflow_id))
-        self.assertEqual([node_id], self.release())
-
-    def test_a_lease_begins_anew_with_each_server_and_with_the_longest_pause_of_a_runner_on_top(self):
-        workflow_id = self.create('a:')
-        first, second = self.node(workflow_id), self.node(workflow_id, lease_s=300.0)
-        self.clock += 1e6       # without a server
-        self.store.close()
-        self.store = torc.Store(self.store.path, lambda: self.clock)
-        self.service = torc.Service(self.store)
-        self.addCleanup(self.store.close)
-        self.service.clock = self.store.now
-        self.assertEqual([], self.release())
-        self.clock += 60 + torc.MAX_RETRY_PAUSE_S
-        self.assertEqual([], self.release())
-        self.sync(workflow_id, first)
-        self.clock += 59
-        self.assertEqual([], self.release())
-        self.clock += 2
-        self.assertEqual([first], self.release())
-        self.clock += 180
-        self.assertEqual([second], self.release())
-
-    def test_leases_do_not_follow_a_clock_that_is_set(self):
-        workflow_id = self.create('a:')
-        self.node(workflow_id)
-        self.store.now = lambda: self.clock + 3600
-        self.assertEqual([], self.release())
-
-    def test_what_says_nothing_new_writes_nothing(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        before = self.store.changes
-        for lease_s, written in ((60.0, 0), (90.0, 1), (90.0, 0)):
-            self.sync(workflow_id, node_id, lease_s=lease_s)
-            self.assertEqual(written, self.store.changes - before)
-            before = self.store.changes
-
-    def test_only_a_node_that_says_so_is_at_work(self):
-        workflow_id = self.create('a:')
-        nodes = [self.node(workflow_id, hostname=f'n{place}.cluster', is_active=said) for place, said in enumerate((True, False, None))]
-        silent = {key: value for key, value in self.call('get_compute_node', id=nodes[0]).items() if key not in ('id', 'is_active')}
-        nodes.append(self.call('create_compute_node', dict(silent, hostname='n3.cluster'))['id'])
-        self.assertEqual([True, False, None, None], [self.call('get_compute_node', id=node_id).get('is_active') for node_id in nodes])
-        self.assertEqual(1, self.call('get_workflow_status', id=workflow_id)['active_compute_nodes'])
-        for query, found in (({'is_active': True}, nodes[:1]), ({'is_active': False}, nodes[1:2]), ({'hostname': 'CLUST'}, nodes), ({'hostname': 'n2'}, nodes[2:3]),
-                             ({'hostname': 'cluster', 'is_active': True}, nodes[:1]), ({'hostname': '%'}, [])):
-            with self.subTest(query):
-                answer = self.call('list_compute_nodes', workflow_id=workflow_id, **query)
-                self.assertEqual((found, len(found)), ([item['id'] for item in answer['items']], answer['total_count']))
-        self.assertTrue(self.call('update_compute_node', {'is_active': True}, id=nodes[2])['is_active'], 'it has not ended: it begins')
-        self.assertRefused('has ended, and its jobs are released', 'update_compute_node', {'is_active': True}, id=nodes[1])
-
-    def test_it_is_told_which_ready_jobs_no_allocation_has_time_for(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        for runtime, labels in (('PT72H', []), ('PT1H', []), ('PT90H', ['gpu'])):
-            needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': runtime, 'runtime': runtime})['id']
-            self.call('create_job', {'workflow_id': workflow_id, 'name': runtime, 'command': 'x', 'resource_requirements_id': needs, 'labels': labels})
-        self.call('initialize_jobs', id=workflow_id)
-
-        def told() -> Tuple[int, Optional[int], Optional[int]]:
-            status = self.call('get_workflow_status', id=workflow_id)
-            keys = ('runtime_blocked_ready_jobs', 'longest_ready_runtime_seconds', 'max_allocation_remaining_seconds')
-            return tuple(status.get(key) for key in keys)
-        day_s = 86400
-        self.node(workflow_id, is_active=False)     # only described: it takes nothing
-        self.assertEqual((0, None, None), told())
-        self.node(workflow_id, end_time=torc.format_time(self.clock + 2 * day_s))
-        self.assertEqual((1, 3 * day_s, 2 * day_s), told())
-        self.node(workflow_id, end_time=torc.format_time(self.clock + 4 * day_s), labels=['gpu'])       # takes no jobs without labels
-        self.assertEqual((1, 3 * day_s, 4 * day_s), told())
-        self.clock += 2 * day_s + 5     # the end is over: what the runners' grace covers is all that fits
-        self.assertEqual((2, 3 * day_s, 2 * day_s - 5), told())
-        last = self.node(workflow_id, end_time=torc.format_time(self.clock + 3 * day_s - torc.CLAIM_GRACE_S))
-        self.assertEqual((0, 3 * day_s, 3 * day_s - torc.CLAIM_GRACE_S), told())
-        self.call('update_compute_node', {'is_active': False}, id=last)
-        self.node(workflow_id)      # without an end
-        self.assertEqual((0, None, 2 * day_s - 5), told())
-
-    def test_a_claim_that_a_dead_runner_may_have_started_is_another_attempt(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id)
-        self.release(alive=False)
-        self.assertEqual(2, self.claim(workflow_id, self.node(workflow_id))['a']['attempt_id'])
-        self.assertEqual(1, sum(event['data'].get('event_type') == 'job_retried' for event in self.call('list_events', workflow_id=workflow_id)['items']))
-
-    def test_a_dead_runner_is_not_waited_for(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id)
-        self.assertEqual([node_id], self.release(alive=False))
-        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
-
-    # -------- those that come back --------
-
-    def lose(self, workflow_id: int, node_id: int, started: Sequence[Dict[str, Any]]) -> None:
-        """A node starts some of its jobs, and is given up."""
-        self.sync(workflow_id, node_id, started=[self.start(job) for job in started])
-        self.assertIn(node_id, self.release(alive=False))
-
-    def start(self, job: Dict[str, Any]) -> List[Any]:
-        return [job['id'], job['attempt_id'], torc.format_time(self.clock)]
-
-    def return_codes(self, workflow_id: int) -> Dict[str, List[Tuple[int, int, str]]]:
-        """Job -> (attempt, return code, status) of its results."""
-        found = collections.defaultdict(list)   # type: Dict[str, List[Tuple[int, int, str]]]
-        for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']:
-            found[row['job_name']].append((row['attempt_id'], row['return_code'], row['status']))
-        return dict(found)
-
-    def test_what_really_happened_to_a_lost_attempt_replaces_what_was_assumed(self):
-        workflow_id = self.create('a:\nb:\nc: a b\nd: c\ne!: a\nf: e', actions=[{
-            'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
-            'job_indexes': None, 'persistent': False}])
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.lose(workflow_id, node_id, [jobs['a'], jobs['b']])
-        lost = {'a': 'failed', 'b': 'failed', 'c': 'canceled', 'd': 'canceled', 'e': 'ready', 'f': 'blocked'}
-        self.assertEqual(lost, self.statuses(workflow_id))
-        again = self.node(workflow_id)
-        answer = self.sync(workflow_id, again, completions=[self.end(jobs['a'])])
-        self.assertEqual([[jobs['a']['id'], 1, 'completed']], answer['accepted'])
-        self.assertEqual(dict(lost, a='completed'), self.statuses(workflow_id), 'c waits for b too')
-        self.assertFalse(answer['is_complete'])
-        self.assertWhole()
-        self.sync(workflow_id, again, completions=[self.end(jobs['b'])])
-        self.assertEqual(dict(lost, a='completed', b='completed', c='ready', d='blocked'), self.statuses(workflow_id))
-        self.assertEqual({'a': [(1, 0, 'completed')], 'b': [(1, 0, 'completed')]}, self.return_codes(workflow_id))
-        self.assertWhole()
-        events = self.call('list_events', workflow_id=workflow_id, category='job')['items']
-        self.assertEqual(['a', 'b'], [event['data']['job_name'] for event in events
-                                      if event['data']['event_type'] == 'job_recovered'])
-        self.assertEqual({'completed'}, set(self.drive(workflow_id, {}).values()))
-
-    def test_the_same_end_again_gets_the_same_answer_and_another_one_is_refused(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        again = self.node(workflow_id)
-        end = self.end(job, 'failed', 3)
-        for _ in range(2):
-            self.assertEqual('failed', self.sync(workflow_id, again, completions=[end])['accepted'][0][2])
-        refused = self.sync(workflow_id, again, completions=[self.end(job)])['errors'][0]['message']
-        self.assertIn('is already complete, as failed with return code 3', refused)
-        self.assertEqual({'a': [(1, 3, 'failed')]}, self.return_codes(workflow_id))
-
-    def test_what_a_lost_node_still_runs_is_its_own_again(self):
-        workflow_id = self.create('a:\nb: a\nc:\nd:')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.lose(workflow_id, node_id, [jobs['a']])      # c was started without our being told, d was not
-        again = self.node(workflow_id)
-        held = [[jobs[name]['id'], 1] for name in 'ac']
-        answer = self.sync(workflow_id, again, started=[self.start(jobs['a']), self.start(jobs['c'])], held=held)
-        self.assertEqual([], answer['revoked'])
-        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual({'d': [(1, -128, 'canceled')]}, self.return_codes(workflow_id))
-        job = self.call('get_job', id=jobs['c']['id'])
-        self.assertEqual((1, None, again), (job['attempt_id'], job.get('origin'), job['compute_node_id']))
-        self.sync(workflow_id, again, completions=[self.end(jobs['a']), self.end(jobs['c'])])
-        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'completed', 'd': 'ready'}, self.statuses(workflow_id))
-        self.assertWhole()
-
-    def test_what_runs_whatever_its_prerequisite_does_waits_for_one_that_is_back(self):
-        workflow_id = self.create('a:\nb:\ne!: a\nf!: a b\ng: e')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.lose(workflow_id, node_id, [jobs['a'], jobs['b']])
-        self.assertEqual(['ready', 'ready', 'blocked'], [self.statuses(workflow_id)[name] for name in 'efg'])
-        again = self.node(workflow_id)
-        self.sync(workflow_id, again, started=[self.start(jobs['a'])], held=[[jobs['a']['id'], 1]])
-        self.assertEqual({'a': 'running', 'b': 'failed', 'e': 'blocked', 'f': 'blocked', 'g': 'blocked'},
-                         self.statuses(workflow_id))
-        self.assertWhole()
-        self.sync(workflow_id, again, completions=[self.end(jobs['a'])])
-        self.assertEqual(['ready', 'ready', 'blocked'], [self.statuses(workflow_id)[name] for name in 'efg'])
-        self.assertWhole()
-
-    def test_a_lost_attempt_does_not_count_once_a_later_one_may_have_begun(self):
-        def claim(workflow_id: int, job: Dict[str, Any]) -> None:
-            self.call('retry_job', id=job['id'], run_id=1, max_retries=3)
-            self.assertEqual(2, self.claim(workflow_id, self.node(workflow_id))['a']['attempt_id'])
-
-        def reset(workflow_id: int, job: Dict[str, Any]) -> None:
-            self.call('reset_job_status', id=workflow_id, failed_only=True)
-
-        def initialize(workflow_id: int, job: Dict[str, Any]) -> None:
-            reset(workflow_id, job)
-            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        for change in (claim, reset, initialize):
-            with self.subTest(change.__name__):
-                workflow_id = self.create('a:\nb: a')
-                node_id = self.node(workflow_id)
-                job = self.claim(workflow_id, node_id)['a']
-                self.lose(workflow_id, node_id, [job])
-                change(workflow_id, job)
-                before, again = self.statuses(workflow_id), self.node(workflow_id)
-                answer = self.sync(workflow_id, again, completions=[self.end(job)], held=[[job['id'], 1]])
-                self.assertEqual((1, [[job['id'], 1]]), (len(answer['errors']), answer['revoked']))
-                answer = self.sync(workflow_id, again, started=[self.start(job)], held=[[job['id'], 1]])
-                self.assertEqual([[job['id'], 1]], answer['revoked'])
-                self.assertEqual(before, self.statuses(workflow_id))
-
-    def test_a_retry_that_has_not_begun_gives_way_to_the_attempt_that_came_back(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        self.call('retry_job', id=job['id'], run_id=1, max_retries=3)
-        self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
-        self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual({'a': [(1, 0, 'completed')]}, self.return_codes(workflow_id))
-        self.assertWhole()
-
-    def test_a_failure_that_comes_late_is_retried_as_any_other(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        end = self.end(job, 'failed', 3, retry=True, max_retries=3)
-        self.sync(workflow_id, self.node(workflow_id), completions=[end])
-        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
-        self.assertWhole()
-        self.assertEqual({'a': 'completed', 'b': 'completed'}, self.drive(workflow_id, {}))
-
-    def test_in_a_canceled_workflow_nothing_waits_again(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        self.call('cancel_workflow', id=workflow_id)
-        self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
-        self.assertEqual({'a': 'completed', 'b': 'canceled'}, self.statuses(workflow_id))
-
-    def test_a_result_that_a_journal_or_another_client_brings_late_counts_too(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        result = dict(completion_of(job['id'], workflow_id, node_id), attempt_id=1)
-        entry = {'job_id': job['id'], 'status': 'completed', 'run_id': 1, 'result': result}
-        answer = self.call('batch_complete_jobs', {'completions': [entry]}, workflow_id=workflow_id)
-        self.assertEqual(([job['id']], []), (answer['completed'], answer['errors']))
-        self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual(node_id, self.call('list_results', workflow_id=workflow_id)['items'][0]['compute_node_id'])
-
-    def test_what_was_never_started_spends_no_retry(self):
-        workflow_id = self.create('a:')
-        for _ in range(5):
-            node_id = self.node(workflow_id)
-            job = self.claim(workflow_id, node_id)['a']
-            self.release(alive=False)
-        self.assertEqual((5, 4), (job['attempt_id'], job['interruptions']))
-        node_id = self.node(workflow_id)
-        for attempt_id, status in ((6, 'ready'), (7, 'failed')):
-            job = self.claim(workflow_id, node_id)['a']
-            end = self.end(job, 'failed', 1, retry=True, max_retries=2)
-            answer = self.sync(workflow_id, node_id, completions=[end])
-            self.assertEqual([[job['id'], attempt_id, status]], answer['accepted'])
-
-    def test_a_word_that_another_has_overtaken_is_not_listened_to(self):
-        workflow_id = self.create('a:\nb:')
-        node_id = self.node(workflow_id)
-        want = {'strategy': 'queue', 'limit': 1}
-        self.sync(workflow_id, node_id, turn=2, held=[], want=want)
-        self.assertRefused('a later request', 'runner_sync',
-                           {'compute_node_id': node_id, 'run_id': 1, 'turn': 1, 'want': want}, id=workflow_id)
-        self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
-        self.sync(workflow_id, node_id, turn=2, held=[])    # its transaction was carried out again
-        self.sync(workflow_id, node_id, turn=3, held=[])
-
-    def test_a_registration_whose_answer_was_lost_leaves_no_second_node(self):
-        workflow_id = self.create('a:')
-        runner = {'hostname': 'h', 'pid': 7, 'identity': 'boot/1'}
-        nodes = [self.node(workflow_id, **dict(runner, **other)) for other in
-                 ({}, {}, {}, {'hostname': 'g'}, {'pid': 8}, {'identity': 'boot/2'})]
-        active = self.call('list_compute_nodes', workflow_id=workflow_id, is_active=True)['items']
-        self.assertEqual(nodes[2:], [node['id'] for node in active])
-
-    def test_a_deleted_node_leaves_nothing_running(self):
-        workflow_id = self.create('a:\nb:')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, started=[[jobs['a']['id'], 1, torc.format_time(self.clock)]])
-        self.call('delete_compute_node', id=node_id)
-        self.assertEqual({'a': 'failed', 'b': 'ready'}, self.statuses(workflow_id))
-
-    def test_a_node_that_leaves_gives_back_what_it_did_not_start(self):
-        workflow_id = self.create('a:\nb:')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, returned=[[jobs['a']['id'], 1]])
-        self.assertEqual({'a': 'ready', 'b': 'pending'}, self.statuses(workflow_id))
-        self.call('update_compute_node', {'is_active': False, 'duration_seconds': 3.0}, id=node_id)
-        self.assertEqual({'a': 'ready', 'b': 'ready'}, self.statuses(workflow_id))
-
-    def test_a_claim_whose_answer_was_lost_comes_back(self):
-        workflow_id = self.create('a:\nb:')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, held=[[jobs['a']['id'], 1]])
-        self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
-
-
-class ActionTest(ServiceTest):
-    """Triggers: counted once for each job, taken once, armed again when the work is to be done again."""
-
-    def action(self, trigger: str, jobs: Optional[List[int]] = None, persistent: bool = False) -> Dict[str, Any]:
-        return {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs, 'persistent': persistent}
-
-    def due(self, workflow_id: int, node_id: int) -> List[str]:
-        return [action['trigger_type'] for action in self.sync(workflow_id, node_id, actions=list(torc.TRIGGERS))['actions']]
-
-    def test_each_trigger_comes_when_its_time_has_come(self):
-        workflow_id = self.create('a:\nb: a', actions=[
-            self.action('on_workflow_start'), self.action('on_worker_start', None, True), self.action('on_jobs_ready', [1]),
-            self.action('on_jobs_complete', [0, 1]), self.action('on_workflow_complete')])
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        self.assertEqual(['on_workflow_start', 'on_worker_start'], self.due(workflow_id, first))
-        self.assertEqual(['on_worker_start'], self.due(workflow_id, second))
-        self.assertEqual([], self.due(workflow_id, second))
-        self.sync(workflow_id, first, completions=[self.end(self.claim(workflow_id, first)['a'])])
-        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, second))
-        self.sync(workflow_id, first, completions=[self.end(self.claim(workflow_id, first)['b'])])
-        self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, first))
-        self.assertEqual([], self.due(workflow_id, first))
-
-    def test_a_schedule_names_no_scheduler_of_another_workflow(self):
-        mine, other = self.create('a:'), self.create('a:')
-        scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': other, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
-        action = {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes'}
-        refused = f'workflow {mine} has no slurm scheduler {scheduler_id}'
-        with self.assertRaisesRegex(torc.Refused, refused):
-            self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': scheduler_id}), workflow_id=mine)
-        made = self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': 0}), workflow_id=mine)
-        with self.assertRaisesRegex(torc.Refused, refused):
-            self.call('update_workflow_action', {'scheduler_id': scheduler_id}, workflow_id=mine, action_id=made['id'])
-        config = {'scheduler_id': scheduler_id, 'scheduler_type': 'slurm'}
-        self.call('create_workflow_action', dict(action, workflow_id=other, action_config=config), workflow_id=other)
-
-    def test_jobs_that_the_cascade_cancels_count_as_ended(self):
-        workflow_id = self.create('a:\nb: a\nc: b', actions=[self.action('on_jobs_complete', [2]), self.action('on_workflow_complete')])
-        node_id = self.node(workflow_id)
-        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
-        self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, node_id))
-
-    def test_a_failed_action_tells_why_until_it_is_to_be_executed_again(self):
-        def failures() -> List[Optional[str]]:
-            return [action.get('failure') for action in self.call('get_workflow_actions', id=workflow_id)]
-
-        workflow_id = self.create('a:', actions=[
-            self.action('on_workflow_start'), self.action('on_worker_start', None, True),
-            self.action('on_workflow_complete')])
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        for node_id, results in ((first, [{'action_id': 1, 'success': False, 'message': 'command 1 ended'},
-                                          {'action_id': 2, 'success': False}]),
-                                 (second, [{'action_id': 2, 'success': True, 'message': 'completed'}])):
-            self.due(workflow_id, node_id)
-            self.sync(workflow_id, node_id, action_results=results)
-        self.assertEqual(['command 1 ended', 'failed', None], failures())   # of one node is enough
-        events = self.call('list_events', workflow_id=workflow_id, category='action')['items']
-        self.assertEqual([('action_failed', 'error', 'command 1 ended'), ('action_failed', 'error', ''),
-                          ('action_completed', None, 'completed')],
-                         [tuple(event['data'].get(key) for key in ('event_type', 'level', 'message'))
-                          for event in events])
-        body = dict(self.action('on_workflow_start'), workflow_id=workflow_id, failure='x')
-        del body['job_indexes']
-        self.assertNotIn('failure', self.call('create_workflow_action', body, workflow_id=workflow_id))
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual([None] * 4, failures())
-
-    def test_an_action_of_a_node_that_died_is_due_again(self):
-        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        self.assertEqual(['on_workflow_start'], self.due(workflow_id, first))
-        with self.service.transaction():
-            torc.release_node(self.context, first)
-        self.assertEqual(['on_workflow_start'], self.due(workflow_id, second))
-        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
-        self.sync(workflow_id, second, action_results=[{'action_id': action_id, 'success': True}])
-        with self.service.transaction():
-            torc.release_node(self.context, second)
-        self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
-
-    def test_what_a_node_that_comes_back_is_at_or_has_done_is_not_carried_out_again(self):
-        workflow_id = self.create('a:', actions=[
-            self.action('on_workflow_start'), self.action('on_jobs_ready', [0]), self.action('on_jobs_ready', [0], True)])
-        first = self.node(workflow_id)
-        self.assertEqual(3, len(self.due(workflow_id, first)))
-        started, ready, persistent = (action['id'] for action in self.call('get_workflow_actions', id=workflow_id))
-        with self.service.transaction():
-            torc.release_node(self.context, first)
-        again = self.node(workflow_id)
-        answer = self.sync(workflow_id, again, action_results=[{'action_id': started, 'success': True}],
-                           held=[], held_actions=[ready, persistent], actions=list(torc.TRIGGERS))
-        self.assertEqual(([], []), (answer['actions'], answer['revoked_actions']))
-        other = self.node(workflow_id)
-        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, other), 'the persistent one')
-        with self.service.transaction():
-            torc.release_node(self.context, again)
-        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, other), 'it was not reported')
-        last = self.node(workflow_id)
-        answer = self.sync(workflow_id, last, held=[], held_actions=[ready, persistent, 99])
-        self.assertEqual([ready, 99], answer['revoked_actions'])
-
-    def test_a_partial_run_repeats_only_what_belongs_to_it(self):
-        workflow_id = self.create('a:\nb:', actions=[
-            self.action('on_workflow_start'), self.action('on_jobs_complete', [0]), self.action('on_jobs_complete', [1]), self.action('on_workflow_complete')])
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, completions=[self.end(jobs['a']), self.end(jobs['b'], 'failed', 1)])
-        self.assertEqual(4, len(self.due(workflow_id, node_id)))
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('reset_job_status', id=workflow_id, failed_only=True)
-        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        node_id = self.node(workflow_id)
-        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['b'])])
-        actions = self.call('get_pending_actions', id=workflow_id)
-        self.assertEqual([('on_jobs_complete', [jobs['b']['id']]), ('on_workflow_complete', None)],
-                         [(action['trigger_type'], action.get('job_ids')) for action in actions])
-
-    def test_an_action_that_comes_late_looks_at_what_has_been(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.sync(workflow_id, node_id, completions=[self.end(job)])
-        for trigger, gates in (('on_jobs_complete', [job['id']]), ('on_worker_start', None)):
-            self.call('create_workflow_action', {'workflow_id': workflow_id, 'trigger_type': trigger, 'action_type': 'run_commands',
-                                                 'action_config': {'commands': ['x']}, 'job_ids': gates}, id=workflow_id)
-        self.assertEqual(['on_jobs_complete', 'on_worker_start'], self.due(workflow_id, node_id))
-
-    def test_a_gate_that_is_deleted_is_not_waited_for(self):
-        workflow_id = self.create('a:\nb:', actions=[self.action('on_jobs_complete', [0, 1])])
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, completions=[self.end(jobs['a'])])
-        self.assertEqual([], self.due(workflow_id, node_id))
-        self.assertRefused('wait for its end', 'delete_job', id=jobs['b']['id'])
-        self.sync(workflow_id, node_id, returned=[[jobs['b']['id'], 1]])
-        self.call('delete_job', id=jobs['b']['id'])
-        self.assertEqual(['on_jobs_complete'], self.due(workflow_id, node_id))
-
-    def test_a_persistent_action_lost_with_an_answer_comes_back(self):
-        workflow_id = self.create('a:', actions=[self.action('on_worker_start', None, True)])
-        node_id = self.node(workflow_id)
-        self.assertEqual(['on_worker_start'], self.due(workflow_id, node_id))
-        self.sync(workflow_id, node_id, held=[], held_actions=[])
-        self.assertEqual(['on_worker_start'], self.due(workflow_id, node_id))
-
-    def test_an_action_that_another_client_claimed_is_not_due_again(self):
-        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
-        node_id = self.node(workflow_id)
-        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
-        self.call('claim_action', {'compute_node_id': node_id}, id=workflow_id, action_id=action_id)
-        self.call('update_compute_node', {'is_active': False}, id=node_id)
-        self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
-
-    def test_a_taken_action_is_a_conflict_for_the_next(self):
-        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
-        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
-        self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['success'])
-        with self.assertRaises(torc.Conflict):
-            self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
-
-
-class JobNameTest(ServiceTest):
-    """No way leads to a second job of the same name in a workflow."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb: a')
-        self.job = {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'}
-
-    def names(self) -> List[str]:
-        return [job['name'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
-
-    def test_every_way_to_a_second_job_of_one_name_is_refused(self):
-        taken = f"workflow {self.workflow_id} has a job 'a' already; give another name"
-        self.assertRefused(taken, 'create_job', self.job)
-        self.assertRefused(taken, 'create_jobs', {'jobs': [dict(self.job, name='new'), self.job]})
-        twice = {'jobs': [dict(self.job, name='new')] * 2}
-        self.assertRefused("the name 'new' stands twice", 'create_jobs', twice)
-        self.assertRefused(taken, 'update_job', {'name': 'a'}, id=2)
-        running = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
-        jobs = {'jobs': [{'name': 'b', 'command': 'x'}]}
-        self.assertRefused("has a job 'b' already", 'spawn_jobs', jobs, id=running['id'])
-        columns = 'workflow_id, name, command, kind_id'
-        for sql in ("UPDATE job SET name = 'a' WHERE id = 2",
-                    f'INSERT INTO job ({columns}) SELECT {columns} FROM job'):
-            self.assertRefused('two jobs of a workflow would have the same name', 'admin_sql', {'sql': sql, 'write': True})
-        self.assertEqual(['a', 'b'], self.names())
-
-    def test_a_plan_that_another_program_made_may_not_hold_a_name_twice(self):
-        body = plan_of({'name': 'w', 'jobs': [{'name': name, 'command': 'x'} for name in 'ab']}).body
-        body['jobs'] = [job._replace(name='a') for job in body['jobs']]
-        self.assertRefused("the name 'a' stands twice among the jobs", 'create_workflow_from_spec', body)
-
-    def test_a_name_is_free_for_its_owner_for_other_workflows_and_after_a_deletion(self):
-        self.assertEqual('a', self.call('update_job', {'name': 'a', 'command': 'y'}, id=1)['name'])
-        self.call('create_job', dict(self.job, workflow_id=self.create('c:')))
-        self.call('delete_job', id=1)
-        self.assertEqual('a', self.call('update_job', {'name': 'a'}, id=2)['name'])
-        self.call('create_job', dict(self.job, name='b'))
-        self.assertEqual(['a', 'b'], self.names())
-
-
-class GraphTest(ServiceTest):
-    """What jobs wait for, as sets that are told once."""
-
-    def test_jobs_that_wait_for_the_same_share_a_set(self):
-        workflow_id = self.create('a:\nb:\nc: a b\nd: b a\ne: a\n')
-        graph = self.call('get_dependency_graph', id=workflow_id)
-        names, numbers, sets = graph['job_names'], graph['set_numbers'], graph['sets']
-        self.assertEqual({'a': [], 'b': [], 'c': ['a', 'b'], 'd': ['a', 'b'], 'e': ['a']},
-                         {name: [names[job_id - 1] for job_id in sets[number]]
-                          for name, number in zip(names, numbers)})
-        self.assertEqual((3, numbers[2]), (len(sets), numbers[3]))
-
-    def test_files_and_user_data_count_before_the_workflow_is_initialized(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
-        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
-        record_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'u'})['id']
-        for name, more in (('a', {'output_file_ids': [file_id]}),
-                           ('b', {'output_user_data_ids': [record_id], 'depends_on_job_ids': [1]}),
-                           ('c', {'input_file_ids': [file_id], 'input_user_data_ids': [record_id]}),
-                           ('d', {'input_file_ids': [file_id], 'depends_on_job_ids': [2]})):
-            self.call('create_job', dict(more, workflow_id=workflow_id, name=name, command='true'))
-        graph = self.call('get_dependency_graph', id=workflow_id)
-        self.assertEqual([1, 2, 3, 4], graph['job_ids'])
-        sets = [graph['sets'][number] for number in graph['set_numbers']]
-        self.assertEqual([[], [1], [1, 2], [1, 2]], sets)
-        empty = self.call('create_workflow', {'name': 'empty', 'user': 'tester'})['id']
-        self.assertEqual([], self.call('get_dependency_graph', id=empty)['sets'])
-
-
 class StateTest(ServiceTest):
     """What each operation makes of a job in each status. '-' in the tables: refused with 422, and nothing changes."""
     COLUMNS = 'uninitialized blocked ready pending running completed failed canceled terminated disabled pending_failed'.split()
@@ -4805,6 +3496,282 @@ class StateTest(ServiceTest):
         made = self.call('create_result', {key: value for key, value in result.items() if key not in ('id', 'job_name')})
         self.assertEqual([made['id']], [row['id'] for row in self.call('list_results', workflow_id=workflow_id)['items']])
 
+
+class ActionTest(ServiceTest):
+    """Triggers: counted once for each job, taken once, armed again when the work is to be done again."""
+
+    def action(self, trigger: str, jobs: Optional[List[int]] = None, persistent: bool = False) -> Dict[str, Any]:
+        return {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs, 'persistent': persistent}
+
+    def due(self, workflow_id: int, node_id: int) -> List[str]:
+        return [action['trigger_type'] for action in self.sync(workflow_id, node_id, actions=list(torc.TRIGGERS))['actions']]
+
+    def test_each_trigger_comes_when_its_time_has_come(self):
+        workflow_id = self.create('a:\nb: a', actions=[
+            self.action('on_workflow_start'), self.action('on_worker_start', None, True), self.action('on_jobs_ready', [1]),
+            self.action('on_jobs_complete', [0, 1]), self.action('on_workflow_complete')])
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        self.assertEqual(['on_workflow_start', 'on_worker_start'], self.due(workflow_id, first))
+        self.assertEqual(['on_worker_start'], self.due(workflow_id, second))
+        self.assertEqual([], self.due(workflow_id, second))
+        self.sync(workflow_id, first, completions=[self.end(self.claim(workflow_id, first)['a'])])
+        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, second))
+        self.sync(workflow_id, first, completions=[self.end(self.claim(workflow_id, first)['b'])])
+        self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, first))
+        self.assertEqual([], self.due(workflow_id, first))
+
+    def test_a_schedule_names_no_scheduler_of_another_workflow(self):
+        mine, other = self.create('a:'), self.create('a:')
+        scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': other, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
+        action = {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes'}
+        refused = f'workflow {mine} has no slurm scheduler {scheduler_id}'
+        with self.assertRaisesRegex(torc.Refused, refused):
+            self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': scheduler_id}), workflow_id=mine)
+        made = self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': 0}), workflow_id=mine)
+        with self.assertRaisesRegex(torc.Refused, refused):
+            self.call('update_workflow_action', {'scheduler_id': scheduler_id}, workflow_id=mine, action_id=made['id'])
+        config = {'scheduler_id': scheduler_id, 'scheduler_type': 'slurm'}
+        self.call('create_workflow_action', dict(action, workflow_id=other, action_config=config), workflow_id=other)
+
+    def test_jobs_that_the_cascade_cancels_count_as_ended(self):
+        workflow_id = self.create('a:\nb: a\nc: b', actions=[self.action('on_jobs_complete', [2]), self.action('on_workflow_complete')])
+        node_id = self.node(workflow_id)
+        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
+        self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, node_id))
+
+    def test_a_failed_action_tells_why_until_it_is_to_be_executed_again(self):
+        def failures() -> List[Optional[str]]:
+            return [action.get('failure') for action in self.call('get_workflow_actions', id=workflow_id)]
+
+        workflow_id = self.create('a:', actions=[
+            self.action('on_workflow_start'), self.action('on_worker_start', None, True),
+            self.action('on_workflow_complete')])
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        for node_id, results in ((first, [{'action_id': 1, 'success': False, 'message': 'command 1 ended'},
+                                          {'action_id': 2, 'success': False}]),
+                                 (second, [{'action_id': 2, 'success': True, 'message': 'completed'}])):
+            self.due(workflow_id, node_id)
+            self.sync(workflow_id, node_id, action_results=results)
+        self.assertEqual(['command 1 ended', 'failed', None], failures())   # of one node is enough
+        events = self.call('list_events', workflow_id=workflow_id, category='action')['items']
+        self.assertEqual([('action_failed', 'error', 'command 1 ended'), ('action_failed', 'error', ''),
+                          ('action_completed', None, 'completed')],
+                         [tuple(event['data'].get(key) for key in ('event_type', 'level', 'message'))
+                          for event in events])
+        body = dict(self.action('on_workflow_start'), workflow_id=workflow_id, failure='x')
+        del body['job_indexes']
+        self.assertNotIn('failure', self.call('create_workflow_action', body, workflow_id=workflow_id))
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual([None] * 4, failures())
+
+    def test_an_action_of_a_node_that_died_is_due_again(self):
+        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        self.assertEqual(['on_workflow_start'], self.due(workflow_id, first))
+        with self.service.transaction():
+            torc.release_node(self.context, first)
+        self.assertEqual(['on_workflow_start'], self.due(workflow_id, second))
+        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
+        self.sync(workflow_id, second, action_results=[{'action_id': action_id, 'success': True}])
+        with self.service.transaction():
+            torc.release_node(self.context, second)
+        self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
+
+    def test_what_a_node_that_comes_back_is_at_or_has_done_is_not_carried_out_again(self):
+        workflow_id = self.create('a:', actions=[
+            self.action('on_workflow_start'), self.action('on_jobs_ready', [0]), self.action('on_jobs_ready', [0], True)])
+        first = self.node(workflow_id)
+        self.assertEqual(3, len(self.due(workflow_id, first)))
+        started, ready, persistent = (action['id'] for action in self.call('get_workflow_actions', id=workflow_id))
+        with self.service.transaction():
+            torc.release_node(self.context, first)
+        again = self.node(workflow_id)
+        answer = self.sync(workflow_id, again, action_results=[{'action_id': started, 'success': True}],
+                           held=[], held_actions=[ready, persistent], actions=list(torc.TRIGGERS))
+        self.assertEqual(([], []), (answer['actions'], answer['revoked_actions']))
+        other = self.node(workflow_id)
+        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, other), 'the persistent one')
+        with self.service.transaction():
+            torc.release_node(self.context, again)
+        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, other), 'it was not reported')
+        last = self.node(workflow_id)
+        answer = self.sync(workflow_id, last, held=[], held_actions=[ready, persistent, 99])
+        self.assertEqual([ready, 99], answer['revoked_actions'])
+
+    def test_a_partial_run_repeats_only_what_belongs_to_it(self):
+        workflow_id = self.create('a:\nb:', actions=[
+            self.action('on_workflow_start'), self.action('on_jobs_complete', [0]), self.action('on_jobs_complete', [1]), self.action('on_workflow_complete')])
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['a']), self.end(jobs['b'], 'failed', 1)])
+        self.assertEqual(4, len(self.due(workflow_id, node_id)))
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('reset_job_status', id=workflow_id, failed_only=True)
+        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        node_id = self.node(workflow_id)
+        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['b'])])
+        actions = self.call('get_pending_actions', id=workflow_id)
+        self.assertEqual([('on_jobs_complete', [jobs['b']['id']]), ('on_workflow_complete', None)],
+                         [(action['trigger_type'], action.get('job_ids')) for action in actions])
+
+    def test_an_action_that_comes_late_looks_at_what_has_been(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.sync(workflow_id, node_id, completions=[self.end(job)])
+        for trigger, gates in (('on_jobs_complete', [job['id']]), ('on_worker_start', None)):
+            self.call('create_workflow_action', {'workflow_id': workflow_id, 'trigger_type': trigger, 'action_type': 'run_commands',
+                                                 'action_config': {'commands': ['x']}, 'job_ids': gates}, id=workflow_id)
+        self.assertEqual(['on_jobs_complete', 'on_worker_start'], self.due(workflow_id, node_id))
+
+    def test_a_gate_that_is_deleted_is_not_waited_for(self):
+        workflow_id = self.create('a:\nb:', actions=[self.action('on_jobs_complete', [0, 1])])
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['a'])])
+        self.assertEqual([], self.due(workflow_id, node_id))
+        self.assertRefused('wait for its end', 'delete_job', id=jobs['b']['id'])
+        self.sync(workflow_id, node_id, returned=[[jobs['b']['id'], 1]])
+        self.call('delete_job', id=jobs['b']['id'])
+        self.assertEqual(['on_jobs_complete'], self.due(workflow_id, node_id))
+
+    def test_a_persistent_action_lost_with_an_answer_comes_back(self):
+        workflow_id = self.create('a:', actions=[self.action('on_worker_start', None, True)])
+        node_id = self.node(workflow_id)
+        self.assertEqual(['on_worker_start'], self.due(workflow_id, node_id))
+        self.sync(workflow_id, node_id, held=[], held_actions=[])
+        self.assertEqual(['on_worker_start'], self.due(workflow_id, node_id))
+
+    def test_an_action_that_another_client_claimed_is_not_due_again(self):
+        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
+        node_id = self.node(workflow_id)
+        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
+        self.call('claim_action', {'compute_node_id': node_id}, id=workflow_id, action_id=action_id)
+        self.call('update_compute_node', {'is_active': False}, id=node_id)
+        self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
+
+    def test_a_taken_action_is_a_conflict_for_the_next(self):
+        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
+        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
+        self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['success'])
+        with self.assertRaises(torc.Conflict):
+            self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
+
+
+class GraphTest(ServiceTest):
+    """What jobs wait for, as sets that are told once."""
+
+    def test_jobs_that_wait_for_the_same_share_a_set(self):
+        workflow_id = self.create('a:\nb:\nc: a b\nd: b a\ne: a\n')
+        graph = self.call('get_dependency_graph', id=workflow_id)
+        names, numbers, sets = graph['job_names'], graph['set_numbers'], graph['sets']
+        self.assertEqual({'a': [], 'b': [], 'c': ['a', 'b'], 'd': ['a', 'b'], 'e': ['a']},
+                         {name: [names[job_id - 1] for job_id in sets[number]]
+                          for name, number in zip(names, numbers)})
+        self.assertEqual((3, numbers[2]), (len(sets), numbers[3]))
+
+    def test_files_and_user_data_count_before_the_workflow_is_initialized(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
+        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
+        record_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'u'})['id']
+        for name, more in (('a', {'output_file_ids': [file_id]}),
+                           ('b', {'output_user_data_ids': [record_id], 'depends_on_job_ids': [1]}),
+                           ('c', {'input_file_ids': [file_id], 'input_user_data_ids': [record_id]}),
+                           ('d', {'input_file_ids': [file_id], 'depends_on_job_ids': [2]})):
+            self.call('create_job', dict(more, workflow_id=workflow_id, name=name, command='true'))
+        graph = self.call('get_dependency_graph', id=workflow_id)
+        self.assertEqual([1, 2, 3, 4], graph['job_ids'])
+        sets = [graph['sets'][number] for number in graph['set_numbers']]
+        self.assertEqual([[], [1], [1, 2], [1, 2]], sets)
+        empty = self.call('create_workflow', {'name': 'empty', 'user': 'tester'})['id']
+        self.assertEqual([], self.call('get_dependency_graph', id=empty)['sets'])
+
+
+class PropertyTest(ServiceTest):
+    """Random workflows, driven in random order, against a plain model of the rules."""
+
+    def expected(self, needs: List[List[int]], tolerant: List[bool], bad: Set[int], by_hand: Iterable[int] = ()) -> List[str]:
+        found = []
+        for place, row in enumerate(needs):
+            blocked = any(found[need] != 'completed' for need in row) and not tolerant[place] and place not in by_hand
+            found.append('canceled' if blocked else 'failed' if place in bad else 'completed')
+        return found
+
+    def test_any_graph_ends_as_the_rules_say(self):
+        for seed in range(40):
+            with self.subTest(seed=seed):
+                chance = random.Random(seed)
+                count = chance.randrange(2, 25)
+                needs = [sorted(chance.sample(range(place), chance.randrange(0, min(place, 4) + 1))) for place in range(count)]
+                tolerant = [chance.random() < 0.2 for _ in range(count)]
+                bad = {place for place in range(count) if chance.random() < 0.2}
+                lines = [f"j{place}{'!' if tolerant[place] else ''}: {' '.join(f'j{need}' for need in row)}" for place, row in enumerate(needs)]
+                workflow_id = self.create('\n'.join(lines))
+                by_hand = self.end_by_hand(workflow_id, chance.sample(range(count), min(count, 3)) if seed % 2 else [], bad)
+                found = self.drive(workflow_id, {f'j{place}': 'failed' for place in bad})
+                self.assertEqual(self.expected(needs, tolerant, bad, by_hand), list(found.values()), lines)
+                ran = [row['job_id'] for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']]
+                self.assertEqual((len(ran), len([status for status in found.values() if status != 'canceled'])), (len(set(ran)), len(ran)))
+                self.assertWhole()
+
+    def end_by_hand(self, workflow_id: int, places: List[int], bad: Set[int]) -> List[int]:
+        """Report ends of jobs that nobody has claimed; those that were taken in: what was canceled before is refused."""
+        jobs, accepted = self.call('list_jobs', workflow_id=workflow_id)['items'], []
+        for place in places:
+            job, status = jobs[place], 'failed' if place in bad else 'completed'
+            result = dict(self.end(job, status, int(place in bad)), workflow_id=workflow_id, run_id=1, compute_node_id=0)
+            entry = {'job_id': job['id'], 'status': status, 'run_id': 1, 'result': result}
+            answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=workflow_id)
+            self.assertTrue(answer['completed'] or 'as canceled' in answer['errors'][0]['message'], answer)
+            accepted += [place] * len(answer['completed'])
+            self.assertWhole()
+        return accepted
+
+
+# ======== 8a. Creation ========
+
+class JobNameTest(ServiceTest):
+    """No way leads to a second job of the same name in a workflow."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb: a')
+        self.job = {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'}
+
+    def names(self) -> List[str]:
+        return [job['name'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
+
+    def test_every_way_to_a_second_job_of_one_name_is_refused(self):
+        taken = f"workflow {self.workflow_id} has a job 'a' already; give another name"
+        self.assertRefused(taken, 'create_job', self.job)
+        self.assertRefused(taken, 'create_jobs', {'jobs': [dict(self.job, name='new'), self.job]})
+        twice = {'jobs': [dict(self.job, name='new')] * 2}
+        self.assertRefused("the name 'new' stands twice", 'create_jobs', twice)
+        self.assertRefused(taken, 'update_job', {'name': 'a'}, id=2)
+        running = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
+        jobs = {'jobs': [{'name': 'b', 'command': 'x'}]}
+        self.assertRefused("has a job 'b' already", 'spawn_jobs', jobs, id=running['id'])
+        columns = 'workflow_id, name, command, kind_id'
+        for sql in ("UPDATE job SET name = 'a' WHERE id = 2",
+                    f'INSERT INTO job ({columns}) SELECT {columns} FROM job'):
+            self.assertRefused('two jobs of a workflow would have the same name', 'admin_sql', {'sql': sql, 'write': True})
+        self.assertEqual(['a', 'b'], self.names())
+
+    def test_a_plan_that_another_program_made_may_not_hold_a_name_twice(self):
+        body = plan_of({'name': 'w', 'jobs': [{'name': name, 'command': 'x'} for name in 'ab']}).body
+        body['jobs'] = [job._replace(name='a') for job in body['jobs']]
+        self.assertRefused("the name 'a' stands twice among the jobs", 'create_workflow_from_spec', body)
+
+    def test_a_name_is_free_for_its_owner_for_other_workflows_and_after_a_deletion(self):
+        self.assertEqual('a', self.call('update_job', {'name': 'a', 'command': 'y'}, id=1)['name'])
+        self.call('create_job', dict(self.job, workflow_id=self.create('c:')))
+        self.call('delete_job', id=1)
+        self.assertEqual('a', self.call('update_job', {'name': 'a'}, id=2)['name'])
+        self.call('create_job', dict(self.job, name='b'))
+        self.assertEqual(['a', 'b'], self.names())
+
+
+# ======== 8b. Initialization ========
 
 class ResetTest(ServiceTest):
     """Initialize, reinitialize, reset, change detection."""
@@ -5492,6 +4459,877 @@ class ApplySpecTest(ServiceTest):
                 self.assertNothing(self.apply(workflow_id, new))
 
 
+class ProvenanceTest(ServiceTest):
+    """RO-Crate entities that the server adds by itself, in the words of Torc's clients."""
+
+    def entities(self, workflow_id: int) -> Dict[str, Any]:
+        """@id -> metadata."""
+        items = self.call('list_ro_crate_entities', id=workflow_id)['items']
+        for item in items:
+            self.assertEqual((item['entity_id'], item['entity_type']), (item['metadata']['@id'], item['metadata']['@type'][0]))
+        return {item['entity_id']: item['metadata'] for item in items}
+
+    def make(self) -> Tuple[int, Dict[str, int]]:
+        """A workflow of a job that reads and writes, and one that does neither: its id, and those of its files."""
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
+        files = {name: self.call('create_file', dict({'workflow_id': workflow_id, 'name': name, 'path': 'data/' + name}, **more))['id'] for name, more in (
+            ('in.csv', {'st_mtime': 1700000000.5}), ('cited', {'st_mtime': 1.0, 'identifier': 'https://doi.org/1'}), ('absent', {}), ('out.json', {}), ('log', {}))}
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'input_file_ids': [files['in.csv'], files['cited']],
+                                 'output_file_ids': [files['out.json'], files['log']]})
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x'})
+        return workflow_id, files
+
+    def run_it(self, workflow_id: int, files: Dict[str, int], mtime: float) -> Dict[str, Any]:
+        """Run the jobs as a runner of ours; the entities afterwards."""
+        node_id = self.node(workflow_id, identity='boot/1')
+        jobs = self.claim(workflow_id, node_id)
+        times = {str(files['out.json']): mtime, str(files['log']): mtime}
+        self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['a']), file_times=times)])
+        self.sync(workflow_id, node_id, contents=[[files['out.json'], mtime, 6, 'c0de'], [files['log'], mtime - 1, 7, 'late'], [999, mtime, 1, 'x']])
+        found = self.entities(workflow_id)
+        self.assertNotIn('endTime', found[f"#torc-run-id-{self.call('get_workflow', id=workflow_id)['run_id']}"])
+        self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['b']), file_times={})])
+        return self.entities(workflow_id)
+
+    def test_an_initialize_describes_run_program_and_input_files(self):
+        workflow_id, files = self.make()
+        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de'], [files['cited'], 7.0, 1, 'old']]}, id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        found = self.entities(workflow_id)
+        self.assertEqual({'#torc-workflow', '#software-torc-server-run-id-1', '#torc-run-id-1', 'data/in.csv', 'https://doi.org/1'}, set(found))
+        self.assertEqual({'@id': 'data/in.csv', '@type': ['File', 'prov:Entity'], 'name': 'in.csv', 'encodingFormat': 'text/csv', 'contentSize': 6, 'sha256': 'c0de',
+                          'dateModified': '2023-11-14T22:13:20.500Z'}, found['data/in.csv'])
+        self.assertEqual({'@id': 'https://doi.org/1', '@type': ['File', 'prov:Entity'], 'name': 'cited', 'encodingFormat': 'application/octet-stream',
+                          'dateModified': '1970-01-01T00:00:01.000Z', 'sameAs': {'@id': 'data/cited'}}, found['https://doi.org/1'])
+        self.assertEqual({'@id': '#torc-workflow', '@type': ['SoftwareApplication', 'prov:Plan'], 'name': 'w'}, found['#torc-workflow'])
+        agents = [{'@id': '#software-torc-run-id-1'}, {'@id': '#software-torc-server-run-id-1'}]
+        self.assertEqual({'@id': '#torc-run-id-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'w Run 1', 'startTime': torc.format_time(self.clock),
+                          'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0], 'prov:wasAssociatedWith': agents}, found['#torc-run-id-1'])
+        self.assertEqual(['SoftwareApplication', 'prov:SoftwareAgent'], found['#software-torc-server-run-id-1']['@type'])
+
+    def test_what_others_added_stays_and_the_hash_of_another_content_does_not(self):
+        workflow_id, files = self.make()
+        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de']]}, id=workflow_id)
+        entity = next(item for item in self.call('list_ro_crate_entities', id=workflow_id)['items'] if item['entity_id'] == 'data/in.csv')
+        self.call('update_ro_crate_entity', {'metadata': dict(entity['metadata'], license='CC0')}, id=entity['id'])
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual(('CC0', 'c0de'), tuple(self.entities(workflow_id)['data/in.csv'][key] for key in ('license', 'sha256')))
+        self.call('update_file', {'st_mtime': 1700000001.0}, id=files['in.csv'])
+        self.call('initialize_jobs', id=workflow_id)
+        found = self.entities(workflow_id)['data/in.csv']
+        self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z', None, None), tuple(found.get(key) for key in ('license', 'dateModified', 'sha256', 'contentSize')))
+
+    def test_a_completed_job_describes_what_it_made_and_a_later_run_renews_it(self):
+        workflow_id, files = self.make()
+        for run_id, mtime in ((1, 1700000100.0), (2, 1700000200.0)):
+            self.clock += 50
+            if run_id == 2:
+                self.call('reset_workflow_status', id=workflow_id)
+            self.call('initialize_jobs', id=workflow_id)
+            found = self.run_it(workflow_id, files, mtime)
+            run, action = {'@id': f'#torc-run-id-{run_id}'}, {'@id': '#job-1-attempt-1'}
+            inputs = [{'@id': 'data/in.csv'}, {'@id': 'data/cited'}]
+            agents = [{'@id': f'#software-torc-run-id-{run_id}'}, {'@id': f'#software-torc-server-run-id-{run_id}'}]
+            made = {'@type': ['File', 'prov:Entity'], 'dateModified': torc.format_time(mtime), 'prov:wasGeneratedBy': action,
+                    'prov:wasAttributedTo': run, 'prov:wasDerivedFrom': inputs}
+            self.assertEqual(dict(made, **{'@id': 'data/out.json', 'name': 'out.json', 'encodingFormat': 'application/json', 'contentSize': 6, 'sha256': 'c0de'}),
+                             found['data/out.json'])
+            self.assertEqual(dict(made, **{'@id': 'data/log', 'name': 'log', 'encodingFormat': 'application/octet-stream'}), found['data/log'])
+            self.assertEqual({
+                '@id': '#job-1-attempt-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'a', 'isPartOf': run, 'prov:hadPlan': {'@id': '#torc-workflow'},
+                'instrument': agents[0], 'prov:wasAssociatedWith': agents, 'object': inputs, 'prov:used': inputs,
+                'result': [{'@id': 'data/out.json'}, {'@id': 'data/log'}]}, found['#job-1-attempt-1'])
+            self.assertEqual('2026-01-01T00:10:00.000Z', found[run['@id']]['endTime'])
+            self.assertEqual(9 + 3 * (run_id - 1), len(found), 'files, plan and action are renewed; runs and programs are added')
+
+    def test_the_same_end_again_keeps_what_is_known(self):
+        workflow_id, files = self.make()
+        self.call('initialize_jobs', id=workflow_id)
+        before = self.run_it(workflow_id, files, 1700000100.0)
+        job = self.call('get_job', id=1)
+        times = {str(files['out.json']): 1700000100.0, str(files['log']): 1700000100.0}
+        self.sync(workflow_id, 1, completions=[dict(self.end(job), file_times=times)])
+        self.assertEqual(before, self.entities(workflow_id))
+
+    def test_runners_of_others_describe_their_jobs_themselves(self):
+        workflow_id, files = self.make()
+        self.call('initialize_jobs', id=workflow_id)
+        before = self.entities(workflow_id)
+        node_id = self.node(workflow_id)
+        for job in self.call('list_jobs', workflow_id=workflow_id)['items']:
+            result = dict(self.end(job), workflow_id=workflow_id, run_id=1, compute_node_id=node_id)
+            self.call('complete_job', result, job_id=job['id'], status='completed', run_id=1)
+        self.assertEqual(dict(before, **{'#torc-run-id-1': dict(before['#torc-run-id-1'], endTime='2026-01-01T00:10:00.000Z')}), self.entities(workflow_id))
+
+    def test_a_file_of_an_absurd_time_stops_no_initialize(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
+        for number, time_s in enumerate((1e300, -1e300)):
+            self.call('create_file', {'workflow_id': workflow_id, 'name': f'f{number}', 'path': f'f{number}', 'st_mtime': time_s})
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual('9999-12-31T23:59:59.000Z', self.entities(workflow_id)['f0']['dateModified'])
+
+    def test_nothing_is_added_where_it_is_not_wanted(self):
+        workflow_id, files = self.make()
+        self.call('update_workflow', {'enable_ro_crate': False}, id=workflow_id)
+        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de']]}, id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        self.store.run("INSERT INTO ro_crate_entity (workflow_id, entity_id, entity_type, metadata) VALUES (?, '#torc-run-id-1', 'x', ?)",
+                       (workflow_id, '{"@id": "#torc-run-id-1", "@type": ["x"]}'))      # of others
+        self.assertEqual({'#torc-run-id-1': {'@id': '#torc-run-id-1', '@type': ['x']}}, self.run_it(workflow_id, files, 1700000100.0))
+
+
+# ======== 8c. Claims ========
+
+class ClaimTest(ServiceTest):
+    """Which jobs a node gets."""
+
+    def make(self, rows: str) -> int:
+        """A workflow from a table: name, cpus, memory, gpus, nodes, runtime, priority, labels, scheduler."""
+        table = rows_of(rows)
+        needs = [{'name': f'r{place}', 'num_cpus': int(row['cpus']), 'memory': row['memory'], 'num_gpus': int(row['gpus'] or 0),
+                  'num_nodes': int(row['nodes'] or 1), 'runtime': row['runtime']} for place, row in enumerate(table)]
+        kinds = [[place, int(row['priority'] or 0), int(row['scheduler']) if row['scheduler'] else None, row['labels'].split(',') if row['labels'] else None]
+                 for place, row in enumerate(table)]
+        jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, None, None, True, False, [], [], [], []) for place, row in enumerate(table)]
+        body = {'workflow': {'name': 'w', 'user': 'u'}, 'files': [], 'user_data': [], 'resource_requirements': needs,
+                'slurm_schedulers': [{'name': name, 'account': 'a'} for name in 'st'], 'failure_handlers': [], 'kinds': kinds,
+                'dependency_sets': [], 'jobs': jobs, 'actions': []}
+        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
+        self.call('initialize_jobs', id=workflow_id)
+        return workflow_id
+
+    def take(self, workflow_id: int, limit: int = 100, **node: Any) -> str:
+        """Names claimed by resources, in order; the reason where there are none."""
+        strict = node.pop('strict', False)
+        body = dict({'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}, **node)
+        answer = self.call('claim_jobs_based_on_resources', body, id=workflow_id, limit=limit, strict_scheduler_match=strict)
+        return ' '.join(job['name'] for job in answer['jobs']) or answer['reason']
+
+    TABLE = '''
+        name      cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+        small     1     1g      -     1      PT10M    -         -       -
+        long      1     1g      -     1      PT2H     -         -       -
+        wide      3     1g      -     1      PT10M    -         -       -
+        fat       1     7g      -     1      PT10M    -         -       -
+        urgent    1     1g      -     1      PT1M     5         -       -
+        gpu       1     1g      1     1      PT10M    -         -       -
+        two       4     1g      -     2      PT10M    -         -       -
+        tagged    1     1g      -     1      PT10M    -         a,b     -
+        '''
+
+    def test_order_is_priority_gpus_runtime_memory_cpus_then_id(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertEqual('urgent gpu long fat wide small', self.take(workflow_id, num_cpus=99, memory_gb=99.0, num_gpus=1))
+
+    def test_only_what_fits_is_taken_and_the_rest_goes_on_to_wait(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertEqual('urgent long wide', self.take(workflow_id, num_cpus=5, memory_gb=3.5))
+        self.assertEqual('fat', self.take(workflow_id, num_cpus=1))
+        self.assertEqual('small', self.take(workflow_id, num_cpus=1))
+
+    def test_packing_is_per_node(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertEqual('urgent long fat wide', self.take(workflow_id, num_nodes=2, num_cpus=3, memory_gb=9.0, time_limit='PT3H'))
+        self.assertIn('no ready job fits what is free', self.take(workflow_id, num_nodes=3, num_cpus=0, memory_gb=9.0))
+
+    def test_a_job_of_two_nodes_takes_whole_ones(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertIn('two', self.take(workflow_id, num_nodes=3, num_cpus=8, memory_gb=64.0))
+        self.assertNotIn('two', self.take(self.make(self.TABLE), num_nodes=1, num_cpus=8, memory_gb=64.0))
+
+    def test_remaining_time_bounds_the_runtime(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertEqual('urgent', self.take(workflow_id, num_cpus=99, memory_gb=99.0, time_limit='PT5M'))
+        self.assertEqual('every ready job needs at least PT10M, and only PT9M are left', self.take(workflow_id, time_limit='PT9M'))
+
+    def test_a_node_is_told_whether_jobs_are_left_that_it_may_take(self):
+        workflow_id = self.make('''
+            name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+            plain   1     1g      -     1      PT10M    -         -       -
+            tagged  1     1g      -     1      PT10M    -         a,b     -
+            ''')
+        node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0,
+                'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True}
+        nodes = [self.call('create_compute_node', dict(node, labels=labels))['id'] for labels in (None, ['b', 'a', 'c'], ['a'])]
+
+        def left() -> List[bool]:
+            return [self.call('runner_sync', {'compute_node_id': node_id, 'run_id': 1, 'explain': True}, id=workflow_id)['has_jobs_for_node'] for node_id in nodes]
+        self.assertEqual([True, True, False], left())
+        plain, tagged = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
+        for job_id, wanted in ((tagged, [True, False, False]), (plain, [False, False, False])):
+            self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
+            self.assertEqual(wanted, left())
+
+    def test_labels_are_sets(self):
+        workflow_id = self.make(self.TABLE)
+        self.assertIn("labels that are all among this node's", self.take(workflow_id, labels=['a']))
+        self.assertEqual('tagged', self.take(workflow_id, labels=['c', 'b', 'a']))
+
+    def test_a_schedulers_own_jobs_come_first_then_unbound_then_any(self):
+        rows = '''
+            name   cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+            other  1     1g      -     1      PT1M     9         -       1
+            free   1     1g      -     1      PT1M     5         -       -
+            mine   1     1g      -     1      PT1M     -         -       0
+            '''
+        first = self.store.next_id('slurm_scheduler')
+        self.assertEqual('mine free other', self.take(self.make(rows), scheduler_config_id=first))
+        first = self.store.next_id('slurm_scheduler')
+        self.assertEqual('mine free', self.take(self.make(rows), scheduler_config_id=first, strict=True))
+
+    def test_the_queue_goes_by_priority_and_id_alone(self):
+        workflow_id = self.make(self.TABLE)
+        jobs = self.call('claim_next_jobs', id=workflow_id, limit=3)['jobs']
+        self.assertEqual(['urgent', 'small', 'long'], [job['name'] for job in jobs])
+        self.assertEqual({'pending'}, {job['status'] for job in jobs})
+
+    def test_jobs_that_need_the_same_go_by_id_whatever_their_requirements_are_called(self):
+        rows = '''
+            name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+            j0    1     1g      -     1      PT1M     -         -       -
+            j1    1     1g      -     1      PT1M     -         -       -
+            j2    1     1g      -     1      PT1M     -         -       -
+            '''
+        workflow_id = self.make(rows)
+        self.store.run('UPDATE job SET kind_id = (SELECT min(id) FROM job_kind) WHERE name = ?', ('j2',))
+        self.assertEqual('j0 j1 j2', self.take(workflow_id))
+
+    def test_rounds_ahead_take_more_than_fits_at_once(self):
+        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(20)))
+        node_id = self.node(workflow_id)
+        want = {'strategy': 'resources', 'limit': 100, 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'depth': 4,
+                'total': {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}}
+        self.assertEqual([f'j{i}' for i in range(7)], [job['name'] for job in self.sync(workflow_id, node_id, want=want)['jobs']])
+
+    def placed(self, workflow_id: int, node_id: int, **want: Any) -> str:
+        """Claimed jobs and the indexes of their nodes."""
+        want = dict({'strategy': 'resources', 'limit': 100}, **want)
+        return ' '.join(f"{job['name']}:{'+'.join(map(str, job['nodes']))}" for job in self.sync(workflow_id, node_id, want=want)['jobs'])
+
+    def test_a_claim_says_on_which_of_the_callers_nodes_each_job_goes(self):
+        rows = self.HEAD + '''
+            big   8     1g      -     1      PT3M     -         -       -
+            pair  1     1g      -     2      PT2M     -         -       -
+            j0    1     2g      -     1      PT1M     -         -       -
+            j1    1     2g      -     1      PT1M     -         -       -
+            gpu   1     1g      1     1      PT1M     -         -       -
+            '''
+        gib, workflow_id = 1 << 30, self.make(rows)
+        node_id = self.node(workflow_id)
+        sizes = [[8, 8 * gib, 0], [8, 8 * gib, 0], [8, 8 * gib, 1], [8, 8 * gib, 0]]
+        free = [[2, 3 * gib, 0], [8, 8 * gib, 0], [6, 8 * gib, 1], [8, 8 * gib, 0]]
+        self.assertEqual('gpu:2 big:1 j0:0 j1:2', self.placed(workflow_id, node_id, nodes=free, sizes=sizes))
+        self.assertEqual('pair:1+3', self.placed(workflow_id, node_id, nodes=free, sizes=sizes))
+
+    def test_claims_of_older_runners_are_placed_on_nodes_of_one_size(self):
+        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(6)))
+        free = {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}
+        self.assertEqual('j0:0 j1:0 j2:1 j3:1', self.placed(workflow_id, self.node(workflow_id), num_nodes=2, **free))
+        self.assertEqual('j4: j5:', self.placed(workflow_id, self.node(workflow_id), strategy='queue'))
+
+    def test_a_claim_that_does_not_say_what_its_nodes_have_is_refused(self):
+        workflow_id = self.create('j:')
+        node_id = self.node(workflow_id)
+        for want, message in (({'nodes': []}, 'needs num_cpus, memory_gb, num_gpus'),
+                              ({'nodes': [[1, 1]]}, 'nodes'), ({'nodes': [[1, 1, 'x']]}, 'nodes'),
+                              ({'nodes': [[1, 1 << 30, 0]], 'sizes': []}, 'nodes has 1 entries, and sizes 0')):
+            with self.subTest(want), self.assertRaisesRegex(torc.TorcError, message):
+                self.placed(workflow_id, node_id, **want)
+
+    def test_no_job_is_handed_out_twice(self):
+        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(50)))
+        nodes = [self.node(workflow_id) for _ in range(2)]
+        seen = [name for turn in range(20) for name in self.claim(workflow_id, nodes[turn % 2], 3)]
+        self.assertEqual(50, len(seen))
+        self.assertEqual(50, len(set(seen)))
+
+    HEAD = 'name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler'
+
+    def test_what_no_node_of_a_runner_has_is_told_from_the_largest_of_them(self):
+        rows = self.HEAD + '''
+            odd   9     1g      -     1      PT1M     -         -       -
+            pair  1     1g      -     3      PT1M     -         -       -
+            '''
+        workflow_id = self.make(rows)
+        sizes = [[8, 1 << 30, 0], [4, 2 << 30, 1]]
+        want = {'strategy': 'resources', 'limit': 9, 'nodes': sizes, 'sizes': sizes}
+        answer = self.sync(workflow_id, self.node(workflow_id), explain=True, survey=True, want=want)
+        self.assertEqual(['jobs such as odd cannot run here: they need 9 CPUs, and this runner has 8 (--num-cpus)',
+                          'jobs such as pair cannot run here: they need 3 nodes, and this runner has 2'], sorted(answer['notices']))
+
+    def wants(self, workflow_id: int, node_id: int = 0, **more: Any) -> Any:
+        """A runner's turn, on a node of 4 CPUs, 8 GiB and no GPU."""
+        size = {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}
+        want = dict({'strategy': 'resources', 'limit': 9, 'num_nodes': 1, 'total': size}, **size)
+        want.update(more)
+        return self.sync(workflow_id, node_id or self.node(workflow_id), explain=True, survey=True, want=want)
+
+    def test_what_a_job_needs_and_a_runner_will_never_have_is_told_with_the_option(self):
+        rows = rows_of('''
+            cpus  memory  gpus  nodes  runtime  labels  what
+            5     1g      -     1      PT1M     -       5 CPUs, and this runner has 4 (--num-cpus)
+            1     9g      -     1      PT1M     -       9.0GB of memory, and this runner has 8.0GB (MEMORY)
+            1     1g      2     1      PT1M     -       2 GPUs, and this runner has 0 (--num-gpus)
+            1     1g      -     2      PT1M     -       2 nodes, and this runner has 1
+            1     1g      -     1      PT13M    -       a runtime of PT13M, and this runner has PT10M left T
+            1     1g      -     1      PT1M     b,a     a runner with --label a,b
+            5     1g      1     1      PT1M     -       5 CPUs, and this runner has 4 (--num-cpus); 1 GPUs, 0
+            ''')
+        long = {'left T': 'left (--time-limit, --end-time)', 'MEMORY': '--memory-gb',
+                'GPUs, 0': 'GPUs, and this runner has 0 (--num-gpus)'}
+        for row in rows:
+            with self.subTest(row['what']):
+                needs = [row[key] or '-' for key in ('cpus', 'memory', 'gpus', 'nodes', 'runtime')]
+                lines = [self.HEAD, f"odd  {'  '.join(needs)}  -  {row['labels'] or '-'}  -",
+                         'fine  1  1g  -  1  PT1M  -  -  -']
+                answer = self.wants(self.make('\n'.join(lines)), time_limit='PT12M')
+                what = re.sub('|'.join(long), lambda match: long[match.group()], row['what'])
+                self.assertEqual((['fine'], [f'jobs such as odd cannot run here: they need {what}']),
+                                 ([job['name'] for job in answer['jobs']], answer['notices']))
+                alone = self.wants(self.make('\n'.join(lines[:2])), time_limit='PT12M')
+                self.assertEqual((alone['notices'][0], False), (alone['reason'], alone['claimable']))
+
+    def test_what_will_not_fit_is_told_before_it_is_ready_and_what_is_done_is_not(self):
+        workflow_id = self.create('a:\nb: a')
+        for key, value in (('num_gpus', 1), ('name', 'gpu')):
+            self.store.run(f'UPDATE resource_requirements SET {key} = ?', (value,))
+        self.store.run("UPDATE job SET status = 3 WHERE name = 'a'")
+        notice = 'jobs such as b cannot run here: they need 1 GPUs, and this runner has 0 (--num-gpus)'
+        self.assertEqual([notice], self.wants(workflow_id)['notices'])
+        self.store.run('UPDATE job SET status = 5')
+        self.assertEqual([], self.wants(workflow_id)['notices'])
+
+    def test_a_labelled_runner_is_told_of_its_own_jobs_only_and_the_queue_knows_no_sizes(self):
+        rows = '''
+            name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
+            plain   9     1g      -     1      PT1M     -         -       -
+            tagged  9     1g      -     1      PT1M     -         a       -
+            other   9     1g      -     1      PT1M     -         b       -
+            '''
+        needs = 'cannot run here: they need 9 CPUs, and this runner has 4 (--num-cpus)'
+        answer = self.wants(self.make(rows), labels=['a'])
+        self.assertEqual([f'jobs such as tagged {needs}'], answer['notices'])
+        queue = {'strategy': 'queue', 'limit': 9}
+        workflow_id = self.make(rows)
+        answer = self.sync(workflow_id, self.node(workflow_id), survey=True, want=queue)
+        notices = [f'jobs such as {name} cannot run here: they need a runner with --label {label}'
+                   for name, label in (('tagged', 'a'), ('other', 'b'))]
+        self.assertEqual((['plain'], notices), ([job['name'] for job in answer['jobs']], answer['notices']))
+
+    def test_there_is_nothing_to_wait_for_when_nobody_can_take_what_is_ready(self):
+        workflow_id = self.make(f'{self.HEAD}\nbig  9  1g  -  1  PT1M  -  -  -')
+        node_id = self.node(workflow_id)
+        self.assertFalse(self.wants(workflow_id, node_id)['claimable'])
+        self.assertTrue(self.sync(workflow_id, node_id)['claimable'])       # it has not asked
+        other = self.node(workflow_id)
+        self.assertTrue(self.wants(workflow_id, node_id)['claimable'])      # which may be larger
+        self.call('update_compute_node', {'is_active': False}, id=other)
+        self.assertFalse(self.wants(workflow_id, node_id)['claimable'])
+        self.call('create_scheduled_compute_node', {
+            'workflow_id': workflow_id, 'scheduler_id': 7, 'scheduler_config_id': 0, 'status': 'pending',
+            'scheduler_type': 'slurm'})
+        self.assertTrue(self.wants(workflow_id, node_id)['claimable'])      # which will come
+
+    def test_every_turn_tells_how_many_jobs_are_in_which_status_whoever_changed_them(self):
+        def told() -> Dict[str, int]:
+            answer = self.sync(workflow_id, node_id)
+            counts = self.call('get_workflow_status', id=workflow_id)['jobs_by_status']
+            unfinished = sum(counts[row.name] for row in torc.STATUSES if not row.is_done)
+            self.assertEqual(({key: count for key, count in counts.items() if count}, unfinished),
+                             (answer['jobs_by_status'], answer['unfinished']))
+            return answer['jobs_by_status']
+        workflow_id = self.create('a:\nb: a\n' + '\n'.join(f'j{i}:' for i in range(1500)))
+        self.create('elsewhere:')
+        node_id, other = self.node(workflow_id), self.node(workflow_id)
+        self.assertEqual({'ready': 1501, 'blocked': 1}, told())
+        jobs = self.claim(workflow_id, other, 3)
+        self.sync(workflow_id, other, completions=[self.end(jobs['a'], 'failed', 1), self.end(jobs['j0'])],
+                  started=[[jobs['j1']['id'], 1, '2026-01-01T00:00:00Z']])
+        self.assertEqual({'ready': 1498, 'running': 1, 'completed': 1, 'failed': 1, 'canceled': 1}, told())
+        self.call('spawn_jobs', {'jobs': [{'name': 'more', 'command': 'x'}]}, job_id=jobs['j1']['id'])
+        self.assertEqual(1, told()['blocked'])
+        with contextlib.suppress(ZeroDivisionError), self.service.transaction():
+            torc.cancel_workflow(self.context, workflow_id)
+            raise ZeroDivisionError
+        self.assertEqual(1498, told()['ready'])
+        with self.service.transaction(), self.context.savepoint(keeps=False):
+            torc.cancel_workflow(self.context, workflow_id)
+        self.assertEqual(1498, told()['ready'])
+        names = 'id, workflow_id, name, command, kind_id'
+        sql = f"REPLACE INTO job ({names}, status) SELECT {names}, 9 FROM job WHERE name = 'j7'"
+        self.call('admin_sql', {'sql': sql, 'write': True})
+        self.assertEqual((1497, 1), (told()['ready'], told()['disabled']))
+        self.call('delete_job', id=self.store.value("SELECT id FROM job WHERE name = 'j9'"))
+        self.assertEqual(1496, told()['ready'])
+        self.call('reset_job_status', id=workflow_id, failed_only=True)
+        self.assertEqual(2, told()['uninitialized'])
+        self.call('cancel_workflow', id=workflow_id)
+        self.assertEqual({'canceled': 1498, 'uninitialized': 2, 'completed': 1, 'disabled': 1}, told())
+
+    def test_a_turns_cost_does_not_grow_with_the_jobs_of_the_workflow(self):
+        def steps(count: int) -> int:
+            workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
+            node_id, calls = self.node(workflow_id), []
+            job = self.claim(workflow_id, node_id, 1)['j0']
+            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
+            want = {'strategy': 'queue', 'limit': 1}
+            self.sync(workflow_id, node_id, completions=[self.end(job)], want=want, explain=True)
+            self.store.connection.set_progress_handler(None, 0)
+            return len(calls)
+        few, many = steps(100), steps(6000)
+        self.assertLess(many, few * 1.1)
+
+    def test_a_retrys_cost_does_not_grow_with_what_waits(self):
+        def steps(count: int) -> int:
+            chain = (f'j{i}: j{i - 1}' for i in range(1, count))
+            workflow_id = self.create('\n'.join(['j0:', *chain]))
+            node_id, calls = self.node(workflow_id), []
+            job = self.claim(workflow_id, node_id, 1)['j0']
+            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
+            self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1, retry=True)])
+            self.store.connection.set_progress_handler(None, 0)
+            self.assertEqual('ready', self.call('get_job', job_id=job['id'])['status'])
+            return len(calls)
+        few, many = steps(100), steps(3000)
+        self.assertLess(many, few * 1.1)
+
+    def test_a_claims_cost_does_not_grow_with_what_is_ready(self):
+        def steps(count: int) -> int:
+            workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
+            node_id, calls = self.node(workflow_id), []
+            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
+            self.claim(workflow_id, node_id, 5)
+            self.store.connection.set_progress_handler(None, 0)
+            return len(calls)
+        few, many = steps(2000), steps(6000)
+        self.assertLess(many, few * 1.3)
+
+
+# ======== 8d. Completion ========
+
+class CascadeTest(ServiceTest):
+    """What a job's end does to the others."""
+    DIAMOND = 'a:\nb: a\nc: a\nd: b c'
+    TABLE = '''
+        jobs                        ends                outcome
+        a: / b: a                   -                   completed completed
+        a: / b: a                   a=failed            failed canceled
+        a: / b: a                   a=terminated        terminated canceled
+        a: / b: a                   a=pending_failed    pending_failed blocked
+        a: / b!: a                  a=failed            failed completed
+        a: / b: a / c: a / d: b c   a=failed            failed canceled canceled canceled
+        a: / b: a / c: a / d: b c   b=failed            completed failed completed canceled
+        a: / b: a / c: a / d!: b c  b=failed            completed failed completed completed
+        a: / b: / c!: a b / d: c    a=failed            failed completed completed completed
+        a: / b: a / c!: b / d: c    a=failed            failed canceled completed completed
+        a: / b: a / c: b / d: c     -                   completed completed completed completed
+        '''
+
+    def test_every_outcome_follows_from_the_prerequisites(self):
+        for row in rows_of(self.TABLE):
+            with self.subTest(**row):
+                workflow_id = self.create(row['jobs'].replace(' / ', '\n'))
+                found = self.drive(workflow_id, dict(item.split('=') for item in row['ends'].split()))
+                self.assertEqual(row['outcome'], ' '.join(found.values()))
+        self.assertWhole()
+
+    def test_a_barrier_opens_with_the_last_of_its_members(self):
+        many = [f'a{i}' for i in range(30)]
+        workflow_id = self.create('\n'.join([f'{name}:' for name in many] + [f"b{i}: {' '.join(many)}" for i in range(30)]))
+        self.assertEqual(1, self.store.value('SELECT count(*) FROM dep_set'))
+        node_id = self.node(workflow_id)
+        jobs = list(self.claim(workflow_id, node_id).values())
+        self.assertEqual(30, len(jobs))
+        self.sync(workflow_id, node_id, completions=[self.end(job) for job in jobs[:-1]])
+        self.assertEqual({}, self.claim(workflow_id, node_id))
+        self.sync(workflow_id, node_id, completions=[self.end(jobs[-1])])
+        self.assertEqual(30, len(self.claim(workflow_id, node_id)))
+
+    def test_a_disabled_job_counts_as_finished_well(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        first = self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x', 'depends_on_job_ids': [first['id']]})
+        self.call('update_job', {'status': 'disabled'}, id=first['id'])
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'a': 'disabled', 'b': 'ready'}, self.statuses(workflow_id))
+
+    def test_files_and_user_data_imply_prerequisites(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
+        data_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
+        self.call('create_jobs', {'jobs': [
+            {'workflow_id': workflow_id, 'name': 'makes', 'command': 'x', 'output_file_ids': [file_id], 'output_user_data_ids': [data_id]},
+            {'workflow_id': workflow_id, 'name': 'reads', 'command': 'x', 'input_file_ids': [file_id]},
+            {'workflow_id': workflow_id, 'name': 'asks', 'command': 'x', 'input_user_data_ids': [data_id]}]})
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'makes': 'ready', 'reads': 'blocked', 'asks': 'blocked'}, self.statuses(workflow_id))
+        self.assertEqual([('makes', 'reads'), ('makes', 'asks')], [
+            (row['depends_on_job_name'], row['job_name']) for row in self.call('list_job_dependencies', id=workflow_id)['items']])
+
+    def test_jobs_that_wait_for_each_other_are_refused_by_name(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        files = [self.call('create_file', {'workflow_id': workflow_id, 'name': name, 'path': name})['id'] for name in 'fg']
+        for name, reads, makes in (('one', 0, 1), ('two', 1, 0)):
+            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'input_file_ids': [files[reads]],
+                                     'output_file_ids': [files[makes]]})
+        self.assertRefused('one -> two -> one', 'initialize_jobs', id=workflow_id)
+        self.assertEqual({'one': 'uninitialized', 'two': 'uninitialized'}, self.statuses(workflow_id))
+
+
+class CompletionTest(ServiceTest):
+    """Ends of attempts: once each, of the current run, of what was running."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb: a')
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+
+    def finish(self, **more: Any) -> Any:
+        return self.sync(self.workflow_id, self.node_id, completions=[dict(self.end(self.job), **more)])
+
+    def test_the_same_end_again_gets_the_same_answer_and_changes_nothing(self):
+        for _ in range(3):
+            answer = self.finish()
+            self.assertEqual(([[self.job['id'], 1, 'completed']], []), (answer['accepted'], answer['errors']))
+        self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+        self.assertWhole()
+
+    def test_another_end_of_an_ended_attempt_is_refused(self):
+        self.finish()
+        answer = self.finish(status='failed', return_code=3)
+        self.assertEqual([], answer['accepted'])
+        self.assertIn('is already complete, as completed with return code 0', answer['errors'][0]['message'])
+        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
+
+    def entry(self, job: Dict[str, Any], **more: Any) -> Dict[str, Any]:
+        """A line of batch_complete_jobs, as a journal has it."""
+        result = dict(dict(self.end(job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id), **more)
+        return {'job_id': job['id'], 'status': result['status'], 'run_id': result['run_id'], 'result': result}
+
+    def post(self, way: str, entry: Dict[str, Any]) -> str:
+        """Report an end in one of three ways; '' or why it was refused."""
+        if way == 'runner_sync':
+            completion = {key: value for key, value in entry['result'].items() if key not in ('workflow_id', 'run_id', 'compute_node_id')}
+            body = {'compute_node_id': entry['result']['compute_node_id'], 'run_id': entry['run_id'], 'completions': [completion]}
+            errors = self.call('runner_sync', body, id=self.workflow_id)['errors']
+        elif way == 'batch_complete_jobs':
+            errors = self.call(way, {'completions': [entry]}, id=self.workflow_id)['errors']
+        else:
+            try:
+                self.call(way, entry['result'], job_id=entry['job_id'], status=entry['status'], run_id=entry['run_id'])
+                return ''
+            except torc.TorcError as error:
+                errors = [{'message': error.message}]
+        return errors[0]['message'] if errors else ''
+
+    WAYS = ('complete_job', 'batch_complete_jobs', 'runner_sync')
+
+    def test_the_end_of_what_nobody_has_claimed_is_taken_in_once_with_all_that_follows(self):
+        self.workflow_id = self.create('a:\nb: a\nc: b\nd: b')
+        self.node_id = self.node(self.workflow_id)
+        jobs = {job['name']: job for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        action = {'workflow_id': self.workflow_id, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
+        for trigger in ('on_jobs_ready', 'on_jobs_complete'):
+            self.call('create_workflow_action', dict(action, trigger_type=trigger, job_ids=[jobs['b']['id']]), id=self.workflow_id)
+        for way in self.WAYS:
+            for status, first, then in (
+                    ('ready', 'a', {'a': 'completed', 'b': 'ready', 'c': 'blocked', 'd': 'blocked'}),
+                    ('blocked', 'b', {'a': 'ready', 'b': 'completed', 'c': 'ready', 'd': 'ready'}),
+                    ('uninitialized', 'b', {'a': 'uninitialized', 'b': 'completed', 'c': 'uninitialized', 'd': 'uninitialized'})):
+                with self.subTest(way, status=status), self.undone():
+                    if status == 'uninitialized':
+                        self.call('reset_job_status', id=self.workflow_id)
+                    self.assertEqual(status, self.statuses(self.workflow_id)[first])
+                    for _ in range(2):
+                        self.assertEqual('', self.post(way, self.entry(jobs[first])))
+                        self.assertEqual(then, self.statuses(self.workflow_id))
+                        self.assertWhole()
+                    self.assertIn('is already complete', self.post(way, self.entry(jobs[first], return_code=7)))
+                    self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+                    due = [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
+                    self.assertEqual(['on_jobs_ready', 'on_jobs_complete'] if first == 'b' else ['on_jobs_ready'], due)
+                    self.assertNotIn(first, self.claim(self.workflow_id, self.node_id))
+        with self.undone():
+            self.post('complete_job', self.entry(jobs['b'], status='failed', return_code=1))
+            self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'canceled', 'd': 'canceled'}, self.statuses(self.workflow_id))
+            self.call('retry_job', job_id=jobs['b']['id'], run_id=1, max_retries=2)
+            self.assertEqual('blocked', self.statuses(self.workflow_id)['b'], 'what it waits for has yet to run')
+            self.drive(self.workflow_id, {})
+            self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'canceled', 'd': 'canceled'}, self.statuses(self.workflow_id))
+
+    def test_a_change_after_the_end_of_what_nobody_has_claimed_is_seen(self):
+        self.workflow_id = self.create('a:')
+        self.node_id = self.node(self.workflow_id)
+        job = self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]
+        for before in ('ready', 'pending', 'running'):
+            with self.subTest(before), self.undone():
+                self.call('manage_status_change', id=job['id'], status=before, run_id=1)
+                self.assertEqual('', self.post('complete_job', self.entry(job)))
+                self.assertEqual([], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
+                self.call('update_job', {'command': 'false'}, id=job['id'])
+                self.assertEqual(['a'], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
+
+    def test_what_another_node_holds_cannot_end(self):
+        other = self.node(self.workflow_id)
+        for status in ('pending', 'running', 'canceled'):
+            if status == 'running':
+                self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
+            elif status == 'canceled':
+                self.call('cancel_workflow', id=self.workflow_id)
+            for way in self.WAYS:
+                with self.subTest(way, status=status):
+                    self.assertEqual(status, self.statuses(self.workflow_id)['a'])
+                    self.assertIn(f'held by compute node {self.node_id}', self.post(way, self.entry(self.job, compute_node_id=other)))
+                    self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+                    self.assertEqual(status, self.statuses(self.workflow_id)['a'])
+
+    def test_a_node_that_is_not_at_work_holds_nothing(self):
+        described = self.node(self.workflow_id, is_active=False)
+        self.store.run('UPDATE job SET compute_node_id = ? WHERE id = ?', (described, self.job['id']))
+        self.assertEqual('', self.post('complete_job', self.entry(self.job, status='failed', return_code=-128)))
+
+    def test_what_has_no_attempt_left_cannot_end(self):
+        job = self.call('list_jobs', workflow_id=self.workflow_id, status='blocked')['items'][0]
+        for status in ('canceled', 'disabled'):
+            self.store.run('UPDATE job SET status = ? WHERE id = ?', (torc.STATUS_CODES[status], job['id']))
+            for way in self.WAYS:
+                with self.subTest(way, status=status):
+                    self.assertIn(f'is already complete, as {status}', self.post(way, self.entry(job)))
+        self.store.run('UPDATE job SET status = 1, attempt_id = 2 WHERE id = ?', (job['id'],))
+        self.assertIn('attempt 1', self.post('runner_sync', self.entry(job)))
+
+    def test_run_zero_is_the_first_run_until_it_is_reset(self):
+        with self.undone():
+            self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job, run_id=0)))
+            self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job)), 'one attempt, by two names of its run')
+            self.assertEqual([1], [row['run_id'] for row in self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']])
+        with self.undone():
+            self.call('start_job', job_id=self.job['id'], run_id=0, compute_node_id=self.node_id)
+            self.call('retry_job', job_id=self.job['id'], run_id=0, max_retries=2)
+            self.call('manage_status_change', id=self.job['id'], status='disabled', run_id=0)
+        self.assertNotIn('is_run_zero', self.call('get_workflow', id=self.workflow_id))
+        self.call('reset_workflow_status', id=self.workflow_id, force=True)
+        self.call('initialize_jobs', id=self.workflow_id)
+        for run_id in (0, 1):
+            self.assertIn(f'run {run_id} of workflow', self.post('batch_complete_jobs', self.entry(self.job, run_id=run_id)))
+        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        job = self.call('create_job', {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'})
+        self.node_id = self.node(self.workflow_id)
+        with self.undone():
+            self.assertEqual('', self.post('complete_job', self.entry(job, run_id=0)), 'before any initialize')
+            self.call('initialize_jobs', id=self.workflow_id)
+            for way in self.WAYS[:2]:       # runners of ours begin in a run that has begun
+                self.assertEqual('', self.post(way, self.entry(job, run_id=0)), 'the same once more')
+                other = self.entry(job, status='failed', return_code=1, run_id=0)
+                self.assertIn('is already complete', self.post(way, other))
+                self.assertEqual({'a': 'ready'}, self.statuses(self.workflow_id), 'of the run that has begun')
+        self.call('reset_workflow_status', id=self.workflow_id)
+        self.call('initialize_jobs', id=self.workflow_id)
+        self.assertIn('run 0 of workflow', self.post('complete_job', self.entry(job, run_id=0)), 'a reset began run 1')
+
+    def test_a_superseded_run_changes_nothing(self):
+        self.call('reset_workflow_status', id=self.workflow_id, force=True)
+        self.call('initialize_jobs', id=self.workflow_id)
+        body = {'compute_node_id': self.node_id, 'run_id': 1, 'completions': [self.end(self.job)]}
+        self.assertRefused('run 1 of workflow', 'runner_sync', body, id=self.workflow_id)
+        entry = {'job_id': self.job['id'], 'status': 'completed', 'run_id': 1, 'result': dict(
+            self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)}
+        answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=self.workflow_id)
+        self.assertEqual(([], 1), (answer['completed'], len(answer['errors'])))
+        self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+
+    def test_a_batch_is_accepted_entry_by_entry(self):
+        entry = {'job_id': self.job['id'], 'status': 'completed', 'run_id': 1, 'result': dict(
+            self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)}
+        wrong = dict(entry, status='running', result=dict(entry['result'], status='running'))
+        answer = self.call('batch_complete_jobs', {'completions': [wrong, entry, dict(entry, job_id=999)]}, id=self.workflow_id)
+        self.assertEqual([self.job['id']], answer['completed'])
+        self.assertEqual(2, len(answer['errors']))
+
+    def test_a_retry_leaves_the_failed_attempts_result_and_makes_the_next_ready(self):
+        answer = self.finish(status='failed', return_code=9, retry=True, max_retries=3)
+        self.assertEqual([[self.job['id'], 1, 'ready']], answer['accepted'])
+        again = self.claim(self.workflow_id, self.node_id)['a']
+        self.assertEqual(2, again['attempt_id'])
+        self.assertIn('attempt 1', self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])['errors'][0]['message'])
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(again)])
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        self.assertEqual([(1, 'failed', 9), (2, 'completed', 0)], [(row['attempt_id'], row['status'], row['return_code']) for row in rows])
+        self.assertEqual([2], [row['attempt_id'] for row in self.call('list_results', workflow_id=self.workflow_id)['items']])
+        self.assertEqual('ready', self.statuses(self.workflow_id)['b'])
+
+    def test_an_attempt_that_was_interrupted_leaves_its_result_and_makes_the_next_ready(self):
+        stopped = dict(status='terminated', return_code=143, interrupted=True, reason='stopped: why')
+        for _ in range(2):      # its answer was lost
+            answer = self.finish(**stopped)
+            self.assertEqual(([[self.job['id'], 1, 'ready']], []), (answer['accepted'], answer['errors']))
+        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(self.workflow_id))
+        row, = self.call('list_results', workflow_id=self.workflow_id)['items']
+        self.assertEqual((1, 'terminated', 143), (row['attempt_id'], row['status'], row['return_code']))
+        self.assertNotIn('is_interrupted', row)
+        events = [event['data'] for event in self.call('list_events', workflow_id=self.workflow_id)['items']]
+        self.assertIn(('job_terminated', 'a: stopped: why'),
+                      [(data['event_type'], data['message']) for data in events])
+        again = self.claim(self.workflow_id, self.node(self.workflow_id))['a']      # another runner
+        self.assertEqual((2, 1), (again['attempt_id'], again['interruptions']))
+        self.assertIn('attempt 1 of job', self.finish(status='completed')['errors'][0]['message'])
+        self.assertWhole()
+
+    def test_an_interruption_spends_no_retry(self):
+        def finish(**more: Any) -> str:
+            self.job = self.claim(self.workflow_id, self.node_id).get('a') or self.job
+            return self.finish(**dict({'attempt_id': self.job['attempt_id']}, **more))['accepted'][0][2]
+        stopped = dict(status='terminated', return_code=1, interrupted=True)
+        failed = dict(status='failed', return_code=1, retry=True, max_retries=2)
+        self.assertEqual(['ready', 'ready', 'ready', 'ready', 'failed'],
+                         [finish(**more) for more in (stopped, stopped, failed, stopped, failed)])
+        self.assertEqual({'a': 'failed', 'b': 'canceled'}, self.statuses(self.workflow_id))
+        again = {'job_id': self.job['id'], 'run_id': 1}
+        self.assertRefused('has used its 2 attempts', 'retry_job', max_retries=2, **again)
+        self.assertEqual(6, self.call('retry_job', max_retries=3, **again)['attempt_id'])
+
+    def test_a_new_run_counts_attempts_from_one_for_what_waits_too(self):
+        self.finish(status='terminated', return_code=1, interrupted=True)
+        self.call('reset_workflow_status', id=self.workflow_id)
+        claimed = self.claim(self.workflow_id, self.node_id)['a']
+        self.assertEqual((1, 0), (claimed['attempt_id'], claimed['interruptions']))
+        self.job = claimed
+        self.assertEqual([[self.job['id'], 1, 'completed']], self.finish()['accepted'])
+
+    def test_what_was_interrupted_but_ended_by_itself_is_judged_as_always(self):
+        answer = self.finish(status='failed', return_code=3, interrupted=True)
+        self.assertEqual([[self.job['id'], 1, 'failed']], answer['accepted'])
+        self.assertEqual({'a': 'failed', 'b': 'canceled'}, self.statuses(self.workflow_id))
+
+    def test_an_interrupted_job_of_a_canceled_workflow_stays_canceled(self):
+        self.call('cancel_workflow', id=self.workflow_id)
+        answer = self.finish(status='terminated', return_code=143, interrupted=True)
+        self.assertEqual([[self.job['id'], 1, 'canceled']], answer['accepted'])
+        self.assertEqual({'a': 'canceled', 'b': 'canceled'}, self.statuses(self.workflow_id))
+
+    def test_a_canceled_job_that_ran_gets_its_result(self):
+        self.call('cancel_workflow', id=self.workflow_id)
+        answer = self.finish(status='terminated', return_code=143)
+        self.assertEqual([[self.job['id'], 1, 'canceled']], answer['accepted'])
+        self.assertTrue(answer['is_canceled'])
+        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+        self.assertEqual(('canceled', 143), (result['status'], result['return_code']))
+        self.assertEqual({'a': 'canceled', 'b': 'canceled'}, self.statuses(self.workflow_id))
+
+    def test_single_operations_follow_the_same_rules(self):
+        self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
+        self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
+        self.assertEqual('running', self.statuses(self.workflow_id)['a'])
+        result = dict(self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)
+        self.assertRefused('cannot complete as', 'complete_job', result, job_id=self.job['id'], status='ready', run_id=1)
+        done = self.call('complete_job', result, job_id=self.job['id'], status='completed', run_id=1)
+        self.assertEqual('completed', done['status'])
+        self.assertRefused('only a pending one', 'start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
+        self.assertRefused('only a running, failed or terminated', 'retry_job', job_id=self.job['id'], run_id=1, max_retries=3)
+
+
+class NamesOfAttemptsTest(ServiceTest):
+    """An attempt is known by (job, run, attempt): the same name never comes twice."""
+
+    def run_again(self, *changes: Callable[[int, int], Any]) -> None:
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
+        for change in changes:
+            change(workflow_id, job['id'])
+        again = self.claim(workflow_id, node_id)['a']
+        self.assertEqual(2, again['attempt_id'])
+        answer = self.sync(workflow_id, node_id, completions=[self.end(again)])
+        self.assertEqual(([[job['id'], 2, 'completed']], []), (answer['accepted'], answer['errors']))
+
+    def test_a_job_set_back_within_a_run_goes_on_counting(self):
+        def set_back(workflow_id: int, job_id: int) -> None:
+            self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
+
+        def initialize_part(workflow_id: int, job_id: int) -> None:
+            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+
+        def initialize_all(workflow_id: int, job_id: int) -> None:
+            self.call('initialize_jobs', id=workflow_id)
+
+        def make_ready(workflow_id: int, job_id: int) -> None:
+            self.call('manage_status_change', id=job_id, status='ready', run_id=1)
+        self.run_again(set_back, initialize_part)
+        self.run_again(initialize_all)
+        self.run_again(make_ready)
+
+    def test_a_new_run_begins_with_attempt_1(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
+
+    def test_an_attempt_taken_from_its_runner_is_not_handed_out_again(self):
+        def cancel_and_initialize(workflow_id: int, job_id: int) -> None:
+            self.call('cancel_workflow', id=workflow_id)
+            self.call('initialize_jobs', id=workflow_id)
+
+        def set_ready(workflow_id: int, job_id: int) -> None:
+            self.call('manage_status_change', id=job_id, status='ready', run_id=1)
+
+        def set_back(workflow_id: int, job_id: int) -> None:
+            self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
+            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+
+        def cancel_and_set_back(workflow_id: int, job_id: int) -> None:
+            self.call('cancel_workflow', id=workflow_id)
+            set_back(workflow_id, job_id)
+
+        def cancel_and_reset_jobs(workflow_id: int, job_id: int) -> None:
+            self.call('cancel_workflow', id=workflow_id)
+            self.call('reset_job_status', id=workflow_id)
+            self.call('initialize_jobs', id=workflow_id)
+        for change in (cancel_and_initialize, set_ready, set_back, cancel_and_set_back, cancel_and_reset_jobs):
+            with self.subTest(change.__name__):
+                workflow_id = self.create('a:')
+                node_id = self.node(workflow_id)
+                first = self.claim(workflow_id, node_id)['a']
+                change(workflow_id, first['id'])
+                again = self.claim(workflow_id, node_id)['a']
+                self.assertEqual(2, again['attempt_id'])
+                answer = self.sync(workflow_id, node_id, completions=[self.end(first), self.end(again)])
+                self.assertEqual(([[first['id'], 2, 'completed']], [1]), (answer['accepted'], [error['attempt_id'] for error in answer['errors']]))
+
+    def test_an_attempt_that_was_canceled_in_the_last_run_counts_for_none(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id)
+        self.call('cancel_workflow', id=workflow_id)
+        self.call('reset_workflow_status', id=workflow_id)
+        self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
+
+    def test_retries_end_where_the_caller_says(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        for attempt, status in ((1, 'ready'), (2, 'failed')):
+            end = self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1, retry=True, max_retries=2)
+            answer = self.sync(workflow_id, node_id, completions=[end])
+            self.assertEqual(status, answer['accepted'][0][2])
+            self.assertEqual(status, self.sync(workflow_id, node_id, completions=[end])['accepted'][0][2])
+
+    def test_only_the_node_that_has_a_job_can_end_it(self):
+        workflow_id = self.create('a:')
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        job = self.claim(workflow_id, first)['a']
+        self.assertIn('held by compute node', self.sync(workflow_id, second, completions=[self.end(job)])['errors'][0]['message'])
+        self.assertEqual([], self.sync(workflow_id, first, completions=[self.end(job)])['errors'])
+
+    def test_jobs_in_hand_are_not_reset_under_their_runner(self):
+        workflow_id = self.create('a:')
+        self.claim(workflow_id, self.node(workflow_id))
+        self.assertRefused('pending or running', 'reset_job_status', id=workflow_id)
+
+
 class SpawnTest(ServiceTest):
     """Jobs that running jobs make."""
 
@@ -5728,250 +5566,6 @@ class UnwrittenDataTest(ServiceTest):
         self.assertEqual(1, len(self.warnings()))
 
 
-class TaskTest(ServiceTest):
-    """Operations that go on after their answer."""
-
-    def begin(self, workflow_id: int, **parameters: Any) -> Any:
-        """Ask for an initialize as a task."""
-        return self.call('initialize_jobs', id=workflow_id, **dict(parameters, **{'async': True}))
-
-    def tend(self) -> None:
-        """What a server does by itself."""
-        with self.service.transaction():
-            torc.tend(self.service)
-
-    def test_a_task_is_queued_then_done(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
-        task = self.begin(workflow_id)
-        self.assertEqual({'id': 1, 'workflow_id': workflow_id, 'operation': 'initialize_jobs', 'status': 'queued', 'created_at_ms': 1700000000000}, task)
-        self.assertEqual({'task': task}, self.call('get_active_task_for_workflow', id=workflow_id))
-        self.assertEqual({'a': 'uninitialized'}, self.statuses(workflow_id))
-        self.clock += 1
-        self.tend()
-        self.assertEqual(dict(task, status='succeeded', started_at_ms=1700000001000, finished_at_ms=1700000001000), self.call('get_task', id=1))
-        self.assertEqual({'task': None}, self.call('get_active_task_for_workflow', id=workflow_id))
-        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
-        event = self.call('list_events', workflow_id=workflow_id, category='tasks')['items'][0]['data']
-        self.assertEqual(('task_completed', 1, 'succeeded', 'tester'), (event['event_type'], event['task_id'], event['status'], event['user']))
-
-    def test_a_workflow_has_one_at_a_time(self):
-        workflow_id, other = self.create('a:'), self.create('b:')
-        task = self.begin(workflow_id)
-        self.assertEqual(task, self.begin(workflow_id, only_uninitialized=False))
-        with self.assertRaises(torc.Conflict) as caught:
-            self.begin(workflow_id, only_uninitialized=True)
-        self.assertEqual((409, {'existing_task_id': 1, 'existing_operation': 'initialize_jobs'}), (caught.exception.http, caught.exception.details))
-        self.assertEqual(2, self.begin(other)['id'])
-        self.tend()
-        self.assertEqual(3, self.begin(workflow_id, only_uninitialized=True)['id'])
-
-    def test_a_failure_is_told_and_leaves_nothing(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        self.call('archive_workflow', {'is_archived': True}, id=workflow_id)
-        self.begin(workflow_id)
-        self.tend()
-        task = self.call('get_task', id=1)
-        self.assertEqual(('failed', True), (task['status'], 'is archived; unarchive it first' in task['error']))
-        self.assertEqual(0, self.call('get_workflow', id=workflow_id)['run_id'])
-        self.assertRefused('there is no task 2', 'get_task', id=2)
-
-    def test_a_bug_fails_one_task_and_the_next_goes_on(self):
-        first, second = self.create('a:'), self.create('b:')
-        self.begin(first)
-        self.store.run('UPDATE task SET request = ?', ('{"unknown": 1}',))
-        self.begin(second)
-        with self.assertLogs('torc', 'ERROR'):
-            self.tend()
-        self.assertEqual(['failed', 'succeeded'], [self.call('get_task', id=number)['status'] for number in (1, 2)])
-        self.assertIn('a bug in torc.py', self.call('get_task', id=1)['error'])
-
-    def test_a_task_that_the_database_refuses_is_tried_again_only_if_that_can_help(self):
-        workflow_id = self.create('a:')
-        for error, status in ((sqlite3.OperationalError('database or disk is full'), 'queued'), (sqlite3.IntegrityError('FOREIGN KEY'), 'failed'),
-                              (sqlite3.InterfaceError('type'), 'failed')):
-            with self.subTest(error=error), unittest.mock.patch.dict(torc.TASK_VERBS, initialize_jobs=unittest.mock.Mock(side_effect=error)):
-                task = self.begin(workflow_id)
-                if status == 'queued':
-                    self.assertRaises(sqlite3.OperationalError, self.tend)
-                else:       # or it would keep lost nodes from being looked for, at each look anew
-                    with self.assertLogs('torc', 'ERROR'):
-                        self.tend()
-                self.assertEqual(status, self.call('get_task', id=task['id'])['status'])
-
-    def test_after_a_restart_unfinished_ones_have_failed(self):
-        workflow_id = self.create('a:')
-        self.begin(workflow_id)
-        self.store.close()
-        self.store = torc.hold_database(self.store.path)
-        self.service = torc.Service(self.store)
-        self.addCleanup(self.store.close)
-        self.assertIsNone(self.store.lease)
-        task = self.call('get_task', id=1)
-        self.assertEqual(('failed', True), (task['status'], 'the server ended before' in task['error']))
-        self.assertEqual(2, self.begin(workflow_id)['id'])
-
-
-class ProvenanceTest(ServiceTest):
-    """RO-Crate entities that the server adds by itself, in the words of Torc's clients."""
-
-    def entities(self, workflow_id: int) -> Dict[str, Any]:
-        """@id -> metadata."""
-        items = self.call('list_ro_crate_entities', id=workflow_id)['items']
-        for item in items:
-            self.assertEqual((item['entity_id'], item['entity_type']), (item['metadata']['@id'], item['metadata']['@type'][0]))
-        return {item['entity_id']: item['metadata'] for item in items}
-
-    def make(self) -> Tuple[int, Dict[str, int]]:
-        """A workflow of a job that reads and writes, and one that does neither: its id, and those of its files."""
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
-        files = {name: self.call('create_file', dict({'workflow_id': workflow_id, 'name': name, 'path': 'data/' + name}, **more))['id'] for name, more in (
-            ('in.csv', {'st_mtime': 1700000000.5}), ('cited', {'st_mtime': 1.0, 'identifier': 'https://doi.org/1'}), ('absent', {}), ('out.json', {}), ('log', {}))}
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'input_file_ids': [files['in.csv'], files['cited']],
-                                 'output_file_ids': [files['out.json'], files['log']]})
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x'})
-        return workflow_id, files
-
-    def run_it(self, workflow_id: int, files: Dict[str, int], mtime: float) -> Dict[str, Any]:
-        """Run the jobs as a runner of ours; the entities afterwards."""
-        node_id = self.node(workflow_id, identity='boot/1')
-        jobs = self.claim(workflow_id, node_id)
-        times = {str(files['out.json']): mtime, str(files['log']): mtime}
-        self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['a']), file_times=times)])
-        self.sync(workflow_id, node_id, contents=[[files['out.json'], mtime, 6, 'c0de'], [files['log'], mtime - 1, 7, 'late'], [999, mtime, 1, 'x']])
-        found = self.entities(workflow_id)
-        self.assertNotIn('endTime', found[f"#torc-run-id-{self.call('get_workflow', id=workflow_id)['run_id']}"])
-        self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['b']), file_times={})])
-        return self.entities(workflow_id)
-
-    def test_an_initialize_describes_run_program_and_input_files(self):
-        workflow_id, files = self.make()
-        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de'], [files['cited'], 7.0, 1, 'old']]}, id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        found = self.entities(workflow_id)
-        self.assertEqual({'#torc-workflow', '#software-torc-server-run-id-1', '#torc-run-id-1', 'data/in.csv', 'https://doi.org/1'}, set(found))
-        self.assertEqual({'@id': 'data/in.csv', '@type': ['File', 'prov:Entity'], 'name': 'in.csv', 'encodingFormat': 'text/csv', 'contentSize': 6, 'sha256': 'c0de',
-                          'dateModified': '2023-11-14T22:13:20.500Z'}, found['data/in.csv'])
-        self.assertEqual({'@id': 'https://doi.org/1', '@type': ['File', 'prov:Entity'], 'name': 'cited', 'encodingFormat': 'application/octet-stream',
-                          'dateModified': '1970-01-01T00:00:01.000Z', 'sameAs': {'@id': 'data/cited'}}, found['https://doi.org/1'])
-        self.assertEqual({'@id': '#torc-workflow', '@type': ['SoftwareApplication', 'prov:Plan'], 'name': 'w'}, found['#torc-workflow'])
-        agents = [{'@id': '#software-torc-run-id-1'}, {'@id': '#software-torc-server-run-id-1'}]
-        self.assertEqual({'@id': '#torc-run-id-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'w Run 1', 'startTime': torc.format_time(self.clock),
-                          'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0], 'prov:wasAssociatedWith': agents}, found['#torc-run-id-1'])
-        self.assertEqual(['SoftwareApplication', 'prov:SoftwareAgent'], found['#software-torc-server-run-id-1']['@type'])
-
-    def test_what_others_added_stays_and_the_hash_of_another_content_does_not(self):
-        workflow_id, files = self.make()
-        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de']]}, id=workflow_id)
-        entity = next(item for item in self.call('list_ro_crate_entities', id=workflow_id)['items'] if item['entity_id'] == 'data/in.csv')
-        self.call('update_ro_crate_entity', {'metadata': dict(entity['metadata'], license='CC0')}, id=entity['id'])
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual(('CC0', 'c0de'), tuple(self.entities(workflow_id)['data/in.csv'][key] for key in ('license', 'sha256')))
-        self.call('update_file', {'st_mtime': 1700000001.0}, id=files['in.csv'])
-        self.call('initialize_jobs', id=workflow_id)
-        found = self.entities(workflow_id)['data/in.csv']
-        self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z', None, None), tuple(found.get(key) for key in ('license', 'dateModified', 'sha256', 'contentSize')))
-
-    def test_a_completed_job_describes_what_it_made_and_a_later_run_renews_it(self):
-        workflow_id, files = self.make()
-        for run_id, mtime in ((1, 1700000100.0), (2, 1700000200.0)):
-            self.clock += 50
-            if run_id == 2:
-                self.call('reset_workflow_status', id=workflow_id)
-            self.call('initialize_jobs', id=workflow_id)
-            found = self.run_it(workflow_id, files, mtime)
-            run, action = {'@id': f'#torc-run-id-{run_id}'}, {'@id': '#job-1-attempt-1'}
-            inputs = [{'@id': 'data/in.csv'}, {'@id': 'data/cited'}]
-            agents = [{'@id': f'#software-torc-run-id-{run_id}'}, {'@id': f'#software-torc-server-run-id-{run_id}'}]
-            made = {'@type': ['File', 'prov:Entity'], 'dateModified': torc.format_time(mtime), 'prov:wasGeneratedBy': action,
-                    'prov:wasAttributedTo': run, 'prov:wasDerivedFrom': inputs}
-            self.assertEqual(dict(made, **{'@id': 'data/out.json', 'name': 'out.json', 'encodingFormat': 'application/json', 'contentSize': 6, 'sha256': 'c0de'}),
-                             found['data/out.json'])
-            self.assertEqual(dict(made, **{'@id': 'data/log', 'name': 'log', 'encodingFormat': 'application/octet-stream'}), found['data/log'])
-            self.assertEqual({
-                '@id': '#job-1-attempt-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'a', 'isPartOf': run, 'prov:hadPlan': {'@id': '#torc-workflow'},
-                'instrument': agents[0], 'prov:wasAssociatedWith': agents, 'object': inputs, 'prov:used': inputs,
-                'result': [{'@id': 'data/out.json'}, {'@id': 'data/log'}]}, found['#job-1-attempt-1'])
-            self.assertEqual('2026-01-01T00:10:00.000Z', found[run['@id']]['endTime'])
-            self.assertEqual(9 + 3 * (run_id - 1), len(found), 'files, plan and action are renewed; runs and programs are added')
-
-    def test_the_same_end_again_keeps_what_is_known(self):
-        workflow_id, files = self.make()
-        self.call('initialize_jobs', id=workflow_id)
-        before = self.run_it(workflow_id, files, 1700000100.0)
-        job = self.call('get_job', id=1)
-        times = {str(files['out.json']): 1700000100.0, str(files['log']): 1700000100.0}
-        self.sync(workflow_id, 1, completions=[dict(self.end(job), file_times=times)])
-        self.assertEqual(before, self.entities(workflow_id))
-
-    def test_runners_of_others_describe_their_jobs_themselves(self):
-        workflow_id, files = self.make()
-        self.call('initialize_jobs', id=workflow_id)
-        before = self.entities(workflow_id)
-        node_id = self.node(workflow_id)
-        for job in self.call('list_jobs', workflow_id=workflow_id)['items']:
-            result = dict(self.end(job), workflow_id=workflow_id, run_id=1, compute_node_id=node_id)
-            self.call('complete_job', result, job_id=job['id'], status='completed', run_id=1)
-        self.assertEqual(dict(before, **{'#torc-run-id-1': dict(before['#torc-run-id-1'], endTime='2026-01-01T00:10:00.000Z')}), self.entities(workflow_id))
-
-    def test_a_file_of_an_absurd_time_stops_no_initialize(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
-        for number, time_s in enumerate((1e300, -1e300)):
-            self.call('create_file', {'workflow_id': workflow_id, 'name': f'f{number}', 'path': f'f{number}', 'st_mtime': time_s})
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual('9999-12-31T23:59:59.000Z', self.entities(workflow_id)['f0']['dateModified'])
-
-    def test_nothing_is_added_where_it_is_not_wanted(self):
-        workflow_id, files = self.make()
-        self.call('update_workflow', {'enable_ro_crate': False}, id=workflow_id)
-        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de']]}, id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        self.store.run("INSERT INTO ro_crate_entity (workflow_id, entity_id, entity_type, metadata) VALUES (?, '#torc-run-id-1', 'x', ?)",
-                       (workflow_id, '{"@id": "#torc-run-id-1", "@type": ["x"]}'))      # of others
-        self.assertEqual({'#torc-run-id-1': {'@id': '#torc-run-id-1', '@type': ['x']}}, self.run_it(workflow_id, files, 1700000100.0))
-
-
-class PropertyTest(ServiceTest):
-    """Random workflows, driven in random order, against a plain model of the rules."""
-
-    def expected(self, needs: List[List[int]], tolerant: List[bool], bad: Set[int], by_hand: Iterable[int] = ()) -> List[str]:
-        found = []
-        for place, row in enumerate(needs):
-            blocked = any(found[need] != 'completed' for need in row) and not tolerant[place] and place not in by_hand
-            found.append('canceled' if blocked else 'failed' if place in bad else 'completed')
-        return found
-
-    def test_any_graph_ends_as_the_rules_say(self):
-        for seed in range(40):
-            with self.subTest(seed=seed):
-                chance = random.Random(seed)
-                count = chance.randrange(2, 25)
-                needs = [sorted(chance.sample(range(place), chance.randrange(0, min(place, 4) + 1))) for place in range(count)]
-                tolerant = [chance.random() < 0.2 for _ in range(count)]
-                bad = {place for place in range(count) if chance.random() < 0.2}
-                lines = [f"j{place}{'!' if tolerant[place] else ''}: {' '.join(f'j{need}' for need in row)}" for place, row in enumerate(needs)]
-                workflow_id = self.create('\n'.join(lines))
-                by_hand = self.end_by_hand(workflow_id, chance.sample(range(count), min(count, 3)) if seed % 2 else [], bad)
-                found = self.drive(workflow_id, {f'j{place}': 'failed' for place in bad})
-                self.assertEqual(self.expected(needs, tolerant, bad, by_hand), list(found.values()), lines)
-                ran = [row['job_id'] for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']]
-                self.assertEqual((len(ran), len([status for status in found.values() if status != 'canceled'])), (len(set(ran)), len(ran)))
-                self.assertWhole()
-
-    def end_by_hand(self, workflow_id: int, places: List[int], bad: Set[int]) -> List[int]:
-        """Report ends of jobs that nobody has claimed; those that were taken in: what was canceled before is refused."""
-        jobs, accepted = self.call('list_jobs', workflow_id=workflow_id)['items'], []
-        for place in places:
-            job, status = jobs[place], 'failed' if place in bad else 'completed'
-            result = dict(self.end(job, status, int(place in bad)), workflow_id=workflow_id, run_id=1, compute_node_id=0)
-            entry = {'job_id': job['id'], 'status': status, 'run_id': 1, 'result': result}
-            answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=workflow_id)
-            self.assertTrue(answer['completed'] or 'as canceled' in answer['errors'][0]['message'], answer)
-            accepted += [place] * len(answer['completed'])
-            self.assertWhole()
-        return accepted
-
-
 class ExplanationTest(ServiceTest):
     """Why a job failed, or does not run."""
 
@@ -6137,6 +5731,445 @@ class ExplanationTest(ServiceTest):
                 self.assertEqual((200, {'statuses': wanted}), found)
 
 
+class TaskTest(ServiceTest):
+    """Operations that go on after their answer."""
+
+    def begin(self, workflow_id: int, **parameters: Any) -> Any:
+        """Ask for an initialize as a task."""
+        return self.call('initialize_jobs', id=workflow_id, **dict(parameters, **{'async': True}))
+
+    def tend(self) -> None:
+        """What a server does by itself."""
+        with self.service.transaction():
+            torc.tend(self.service)
+
+    def test_a_task_is_queued_then_done(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
+        task = self.begin(workflow_id)
+        self.assertEqual({'id': 1, 'workflow_id': workflow_id, 'operation': 'initialize_jobs', 'status': 'queued', 'created_at_ms': 1700000000000}, task)
+        self.assertEqual({'task': task}, self.call('get_active_task_for_workflow', id=workflow_id))
+        self.assertEqual({'a': 'uninitialized'}, self.statuses(workflow_id))
+        self.clock += 1
+        self.tend()
+        self.assertEqual(dict(task, status='succeeded', started_at_ms=1700000001000, finished_at_ms=1700000001000), self.call('get_task', id=1))
+        self.assertEqual({'task': None}, self.call('get_active_task_for_workflow', id=workflow_id))
+        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+        event = self.call('list_events', workflow_id=workflow_id, category='tasks')['items'][0]['data']
+        self.assertEqual(('task_completed', 1, 'succeeded', 'tester'), (event['event_type'], event['task_id'], event['status'], event['user']))
+
+    def test_a_workflow_has_one_at_a_time(self):
+        workflow_id, other = self.create('a:'), self.create('b:')
+        task = self.begin(workflow_id)
+        self.assertEqual(task, self.begin(workflow_id, only_uninitialized=False))
+        with self.assertRaises(torc.Conflict) as caught:
+            self.begin(workflow_id, only_uninitialized=True)
+        self.assertEqual((409, {'existing_task_id': 1, 'existing_operation': 'initialize_jobs'}), (caught.exception.http, caught.exception.details))
+        self.assertEqual(2, self.begin(other)['id'])
+        self.tend()
+        self.assertEqual(3, self.begin(workflow_id, only_uninitialized=True)['id'])
+
+    def test_a_failure_is_told_and_leaves_nothing(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        self.call('archive_workflow', {'is_archived': True}, id=workflow_id)
+        self.begin(workflow_id)
+        self.tend()
+        task = self.call('get_task', id=1)
+        self.assertEqual(('failed', True), (task['status'], 'is archived; unarchive it first' in task['error']))
+        self.assertEqual(0, self.call('get_workflow', id=workflow_id)['run_id'])
+        self.assertRefused('there is no task 2', 'get_task', id=2)
+
+    def test_a_bug_fails_one_task_and_the_next_goes_on(self):
+        first, second = self.create('a:'), self.create('b:')
+        self.begin(first)
+        self.store.run('UPDATE task SET request = ?', ('{"unknown": 1}',))
+        self.begin(second)
+        with self.assertLogs('torc', 'ERROR'):
+            self.tend()
+        self.assertEqual(['failed', 'succeeded'], [self.call('get_task', id=number)['status'] for number in (1, 2)])
+        self.assertIn('a bug in torc.py', self.call('get_task', id=1)['error'])
+
+    def test_a_task_that_the_database_refuses_is_tried_again_only_if_that_can_help(self):
+        workflow_id = self.create('a:')
+        for error, status in ((sqlite3.OperationalError('database or disk is full'), 'queued'), (sqlite3.IntegrityError('FOREIGN KEY'), 'failed'),
+                              (sqlite3.InterfaceError('type'), 'failed')):
+            with self.subTest(error=error), unittest.mock.patch.dict(torc.TASK_VERBS, initialize_jobs=unittest.mock.Mock(side_effect=error)):
+                task = self.begin(workflow_id)
+                if status == 'queued':
+                    self.assertRaises(sqlite3.OperationalError, self.tend)
+                else:       # or it would keep lost nodes from being looked for, at each look anew
+                    with self.assertLogs('torc', 'ERROR'):
+                        self.tend()
+                self.assertEqual(status, self.call('get_task', id=task['id'])['status'])
+
+    def test_after_a_restart_unfinished_ones_have_failed(self):
+        workflow_id = self.create('a:')
+        self.begin(workflow_id)
+        self.store.close()
+        self.store = torc.hold_database(self.store.path)
+        self.service = torc.Service(self.store)
+        self.addCleanup(self.store.close)
+        self.assertIsNone(self.store.lease)
+        task = self.call('get_task', id=1)
+        self.assertEqual(('failed', True), (task['status'], 'the server ended before' in task['error']))
+        self.assertEqual(2, self.begin(workflow_id)['id'])
+
+
+# ======== 8e. Nodes ========
+
+class NodeTest(ServiceTest):
+    """Nodes that go away."""
+
+    def test_a_silent_nodes_claims_come_back_and_its_running_jobs_are_orphans(self):
+        workflow_id = self.create('a:\nb:\nc: a')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, started=[[jobs['a']['id'], 1, torc.format_time(self.clock)]])
+        self.clock += 59
+        self.assertEqual([], self.release())
+        self.clock += 2
+        self.assertEqual([node_id], self.release())
+        self.assertEqual({'a': 'failed', 'b': 'ready', 'c': 'canceled'}, self.statuses(workflow_id))
+        results = {row['job_name']: (row['attempt_id'], row['return_code'], row['status'])
+                   for row in self.call('list_results', workflow_id=workflow_id)['items']}
+        self.assertEqual({'a': (1, -128, 'failed'), 'b': (1, -128, 'canceled')}, results)
+        self.assertRefused('was released', 'runner_sync', {'compute_node_id': node_id, 'run_id': 1}, id=workflow_id)
+        self.assertWhole()
+
+    def release(self, alive: Optional[bool] = None) -> List[int]:
+        with self.service.transaction():
+            return torc.release_lost_nodes(self.context, lambda hostname, pid, identity: alive)
+
+    def test_an_attempt_given_with_a_lost_answer_comes_back_although_its_node_holds_an_earlier_one(self):
+        workflow_id = self.create('a:')
+        first = self.node(workflow_id)
+        job = self.claim(workflow_id, first)['a']       # and started, which nobody heard
+        for node_id in (first, self.node(workflow_id)):
+            self.claim(workflow_id, node_id)
+            with self.store.transaction():
+                torc.release_node(self.context, node_id)
+        again, held = self.node(workflow_id), [[job['id'], job['attempt_id']]]
+        want = {'strategy': 'queue', 'limit': 1}
+        answer = self.sync(workflow_id, again, held=held, started=[self.start(job)], want=want)
+        self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
+        answer = self.sync(workflow_id, again, held=held, want=want)      # that answer was lost
+        self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
+        self.assertWhole()
+
+    def test_a_runner_that_is_proved_alive_is_not_given_up_however_long_it_is_silent(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id)
+        self.clock += 1e6
+        self.assertEqual([], self.release(alive=True))
+        self.assertEqual({'a': 'pending'}, self.statuses(workflow_id))
+        self.assertEqual([node_id], self.release())
+
+    def test_a_lease_begins_anew_with_each_server_and_with_the_longest_pause_of_a_runner_on_top(self):
+        workflow_id = self.create('a:')
+        first, second = self.node(workflow_id), self.node(workflow_id, lease_s=300.0)
+        self.clock += 1e6       # without a server
+        self.store.close()
+        self.store = torc.Store(self.store.path, lambda: self.clock)
+        self.service = torc.Service(self.store)
+        self.addCleanup(self.store.close)
+        self.service.clock = self.store.now
+        self.assertEqual([], self.release())
+        self.clock += 60 + torc.MAX_RETRY_PAUSE_S
+        self.assertEqual([], self.release())
+        self.sync(workflow_id, first)
+        self.clock += 59
+        self.assertEqual([], self.release())
+        self.clock += 2
+        self.assertEqual([first], self.release())
+        self.clock += 180
+        self.assertEqual([second], self.release())
+
+    def test_leases_do_not_follow_a_clock_that_is_set(self):
+        workflow_id = self.create('a:')
+        self.node(workflow_id)
+        self.store.now = lambda: self.clock + 3600
+        self.assertEqual([], self.release())
+
+    def test_what_says_nothing_new_writes_nothing(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        before = self.store.changes
+        for lease_s, written in ((60.0, 0), (90.0, 1), (90.0, 0)):
+            self.sync(workflow_id, node_id, lease_s=lease_s)
+            self.assertEqual(written, self.store.changes - before)
+            before = self.store.changes
+
+    def test_only_a_node_that_says_so_is_at_work(self):
+        workflow_id = self.create('a:')
+        nodes = [self.node(workflow_id, hostname=f'n{place}.cluster', is_active=said) for place, said in enumerate((True, False, None))]
+        silent = {key: value for key, value in self.call('get_compute_node', id=nodes[0]).items() if key not in ('id', 'is_active')}
+        nodes.append(self.call('create_compute_node', dict(silent, hostname='n3.cluster'))['id'])
+        self.assertEqual([True, False, None, None], [self.call('get_compute_node', id=node_id).get('is_active') for node_id in nodes])
+        self.assertEqual(1, self.call('get_workflow_status', id=workflow_id)['active_compute_nodes'])
+        for query, found in (({'is_active': True}, nodes[:1]), ({'is_active': False}, nodes[1:2]), ({'hostname': 'CLUST'}, nodes), ({'hostname': 'n2'}, nodes[2:3]),
+                             ({'hostname': 'cluster', 'is_active': True}, nodes[:1]), ({'hostname': '%'}, [])):
+            with self.subTest(query):
+                answer = self.call('list_compute_nodes', workflow_id=workflow_id, **query)
+                self.assertEqual((found, len(found)), ([item['id'] for item in answer['items']], answer['total_count']))
+        self.assertTrue(self.call('update_compute_node', {'is_active': True}, id=nodes[2])['is_active'], 'it has not ended: it begins')
+        self.assertRefused('has ended, and its jobs are released', 'update_compute_node', {'is_active': True}, id=nodes[1])
+
+    def test_it_is_told_which_ready_jobs_no_allocation_has_time_for(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        for runtime, labels in (('PT72H', []), ('PT1H', []), ('PT90H', ['gpu'])):
+            needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': runtime, 'runtime': runtime})['id']
+            self.call('create_job', {'workflow_id': workflow_id, 'name': runtime, 'command': 'x', 'resource_requirements_id': needs, 'labels': labels})
+        self.call('initialize_jobs', id=workflow_id)
+
+        def told() -> Tuple[int, Optional[int], Optional[int]]:
+            status = self.call('get_workflow_status', id=workflow_id)
+            keys = ('runtime_blocked_ready_jobs', 'longest_ready_runtime_seconds', 'max_allocation_remaining_seconds')
+            return tuple(status.get(key) for key in keys)
+        day_s = 86400
+        self.node(workflow_id, is_active=False)     # only described: it takes nothing
+        self.assertEqual((0, None, None), told())
+        self.node(workflow_id, end_time=torc.format_time(self.clock + 2 * day_s))
+        self.assertEqual((1, 3 * day_s, 2 * day_s), told())
+        self.node(workflow_id, end_time=torc.format_time(self.clock + 4 * day_s), labels=['gpu'])       # takes no jobs without labels
+        self.assertEqual((1, 3 * day_s, 4 * day_s), told())
+        self.clock += 2 * day_s + 5     # the end is over: what the runners' grace covers is all that fits
+        self.assertEqual((2, 3 * day_s, 2 * day_s - 5), told())
+        last = self.node(workflow_id, end_time=torc.format_time(self.clock + 3 * day_s - torc.CLAIM_GRACE_S))
+        self.assertEqual((0, 3 * day_s, 3 * day_s - torc.CLAIM_GRACE_S), told())
+        self.call('update_compute_node', {'is_active': False}, id=last)
+        self.node(workflow_id)      # without an end
+        self.assertEqual((0, None, 2 * day_s - 5), told())
+
+    def test_a_claim_that_a_dead_runner_may_have_started_is_another_attempt(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id)
+        self.release(alive=False)
+        self.assertEqual(2, self.claim(workflow_id, self.node(workflow_id))['a']['attempt_id'])
+        self.assertEqual(1, sum(event['data'].get('event_type') == 'job_retried' for event in self.call('list_events', workflow_id=workflow_id)['items']))
+
+    def test_a_dead_runner_is_not_waited_for(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id)
+        self.assertEqual([node_id], self.release(alive=False))
+        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+
+    # -------- those that come back --------
+
+    def lose(self, workflow_id: int, node_id: int, started: Sequence[Dict[str, Any]]) -> None:
+        """A node starts some of its jobs, and is given up."""
+        self.sync(workflow_id, node_id, started=[self.start(job) for job in started])
+        self.assertIn(node_id, self.release(alive=False))
+
+    def start(self, job: Dict[str, Any]) -> List[Any]:
+        return [job['id'], job['attempt_id'], torc.format_time(self.clock)]
+
+    def return_codes(self, workflow_id: int) -> Dict[str, List[Tuple[int, int, str]]]:
+        """Job -> (attempt, return code, status) of its results."""
+        found = collections.defaultdict(list)   # type: Dict[str, List[Tuple[int, int, str]]]
+        for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']:
+            found[row['job_name']].append((row['attempt_id'], row['return_code'], row['status']))
+        return dict(found)
+
+    def test_what_really_happened_to_a_lost_attempt_replaces_what_was_assumed(self):
+        workflow_id = self.create('a:\nb:\nc: a b\nd: c\ne!: a\nf: e', actions=[{
+            'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+            'job_indexes': None, 'persistent': False}])
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.lose(workflow_id, node_id, [jobs['a'], jobs['b']])
+        lost = {'a': 'failed', 'b': 'failed', 'c': 'canceled', 'd': 'canceled', 'e': 'ready', 'f': 'blocked'}
+        self.assertEqual(lost, self.statuses(workflow_id))
+        again = self.node(workflow_id)
+        answer = self.sync(workflow_id, again, completions=[self.end(jobs['a'])])
+        self.assertEqual([[jobs['a']['id'], 1, 'completed']], answer['accepted'])
+        self.assertEqual(dict(lost, a='completed'), self.statuses(workflow_id), 'c waits for b too')
+        self.assertFalse(answer['is_complete'])
+        self.assertWhole()
+        self.sync(workflow_id, again, completions=[self.end(jobs['b'])])
+        self.assertEqual(dict(lost, a='completed', b='completed', c='ready', d='blocked'), self.statuses(workflow_id))
+        self.assertEqual({'a': [(1, 0, 'completed')], 'b': [(1, 0, 'completed')]}, self.return_codes(workflow_id))
+        self.assertWhole()
+        events = self.call('list_events', workflow_id=workflow_id, category='job')['items']
+        self.assertEqual(['a', 'b'], [event['data']['job_name'] for event in events
+                                      if event['data']['event_type'] == 'job_recovered'])
+        self.assertEqual({'completed'}, set(self.drive(workflow_id, {}).values()))
+
+    def test_the_same_end_again_gets_the_same_answer_and_another_one_is_refused(self):
+        workflow_id = self.create('a:')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        again = self.node(workflow_id)
+        end = self.end(job, 'failed', 3)
+        for _ in range(2):
+            self.assertEqual('failed', self.sync(workflow_id, again, completions=[end])['accepted'][0][2])
+        refused = self.sync(workflow_id, again, completions=[self.end(job)])['errors'][0]['message']
+        self.assertIn('is already complete, as failed with return code 3', refused)
+        self.assertEqual({'a': [(1, 3, 'failed')]}, self.return_codes(workflow_id))
+
+    def test_what_a_lost_node_still_runs_is_its_own_again(self):
+        workflow_id = self.create('a:\nb: a\nc:\nd:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.lose(workflow_id, node_id, [jobs['a']])      # c was started without our being told, d was not
+        again = self.node(workflow_id)
+        held = [[jobs[name]['id'], 1] for name in 'ac']
+        answer = self.sync(workflow_id, again, started=[self.start(jobs['a']), self.start(jobs['c'])], held=held)
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual({'d': [(1, -128, 'canceled')]}, self.return_codes(workflow_id))
+        job = self.call('get_job', id=jobs['c']['id'])
+        self.assertEqual((1, None, again), (job['attempt_id'], job.get('origin'), job['compute_node_id']))
+        self.sync(workflow_id, again, completions=[self.end(jobs['a']), self.end(jobs['c'])])
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'completed', 'd': 'ready'}, self.statuses(workflow_id))
+        self.assertWhole()
+
+    def test_what_runs_whatever_its_prerequisite_does_waits_for_one_that_is_back(self):
+        workflow_id = self.create('a:\nb:\ne!: a\nf!: a b\ng: e')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.lose(workflow_id, node_id, [jobs['a'], jobs['b']])
+        self.assertEqual(['ready', 'ready', 'blocked'], [self.statuses(workflow_id)[name] for name in 'efg'])
+        again = self.node(workflow_id)
+        self.sync(workflow_id, again, started=[self.start(jobs['a'])], held=[[jobs['a']['id'], 1]])
+        self.assertEqual({'a': 'running', 'b': 'failed', 'e': 'blocked', 'f': 'blocked', 'g': 'blocked'},
+                         self.statuses(workflow_id))
+        self.assertWhole()
+        self.sync(workflow_id, again, completions=[self.end(jobs['a'])])
+        self.assertEqual(['ready', 'ready', 'blocked'], [self.statuses(workflow_id)[name] for name in 'efg'])
+        self.assertWhole()
+
+    def test_a_lost_attempt_does_not_count_once_a_later_one_may_have_begun(self):
+        def claim(workflow_id: int, job: Dict[str, Any]) -> None:
+            self.call('retry_job', id=job['id'], run_id=1, max_retries=3)
+            self.assertEqual(2, self.claim(workflow_id, self.node(workflow_id))['a']['attempt_id'])
+
+        def reset(workflow_id: int, job: Dict[str, Any]) -> None:
+            self.call('reset_job_status', id=workflow_id, failed_only=True)
+
+        def initialize(workflow_id: int, job: Dict[str, Any]) -> None:
+            reset(workflow_id, job)
+            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+        for change in (claim, reset, initialize):
+            with self.subTest(change.__name__):
+                workflow_id = self.create('a:\nb: a')
+                node_id = self.node(workflow_id)
+                job = self.claim(workflow_id, node_id)['a']
+                self.lose(workflow_id, node_id, [job])
+                change(workflow_id, job)
+                before, again = self.statuses(workflow_id), self.node(workflow_id)
+                answer = self.sync(workflow_id, again, completions=[self.end(job)], held=[[job['id'], 1]])
+                self.assertEqual((1, [[job['id'], 1]]), (len(answer['errors']), answer['revoked']))
+                answer = self.sync(workflow_id, again, started=[self.start(job)], held=[[job['id'], 1]])
+                self.assertEqual([[job['id'], 1]], answer['revoked'])
+                self.assertEqual(before, self.statuses(workflow_id))
+
+    def test_a_retry_that_has_not_begun_gives_way_to_the_attempt_that_came_back(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        self.call('retry_job', id=job['id'], run_id=1, max_retries=3)
+        self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
+        self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual({'a': [(1, 0, 'completed')]}, self.return_codes(workflow_id))
+        self.assertWhole()
+
+    def test_a_failure_that_comes_late_is_retried_as_any_other(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        end = self.end(job, 'failed', 3, retry=True, max_retries=3)
+        self.sync(workflow_id, self.node(workflow_id), completions=[end])
+        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+        self.assertWhole()
+        self.assertEqual({'a': 'completed', 'b': 'completed'}, self.drive(workflow_id, {}))
+
+    def test_in_a_canceled_workflow_nothing_waits_again(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        self.call('cancel_workflow', id=workflow_id)
+        self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
+        self.assertEqual({'a': 'completed', 'b': 'canceled'}, self.statuses(workflow_id))
+
+    def test_a_result_that_a_journal_or_another_client_brings_late_counts_too(self):
+        workflow_id = self.create('a:\nb: a')
+        node_id = self.node(workflow_id)
+        job = self.claim(workflow_id, node_id)['a']
+        self.lose(workflow_id, node_id, [job])
+        result = dict(completion_of(job['id'], workflow_id, node_id), attempt_id=1)
+        entry = {'job_id': job['id'], 'status': 'completed', 'run_id': 1, 'result': result}
+        answer = self.call('batch_complete_jobs', {'completions': [entry]}, workflow_id=workflow_id)
+        self.assertEqual(([job['id']], []), (answer['completed'], answer['errors']))
+        self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
+        self.assertEqual(node_id, self.call('list_results', workflow_id=workflow_id)['items'][0]['compute_node_id'])
+
+    def test_what_was_never_started_spends_no_retry(self):
+        workflow_id = self.create('a:')
+        for _ in range(5):
+            node_id = self.node(workflow_id)
+            job = self.claim(workflow_id, node_id)['a']
+            self.release(alive=False)
+        self.assertEqual((5, 4), (job['attempt_id'], job['interruptions']))
+        node_id = self.node(workflow_id)
+        for attempt_id, status in ((6, 'ready'), (7, 'failed')):
+            job = self.claim(workflow_id, node_id)['a']
+            end = self.end(job, 'failed', 1, retry=True, max_retries=2)
+            answer = self.sync(workflow_id, node_id, completions=[end])
+            self.assertEqual([[job['id'], attempt_id, status]], answer['accepted'])
+
+    def test_a_word_that_another_has_overtaken_is_not_listened_to(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        want = {'strategy': 'queue', 'limit': 1}
+        self.sync(workflow_id, node_id, turn=2, held=[], want=want)
+        self.assertRefused('a later request', 'runner_sync',
+                           {'compute_node_id': node_id, 'run_id': 1, 'turn': 1, 'want': want}, id=workflow_id)
+        self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
+        self.sync(workflow_id, node_id, turn=2, held=[])    # its transaction was carried out again
+        self.sync(workflow_id, node_id, turn=3, held=[])
+
+    def test_a_registration_whose_answer_was_lost_leaves_no_second_node(self):
+        workflow_id = self.create('a:')
+        runner = {'hostname': 'h', 'pid': 7, 'identity': 'boot/1'}
+        nodes = [self.node(workflow_id, **dict(runner, **other)) for other in
+                 ({}, {}, {}, {'hostname': 'g'}, {'pid': 8}, {'identity': 'boot/2'})]
+        active = self.call('list_compute_nodes', workflow_id=workflow_id, is_active=True)['items']
+        self.assertEqual(nodes[2:], [node['id'] for node in active])
+
+    def test_a_deleted_node_leaves_nothing_running(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, started=[[jobs['a']['id'], 1, torc.format_time(self.clock)]])
+        self.call('delete_compute_node', id=node_id)
+        self.assertEqual({'a': 'failed', 'b': 'ready'}, self.statuses(workflow_id))
+
+    def test_a_node_that_leaves_gives_back_what_it_did_not_start(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, returned=[[jobs['a']['id'], 1]])
+        self.assertEqual({'a': 'ready', 'b': 'pending'}, self.statuses(workflow_id))
+        self.call('update_compute_node', {'is_active': False, 'duration_seconds': 3.0}, id=node_id)
+        self.assertEqual({'a': 'ready', 'b': 'ready'}, self.statuses(workflow_id))
+
+    def test_a_claim_whose_answer_was_lost_comes_back(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, held=[[jobs['a']['id'], 1]])
+        self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
+
+
+# ======== 8g. Administration ========
+
 class UpdatesTest(ServiceTest):
     """What verbs tell those who listen."""
 
@@ -6242,6 +6275,163 @@ class UpdatesTest(ServiceTest):
         feeds.add_updates(updates)
         self.assertIn(b'event: warning\ndata: {"dropped":4903}', feed.events[-1][1])
 
+
+class GroupTest(ServiceTest):
+    """Access groups, their members, and the workflows that they may use."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'ann'})['id']
+        self.group_id = self.call('create_access_group', {'name': 'chemists', 'description': 'who mix'})['id']
+
+    def as_user(self, user: str) -> None:
+        """From now on a user asks, where access is enforced."""
+        self.caller, self.is_admin, self.service.knows_users, self.service.enforces_access = user, False, True, True
+
+    def test_a_group_is_made_listed_and_deleted_and_its_name_is_its_own(self):
+        group = self.call('get_access_group', group_id=self.group_id)
+        self.assertEqual(('chemists', 'who mix', 2), (group['name'], group['description'], group['id']))
+        self.assertNotIn('is_system', group)
+        page = self.call('list_access_groups', limit=1)
+        self.assertEqual((['admin'], 2, True, 1, 0), ([item['name'] for item in page['items']], page['total_count'], page['has_more'], page['limit'], page['offset']))
+        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_access_groups', offset=1)['items']])
+        self.assertRefused("there is an access group 'chemists' already", 'create_access_group', {'name': 'chemists'})
+        self.assertRefused('at least 0', 'list_access_groups', limit=-1)
+        self.assertEqual(group, self.call('delete_access_group', group_id=self.group_id))
+        self.assertRefused('no access group', 'get_access_group', group_id=self.group_id)
+
+    def test_members_come_and_go(self):
+        member = self.call('add_user_to_group', {'user_name': 'bob', 'group_id': self.group_id, 'role': 'admin'}, group_id=self.group_id)
+        self.assertEqual(('bob', 'admin', self.group_id), (member['user_name'], member['role'], member['group_id']))
+        self.assertEqual('member', self.call('add_user_to_group', {'user_name': 'cy'}, group_id=self.group_id)['role'])
+        self.assertEqual(['bob', 'cy'], [item['user_name'] for item in self.call('list_group_members', group_id=self.group_id)['items']])
+        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_user_groups', user_name='bob')['items']])
+        for text, body in (('bob is in access group 2 already', {'user_name': 'bob'}), ('one of member, admin', {'user_name': 'x', 'role': 'king'}),
+                           ('is not a valid group member', {'user_name': 'anonymous'}), ('is not a valid group member', {}), ('does not match 2 in the path', {'user_name': 'x', 'group_id': 1})):
+            with self.subTest(text):
+                self.assertRefused(text, 'add_user_to_group', body, group_id=self.group_id)
+        self.assertEqual(member, self.call('remove_user_from_group', group_id=self.group_id, user_name='bob'))
+        self.assertRefused('bob is not in access group 2', 'remove_user_from_group', group_id=self.group_id, user_name='bob')
+        self.assertRefused('no access group 99', 'add_user_to_group', {'user_name': 'bob'}, group_id=99)
+
+    def test_the_administrators_are_those_of_the_options_and_no_others(self):
+        for users in (['zoe', 'bob'], ['bob'], []):
+            with self.service.transaction():
+                torc.set_administrators(self.context, users)
+            self.assertEqual(sorted(users), [item['user_name'] for item in self.call('list_group_members', group_id=1)['items']])
+        for name, body, more in (('add_user_to_group', {'user_name': 'x'}, {}), ('remove_user_from_group', None, {'user_name': 'bob'}), ('delete_access_group', None, {})):
+            with self.subTest(name), self.assertRaises(torc.Denied):
+                self.call(name, body, group_id=1, **more)
+        self.assertRaises(torc.BadInput, torc.set_administrators, self.store, ['anonymous'])
+        self.store.run('DELETE FROM access_group WHERE is_system = 1')      # of a database that had none
+        with self.service.transaction():
+            torc.set_administrators(self.context, ['bob'])
+        self.assertTrue(torc.is_system_admin(self.context, 'bob'))
+
+    def test_a_group_gets_workflows_when_they_are_made_or_later(self):
+        first = self.call('create_workflow', {'name': 'x', 'user': 'ann', 'access_groups': ['chemists']})
+        self.assertEqual(['chemists'], first['access_groups'])
+        self.assertEqual(first, self.call('update_workflow', {'access_groups': ['chemists'], 'name': 'x'}, id=first['id']))
+        link = self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
+        self.assertEqual((self.workflow_id, self.group_id), (link['workflow_id'], link['group_id']))
+        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_workflow_groups', id=self.workflow_id)['items']])
+        other = self.call('create_workflow', {'name': 'y', 'user': 'ann'})['id']
+        for wanted, names in (([self.workflow_id, first['id']], ['chemists']), ([self.workflow_id, first['id']], ['none', 'chemists']), ([], ['none']),
+                              ([self.workflow_id, first['id'], other], [])):
+            self.assertEqual(wanted, [item['id'] for item in self.call('list_workflows', access_group=names)['items']])
+        self.assertRefused('already', 'add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
+        self.assertRefused('no access group 99', 'add_workflow_to_group', id=self.workflow_id, group_id=99)
+        self.assertRefused('cannot be changed', 'update_workflow', {'access_groups': ['admin']}, id=first['id'])
+        self.assertEqual(link, self.call('remove_workflow_from_group', id=self.workflow_id, group_id=self.group_id))
+        self.assertRefused('has no access', 'remove_workflow_from_group', id=self.workflow_id, group_id=self.group_id)
+
+    def test_a_workflow_for_groups_that_are_not_there_is_not_made(self):
+        for names, text in ((['nobody'], "Unknown access group 'nobody'"), (['chemists', 'chemists'], 'twice')):
+            self.assertRefused(text, 'create_workflow', {'name': 'x', 'user': 'ann', 'access_groups': names})
+        self.assertEqual([self.workflow_id], self.store.ids('SELECT id FROM workflow'))
+
+    def test_it_is_told_who_has_access_and_why(self):
+        self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
+        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
+        with self.service.transaction():
+            torc.set_administrators(self.context, ['root'])
+        for user, has_access, reason in (('ann', True, 'owns it'), ('bob', True, 'is in a group'), ('cy', False, 'neither'), ('root', True, 'administrator'),
+                                         ('anonymous', False, 'anybody')):
+            found = self.call('check_workflow_access', workflow_id=self.workflow_id, user_name=user)
+            self.assertEqual((has_access, user, self.workflow_id), (found['has_access'], found['user_name'], found['workflow_id']))
+            self.assertIn(reason, found['reason'])
+        self.assertRefused('no workflow 99', 'check_workflow_access', workflow_id=99, user_name='ann')
+        self.as_user('cy')
+        self.assertFalse(self.call('check_workflow_access', workflow_id=99, user_name='cy')['has_access'])
+
+    def test_who_makes_a_workflow_owns_it_and_only_administrators_give_it_away(self):
+        self.call('add_user_to_group', {'user_name': 'bob', 'role': 'admin'}, group_id=self.group_id)
+        self.as_user('ann')
+        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)     # her own workflow, a group of others
+        self.as_user('bob')
+        plan = {'workflow': {'name': 'y', 'user': 'ann'}, 'files': [], 'user_data': [], 'resource_requirements': [], 'slurm_schedulers': [],
+                'failure_handlers': [], 'kinds': [], 'dependency_sets': [], 'jobs': [], 'actions': []}
+        for name, body in (('create_workflow', {'name': 'x', 'user': 'ann'}), ('create_workflow_from_spec', plan)):
+            with self.subTest(name), self.assertRaisesRegex(torc.Denied, 'bob cannot make workflows in the name of ann: leave `user` out, or'):
+                self.call(name, body)
+        plan['workflow']['user'] = 'bob'
+        self.assertEqual('bob', self.call('create_workflow', {'name': 'x', 'user': 'bob'})['user'])
+        self.assertEqual('bob', self.call('get_workflow', id=self.call('create_workflow_from_spec', plan)['workflow_id'])['user'])
+        self.assertEqual('new', self.call('update_workflow', {'user': 'ann', 'description': 'new'}, id=self.workflow_id)['description'])
+        for user in ('bob', 'ann'):     # its own user neither: it would put commands into the list of somebody who knows nothing of it
+            self.as_user(user)
+            with self.assertRaisesRegex(torc.Denied, "only the server's owner and administrators can give workflow"):
+                self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)
+        self.as_user('anonymous')
+        self.assertRaises(torc.Denied, self.call, 'create_workflow', {'name': 'x', 'user': 'ann'})
+        self.is_admin = True
+        self.assertEqual('bob', self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)['user'])
+
+    def test_names_are_told_apart_where_users_log_in_and_nowhere_else(self):
+        """Without users everybody sends the name of their account, as Torc's clients do, and nobody's name is checked."""
+        for knows_users, caller, user, is_allowed in (
+                (False, 'anonymous', 'ann', True), (False, 'bob', 'ann', True), (True, 'bob', 'ann', False), (True, 'bob', 'bob', True),
+                (True, 'anonymous', 'ann', False), (True, 'anonymous', 'account', True)):
+            self.caller, self.is_admin, self.service.knows_users = caller, False, knows_users
+            self.service.is_user = lambda name: name in ('ann', 'bob')
+            with self.subTest(knows_users=knows_users, caller=caller, user=user):
+                if is_allowed:
+                    self.assertEqual(user, self.call('create_workflow', {'name': 'x', 'user': user})['user'])
+                else:
+                    self.assertRaises(torc.Denied, self.call, 'create_workflow', {'name': 'x', 'user': user})
+            changes = contextlib.suppress() if not knows_users else self.assertRaises(torc.Denied)
+            with self.subTest(knows_users=knows_users, caller=caller), changes:
+                self.call('update_workflow', {'user': 'cy'}, id=self.workflow_id)
+                self.call('update_workflow', {'user': 'ann'}, id=self.workflow_id)
+
+    def test_without_enforcement_groups_are_managed_by_the_owner_or_where_nobody_has_a_name_by_all(self):
+        self.caller, self.is_admin = 'anonymous', False
+        self.call('add_user_to_group', {'user_name': 'ann', 'role': 'admin'}, group_id=self.group_id)
+        self.service.knows_users, self.caller = True, 'bob'
+        self.assertEqual('w', self.call('get_workflow', id=self.workflow_id)['name'])
+        for name, body, parameters in (('create_access_group', {'name': 'x'}, {}), ('add_user_to_group', {'user_name': 'bob'}, {'group_id': self.group_id}),
+                                       ('add_workflow_to_group', None, {'workflow_id': self.workflow_id, 'group_id': self.group_id}),
+                                       ('list_user_groups', None, {'user_name': 'ann'}), ('reload_auth', None, {})):
+            with self.subTest(name):
+                self.assertRaises(torc.Denied, self.call, name, body, **parameters)
+        self.caller = 'ann'
+        self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
+
+    def test_a_runner_cannot_speak_of_another_workflows_jobs_and_actions(self):
+        mine, other = self.create('a:'), self.create('b:', actions=[{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands',
+                                                                     'action_config': {'commands': ['x']}}])
+        node_id = self.node(mine)
+        action_id = self.call('get_workflow_actions', id=other)[0]['id']
+        job_id = self.call('list_jobs', workflow_id=other)['items'][0]['id']
+        before = self.store.rows('SELECT * FROM workflow_action'), self.store.value('SELECT count(*) FROM event')
+        self.sync(mine, node_id, action_results=[{'action_id': action_id, 'success': True}])
+        self.assertEqual(before, (self.store.rows('SELECT * FROM workflow_action'), self.store.value('SELECT count(*) FROM event')))
+        end = {'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00Z'}
+        self.assertIn(f'workflow {mine} has no job {job_id}', self.sync(mine, node_id, completions=[end])['errors'][0]['message'])
+        self.assertEqual({'b': 'ready'}, self.statuses(other))
+
+
+# ======== 8h. Ad-hoc SQL ========
 
 class AdminSqlTest(ServiceTest):
     """An administrator's SQL, and what it must not do."""
@@ -6526,162 +6716,6 @@ class AdminSqlTest(ServiceTest):
         with self.assertRaises(torc.Denied):
             self.sql('SELECT 1')
         self.assertEqual(0, self.call('list_admin_audit_log')['total_count'])
-
-
-class GroupTest(ServiceTest):
-    """Access groups, their members, and the workflows that they may use."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'ann'})['id']
-        self.group_id = self.call('create_access_group', {'name': 'chemists', 'description': 'who mix'})['id']
-
-    def as_user(self, user: str) -> None:
-        """From now on a user asks, where access is enforced."""
-        self.caller, self.is_admin, self.service.knows_users, self.service.enforces_access = user, False, True, True
-
-    def test_a_group_is_made_listed_and_deleted_and_its_name_is_its_own(self):
-        group = self.call('get_access_group', group_id=self.group_id)
-        self.assertEqual(('chemists', 'who mix', 2), (group['name'], group['description'], group['id']))
-        self.assertNotIn('is_system', group)
-        page = self.call('list_access_groups', limit=1)
-        self.assertEqual((['admin'], 2, True, 1, 0), ([item['name'] for item in page['items']], page['total_count'], page['has_more'], page['limit'], page['offset']))
-        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_access_groups', offset=1)['items']])
-        self.assertRefused("there is an access group 'chemists' already", 'create_access_group', {'name': 'chemists'})
-        self.assertRefused('at least 0', 'list_access_groups', limit=-1)
-        self.assertEqual(group, self.call('delete_access_group', group_id=self.group_id))
-        self.assertRefused('no access group', 'get_access_group', group_id=self.group_id)
-
-    def test_members_come_and_go(self):
-        member = self.call('add_user_to_group', {'user_name': 'bob', 'group_id': self.group_id, 'role': 'admin'}, group_id=self.group_id)
-        self.assertEqual(('bob', 'admin', self.group_id), (member['user_name'], member['role'], member['group_id']))
-        self.assertEqual('member', self.call('add_user_to_group', {'user_name': 'cy'}, group_id=self.group_id)['role'])
-        self.assertEqual(['bob', 'cy'], [item['user_name'] for item in self.call('list_group_members', group_id=self.group_id)['items']])
-        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_user_groups', user_name='bob')['items']])
-        for text, body in (('bob is in access group 2 already', {'user_name': 'bob'}), ('one of member, admin', {'user_name': 'x', 'role': 'king'}),
-                           ('is not a valid group member', {'user_name': 'anonymous'}), ('is not a valid group member', {}), ('does not match 2 in the path', {'user_name': 'x', 'group_id': 1})):
-            with self.subTest(text):
-                self.assertRefused(text, 'add_user_to_group', body, group_id=self.group_id)
-        self.assertEqual(member, self.call('remove_user_from_group', group_id=self.group_id, user_name='bob'))
-        self.assertRefused('bob is not in access group 2', 'remove_user_from_group', group_id=self.group_id, user_name='bob')
-        self.assertRefused('no access group 99', 'add_user_to_group', {'user_name': 'bob'}, group_id=99)
-
-    def test_the_administrators_are_those_of_the_options_and_no_others(self):
-        for users in (['zoe', 'bob'], ['bob'], []):
-            with self.service.transaction():
-                torc.set_administrators(self.context, users)
-            self.assertEqual(sorted(users), [item['user_name'] for item in self.call('list_group_members', group_id=1)['items']])
-        for name, body, more in (('add_user_to_group', {'user_name': 'x'}, {}), ('remove_user_from_group', None, {'user_name': 'bob'}), ('delete_access_group', None, {})):
-            with self.subTest(name), self.assertRaises(torc.Denied):
-                self.call(name, body, group_id=1, **more)
-        self.assertRaises(torc.BadInput, torc.set_administrators, self.store, ['anonymous'])
-        self.store.run('DELETE FROM access_group WHERE is_system = 1')      # of a database that had none
-        with self.service.transaction():
-            torc.set_administrators(self.context, ['bob'])
-        self.assertTrue(torc.is_system_admin(self.context, 'bob'))
-
-    def test_a_group_gets_workflows_when_they_are_made_or_later(self):
-        first = self.call('create_workflow', {'name': 'x', 'user': 'ann', 'access_groups': ['chemists']})
-        self.assertEqual(['chemists'], first['access_groups'])
-        self.assertEqual(first, self.call('update_workflow', {'access_groups': ['chemists'], 'name': 'x'}, id=first['id']))
-        link = self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
-        self.assertEqual((self.workflow_id, self.group_id), (link['workflow_id'], link['group_id']))
-        self.assertEqual(['chemists'], [item['name'] for item in self.call('list_workflow_groups', id=self.workflow_id)['items']])
-        other = self.call('create_workflow', {'name': 'y', 'user': 'ann'})['id']
-        for wanted, names in (([self.workflow_id, first['id']], ['chemists']), ([self.workflow_id, first['id']], ['none', 'chemists']), ([], ['none']),
-                              ([self.workflow_id, first['id'], other], [])):
-            self.assertEqual(wanted, [item['id'] for item in self.call('list_workflows', access_group=names)['items']])
-        self.assertRefused('already', 'add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
-        self.assertRefused('no access group 99', 'add_workflow_to_group', id=self.workflow_id, group_id=99)
-        self.assertRefused('cannot be changed', 'update_workflow', {'access_groups': ['admin']}, id=first['id'])
-        self.assertEqual(link, self.call('remove_workflow_from_group', id=self.workflow_id, group_id=self.group_id))
-        self.assertRefused('has no access', 'remove_workflow_from_group', id=self.workflow_id, group_id=self.group_id)
-
-    def test_a_workflow_for_groups_that_are_not_there_is_not_made(self):
-        for names, text in ((['nobody'], "Unknown access group 'nobody'"), (['chemists', 'chemists'], 'twice')):
-            self.assertRefused(text, 'create_workflow', {'name': 'x', 'user': 'ann', 'access_groups': names})
-        self.assertEqual([self.workflow_id], self.store.ids('SELECT id FROM workflow'))
-
-    def test_it_is_told_who_has_access_and_why(self):
-        self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
-        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
-        with self.service.transaction():
-            torc.set_administrators(self.context, ['root'])
-        for user, has_access, reason in (('ann', True, 'owns it'), ('bob', True, 'is in a group'), ('cy', False, 'neither'), ('root', True, 'administrator'),
-                                         ('anonymous', False, 'anybody')):
-            found = self.call('check_workflow_access', workflow_id=self.workflow_id, user_name=user)
-            self.assertEqual((has_access, user, self.workflow_id), (found['has_access'], found['user_name'], found['workflow_id']))
-            self.assertIn(reason, found['reason'])
-        self.assertRefused('no workflow 99', 'check_workflow_access', workflow_id=99, user_name='ann')
-        self.as_user('cy')
-        self.assertFalse(self.call('check_workflow_access', workflow_id=99, user_name='cy')['has_access'])
-
-    def test_who_makes_a_workflow_owns_it_and_only_administrators_give_it_away(self):
-        self.call('add_user_to_group', {'user_name': 'bob', 'role': 'admin'}, group_id=self.group_id)
-        self.as_user('ann')
-        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)     # her own workflow, a group of others
-        self.as_user('bob')
-        plan = {'workflow': {'name': 'y', 'user': 'ann'}, 'files': [], 'user_data': [], 'resource_requirements': [], 'slurm_schedulers': [],
-                'failure_handlers': [], 'kinds': [], 'dependency_sets': [], 'jobs': [], 'actions': []}
-        for name, body in (('create_workflow', {'name': 'x', 'user': 'ann'}), ('create_workflow_from_spec', plan)):
-            with self.subTest(name), self.assertRaisesRegex(torc.Denied, 'bob cannot make workflows in the name of ann: leave `user` out, or'):
-                self.call(name, body)
-        plan['workflow']['user'] = 'bob'
-        self.assertEqual('bob', self.call('create_workflow', {'name': 'x', 'user': 'bob'})['user'])
-        self.assertEqual('bob', self.call('get_workflow', id=self.call('create_workflow_from_spec', plan)['workflow_id'])['user'])
-        self.assertEqual('new', self.call('update_workflow', {'user': 'ann', 'description': 'new'}, id=self.workflow_id)['description'])
-        for user in ('bob', 'ann'):     # its own user neither: it would put commands into the list of somebody who knows nothing of it
-            self.as_user(user)
-            with self.assertRaisesRegex(torc.Denied, "only the server's owner and administrators can give workflow"):
-                self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)
-        self.as_user('anonymous')
-        self.assertRaises(torc.Denied, self.call, 'create_workflow', {'name': 'x', 'user': 'ann'})
-        self.is_admin = True
-        self.assertEqual('bob', self.call('update_workflow', {'user': 'bob'}, id=self.workflow_id)['user'])
-
-    def test_names_are_told_apart_where_users_log_in_and_nowhere_else(self):
-        """Without users everybody sends the name of their account, as Torc's clients do, and nobody's name is checked."""
-        for knows_users, caller, user, is_allowed in (
-                (False, 'anonymous', 'ann', True), (False, 'bob', 'ann', True), (True, 'bob', 'ann', False), (True, 'bob', 'bob', True),
-                (True, 'anonymous', 'ann', False), (True, 'anonymous', 'account', True)):
-            self.caller, self.is_admin, self.service.knows_users = caller, False, knows_users
-            self.service.is_user = lambda name: name in ('ann', 'bob')
-            with self.subTest(knows_users=knows_users, caller=caller, user=user):
-                if is_allowed:
-                    self.assertEqual(user, self.call('create_workflow', {'name': 'x', 'user': user})['user'])
-                else:
-                    self.assertRaises(torc.Denied, self.call, 'create_workflow', {'name': 'x', 'user': user})
-            changes = contextlib.suppress() if not knows_users else self.assertRaises(torc.Denied)
-            with self.subTest(knows_users=knows_users, caller=caller), changes:
-                self.call('update_workflow', {'user': 'cy'}, id=self.workflow_id)
-                self.call('update_workflow', {'user': 'ann'}, id=self.workflow_id)
-
-    def test_without_enforcement_groups_are_managed_by_the_owner_or_where_nobody_has_a_name_by_all(self):
-        self.caller, self.is_admin = 'anonymous', False
-        self.call('add_user_to_group', {'user_name': 'ann', 'role': 'admin'}, group_id=self.group_id)
-        self.service.knows_users, self.caller = True, 'bob'
-        self.assertEqual('w', self.call('get_workflow', id=self.workflow_id)['name'])
-        for name, body, parameters in (('create_access_group', {'name': 'x'}, {}), ('add_user_to_group', {'user_name': 'bob'}, {'group_id': self.group_id}),
-                                       ('add_workflow_to_group', None, {'workflow_id': self.workflow_id, 'group_id': self.group_id}),
-                                       ('list_user_groups', None, {'user_name': 'ann'}), ('reload_auth', None, {})):
-            with self.subTest(name):
-                self.assertRaises(torc.Denied, self.call, name, body, **parameters)
-        self.caller = 'ann'
-        self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
-
-    def test_a_runner_cannot_speak_of_another_workflows_jobs_and_actions(self):
-        mine, other = self.create('a:'), self.create('b:', actions=[{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands',
-                                                                     'action_config': {'commands': ['x']}}])
-        node_id = self.node(mine)
-        action_id = self.call('get_workflow_actions', id=other)[0]['id']
-        job_id = self.call('list_jobs', workflow_id=other)['items'][0]['id']
-        before = self.store.rows('SELECT * FROM workflow_action'), self.store.value('SELECT count(*) FROM event')
-        self.sync(mine, node_id, action_results=[{'action_id': action_id, 'success': True}])
-        self.assertEqual(before, (self.store.rows('SELECT * FROM workflow_action'), self.store.value('SELECT count(*) FROM event')))
-        end = {'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00Z'}
-        self.assertIn(f'workflow {mine} has no job {job_id}', self.sync(mine, node_id, completions=[end])['errors'][0]['message'])
-        self.assertEqual({'b': 'ready'}, self.statuses(other))
-
 
 # ======== 9. API ========
 
@@ -8157,7 +8191,7 @@ LIST_FILTERS_OF_OTHERS = {  # parameter of a list -> where it is tested
 }
 
 
-# ======== 10f. Server: state files, framing, connections, access, streams, bodies and the loop ========
+# ======== 10. State files ========
 
 # A key and three self-signed certificates of it: for localhost, for another name, and one that has expired. The
 # first two are good until 2099. They guard nothing: everybody may read them here.
@@ -8268,140 +8302,6 @@ class ServerThread(threading.Thread):
                 client.sendall(part)
             socket.socket.shutdown(client, socket.SHUT_WR)     # of TCP; that of TLS would end the reading, too
             return read_all(client)
-
-
-def read_all(client: socket.socket) -> bytes:
-    """Everything until the other side closes, however it does."""
-    found = b''
-    with contextlib.suppress(ConnectionResetError, ssl.SSLError):
-        while True:
-            data = client.recv(65536)
-            if not data:
-                break
-            found += data
-    return found
-
-
-def read_answers(client: socket.socket, count: int) -> bytes:
-    """So many whole answers."""
-    found = b''
-    while len(re.findall(rb'(?s)\r\n\r\n', found)) < count or not is_whole(found):
-        data = client.recv(65536)
-        assert data, found
-        found += data
-    return found
-
-
-def is_whole(data: bytes) -> bool:
-    """Whether the data ends with the end of an answer."""
-    while data:
-        head, _, rest = data.partition(b'\r\n\r\n')
-        length = re.search(rb'content-length: (\d+)', head)
-        size = int(length.group(1)) if length else 0
-        if len(rest) < size:
-            return False
-        data = rest[size:]
-    return True
-
-
-def statuses(data: bytes) -> List[int]:
-    """Statuses of all answers in the data."""
-    return [int(number) for number in re.findall(rb'HTTP/1\.1 (\d+) ', data)]
-
-
-def http_request(method: str = 'GET', path: str = '/torc-service/v1/ping', body: bytes = b'', version: str = '1.1', **fields: str) -> bytes:
-    """Bytes of a request. Fields by name, _ for -; host is there unless it is given as ''."""
-    fields = dict({'host': '127.0.0.1'}, **fields)
-    if body:
-        fields['content_length'] = str(len(body))
-    lines = ''.join(f'{name.replace("_", "-")}: {value}\r\n' for name, value in fields.items() if value)
-    return f'{method} {path} HTTP/{version}\r\n{lines}\r\n'.encode('latin-1') + body
-
-
-class FramingTest(unittest.TestCase):
-    """Heads of requests, as pure text."""
-
-    def test_a_head_is_cut_into_its_parts(self) -> None:
-        head = torc.parse_head(b'POST /a%20b?x=1&y=2 HTTP/1.1\r\nHost: h:1\r\nX-Odd:\r\nContent-LENGTH:  12 ')
-        self.assertEqual(('POST', '/a%20b', 'x=1&y=2', 12, True), (head.method, head.path, head.query, head.length, head.keeps_alive))
-        self.assertEqual({'host': 'h:1', 'x-odd': '', 'content-length': '12'}, head.fields)
-
-    def test_who_keeps_the_connection(self) -> None:
-        for line, fields, keeps in (('1.1', '', True), ('1.1', 'Connection: close', False), ('1.1', 'Connection: Keep-Alive', True),
-                                    ('1.0', '', False), ('1.0', 'Connection: keep-alive', True), ('1.1', 'Connection: Close, TE', False)):
-            with self.subTest(line=line, fields=fields):
-                data = f'GET / HTTP/{line}' + (f'\r\n{fields}' if fields else '')
-                self.assertEqual(keeps, torc.parse_head(data.encode()).keeps_alive)
-
-    def test_what_is_not_plain_http_is_refused_with_its_status(self) -> None:
-        cases = (
-            (400, 'GET /'), (400, 'GET / HTTP/2.0'), (400, 'get / HTTP/1.1'), (400, 'GET  / HTTP/1.1'), (400, 'GET http://h/ HTTP/1.1'),
-            (400, 'GET /\xe9 HTTP/1.1'), (400, 'PRI * HTTP/2.0'), (400, 'OPTIONS * HTTP/1.1'), (400, 'GET / HTTP/1.1 '),
-            (400, 'GET / HTTP/1.1\r\nno colon'), (400, 'GET / HTTP/1.1\r\nblank before : 1'), (400, 'GET / HTTP/1.1\r\na: 1\r\n folded'),
-            (400, 'GET / HTTP/1.1\r\n: nameless'), (400, 'GET / HTTP/1.1\r\na: nul\0'), (400, 'GET / HTTP/1.1\r\na: bare\ncr: 1'),
-            (400, 'GET / HTTP/1.1\r\na: bare\rcr: 1'), (400, 'GET / HTTP/1.1\r\nhost: a\r\nHOST: b'),
-            (400, 'GET / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 1'), (400, 'GET / HTTP/1.1\r\ncontent-length: -1'),
-            (400, 'GET / HTTP/1.1\r\ncontent-length: +1'), (400, 'GET / HTTP/1.1\r\ncontent-length: 1, 1'),
-            (400, 'GET / HTTP/1.1\r\ncontent-length: 0x10'), (400, 'GET / HTTP/1.1\r\ncontent-length: 99999999999'),
-            (400, 'GET / HTTP/1.1\r\ncontent-length: \xb2'), (400, 'GET / HTTP/1.1\r\ncontent-length:'),
-            (501, 'POST / HTTP/1.1\r\ntransfer-encoding: chunked'), (501, 'POST / HTTP/1.1\r\ncontent-length: 3\r\nTransfer-Encoding: x'),
-            (431, 'GET / HTTP/1.1' + '\r\na: 1' * 101))
-        for status, text in cases:
-            with self.subTest(text=text[:60]), self.assertRaises(torc.BadInput) as caught:
-                torc.parse_head(text.encode('latin-1'))
-            self.assertEqual(status, caught.exception.http, text[:60])
-
-    def test_an_answer_is_one_piece_and_not_to_be_cached_framed_or_sniffed(self) -> None:
-        self.assertEqual(
-            b'HTTP/1.1 200 OK\r\nx-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
-            b'content-type: application/json\r\ncontent-length: 2\r\n\r\n{}', torc.format_answer(200, b'{}'))
-        self.assertNotIn(b'content-type:', torc.format_answer(200, b''))
-
-
-class AccessTest(unittest.TestCase):
-    """Who may ask, decided on a head alone."""
-    TOKEN = 'T' * 43
-
-    def verdict(self, path: str = '/x', token: str = TOKEN, method: str = 'GET', **fields: str) -> int:
-        """200, or the status of the refusal."""
-        head = torc.parse_head(http_request(method, path, **fields)[:-4])
-        try:
-            torc.check_sender(head, {'127.0.0.1', '::1', 'localhost', 'node1'})
-            found = torc.Authenticator(torc.AccessPolicy(token), 'id', 8080).identify(head, None, 0.0)
-        except torc.TorcError as error:
-            return error.http
-        return 401 if found.refusal else 200
-
-    def test_the_token_opens_as_bearer_and_as_password_of_anybody(self) -> None:
-        basic = base64.b64encode(f'anybody:{self.TOKEN}'.encode()).decode()
-        for field, status in ((f'Bearer {self.TOKEN}', 200), (f'bearer {self.TOKEN}', 200), (f'Basic {basic}', 200), ('', 401),
-                              ('Bearer', 401), (f'Bearer {self.TOKEN}x', 401), (f'Bearer {self.TOKEN[1:]}', 401), ('Basic ???', 401),
-                              (f'Digest {self.TOKEN}', 401), ('Basic ' + base64.b64encode(self.TOKEN.encode()).decode(), 401), (self.TOKEN, 401)):
-            with self.subTest(field=field):
-                self.assertEqual(status, self.verdict(authorization=field))
-
-    def test_every_method_needs_it_and_only_healthz_does_not(self) -> None:
-        for method in ('GET', 'HEAD', 'POST', 'PUT', 'DELETE', 'PATCH', 'OPTIONS', 'TRACE', 'CONNECT', 'BREW'):
-            self.assertEqual(401, self.verdict(method=method))
-            self.assertEqual(200, self.verdict(method=method, token=''))
-        self.assertEqual(200, self.verdict('/healthz'))
-        for path in ('/healthz/', '/Healthz', '/healthz/..', '//healthz', '/%68ealthz'):
-            self.assertEqual(401, self.verdict(path))
-
-    def test_only_our_own_names_are_answered_to(self) -> None:
-        for host, status in (('127.0.0.1:8080', 200), ('localhost', 200), ('LOCALHOST.:1', 200), ('[::1]:80', 200), ('node1:9', 200), ('', 400),
-                             ('evil.example', 403), ('127.0.0.1.evil.example', 403), ('localhost:port', 400), ('[::1', 400), ('a b', 403),
-                             ('127.0.0.2', 403), ('::1', 400)):
-            with self.subTest(host=host):
-                self.assertEqual(status, self.verdict(host=host, token=''))
-                self.assertEqual(status, self.verdict('/healthz', host=host))
-
-    def test_pages_of_other_sites_are_refused(self) -> None:
-        for fields, status in (({'origin': 'http://127.0.0.1:80', 'host': '127.0.0.1:80'}, 200), ({'origin': 'http://127.0.0.1:81', 'host': '127.0.0.1:80'}, 403),
-                               ({'origin': 'null'}, 403), ({'origin': 'https://127.0.0.1'}, 403), ({'sec_fetch_site': 'same-origin'}, 200),
-                               ({'sec_fetch_site': 'none'}, 200), ({'sec_fetch_site': 'cross-site'}, 403), ({'sec_fetch_site': 'same-site'}, 403)):
-            with self.subTest(fields=fields):
-                self.assertEqual(status, self.verdict(token='', **fields))
 
 
 class StateFilesTest(WorldTest):
@@ -8695,1122 +8595,228 @@ class LeaseTest(WorldTest):
         self.assertFalse(os.path.exists(self.database + '.lease'))
 
 
-# What brings servers down, and the tests that show that it does not bring down this one (the first two over TLS too):
-#
-#   an answer in two packets          ServerTest: a kept-alive POST is answered at once; FramingTest: an answer is one piece
-#   slow clients, half requests       ServerTest: hundreds of half requests, bytes one by one, a request that does not arrive,
-#                                     a reader that does not read; TlsServerTest: who is slow to shake hands
-#   pipelining                        ServerTest: in their order, a flood of them is bounded
-#   head bombs, no HTTP at all        ServerTest: rubbish; FramingTest: what is not plain HTTP; TlsServerTest: plain request, hello to a plain port
-#   wrong or huge Content-Length      FramingTest: what is not plain HTTP; ServerTest: a body too large
-#   chunked bodies                    FramingTest, ServerTest: rubbish
-#   many connections at once          ServerTest: many may connect; TurnTest: who never asks makes room
-#   no descriptors left               TurnTest: without descriptors
-#   client gone before the answer     ServerTest: a client that is gone
-#   what JSON can hold                ApiTest: mistakes get a clear 4xx
-#   all of it, at random              FaultTest: rubbish of all kinds
-
-
-class ServerTest(WorldTest):
-    """The loop, on real sockets."""
-    TOKEN = ''
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.server = ServerThread(self.world.path('torc.db'), self.TOKEN, tls=self.tls())
-        self.addCleanup(self.server.stop)       # before the world's own end
-        logging.getLogger('torc').setLevel(logging.CRITICAL)
-        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
-
-    def tls(self) -> Optional[Tls]:
-        """None: plain HTTP."""
-        return None
-
-    def test_requests_follow_each_other_on_one_connection(self) -> None:
-        with self.server.connect() as client:
-            for _ in range(3):
-                client.sendall(http_request())
-                answer = read_answers(client, 1)
-                self.assertTrue(answer.startswith(b'HTTP/1.1 200 OK\r\n') and answer.endswith(b'\r\n\r\n{"status":"ok"}'), answer)
-
-    def test_pipelined_requests_are_answered_in_their_order(self) -> None:
-        body = b'{"name": "w%d", "user": "u"}'
-        data = b''.join(http_request('POST', '/torc-service/v1/workflows', body % number) for number in range(20))
-        with self.server.connect() as client:
-            client.sendall(data)
-            answer = read_answers(client, 20)
-        self.assertEqual([b'w%d' % number for number in range(20)], re.findall(rb'"name":"(w\d+)"', answer))
-
-    def test_a_flood_of_pipelined_requests_is_bounded(self) -> None:
-        requests, count = http_request() * 500, 10
-        with self.server.connect() as client:
-            for _ in range(count):
-                client.sendall(requests)
-            self.assertEqual([200] * 500 * count, statuses(read_answers(client, 500 * count)))
-        self.assertTrue(all(len(one.received) < 200000 for one in self.server.server.connections.all))
-
-    def test_bytes_may_come_one_by_one(self) -> None:
-        data = b'\r\n' + http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')
-        answer = self.server.ask(*[data[index:index + 1] for index in range(len(data))])
-        self.assertEqual([200], statuses(answer))
-
-    def test_http_1_0_and_close_end_the_connection(self) -> None:
-        for request in (http_request(version='1.0'), http_request(connection='close')):
-            with self.server.connect() as client:
-                client.sendall(request)
-                answer = read_all(client)   # until the server closes
-            self.assertIn(b'\r\nconnection: close\r\n', answer)
-            self.assertTrue(answer.endswith(b'{"status":"ok"}'))
-
-    def test_memory_is_given_back_after_a_turn_that_changed_many_rows(self) -> None:
-        calls = []      # type: List[int]
-        self.set_constant('give_memory_back', lambda: calls.append(1))
-        self.set_constant('MANY_ROWS', 50)
-        api = '/torc-service/v1'
-        jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(60)]
-        for path, body, expected in (('workflows', {'name': 'w', 'user': 'u'}, 0), ('bulk_jobs', {'jobs': jobs}, 1)):
-            answer = self.server.ask(http_request('POST', f'{api}/{path}', json.dumps(body).encode()))
-            self.assertEqual([200], statuses(answer))
-            self.server.ask(http_request())     # the turn has ended
-            self.assertEqual(expected, len(calls), path)
-
-    def test_head_answers_without_the_body(self) -> None:
-        answer = self.server.ask(http_request('HEAD'))
-        self.assertTrue(answer.endswith(b'content-length: 15\r\n\r\n'), answer)
-
-    def test_other_methods_are_4xx(self) -> None:
-        for method in ('OPTIONS', 'PATCH', 'TRACE', 'BREW'):
-            self.assertEqual([405], statuses(self.server.ask(http_request(method))))
-        self.assertEqual([404], statuses(self.server.ask(http_request(path='/nowhere'))))
-
-    def test_a_client_that_expects_100_gets_it(self) -> None:
-        body = b'{"name":"w","user":"u"}'
-        request = http_request('POST', '/torc-service/v1/workflows', body, expect='100-continue')
-        with self.server.connect() as client:
-            client.sendall(request[:-len(body)])
-            self.assertEqual(b'HTTP/1.1 100 Continue\r\n\r\n', client.recv(1000))
-            client.sendall(body)
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.assertEqual([417], statuses(self.server.ask(http_request(expect='wonders'))))
-
-    def test_a_body_too_large_is_refused_before_it_comes(self) -> None:
-        head = http_request('POST', '/torc-service/v1/workflows', content_length=str(torc.MAX_BODY_BYTES + 1), expect='100-continue')
-        with self.server.connect() as client:
-            client.sendall(head)
-            self.assertEqual([413], statuses(read_all(client)))
-        with self.server.connect() as client:   # and one that does not wait for leave still gets to read why
-            client.sendall(http_request('POST', '/torc-service/v1/workflows', b'x' * (torc.MAX_BODY_BYTES + 1)))
-            self.assertEqual([413], statuses(read_all(client)))
-
-    def test_rubbish_is_answered_and_cut_off(self) -> None:
-        for status, data in ((400, b'\x16\x03\x01\x02\x00\x01\x00'), (400, b'\0' * 100), (414, b'GET /' + b'x' * 20000), (400, b'GET / HTTP/1.1\nHost: x\n\r\n\r\n'),
-                             (431, b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000), (431, http_request(path='/', x='y' * 70000)),
-                             (501, http_request('POST', '/', transfer_encoding='chunked') + b'5\r\nGET /\r\n0\r\n\r\n')):
-            with self.subTest(data=data[:30]):
-                with self.server.connect() as client:
-                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        client.sendall(data)
-                    self.assertEqual([status], statuses(read_all(client)))
-        self.assertEqual([200], statuses(self.server.ask(http_request())))
-
-    def test_a_kept_alive_post_is_answered_in_one_packet(self) -> None:
-        def packets() -> int:
-            # struct tcp_info of <linux/tcp.h>: tcpi_data_segs_in, since Linux 4.6
-            return struct.unpack_from('=I', client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 152)[0]
-
-        with self.server.connect() as client:
-            client.sendall(http_request())
-            read_answers(client, 1)       # and with it what TLS says at first
-            before = packets()
-            for _ in range(21):     # the second of two packets may wait 40 ms for the acknowledgement of the first
-                client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
-                read_answers(client, 1)
-            self.assertEqual(21, packets() - before)
-
-    def test_hundreds_of_half_requests_hold_up_nobody(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for _ in range(200):
-                client = stack.enter_context(self.server.connect())
-                client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')[:-5])
-            self.assertEqual([200], statuses(self.server.ask(http_request())))
-            # answered while all of them still wait for the rest
-            self.world.wait(lambda: len(self.server.server.connections.all) >= 200, 10, 'all of them')
-            self.assertTrue(all(one.deadline < math.inf for one in self.server.server.connections.all if one.head))
-
-    def test_a_request_that_does_not_arrive_ends_in_time_and_a_quiet_connection_stays(self) -> None:
-        self.set_constant('CLIENT_DEADLINE_S', 0.2)
-        with self.server.connect() as quiet:
-            quiet.sendall(http_request())
-            read_answers(quiet, 1)
-            for part in (b'GET', http_request()[:-2], http_request('POST', '/', b'body')[:-2]):
-                with self.server.connect() as slow:
-                    slow.sendall(part)
-                    self.assertEqual([408], statuses(read_all(slow)))
-            quiet.sendall(http_request())
-            self.assertEqual([200], statuses(read_answers(quiet, 1)))
-
-    def test_a_reader_that_does_not_read_is_closed_and_delays_nobody(self) -> None:
-        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1000000}}).encode()
-        self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
-        for _ in range(20):
-            self.assertEqual([200], statuses(self.server.ask(http_request('POST', '/torc-service/v1/events', body))))
-        self.set_constant('CLIENT_DEADLINE_S', 0.5)
-        with contextlib.ExitStack() as stack, socket.socket() as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.connect(('127.0.0.1', self.server.port))
-            slow = stack.enter_context(contextlib.closing(self.server.wrap(slow)))
-            slow.sendall(http_request(path='/torc-service/v1/events?workflow_id=1') * 2)
-            self.assertEqual([200], statuses(self.server.ask(http_request())))
-            self.world.wait(lambda: not self.server.server.connections.all, 20, 'the slow reader to be dropped')
-
-    def test_a_patient_reader_gets_all_of_a_large_answer(self) -> None:
-        self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
-        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1500000}}).encode()
-        for _ in range(4):
-            self.server.ask(http_request('POST', '/torc-service/v1/events', body))
-        answer = self.server.ask(http_request(path='/torc-service/v1/events?workflow_id=1') + http_request())
-        self.assertEqual([200, 200], statuses(answer))
-        self.assertGreater(len(answer), 6000000)
-
-    def test_a_client_that_is_gone_before_the_answer_harms_nobody(self) -> None:
-        for _ in range(30):
-            with self.server.connect() as client:
-                client.sendall(http_request() * 3)
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))     # a reset, not an end
-        self.assertEqual([200], statuses(self.server.ask(http_request())))
-        self.world.wait(lambda: not self.server.server.connections.all, 10, 'the connections to be forgotten')
-
-    def test_many_may_connect_at_once(self) -> None:
-        clients = [self.server.connect() for _ in range(300)]
-        for client in clients:
-            client.sendall(http_request())
-        for client in clients:
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-            client.close()
-
-    def test_a_span_id_comes_back_unless_it_is_odd(self) -> None:
-        self.assertIn(b'\r\nx-span-id: ab-12\r\n', self.server.ask(http_request(x_span_id='ab-12')))
-        self.assertNotIn(b'x-span-id', self.server.ask(http_request(x_span_id='a b\x80')))
-
-
-class SpoolTest(WorldTest):
-    """Long bodies, on their way."""
-    PATH = '/torc-service/v1/bulk_files'
-
-    def setUp(self) -> None:
-        super().setUp()
-        silenced(self)
-        self.token = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
-        users = torc.Users(self.world.write('users', ''.join(f'{name}:{torc.hash_password(b"open-sesame", 4)}\n' for name in ('ann', 'bob'))), 60.0)
-        self.server = ServerThread(self.world.path('torc.db'), self.token, users=users)
-        self.addCleanup(self.server.stop)
-
-    def request(self, body: bytes = b'', who: str = '', length: int = 0) -> bytes:
-        """A request with a body, or one that says that it is long."""
-        login = PasswordServerTest.login(who, 'open-sesame') if who else f'Bearer {self.token}'
-        fields = {'content_length': str(length)} if length else {}
-        return http_request('POST', self.PATH, body, authorization=login, **fields)
-
-    def ask(self, request: bytes) -> bytes:
-        """The whole answer to a request."""
-        with self.server.connect() as client:
-            client.sendall(request)
-            return read_answers(client, 1)
-
-    def files(self, count: int, size: int) -> bytes:
-        """A body of so many files."""
-        rows = [{'workflow_id': 1, 'name': f'file {number}', 'path': 'x' * size} for number in range(count)]
-        return torc.format_json({'files': rows}).encode()
-
-    def test_a_long_body_is_on_disk_until_it_is_whole_and_gone_then(self) -> None:
-        self.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}', authorization=f'Bearer {self.token}'))
-        body = self.files(30, 100000)
-        request = self.request(body)
-        with self.server.connect() as client:
-            client.sendall(request[:-10])
-            self.world.wait(lambda: any(spool.received == len(body) - 10 for spool in list(self.server.server.bodies.spools)), 10, 'most of it')
-            (spool,), (connection,) = self.server.server.bodies.spools, self.server.server.connections.all
-            self.assertEqual((0, len(body)), (len(connection.received), spool.length))
-            self.assertFalse([name for name in os.listdir(self.world.directory) if not re.match(r'torc\.db|users', name)])     # it has no name
-            self.assertEqual(os.stat(self.world.directory).st_dev, os.fstat(spool.file.fileno()).st_dev)
-            self.assertEqual(0o600, os.fstat(spool.file.fileno()).st_mode & 0o777)
-            client.sendall(request[-10:] + http_request(authorization=f'Bearer {self.token}'))      # the next one follows at once
-            self.assertEqual([200, 200], statuses(read_answers(client, 2)))
-        self.assertEqual((set(), True), (self.server.server.bodies.spools, spool.file.closed))
-
-    def test_bodies_of_one_user_and_of_all_have_limits(self) -> None:
-        self.set_constant('MAX_SPOOLED_OF_USER', 10 * 2 ** 20)
-        self.set_constant('MAX_SPOOLED_BYTES', 15 * 2 ** 20)
-        spools = self.server.server.bodies.spools
-        with contextlib.ExitStack() as stack:
-            def begin(who: str, megabytes: int) -> Any:
-                client = stack.enter_context(self.server.connect())
-                client.sendall(self.request(who=who, length=megabytes * 2 ** 20) + b'[')
-                return client
-            first = begin('ann', 6)
-            self.world.wait(lambda: len(spools) == 1, 10, 'the first')
-            answer = read_all(begin('ann', 6))
-            self.assertEqual([429], statuses(answer))
-            self.assertIn(b'bodies of 6.0MB of ann are on their way; at most 10.0MB may be', answer)
-            self.assertIn(b'\r\nretry-after: 1\r\n', answer)
-            second = begin('bob', 7)
-            self.world.wait(lambda: len(spools) == 2, 10, 'the second')
-            answer = read_all(begin('', 5))
-            self.assertEqual([503], statuses(answer))
-            self.assertIn(b'too many long bodies are on their way', answer)
-            first.close()
-            self.world.wait(lambda: len(spools) == 1, 10, 'the first to be forgotten')
-            begin('', 5)
-            self.world.wait(lambda: len(spools) == 2, 10, 'the owner')
-            second.close()
-        self.world.wait(lambda: not spools, 10, 'all to be forgotten')
-
-    def test_many_bodies_together_are_on_disk_though_each_is_short(self) -> None:
-        self.set_constant('MAX_HELD_BYTES', 2 ** 20)
-        with contextlib.ExitStack() as stack:
-            for _ in range(5):
-                client = stack.enter_context(self.server.connect())
-                client.sendall(self.request(length=600000))
-            self.world.wait(lambda: len(self.server.server.connections.all) == 5 and all(one.head for one in list(self.server.server.connections.all)), 10, 'all five')
-            self.world.wait(lambda: len(self.server.server.bodies.spools) == 4, 10, 'the others on disk')
-
-    def test_an_upload_must_go_on_to_be_waited_for(self) -> None:
-        self.set_constant('CLIENT_DEADLINE_S', 0.3)
-        self.set_constant('SLOWEST_BYTES_PER_S', 2 ** 20)
-        with self.server.connect() as client:
-            client.sendall(self.request(length=150 * 2 ** 20) + b'[' * 100000)
-            self.assertEqual([408], statuses(read_all(client)))     # the client would not wait for 150 s
-        self.assertEqual(set(), self.server.server.bodies.spools)
-
-    def test_where_there_is_no_room_it_is_said(self) -> None:
-        self.set_constant('SPOOL_RESERVE_BYTES', 2 ** 60)
-        with self.server.connect() as client:
-            client.sendall(self.request(length=2 ** 22))
-            answer = read_all(client)
-        self.assertEqual(([503], True), (statuses(answer), b'no room for a body of 4.0MB' in answer))
-
-    def test_twelve_bodies_that_never_end_cost_no_memory(self) -> None:
-        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
-        found = self.world.serve('-d', self.world.path('my.db'))
-        pid, port = self.world.server.pid, torc.parse_url(found).port
-        token = read_text(self.world.path('my.db.token')).strip()
-        before = resident_kb_of(pid)
-        request = http_request('POST', self.PATH, authorization=f'Bearer {token}', content_length=str(150 * 2 ** 20))
-        answers, piece = [], b'[],' * 2 ** 18
-        with contextlib.ExitStack() as stack:
-            clients = [stack.enter_context(socket.create_connection(('127.0.0.1', port), 20)) for _ in range(12)]
-            for client in clients:
-                client.sendall(request)
-            for _ in range(40):         # 30 MB each
-                for client in clients:
-                    with contextlib.suppress(OSError):      # refused
-                        client.sendall(piece)
-            grown_kb = resident_kb_of(pid) - before
-            for client in clients:
-                client.settimeout(0.1)
-                with contextlib.suppress(OSError):
-                    answers += statuses(client.recv(1000))
-        self.assertEqual([429] * 10, answers)
-        self.assertLess(grown_kb, 20000)
-
-
-class LongAnswerTest(WorldTest):
-    """Answers that their clients do not take."""
-    LIST = torc.API_PREFIX + '/user_data?workflow_id=1'
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.set_constant('MAX_UNSENT_OF_USER', 2 ** 20)
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)
-        self.connections = self.server.server.connections
-        bodies = [('/workflows', {'name': 'w', 'user': 'u'})]
-        bodies += [('/user_data', {'workflow_id': 1, 'name': f'd{number}', 'data': 'x' * 2 * 10 ** 6})
-                   for number in range(5)]      # what the system takes from the server is less
-        for path, body in bodies:
-            data = torc.format_json(body).encode()
-            answer = self.server.ask(http_request('POST', torc.API_PREFIX + path, data))
-            self.assertEqual([200], statuses(answer))
-
-    def ask(self, stack: contextlib.ExitStack, *requests: bytes) -> socket.socket:
-        """A client that asks, and does not read."""
-        client = stack.enter_context(self.server.connect())
-        client.settimeout(30)
-        client.sendall(b''.join(requests))
-        return client
-
-    def await_arrival(self, count: int) -> None:
-        """Wait until one long answer is held, and so many wait."""
-        server = self.server.server
-        self.world.wait(lambda: len(list(server.backlog)) == count and server.is_held_up, 20, 'all to arrive')
-
-    @slow
-    def test_a_user_who_takes_none_gets_no_more_and_holds_nobody_up(self) -> None:
-        with contextlib.ExitStack() as stack:
-            clients = [self.ask(stack, http_request(path=self.LIST), http_request()) for _ in range(6)]
-            self.await_arrival(5)
-            self.assertLess(sum(self.connections.unsent_by_user().values()), 1.1e7)
-            for path in ('/ping', '/workflows/1', '/workflows/1/status'):
-                self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.API_PREFIX + path))))
-            made = http_request('POST', torc.API_PREFIX + '/workflows', b'{"name":"x","user":"u"}')
-            self.assertEqual([200], statuses(self.server.ask(made)))
-            self.assertEqual(5, len(list(self.server.server.backlog)))
-            gone = clients.pop()
-            gone.close()
-            for client in clients:      # all get theirs in the end, and what they have asked for after it
-                self.assertEqual([200, 200], statuses(read_answers(client, 2)))
-            self.assertEqual({}, self.connections.unsent_by_user())
-            held = [one for one in self.connections.all if one.unsent.obj]
-            self.assertEqual([], held)      # a connection that is kept alive keeps no answer
-        self.assertEqual([200], statuses(self.server.ask(http_request(path=self.LIST))))
-
-    @slow
-    def test_a_request_with_a_long_body_waits_for_what_is_unsent_too(self) -> None:
-        self.set_constant('MAX_BODY_BYTES', 2000)
-        jobs = {'jobs': [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(100)]}
-        body = torc.format_json(jobs).encode()
-        with contextlib.ExitStack() as stack:
-            greedy = self.ask(stack, http_request(path=self.LIST))
-            self.world.wait(lambda: self.connections.unsent_by_user(), 20, 'the answer')
-            makes = self.ask(stack, http_request('POST', torc.API_PREFIX + '/bulk_jobs', body))
-            self.world.wait(lambda: self.server.server.long.waiting, 20, 'the body')
-            self.assertIsNone(self.server.server.long.current)
-            self.assertEqual([200], statuses(read_answers(greedy, 1)))
-            self.assertEqual([200], statuses(read_answers(makes, 1)))
-
-    def test_users_take_turns(self) -> None:
-        """By user; what is unsent to each changes in between."""
-        backlog = torc.Backlog()
-        for number, user in enumerate('aaabbc'):
-            head = torc.parse_head(b'GET /x HTTP/1.1\r\nhost: h')
-            backlog.add(number, torc.Request(head, b'', torc.Identity(user, False)))
-        total, own = torc.MAX_UNSENT_BYTES, torc.MAX_UNSENT_OF_USER
-        taken = []
-        for unsent in ({}, {}, {'c': own, 'a': 1}, {'b': own}, {'x': total // 2, 'b': 1}, {'x': total},
-                       {'b': own - 1}, {}):
-            found = backlog.take(unsent)
-            taken.append(None if found is None else found[0])
-        self.assertEqual([0, 3, 1, 5, 2, None, 4, None], taken)
-        self.assertFalse(backlog)
-
-    def test_which_answers_may_be_long(self) -> None:
-        rows = rows_of('''
-            method  path                          length   long
-            GET     /jobs                         0        yes
-            HEAD    /jobs                         0        yes
-            GET     /user_data/1                  0        yes
-            GET     /workflows/1/job_ids          0        yes
-            GET     /workflows/1/actions          0        yes
-            POST    /admin/sql                    10       yes
-            POST    /bulk_jobs                    1000000  yes
-            POST    /bulk_jobs                    1000     -
-            POST    /workflows/1/runner_sync      1000000  -
-            POST    /user_data                    1000000  yes
-            GET     /ping                         0        -
-            GET     /openapi.json                 0        -
-            GET     /jobs/1                       0        -
-            GET     /workflows/1                  0        -
-            GET     /workflows/1/status           0        -
-            GET     /workflows/1/is_complete      0        -
-            GET     /nothing/there                0        -
-            ''')
-        for row in rows:
-            text = f"{row['method']} {torc.API_PREFIX}{row['path']} HTTP/1.1\r\nhost: h"
-            head = torc.parse_head(text.encode())._replace(length=int(row['length']))
-            with self.subTest(row):
-                self.assertEqual(bool(row['long']), torc.may_be_long(head))
-
-
-class LongBodyTest(WorldTest):
-    """Requests whose bodies are read by a child and carried out by a thread."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        silenced(self)
-        self.set_constant('MAX_BODY_BYTES', 2000)
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)
-        self.workflow_id = self.json('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
-
-    def ask(self, method: str, path: str, body: Any = None) -> Tuple[int, Any]:
-        """Status and value of an answer."""
-        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
-        answer = self.server.ask(http_request(method, torc.API_PREFIX + path, data))
-        return statuses(answer)[0], json.loads(answer.partition(b'\r\n\r\n')[2].decode())
-
-    def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The value of a good answer."""
-        status, value = self.ask(method, path, body)
-        self.assertEqual(200, status, value)
-        return value
-
-    def jobs(self, count: int, **more: Any) -> Dict[str, Any]:
-        """A body of so many jobs."""
-        return {'jobs': [dict({'workflow_id': self.workflow_id, 'name': f'job {number}', 'command': 'true'}, **more) for number in range(count)]}
-
-    def hold(self) -> Any:
-        """From now on the thread of a long request waits for the event that is returned; self.is_held tells that it does."""
-        gate, self.is_held, load = threading.Event(), threading.Event(), torc.load_checked
-
-        def held(source: Any) -> Any:
-            self.is_held.set()
-            gate.wait(20)
-            return load(source)
-        self.set_constant('load_checked', held)
-        self.addCleanup(gate.set)
-        return gate
-
-    def test_it_does_what_a_short_one_does(self) -> None:
-        more = {'env': {'A': 'gr\u00fc\u00df \U0001f600 "\\\n'}, 'labels': ['x', 'y'], 'priority': 7, 'cancel_on_blocking_job_failure': False, 'unknown': [1.5, None]}
-        long = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
-        self.json('DELETE', f'/jobs?workflow_id={self.workflow_id}')
-        self.set_constant('MAX_BODY_BYTES', 10 ** 6)
-        short = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
-        self.assertEqual((1200, more['env']), (len(long), short[0]['env']))
-        for job in long + short:
-            del job['id']
-        self.assertEqual(short, long)
-        self.assertIsNone(self.server.server.long.current)
-
-    def test_it_is_refused_as_a_short_one_is(self) -> None:
-        wrong = self.jobs(100)
-        wrong['jobs'][77]['priority'] = 'high'
-        for method, path, body, status, text in (
-                ('POST', '/bulk_jobs', wrong, 422, 'jobs[77].priority must be an integer'), ('POST', '/bulk_jobs', b'[],' * 1000, 400, 'the body is not JSON'),
-                ('POST', '/bulk_jobs', b'[' * 5000, 400, 'the body is not JSON'), ('POST', '/bulk_jobs', b'\xff' * 3000, 400, 'the body is not JSON'),
-                ('POST', '/bulk_jobs', b'{"jobs":["' + b'x' * 3000, 400, 'the body is not JSON'), ('POST', '/bulk_jobs', [1] * 3000, 422, 'the body must be an object'),
-                ('GET', '/bulk_jobs', self.jobs(100), 405, 'takes POST'), ('POST', '/workflows/77/apply_spec', self.jobs(100), 422, 'workflow is missing'),
-                ('POST', '/bulk_jobs', self.jobs(100, name='same'), 422, 'same')):
-            with self.subTest(text):
-                found, value = self.ask(method, path, body)
-                self.assertEqual((status, True), (found, text in value['error']['message']), value)
-        self.set_constant('MAX_BODY_VALUES', 1000)
-        self.assertEqual(413, self.ask('POST', '/bulk_jobs', self.jobs(500))[0])
-        self.assertEqual(0, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
-
-    def test_others_are_answered_or_wait_but_are_not_forgotten(self) -> None:
-        gate = self.hold()
-        path = torc.API_PREFIX + f'/jobs?workflow_id={self.workflow_id}'
-        with contextlib.ExitStack() as stack:
-            first, second, third, gone = (stack.enter_context(self.server.connect()) for _ in range(4))
-            first.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
-            self.assertTrue(self.is_held.wait(10))
-            second.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))    # there are such jobs then
-            third.sendall(http_request(path=path) + http_request())
-            gone.sendall(http_request(path=path))
-            server = self.server.server
-            self.world.wait(lambda: len([*server.complete, *server.backlog]) == 2 and server.long.waiting,
-                            10, 'all to arrive')
-            gone.close()
-            for _ in range(3):
-                self.assertEqual([200, 200], statuses(self.server.ask(http_request() + http_request(path='/healthz'))))
-            self.server.server.tick_at = self.server.server.streams.keep_alive_at = 0.0     # not now
-            self.assertEqual([200], statuses(self.server.ask(http_request())))
-            self.assertEqual(2, len([*server.complete, *server.backlog]))
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(first, 1)))
-            answer = read_answers(third, 2)
-            self.assertEqual(([200, 200], True), (statuses(answer), b'"total_count":100' in answer))
-            self.assertEqual([422], statuses(read_answers(second, 1)))
-        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
-
-    def test_a_list_is_carried_out_in_pieces_and_all_or_nothing(self) -> None:
-        self.set_constant('SLICE_BYTES', 1500)
-        pieces, create = [], torc.insert_jobs    # type: List[int], Any
-        self.set_constant('insert_jobs', lambda *given: pieces.append(len(given[2])) or create(*given))
-        self.json('POST', '/jobs', {'workflow_id': self.workflow_id, 'name': 'job 90', 'command': 'x'})
-        status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
-        self.assertEqual((422, True), (status, "'job 90'" in value['error']['message']), value)
-        self.assertEqual(1, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
-        other = self.json('POST', '/workflows', {'name': 'x', 'user': 'u'})['id']
-        mixed = self.jobs(100)
-        mixed['jobs'][-1]['workflow_id'] = other
-        status, value = self.ask('POST', '/bulk_jobs', mixed)
-        self.assertEqual((422, True), (status, 'must belong to one workflow' in value['error']['message']))
-        del pieces[:]
-        made = self.json('POST', '/bulk_jobs', dict(self.jobs(90), more=1))['jobs']
-        self.assertEqual([f'job {number}' for number in range(90)], [job['name'] for job in made])
-        self.assertEqual((90, True), (sum(pieces), 2 < len(pieces) < 20), pieces)
-        for path, key, more in (('/bulk_files', 'files', {'path': 'p'}),
-                                ('/bulk_user_data', 'user_data', {'data': {'a': [1.5, None]}})):
-            rows = [dict({'workflow_id': other, 'name': f'n{number}'}, **more) for number in range(150)]
-            found = self.json('POST', path, {key: rows})[key]
-            self.assertEqual(rows, [{name: row[name] for name in rows[0]} for row in found])
-
-    def test_limits_of_values_and_of_a_record(self) -> None:
-        def send(data: Any, *names: str) -> Tuple[int, Any]:
-            rows = [{'workflow_id': self.workflow_id, 'name': name, 'data': data} for name in names]
-            return self.ask('POST', '/bulk_user_data', {'user_data': rows})
-        self.set_constant('MAX_RECORD_VALUES', 1000)
-        self.set_constant('MAX_RECORD_BYTES', 10000)
-        for data, text in (([[]] * 1000, 'user_data[1] holds more than 1,000 values'),
-                           ({str(number): [] for number in range(600)}, 'user_data[1] holds more than 1,000'),
-                           ('x' * 10000, 'user_data[1] has 9')):
-            rows = [{'workflow_id': self.workflow_id, 'name': str(number), 'data': data if number else 1}
-                    for number in range(2)]
-            status, value = self.ask('POST', '/bulk_user_data', {'user_data': rows})
-            self.assertEqual((413, True), (status, text in value['error']['message']), value)
-        self.assertEqual(0, self.json('GET', f'/user_data?workflow_id={self.workflow_id}')['total_count'])
-        self.assertEqual(200, send(',[{' * 3000, 'commas in a text', 'are no values')[0])
-        self.set_constant('MAX_PLAN_VALUES', 500)
-        status, value = self.ask('POST', '/workflows/from_spec', {'jobs': [[]] * 1000})
-        self.assertEqual((413, True), (status, 'holds more than 500 values' in value['error']['message']))
-
-    @slow
-    def test_memory_does_not_grow_with_a_list(self) -> None:
-        need('proc', os.path.exists('/proc/self/status'), '/proc, to see the memory of a process')
-        self.world.serve('--db', 'other.db', '--no-auth')
-        url = connection_of(self.world.path('other.db'))['url']
-        with contextlib.closing(torc.HttpConnection(torc.parse_url(url))) as wire:
-            wire.ask('POST', torc.API_PREFIX + '/workflows', b'{"name":"w","user":"u"}')
-
-            def peak_mb() -> int:
-                with open(f'/proc/{self.world.server.pid}/status') as file:
-                    return int(re.search('VmHWM:\\s*([0-9]+)', file.read()).group(1)) // 1024
-            before = peak_mb()
-            jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': f'{number} ' * 250}
-                    for number in range(12000)]
-            body = torc.format_json({'jobs': jobs}).encode()
-            status, answer = wire.ask('POST', torc.API_PREFIX + '/bulk_jobs', body, 60)
-        self.assertEqual((200, 12000), (status, len(json.loads(answer.decode())['jobs'])))
-        self.assertGreater(len(body), 15 * 2 ** 20)
-        self.assertLess(peak_mb() - before, 40)     # with all of the list, 140 MB
-
-    def test_an_answer_in_a_file_leaves_no_file_behind_and_has_room_for_its_head(self) -> None:
-        descriptors = set(os.listdir('/proc/self/fd'))
-        gc.disable()        # which would only come later
-        self.addCleanup(gc.enable)
-        answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))
-        self.assertEqual(torc.LongAnswer.HEAD_BYTES, os.fstat(answer.file.descriptor).st_size)
-        answer.take({'items': [1]})
-        self.assertIs(answer, answer.obj)
-        del answer
-        self.assertEqual(descriptors, set(os.listdir('/proc/self/fd')))
-
-    def test_an_answer_in_a_file_is_sent_and_signed_as_bytes_are(self) -> None:
-        def make() -> torc.LongAnswer:
-            answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))
-            for number in range(3):
-                answer.take({'jobs': [{'id': number}]})
-            return answer.finish()
-        data = b'{"jobs":[{"id":0},{"id":1},{"id":2}]}'
-        signer = torc.Signer(b'token', 'challenge', 'nonce', 'id')
-        self.assertEqual(signer.sign_answer(200, data), signer.sign_answer(200, make()))
-        whole, found = torc.format_answer(200, data, 'x: y\r\n'), torc.format_answer(200, make(), 'x: y\r\n')
-        self.assertEqual((len(whole), whole[:-len(data)]), (len(found), found.head))
-        parts = []
-        while found:
-            parts.append(found[:7])
-            found = found[len(parts[-1]):]
-        self.assertEqual(whole, b''.join(parts))
-        self.assertEqual([], [name for name in os.listdir(self.world.directory) if name.startswith('torc-')])
-        with self.assertRaisesRegex(torc.Unreachable, 'the answer cannot be kept: No such file'):
-            torc.NamelessFile(self.world.path('gone'))
-
-    def test_a_child_that_dies_is_an_error_and_the_next_body_is_read(self) -> None:
-        read, os_kill = torc.read_long_body, os.kill
-        torc.read_long_body = lambda *_: os_kill(os.getpid(), signal.SIGKILL)
-        self.addCleanup(setattr, torc, 'read_long_body', read)
-        status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
-        self.assertEqual((413, True), (status, 'too much memory' in value['error']['message']))
-        torc.read_long_body = read
-        self.set_constant('READER_BYTES', 2 ** 20)
-        self.assertEqual(413, self.ask('POST', '/bulk_jobs', self.jobs(2000, command='x' * 20000))[0])
-        self.set_constant('READER_BYTES', 2 ** 30)
-        self.assertEqual(100, len(self.json('POST', '/bulk_jobs', self.jobs(100))['jobs']))
-        with unittest.mock.patch.object(os, 'fork', side_effect=BlockingIOError('no more processes')):
-            self.assertEqual(503, self.ask('POST', '/bulk_jobs', self.jobs(100))[0])
-        self.assertEqual((set(), None), (self.server.server.bodies.spools, self.server.server.long.current))
-
-    def test_a_child_that_never_ends_is_ended(self) -> None:
-        self.set_constant('READER_S', 1)
-        with unittest.mock.patch.object(torc, 'read_long_body', lambda *_: signal.pause()):
-            status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
-        self.assertEqual((413, True), (status, 'too much memory, time' in value['error']['message']))
-        self.assertEqual(100, len(self.json('POST', '/bulk_jobs', self.jobs(100))['jobs']))
-
-    def test_a_server_that_ends_meanwhile_leaves_no_child_and_finishes_what_its_thread_is_at(self) -> None:
-        read = torc.read_long_body
-        torc.read_long_body = lambda *_: signal.pause()
-        self.addCleanup(setattr, torc, 'read_long_body', read)
-        body = http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode())
-        with self.server.connect() as client:
-            client.sendall(body)
-            self.world.wait(lambda: self.server.server.long.current and self.server.server.long.current.pid, 10, 'the child')
-            self.server.stop()      # the world sees that the child is gone
-        torc.read_long_body = read
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)
-        gate = self.hold()
-        with self.server.connect() as client:
-            client.sendall(body)
-            self.assertTrue(self.is_held.wait(10))
-            threading.Timer(0.2, gate.set).start()
-            self.server.stop()
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)
-        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
-
-    def test_the_loop_does_not_take_what_the_thread_writes_for_anothers_work(self) -> None:
-        gate, has_written, on_commit = threading.Event(), threading.Event(), torc.Store.on_commit
-
-        def held(store: torc.Store) -> None:
-            if not has_written.is_set():
-                has_written.set()
-                gate.wait(20)
-            on_commit(store)
-        self.addCleanup(gate.set)
-        patch = unittest.mock.patch.object(torc.Store, 'on_commit', held)
-        with self.server.connect() as client, patch:
-            body = torc.format_json(self.jobs(100)).encode()
-            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', body))
-            self.assertTrue(has_written.wait(10))
-            self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.PING_PATH))))
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
-
-    def test_a_server_that_is_to_leave_waits_for_the_thread_without_looking_all_the_time(self) -> None:
-        gate, server = self.hold(), self.server.server
-        with self.server.connect() as client:
-            body = torc.format_json(self.jobs(100)).encode()
-            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', body))
-            self.assertTrue(self.is_held.wait(10))
-            server.stop()
-            self.world.wait(lambda: server.is_leaving, 10, 'the time to leave')
-            self.assertNotEqual(0.0, server.wait_s())
-            with self.server.connect():     # comes too late
-                self.world.wait(lambda: len(server.connections.all) == 2, 10, 'the client')
-                self.assertTrue(server.is_leaving)
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.server.join(10)
-        self.assertFalse(self.server.is_alive())
-
-    def test_calls_of_signals_wait_for_the_store(self) -> None:
-        gate, calls = self.hold(), []
-        self.server.server.signal_calls[signal.SIGUSR1] = lambda: calls.append(self.server.server.long.has_store)
-        with self.server.connect() as client:
-            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
-            self.assertTrue(self.is_held.wait(10))
-            self.server.server.wake_writer.send(bytes([signal.SIGUSR1]))
-            self.world.wait(lambda: self.server.server.put_off, 10, 'the signal')
-            self.assertEqual([], calls)
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.world.wait(lambda: calls == [True], 10, 'its call')
-
-
-class Reader:
-    """Somebody who reads a stream of events on a socket."""
-
-    def __init__(self, port: int, path: str, last_id: str = '', receive_bytes: int = 0, **fields: str) -> None:
-        self.socket = socket.socket()
-        if receive_bytes:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self.socket.settimeout(10)
-        self.socket.connect(('127.0.0.1', port))
-        self.socket.sendall(http_request('GET', torc.API_PREFIX + path, last_event_id=last_id, **fields))
-        self.data = b''
-        self.head = self.until(b'\r\n\r\n').decode()
-
-    def until(self, end: bytes) -> bytes:
-        """What comes up to an end."""
-        while end not in self.data:
-            data = self.socket.recv(65536)
-            assert data, self.data
-            self.data += data
-        found, _, self.data = self.data.partition(end)
-        return found
-
-    def has_ended(self) -> bool:
-        """Whether the server closes before long."""
-        deadline = time.monotonic() + 5.0
-        while time.monotonic() < deadline:
-            if not self.socket.recv(65536):
-                return True
-        return False
-
-    def event(self) -> Any:
-        """The next event; an id alone or a sign of life counts as one."""
-        return torc.parse_event(self.until(b'\n\n'))
-
-    def types(self, last: str) -> List[str]:
-        """Types of the events up to one that ends it."""
-        found = [self.event().type]
-        while found[-1] != last:
-            found.append(self.event().type)
-        return found
-
-    def close(self) -> None:
-        """Hang up."""
-        self.socket.close()
-
-
-class StreamTest(WorldTest):
-    """Streams of events, on real sockets."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)       # before the world's own end
-        logging.getLogger('torc').setLevel(logging.CRITICAL)
-        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
-        self.readers = []       # type: List[Reader]
-        self.addCleanup(lambda: [reader.close() for reader in self.readers])
-        self.workflow_id = self.json('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
-
-    def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The value of a good answer."""
-        answer = self.server.ask(http_request(method, torc.API_PREFIX + path, b'' if body is None else torc.format_json(body).encode()))
-        self.assertEqual([200], statuses(answer), answer)
-        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
-
-    def read(self, query: str = '', **how: Any) -> Reader:
-        """One more reader of the workflow, which has been let in."""
-        reader = Reader(self.server.port, f'/workflows/{self.workflow_id}/events/stream{query}', **how)
-        self.readers.append(reader)
-        self.assertTrue(reader.head.startswith('HTTP/1.1 200 OK\r\n'), reader.head)
-        return reader
-
-    def tell(self, event_type: str, severity: str = 'info', count: int = 1, **data: Any) -> None:
-        """Let the server announce something, after the commit of a request's transaction."""
-        self.server.server.tick = lambda service: [
-            torc.announce(service.context(), self.workflow_id, event_type, dict(data, n=number), severity)
-            for number in range(count)] and False
-        self.server.server.tick_at = 0.0
-        self.server.ask(http_request())
-
-    def test_a_stream_ends_when_its_workflow_is_gone(self) -> None:
-        self.set_constant('KEEP_ALIVE_S', 0.05)
-        reader = self.read()
-        reader.until(b':\n\n')     # while it is there
-        self.json('DELETE', f'/workflows/{self.workflow_id}')
-        self.assertTrue(reader.has_ended())
-
-    def test_a_reader_gets_what_happens_from_now_on(self) -> None:
-        self.tell('early')
-        reader = self.read()
-        self.assertIn('content-type: text/event-stream\r\nconnection: close', reader.head)
-        self.assertNotIn('content-length', reader.head)
-        self.tell('done', 'error', text='ü\n')
-        first, event = reader.event(), reader.event()
-        self.assertEqual(('', re.sub('0$', '1', first.id)), (first.type, event.id))
-        self.assertEqual('done', event.type)
-        self.assertEqual({'workflow_id': self.workflow_id, 'timestamp': event.data['timestamp'], 'event_type': 'done', 'severity': 'error',
-                          'data': {'text': 'ü\n', 'n': 0}}, event.data)
-        self.assertLess(abs(event.data['timestamp'] / 1000 - time.time()), 60)
-
-    def test_it_ends_with_the_connection_for_old_clients_too(self) -> None:
-        with self.server.connect() as client:
-            client.sendall(http_request(path=f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream', version='1.0'))
-            self.assertIn(b'\r\nconnection: close\r\n\r\n', client.recv(1000))
-
-    def test_a_head_is_answered_and_ends(self) -> None:
-        with self.server.connect() as client:
-            client.sendall(http_request('HEAD', f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream'))
-            answer = read_all(client)
-        self.assertTrue(answer.startswith(b'HTTP/1.1 200') and answer.endswith(b'connection: close\r\n\r\n'), answer)
-        self.assertEqual({}, self.server.server.streams.feeds.by_subject)
-
-    def test_an_unknown_workflow_is_404(self) -> None:
-        self.assertEqual([404], statuses(self.server.ask(http_request(path=torc.API_PREFIX + '/workflows/99/events/stream'))))
-
-    def test_a_level_leaves_out_what_is_below_it(self) -> None:
-        readers = {level: self.read(f'?level={level}') for level in ('debug', 'info', 'warning', 'error', 'nonsense', '')}
-        for severity in torc.SEVERITIES:
-            self.tell(severity + '!', severity)
-        self.tell('end', 'error')
-        heard = {level: [word.rstrip('!') for word in reader.types('end')[1:-1]] for level, reader in readers.items()}
-        self.assertEqual({'debug': list(torc.SEVERITIES), 'info': list(torc.SEVERITIES[1:]), 'warning': ['warning', 'error'], 'error': ['error'],
-                          'nonsense': list(torc.SEVERITIES[1:]), '': list(torc.SEVERITIES[1:])}, heard)
-
-    def test_who_comes_back_gets_what_was_missed_once(self) -> None:
-        reader = self.read()
-        self.tell('a', count=5)
-        last_id = [reader.event() for _ in range(4)][-1].id     # the opening and three of them
-        reader.close()
-        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 10, 'the reader to be forgotten')
-        self.tell('b', count=2000)      # while nobody reads
-        reader = self.read(last_id=last_id)
-        self.tell('end')
-        events = [reader.event() for _ in range(2003)]
-        self.assertEqual(['a'] * 2 + ['b'] * 2000 + ['end'], [event.type for event in events])
-        numbers = [int(event.id.partition('-')[2]) for event in events]
-        self.assertEqual(list(range(4, 2007)), numbers)
-        self.assertEqual(['end'], self.read(last_id=events[-2].id).types('end'))
-
-    def test_a_reader_that_comes_back_too_late_or_to_another_server_is_warned(self) -> None:
-        self.set_constant('MAX_FEED_EVENTS', 100)
-        epoch = self.read().event().id.partition('-')[0]
-        self.tell('a', count=175)
-        reader = self.read(last_id=f'{epoch}-10')
-        self.assertEqual(('warning', {'dropped': 90}, f'{epoch}-100'), (lambda event: (event.type, event.data, event.id))(reader.event()))
-        self.assertEqual(f'{epoch}-101', reader.event().id)
-        for last_id in ('0123456789ab-10', f'{epoch}-176', f'{epoch}-x', f'{epoch}--1', f'{epoch}', 'rubbish', '\xff'):
-            event = self.read(last_id=last_id).event()
-            self.assertEqual(('warning', None, f'{epoch}-175'), (event.type, event.data['dropped'], event.id), last_id)
-
-    def test_a_slow_reader_delays_nobody_and_gets_the_number_of_missed_events(self) -> None:
-        self.set_constant('MAX_FEED_EVENTS', 200)
-        slow, quick = self.read(receive_bytes=4096), self.read()
-        server = self.server.server
-        for _ in range(100):        # more than the system's buffers take
-            self.tell('flood', count=100, text='x' * 1000)
-            for _ in range(100):
-                quick.event()
-        held = [len(one.unsent) for one in server.connections.all if one.reader]
-        self.assertLess(max(held), torc.PIECE_BYTES + 5000)
-        self.tell('end')
-        events = [slow.event()]
-        while events[-1].type != 'end':
-            events.append(slow.event())
-        dropped = sum(event.data['dropped'] for event in events if event.type == 'warning')
-        self.assertGreater(dropped, 1000)
-        self.assertEqual(10000, dropped + len([event for event in events if event.type == 'flood']))
-        self.assertEqual([200], statuses(self.server.ask(http_request())))
-
-    def test_a_reader_that_takes_nothing_is_cut_off(self) -> None:
-        self.set_constant('CLIENT_DEADLINE_S', 0.5)
-        self.set_constant('KEEP_ALIVE_S', 0.1)      # comments do not keep it open
-        self.read(receive_bytes=4096)
-        for _ in range(80):
-            self.tell('flood', count=100, text='x' * 1000)
-        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 10, 'the reader to be cut off')
-
-    def test_a_quiet_stream_sends_comments(self) -> None:
-        self.set_constant('KEEP_ALIVE_S', 0.05)
-        reader = self.read()
-        self.assertEqual(['', '', ''], [reader.event().type for _ in range(3)])
-        self.assertLessEqual(self.server.server.streams.keep_alive_at, time.monotonic() + 1)
-        reader.close()
-        self.world.wait(lambda: self.server.server.streams.keep_alive_at == math.inf, 10, 'nobody to be left')
-
-    def test_a_thousand_readers(self) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        need('descriptors', hard == resource.RLIM_INFINITY or hard > 2200, 'the right to open 2,200 files')
-        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2200), hard))
-        readers = [self.read('?level=warning' if number % 2 else '') for number in range(1000)]
-        self.tell('first', 'info', 3)
-        self.tell('last', 'error')
-        for number, reader in enumerate(readers):
-            self.assertEqual([''] + ['first'] * (0 if number % 2 else 3) + ['last'], reader.types('last'))
-            reader.close()
-        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 20, 'all to be forgotten')
-
-    def test_what_a_reader_sends_is_passed_over(self) -> None:
-        reader = self.read()
-        for _ in range(20):
-            reader.socket.sendall(b'x' * 100000)
-        self.tell('end')
-        self.assertEqual(['', 'end'], reader.types('end'))
-        self.assertEqual([0], [len(one.received) for one in self.server.server.connections.all if one.reader])
-
-    def test_nothing_is_kept_for_those_who_stay_away(self) -> None:
-        feeds = self.server.server.streams.feeds
-        self.read().close()
-        self.world.wait(lambda: feeds.by_subject and not any(feed.readers for feed in feeds.by_subject.values()), 10, 'the reader to be forgotten')
-        self.tell('kept')
-        self.assertEqual([1], [len(feed.events) for feed in feeds.by_subject.values()])
-        self.set_constant('RESUME_S', 0.0)
-        self.tell('late')
-        self.assertEqual({}, feeds.by_subject)
-        for number in range(50):
-            feeds.leave(feeds.join(number, None), None)
-        self.assertLessEqual(len(feeds.by_subject), torc.MAX_IDLE_FEEDS)
-
-    def test_a_feed_is_bounded_in_bytes_too(self) -> None:
-        feed = torc.Feed(1)
-        for _ in range(30):
-            feed.add(1, 'large', {'text': 'x' * 1000000})
-        self.assertLess(sum(len(text) for _, text in feed.events), torc.MAX_FEED_BYTES)
-        self.assertEqual(31, feed.end())
-
-    def test_the_end_of_the_server_is_the_end_of_its_streams(self) -> None:
-        reader = self.read()
-        self.tell('last')
-        self.server.stop()
-        self.assertEqual(['', 'last'], reader.types('last'))
-        self.assertEqual(b'', reader.socket.recv(10))
-        self.assertFalse(self.server.is_alive())
-
-    def test_what_is_not_committed_is_not_sent(self) -> None:
-        reader = self.read()
-        node = {'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0,
-                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'}
-        store, failures = self.server.server.store, [sqlite3.OperationalError('database or disk is full')]
-
-        class FailingStore:
-            """The store, whose next transaction fails at its end."""
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(store, name)
-
-            @contextlib.contextmanager
-            def transaction(self) -> Iterator[None]:
-                """Fails once."""
-                with store.transaction():
-                    yield
-                    if failures:
-                        raise failures.pop()
-
-        self.server.server.store = self.server.server.service.store = self.server.server.responder.store = FailingStore()
-        body = torc.format_json(node).encode()
-        self.assertEqual([503], statuses(self.server.ask(http_request('POST', torc.API_PREFIX + '/compute_nodes', body))))
-        self.json('POST', '/compute_nodes', dict(node, hostname='second'))
-        self.assertEqual('second', [reader.event(), reader.event()][1].data['data']['hostname'])
-
-
-class AdminServerTest(WorldTest):
-    """What a server shows only to its owner."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.field = 'Bearer hidden-hidden-hidden-hidden-hidden-hidden'
-        self.server = ServerThread(self.world.path('torc.db'), self.field[7:])
-        self.addCleanup(self.server.stop)
-
-    def request(self, method: str, path: str, body: Any = None, **fields: str) -> bytes:
-        """Bytes of a request of the owner."""
-        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
-        return http_request(method, torc.API_PREFIX + path, data, authorization=self.field, **fields)
-
-    def json(self, path: str) -> Any:
-        """The value of a good answer."""
-        answer = self.server.ask(self.request('GET', path))
-        self.assertEqual([200], statuses(answer), answer)
-        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
-
-    def test_where_everybody_may_ask_nobody_is_an_administrator(self) -> None:
-        server = ServerThread(self.world.path('open.db'))
-        self.addCleanup(server.stop)
-        for method, path, body in (('GET', '/admin/api-stats', b''), ('GET', '/admin/audit-log', b''), ('GET', '/admin/api-events/stream', b''),
-                                   ('POST', '/admin/sql', b'{"sql": "SELECT 1"}')):
-            answer = server.ask(http_request(method, torc.API_PREFIX + path, body))
-            self.assertEqual([403], statuses(answer), answer)
-
-    def test_requests_are_shown_without_their_credentials(self) -> None:
-        plain, full = (Reader(self.server.port, '/admin/api-events/stream' + query, authorization=self.field) for query in ('', '?include_bodies=true'))
-        self.addCleanup(plain.close)
-        self.addCleanup(full.close)
-        self.server.ask(self.request('POST', '/workflows?x=1', b'{"name":"secret","user":"u"}', x_span_id='span1', cookie='a=hidden'))
-        self.server.ask(self.request('POST', '/workflows', {'name': 'x' * 10000}))
-        for reader, has_bodies in ((plain, False), (full, True)):
-            while True:
-                event = reader.event()
-                if event.data and event.data['method'] == 'POST':
-                    break
-            self.assertEqual(('api', 'POST', torc.API_PREFIX + '/workflows', 'x=1', 200, 'span1'), (
-                event.type, *(event.data[key] for key in ('method', 'path', 'query', 'status', 'request_id'))))
-            self.assertNotIn('hidden', str(event))
-            self.assertEqual(has_bodies, 'secret' in str(event))
-            self.assertTrue(0 <= event.data['latency_ms'] < 10000 and event.data['timestamp_ms'])
-            event = reader.event()
-            self.assertEqual((422, 8192 if has_bodies else 0), (event.data['status'], len(event.data.get('request_body', ''))))
-
-    def test_requests_and_bytes_are_counted(self) -> None:
-        before = self.json('/admin/api-stats')['buckets'][0]
-        self.server.ask(self.request('GET', '/ping') * 3 + self.request('GET', '/nowhere') + b'rubbish\r\n\r\n')
-        answer = self.json('/admin/api-stats?window_seconds=7200&interval_seconds=3600')
-        after = answer['buckets'][0]
-        self.assertEqual((3600, 3600, 0), (answer['window_seconds'], answer['interval_seconds'], after['start_ms'] % 3600000))
-        if after['start_ms'] == before['start_ms'] // 3600000 * 3600000:    # not across a full hour
-            self.assertGreaterEqual(after['request_count'], 6)
-            self.assertEqual((2, 0), (after['status_4xx'], after['status_5xx']))
-            self.assertGreater(after['bytes_in'], 4 * len(http_request()))
-            self.assertGreater(after['bytes_out'], 6 * 200)
-        self.assertEqual(2, len(self.json('/admin/api-stats?window_seconds=2&interval_seconds=1')['buckets']))
-
-    def test_sql_has_a_transaction_of_its_own(self) -> None:
-        workflow = self.request('POST', '/workflows', {'name': 'w', 'user': 'u'})
-        sql = self.request('POST', '/admin/sql/', {'sql': "UPDATE workflow SET description = 'd' WHERE id = 1", 'write': True})
-        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]), data.partition(b'\r\n\r\n')[2], torc.Identity('tester', True))
-                  for data in (workflow, sql, workflow)]
-        self.server.stop()
-        with contextlib.closing(torc.Store(self.server.database)) as store:
-            counting = CountingStore(store)
-            server = torc.Server(counting, torc.open_listener('127.0.0.1', 0, True), torc.AccessPolicy(self.field[7:]))
-            self.addCleanup(server.close)
-            self.assertEqual([200] * 3, [status for answer in server.responder.answer_all(parsed) for status in statuses(answer)])
-            self.assertEqual(3, counting.writes)
-
-
-@slow
-class TlsServerTest(ServerTest):
-    """All of that over TLS, and what is TLS's own."""
-
-    def tls(self) -> Optional[Tls]:
-        """A certificate for localhost."""
-        return Tls(self.world)
-
-    def plain(self) -> socket.socket:
-        """A client that has not yet said hello."""
-        return socket.create_connection(('127.0.0.1', self.server.port), 10)
-
-    def test_a_plain_request_to_a_tls_port_is_answered_with_the_cure(self) -> None:
-        with self.plain() as client:
-            client.sendall(http_request('POST', '/', b'x' * 100000))
-            answer = read_all(client)
-        self.assertEqual([400], statuses(answer))
-        self.assertIn(b'write https:// in the address', answer)
-
-    def test_a_tls_hello_to_a_plain_port_is_answered_with_the_cure(self) -> None:
-        server = ServerThread(self.world.path('plain.db'))
-        self.addCleanup(server.stop)
-        self.assertIn(b'write http:// in the address', server.ask(b'\x16\x03\x01\x02\x00\x01\x00'))
-
-    def test_rubbish_instead_of_a_hello_is_cut_off(self) -> None:
-        for data in (b'\x16\x03\x01\x00\x05hello', b'\0' * 1000, b'\x80' * 1000):
-            with self.plain() as client:
-                client.sendall(data)
-                self.assertEqual([], statuses(read_all(client)))
-        self.assertEqual([200], statuses(self.server.ask(http_request())))
-
-    def test_who_is_slow_to_shake_hands_holds_up_nobody_and_is_cut_off(self) -> None:
-        self.set_constant('CLIENT_DEADLINE_S', 0.5)
-        with self.plain() as silent, self.plain() as half:
-            half.sendall(b'\x16\x03\x01\x02\x00\x01')
-            self.assertEqual([200], statuses(self.server.ask(http_request())))
-            for client in (silent, half):
-                self.assertEqual(b'', read_all(client))
-
-    def test_a_hello_may_come_byte_by_byte(self) -> None:
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = self.server.tls.client.wrap_bio(incoming, outgoing, server_hostname='localhost')
-        with self.plain() as wire:
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while True:
-                try:
-                    client.do_handshake()
-                    break
-                except ssl.SSLWantReadError:
-                    for byte in outgoing.read():
-                        wire.sendall(bytes([byte]))
-                    incoming.write(wire.recv(65536))
-            client.write(http_request(connection='close'))
-            wire.sendall(outgoing.read())
-            incoming.write(read_all(wire))
-            self.assertEqual([200], statuses(client.read(65536)))
-            self.assertEqual(b'', client.read(10))      # the server said in TLS that this is all: no cut, but the end
-
-    def test_old_protocols_are_refused(self) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            context.options |= ssl.OP_NO_TLSv1_2 | getattr(ssl, 'OP_NO_TLSv1_3', 0)
-            if hasattr(context, 'minimum_version'):
-                context.minimum_version = ssl.TLSVersion.TLSv1
-            context.set_ciphers('ALL:@SECLEVEL=0')
-        with self.plain() as client, self.assertRaisesRegex(ssl.SSLError, '(?i)protocol.version|internal.error'):
-            context.wrap_socket(client)
-
-    def test_pages_must_come_from_https(self) -> None:
-        host = f'127.0.0.1:{self.server.port}'
-        for scheme, status in (('https', 200), ('http', 403)):
-            self.assertEqual([status], statuses(self.server.ask(http_request(host=host, origin=f'{scheme}://{host}'))))
+class NodeLifeTest(unittest.TestCase):
+    """Whether a runner lives, as far as this host can know."""
+
+    def test_only_pid_and_start_time_prove_life_and_what_cannot_be_read_proves_nothing(self) -> None:
+        host, boot, own = socket.gethostname(), torc.read_boot_id(), os.getpid()
+        ticks, namespace = torc.read_process_start_ticks(own), torc.read_pid_namespace()
+        need('proc', ticks, 'start times of processes')
+        child = subprocess.Popen([sys.executable, '-c', ''])
+        self.addCleanup(child.wait)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        # It is hidden, or no descriptor is left.
+        unreadable = unittest.mock.patch.object(torc, 'read_process_start_ticks', lambda pid: 0)
+        for case, runner, expected in (
+                ('this one', (host, own, f'{boot}/{ticks}'), True),
+                ('its number is used again', (host, own, f'{boot}/{ticks + 1}'), False),
+                ('before a reboot', (host, own, f'x/{ticks}'), False),
+                ('on another host', ('elsewhere', own, f'{boot}/{ticks}'), None),
+                ('with our pids', (host, own, f'{boot}/{ticks}/{namespace}'), True),
+                ('its number is used again here', (host, own, f'{boot}/{ticks + 1}/{namespace}'), False),
+                ('in a container with pids of its own', (host, own, f'{boot}/{ticks + 1}/1'), None),
+                ('nobody has said', (host, own, ''), None),
+                ('a number alone', (host, own, f'{boot}/0'), None),
+                ('a number alone, not in use', (host, 2 ** 22 + 1, f'{boot}/0'), False)):
+            with self.subTest(case):
+                self.assertIs(expected, torc.node_lives(*runner))
+        with unreadable:
+            self.assertIsNone(torc.node_lives(host, own, f'{boot}/{ticks}'))
+            self.assertIs(False, torc.node_lives(host, 2 ** 22 + 1, f'{boot}/{ticks}'))
+        self.assertIsNot(True, torc.node_lives(host, child.pid, f'{boot}/{ticks}'), 'a zombie')
+
+
+class RegistrationTest(WorldTest):
+    """The files by which commands find lasting servers."""
+
+    def register(self, name: str, **more: Any) -> str:
+        """Register a server as a server would; the path of its file."""
+        database = self.world.write(name, '')
+        server = dict(torc.describe_process(), url='http://127.0.0.1:1', server_id=name, database=database, **more)
+        return torc.register_server(server)
+
+    def test_each_server_has_a_private_file_that_a_new_start_replaces(self) -> None:
+        path = self.register('a.db', start=1)
+        self.assertEqual((0o600, 0o700), (os.stat(path).st_mode & 0o777, os.stat(os.path.dirname(path)).st_mode & 0o777))
+        self.assertEqual(path, self.register('a.db', start=2))
+        other = self.register('b.db')
+        self.assertEqual({path: 2, other: None}, {path: server.get('start') for path, server in torc.list_registrations().items()})
+        torc.unregister_server(path, {'server_id': 'another'})
+        torc.unregister_server(other, {'server_id': 'b.db'})
+        self.assertEqual([path], list(torc.list_registrations()))
+
+    def test_a_database_on_a_network_file_system_is_registered_once_whichever_host_serves_it(self) -> None:
+        for is_network, count in ((False, 2), (True, 1)):
+            with self.subTest(is_network), unittest.mock.patch.object(torc, 'is_network_path', lambda path: is_network):
+                with unittest.mock.patch('socket.gethostname', lambda: 'login2'):
+                    self.register('a.db')
+                self.register('a.db')
+                self.assertEqual(count, len(torc.list_registrations()))
+
+    def test_files_of_another_user_are_passed_over_and_damaged_ones_are_not(self) -> None:
+        path = self.register('a.db')
+        with unittest.mock.patch('os.geteuid', lambda: 12345):
+            self.assertEqual({}, torc.list_registrations())
+        torc.write_atomically(path, b'{')
+        self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.list_registrations)
+
+    def test_the_state_of_another_user_is_passed_over(self) -> None:
+        path = self.register('a.db')
+        default = torc.default_database() + '.connection'
+        torc.write_atomically(default, torc.format_json(torc.read_server_file(path)).encode())
+        embedded = (os.path.abspath(torc.EMBEDDED_DATABASE), '')
+        with unittest.mock.patch('os.geteuid', lambda: 12345):
+            self.assertEqual(embedded, torc.find_database())
+        os.unlink(default)
+        with unittest.mock.patch('os.listdir', side_effect=PermissionError), \
+                unittest.mock.patch('os.scandir', side_effect=PermissionError):
+            self.assertEqual(embedded, torc.find_database())
+
+    def test_a_registration_in_a_read_only_home_is_no_error(self) -> None:
+        path = self.register('a.db', start_ticks=1)
+        os.unlink(self.world.path('a.db'))
+        with unittest.mock.patch('os.unlink', side_effect=PermissionError):
+            torc.forget_server(self.world.path('a.db'))
+            self.assertEqual((os.path.abspath(torc.EMBEDDED_DATABASE), ''), torc.find_database())
+        self.assertTrue(os.path.exists(path))
+
+    def test_a_server_that_ends_while_one_looks_hides_no_other(self) -> None:
+        kept, gone = sorted([self.register('a.db'), self.register('b.db')])
+
+        def end_a_server() -> int:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(gone)
+            return own
+        own = os.geteuid()
+        with unittest.mock.patch('os.geteuid', end_a_server):
+            self.assertEqual([kept], torc.registration_files())
+
+    def test_a_server_that_cannot_be_registered_serves_all_the_same(self) -> None:
+        os.makedirs(torc.state_directory())
+        with open(os.path.join(torc.state_directory(), 'servers'), 'w'):
+            pass
+        self.world.serve('-d', 'my.db')
+        self.assertIn('commands find it only with --url or --db', self.world.server.err)
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'ping'))
+        self.assertExit(4, self.world.cli('ping'), 'there is no server')
+
+
+# ======== 10a. Framing ========
+
+def read_all(client: socket.socket) -> bytes:
+    """Everything until the other side closes, however it does."""
+    found = b''
+    with contextlib.suppress(ConnectionResetError, ssl.SSLError):
+        while True:
+            data = client.recv(65536)
+            if not data:
+                break
+            found += data
+    return found
+
+
+def read_answers(client: socket.socket, count: int) -> bytes:
+    """So many whole answers."""
+    found = b''
+    while len(re.findall(rb'(?s)\r\n\r\n', found)) < count or not is_whole(found):
+        data = client.recv(65536)
+        assert data, found
+        found += data
+    return found
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether the data ends with the end of an answer."""
+    while data:
+        head, _, rest = data.partition(b'\r\n\r\n')
+        length = re.search(rb'content-length: (\d+)', head)
+        size = int(length.group(1)) if length else 0
+        if len(rest) < size:
+            return False
+        data = rest[size:]
+    return True
+
+
+def statuses(data: bytes) -> List[int]:
+    """Statuses of all answers in the data."""
+    return [int(number) for number in re.findall(rb'HTTP/1\.1 (\d+) ', data)]
+
+
+def http_request(method: str = 'GET', path: str = '/torc-service/v1/ping', body: bytes = b'', version: str = '1.1', **fields: str) -> bytes:
+    """Bytes of a request. Fields by name, _ for -; host is there unless it is given as ''."""
+    fields = dict({'host': '127.0.0.1'}, **fields)
+    if body:
+        fields['content_length'] = str(len(body))
+    lines = ''.join(f'{name.replace("_", "-")}: {value}\r\n' for name, value in fields.items() if value)
+    return f'{method} {path} HTTP/{version}\r\n{lines}\r\n'.encode('latin-1') + body
+
+
+class FramingTest(unittest.TestCase):
+    """Heads of requests, as pure text."""
+
+    def test_a_head_is_cut_into_its_parts(self) -> None:
+        head = torc.parse_head(b'POST /a%20b?x=1&y=2 HTTP/1.1\r\nHost: h:1\r\nX-Odd:\r\nContent-LENGTH:  12 ')
+        self.assertEqual(('POST', '/a%20b', 'x=1&y=2', 12, True), (head.method, head.path, head.query, head.length, head.keeps_alive))
+        self.assertEqual({'host': 'h:1', 'x-odd': '', 'content-length': '12'}, head.fields)
+
+    def test_who_keeps_the_connection(self) -> None:
+        for line, fields, keeps in (('1.1', '', True), ('1.1', 'Connection: close', False), ('1.1', 'Connection: Keep-Alive', True),
+                                    ('1.0', '', False), ('1.0', 'Connection: keep-alive', True), ('1.1', 'Connection: Close, TE', False)):
+            with self.subTest(line=line, fields=fields):
+                data = f'GET / HTTP/{line}' + (f'\r\n{fields}' if fields else '')
+                self.assertEqual(keeps, torc.parse_head(data.encode()).keeps_alive)
+
+    def test_what_is_not_plain_http_is_refused_with_its_status(self) -> None:
+        cases = (
+            (400, 'GET /'), (400, 'GET / HTTP/2.0'), (400, 'get / HTTP/1.1'), (400, 'GET  / HTTP/1.1'), (400, 'GET http://h/ HTTP/1.1'),
+            (400, 'GET /\xe9 HTTP/1.1'), (400, 'PRI * HTTP/2.0'), (400, 'OPTIONS * HTTP/1.1'), (400, 'GET / HTTP/1.1 '),
+            (400, 'GET / HTTP/1.1\r\nno colon'), (400, 'GET / HTTP/1.1\r\nblank before : 1'), (400, 'GET / HTTP/1.1\r\na: 1\r\n folded'),
+            (400, 'GET / HTTP/1.1\r\n: nameless'), (400, 'GET / HTTP/1.1\r\na: nul\0'), (400, 'GET / HTTP/1.1\r\na: bare\ncr: 1'),
+            (400, 'GET / HTTP/1.1\r\na: bare\rcr: 1'), (400, 'GET / HTTP/1.1\r\nhost: a\r\nHOST: b'),
+            (400, 'GET / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 1'), (400, 'GET / HTTP/1.1\r\ncontent-length: -1'),
+            (400, 'GET / HTTP/1.1\r\ncontent-length: +1'), (400, 'GET / HTTP/1.1\r\ncontent-length: 1, 1'),
+            (400, 'GET / HTTP/1.1\r\ncontent-length: 0x10'), (400, 'GET / HTTP/1.1\r\ncontent-length: 99999999999'),
+            (400, 'GET / HTTP/1.1\r\ncontent-length: \xb2'), (400, 'GET / HTTP/1.1\r\ncontent-length:'),
+            (501, 'POST / HTTP/1.1\r\ntransfer-encoding: chunked'), (501, 'POST / HTTP/1.1\r\ncontent-length: 3\r\nTransfer-Encoding: x'),
+            (431, 'GET / HTTP/1.1' + '\r\na: 1' * 101))
+        for status, text in cases:
+            with self.subTest(text=text[:60]), self.assertRaises(torc.BadInput) as caught:
+                torc.parse_head(text.encode('latin-1'))
+            self.assertEqual(status, caught.exception.http, text[:60])
+
+    def test_an_answer_is_one_piece_and_not_to_be_cached_framed_or_sniffed(self) -> None:
+        self.assertEqual(
+            b'HTTP/1.1 200 OK\r\nx-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
+            b'content-type: application/json\r\ncontent-length: 2\r\n\r\n{}', torc.format_answer(200, b'{}'))
+        self.assertNotIn(b'content-type:', torc.format_answer(200, b''))
+
+
+class SignerTest(unittest.TestCase):
+    """Signatures of requests and answers."""
+
+    def test_a_signature_is_the_hmac_of_its_words_with_a_key_of_token_and_nonces(self) -> None:
+        signer = torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id')
+        key = hmac.new(b'T' * 43, b'torc.py session challenge nonce id', 'sha256').digest()
+        digest = hashlib.sha256(b'body').hexdigest()
+        expected = hmac.new(key, f'request\n1\n{digest}\nPOST\n/x?y'.encode(), 'sha256').hexdigest()
+        self.assertEqual(f'Torc-HMAC {digest} {expected}', signer.sign_request('POST', '/x?y', b'body'))
+        self.assertEqual(hmac.new(b'T' * 43, b'torc.py server challenge nonce id', 'sha256').hexdigest(), signer.proof)
+
+    def test_both_ends_agree_as_long_as_nothing_is_altered_left_out_or_repeated(self) -> None:
+        ours, theirs = (torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id') for _ in range(2))
+        first, second = (ours.sign_request('GET', f'/{number}?', b'') for number in range(2))
+        self.assertEqual('', theirs.check_request(second, 'GET', '/1?'))
+        for method, target, value in (('PUT', '/0?', first), ('GET', '/0?a', first), ('GET', '/1?', first), ('GET', '/0?', first[:-1]), ('GET', '/0?', '')):
+            self.assertEqual('', theirs.check_request(value, method, target))
+        self.assertEqual(hashlib.sha256(b'').hexdigest(), theirs.check_request(first, 'GET', '/0?'))
+        self.assertEqual('', theirs.check_request(first, 'GET', '/0?'))
+        self.assertNotEqual(theirs.sign_answer(200, b'x'), ours.sign_answer(200, b'x'))     # ours has asked twice
+        self.assertTrue(theirs.check_request(second, 'GET', '/1?'))
+        self.assertEqual(theirs.sign_answer(200, b'x'), ours.sign_answer(200, b'x'))
+        self.assertNotEqual(theirs.sign_answer(200, b'x'), theirs.sign_answer(404, b'x'))
+        self.assertNotEqual(theirs.sign_piece(b'x'), theirs.sign_piece(b'x'))
+        for words in (('other', 'nonce', 'id'), ('challenge', 'other', 'id'), ('challenge', 'nonce', 'other')):
+            self.assertNotEqual(ours.proof, torc.Signer(b'T' * 43, *words).proof)
 
 
 class TlsFilesTest(WorldTest):
@@ -9844,32 +8850,197 @@ class TlsFilesTest(WorldTest):
         self.assertRaisesRegex(torc.BadInput, 'is encrypted: `openssl pkey', torc.open_tls, good.certificate, self.world.path('secret.pem'))
 
 
-class SignerTest(unittest.TestCase):
-    """Signatures of requests and answers."""
+# ======== 10b. Connections ========
 
-    def test_a_signature_is_the_hmac_of_its_words_with_a_key_of_token_and_nonces(self) -> None:
-        signer = torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id')
-        key = hmac.new(b'T' * 43, b'torc.py session challenge nonce id', 'sha256').digest()
-        digest = hashlib.sha256(b'body').hexdigest()
-        expected = hmac.new(key, f'request\n1\n{digest}\nPOST\n/x?y'.encode(), 'sha256').hexdigest()
-        self.assertEqual(f'Torc-HMAC {digest} {expected}', signer.sign_request('POST', '/x?y', b'body'))
-        self.assertEqual(hmac.new(b'T' * 43, b'torc.py server challenge nonce id', 'sha256').hexdigest(), signer.proof)
+class CountingStore:
+    """A store that counts its transactions, and may fail at their ends."""
 
-    def test_both_ends_agree_as_long_as_nothing_is_altered_left_out_or_repeated(self) -> None:
-        ours, theirs = (torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id') for _ in range(2))
-        first, second = (ours.sign_request('GET', f'/{number}?', b'') for number in range(2))
-        self.assertEqual('', theirs.check_request(second, 'GET', '/1?'))
-        for method, target, value in (('PUT', '/0?', first), ('GET', '/0?a', first), ('GET', '/1?', first), ('GET', '/0?', first[:-1]), ('GET', '/0?', '')):
-            self.assertEqual('', theirs.check_request(value, method, target))
-        self.assertEqual(hashlib.sha256(b'').hexdigest(), theirs.check_request(first, 'GET', '/0?'))
-        self.assertEqual('', theirs.check_request(first, 'GET', '/0?'))
-        self.assertNotEqual(theirs.sign_answer(200, b'x'), ours.sign_answer(200, b'x'))     # ours has asked twice
-        self.assertTrue(theirs.check_request(second, 'GET', '/1?'))
-        self.assertEqual(theirs.sign_answer(200, b'x'), ours.sign_answer(200, b'x'))
-        self.assertNotEqual(theirs.sign_answer(200, b'x'), theirs.sign_answer(404, b'x'))
-        self.assertNotEqual(theirs.sign_piece(b'x'), theirs.sign_piece(b'x'))
-        for words in (('other', 'nonce', 'id'), ('challenge', 'other', 'id'), ('challenge', 'nonce', 'other')):
-            self.assertNotEqual(ours.proof, torc.Signer(b'T' * 43, *words).proof)
+    def __init__(self, store: Any) -> None:
+        self.store, self.writes, self.reads, self.failures = store, 0, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """As the store's, but failures go first."""
+        with self.store.transaction():
+            yield
+            self.writes += 1
+            if self.failures:
+                self.failures -= 1
+                raise sqlite3.OperationalError('database or disk is full')
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """As the store's."""
+        with self.store.reading():
+            yield
+            self.reads += 1
+
+
+class PartsOfServerTest(WorldTest):
+    """Parts of a server, without one."""
+
+    def test_connections_are_read_in_their_states_and_end_in_time(self) -> None:
+        connections, listener = self.open_connections()
+        got = []    # type: List[Tuple[str, Any]]
+        connections.on_received = lambda one: got.append(('received', bytes(one.received)))
+        connections.on_error = lambda one, error: got.append(('error', error.http))
+        connections.on_closed = lambda one: got.append(('closed', one.state.name))
+        for state in torc.CONNECTION_STATES[2:]:
+            for sent in (b'', b'GET'):
+                with self.subTest(state=state.name, sent=sent), socket.create_connection(listener.getsockname(), 10) as client:
+                    connections.accept()
+                    (connection,) = connections.all
+                    connection.state, connection.received = state, bytearray(sent)
+                    client.sendall(b'x')
+                    self.world.wait(lambda: torc.select_readable(connection.socket), 10, 'what was sent')
+                    connections.on_ready(connection, selectors.EVENT_READ)
+                    self.assertEqual([('received', sent + b'x')] if state.on_data == 'keep' else [], got)
+                    connection.received = bytearray(sent)
+                    connections.on_clock(time.monotonic() + torc.CLIENT_DEADLINE_S + 1)
+                    is_refused = bool(sent) and state.at_deadline == 'refuse'
+                    self.assertEqual(('error', 408) if is_refused else ('closed', state.name), got[-1])
+                    connections.close(connection)
+                    del got[:]
+        self.assertEqual((set(), {}), (connections.all, connections.unauthenticated))
+
+    def open_connections(self) -> Tuple[Any, socket.socket]:
+        """Connections to a listener that no server has, and the listener."""
+        selector, listener = selectors.DefaultSelector(), torc.open_listener('127.0.0.1', 0, True)
+        self.addCleanup(selector.close)
+        listener.setblocking(False)
+        connections = torc.Connections(selector, listener, None, torc.Traffic(time.time))
+        self.addCleanup(connections.close_all)
+        return connections, listener
+
+    def test_what_is_sent_waits_for_its_client_and_is_ended_in_order(self) -> None:
+        connections, listener = self.open_connections()
+        connections.on_sent = lambda one: one.unsent or connections.finish(one)
+        with socket.create_connection(listener.getsockname(), 10) as client:
+            connections.accept()
+            (connection,) = connections.all
+            connection.state = torc.CLOSING
+            connections.deliver(connection, b'x' * 10 ** 7)
+            self.assertEqual((True, torc.CLOSING, selectors.EVENT_WRITE),
+                             (bool(connection.unsent), connection.state, connection.mask))
+            count, deadline = 0, time.monotonic() + 10
+            while count < 10 ** 7 and time.monotonic() < deadline:
+                count += len(client.recv(2 ** 20))
+                for key, mask in connections.selector.select(0):
+                    key.data(mask)
+            self.assertEqual((10 ** 7, torc.DRAINING, b''), (count, connection.state, client.recv(1)))
+
+    def test_who_asks_is_judged_by_the_head_alone(self) -> None:
+        token, challenge = 'T' * 43, '/healthz?challenge=abc'
+        users = torc.Users(self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4)), 60.0)
+        login = PasswordServerTest.login
+        rows = (    # users, lets anonymous, target, authorization -> name or None, is owner, signed, refused late, to be checked
+            (None,  False, '/x',       f'Bearer {token}',          ('tester', True, False, False, False)),
+            (None,  False, '/x',       '',                         None),
+            (None,  False, '/x',       'Bearer wrong',             (torc.ANONYMOUS, False, False, True, False)),
+            (None,  False, '/healthz', '',                         ('tester', True, False, False, False)),
+            (None,  False, challenge,  '',                         ('tester', True, True, False, False)),
+            (users, False, '/x',       f'Bearer {token}',          ('tester', True, False, False, False)),
+            (users, False, '/x',       '',                         None),
+            (users, True,  '/x',       '',                         (torc.ANONYMOUS, False, False, False, False)),
+            (users, True,  '/x',       'Bearer wrong',             (torc.ANONYMOUS, False, False, True, False)),
+            (users, False, '/x',       login('ann', 'sesame'),     ('ann', False, False, False, True)),
+        )
+        with unittest.mock.patch.object(torc, 'user_name', lambda: 'tester'):
+            for known, anonymous, target, authorization, expected in rows:
+                with self.subTest(target=target, authorization=authorization, users=bool(known), anonymous=anonymous):
+                    policy = torc.AccessPolicy(token, users=known, lets_anonymous=anonymous)
+                    access = torc.Authenticator(policy, 'id', 8080)
+                    head = torc.parse_head(http_request(path=target, authorization=authorization).partition(b'\r\n\r\n')[0])
+                    if expected is None:
+                        self.assertRaises(torc.Denied, access.identify, head, None, 0.0)
+                        continue
+                    found = access.identify(head, None, 0.0)
+                    self.assertEqual(expected, (found.user, found.is_owner, found.signer is not None, bool(found.refusal), found.login is not None))
+
+    def test_a_signed_request_is_known_once_and_its_sender_is_the_owner(self) -> None:
+        access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id', 8080)
+        asked = access.identify(torc.parse_head(b'GET /healthz?challenge=abc HTTP/1.1'), None, 0.0)
+        self.assertEqual((8080, asked.signer.proof), (access.port, asked.proof['signed_proof']))
+        ours = torc.Signer(b'T' * 43, 'abc', asked.proof['nonce'], 'id')
+        signed = ours.sign_request('POST', '/x?', b'body')
+        head = torc.parse_head(f'POST /x HTTP/1.1\r\nauthorization: {signed}'.encode())
+        found = access.identify(head, asked.signer, 0.0)
+        self.assertEqual((True, hashlib.sha256(b'body').hexdigest(), asked.signer), (found.is_owner, found.digest, found.signer))
+        again = access.identify(head, asked.signer, 0.0)
+        self.assertEqual((None, 'the request was altered on its way, or sent before'), (again.signer, again.refusal))
+
+    def test_a_static_answer_is_one_row(self) -> None:
+        page = torc.StaticAnswer('text/html; charset=utf-8', False, lambda request: b'<!doctype html>')
+        server = ServerThread(self.world.path('torc.db'), 'T' * 43)
+        self.addCleanup(server.stop)
+        with unittest.mock.patch.dict(torc.STATIC_ANSWERS, {'/': page}):
+            answer = server.ask(http_request(path='/', authorization='Bearer ' + 'T' * 43))
+            self.assertEqual([401], statuses(server.ask(http_request(path='/'))))
+            self.assertEqual([404], statuses(server.ask(http_request('POST', '/', authorization='Bearer ' + 'T' * 43))))
+        self.assertIn(b'\r\ncontent-type: text/html; charset=utf-8\r\n', answer)
+        self.assertTrue(answer.endswith(b'\r\n\r\n<!doctype html>'))
+
+    def test_a_reader_of_a_feed_gets_what_it_has_not_had(self) -> None:
+        feed = torc.Feed(1)
+        head = torc.parse_head(b'GET /x HTTP/1.1')
+        start = torc.StreamStart(b'', torc.Subscription(1, 1), torc.Request(head, b'', torc.Identity('tester', True)))
+        reader = torc.StreamReader(feed, start, b'')
+        self.assertEqual(b'', reader.take())
+        for number, severity in enumerate((0, 1, 2)):
+            feed.add(severity, 'event', number)
+        self.assertEqual([b'1', b'2'], re.findall(rb'data: (\d)', reader.take()))
+        self.assertEqual(b'', reader.take())
+
+
+# ======== 10c. Access ========
+
+class AccessTest(unittest.TestCase):
+    """Who may ask, decided on a head alone."""
+    TOKEN = 'T' * 43
+
+    def verdict(self, path: str = '/x', token: str = TOKEN, method: str = 'GET', **fields: str) -> int:
+        """200, or the status of the refusal."""
+        head = torc.parse_head(http_request(method, path, **fields)[:-4])
+        try:
+            torc.check_sender(head, {'127.0.0.1', '::1', 'localhost', 'node1'})
+            found = torc.Authenticator(torc.AccessPolicy(token), 'id', 8080).identify(head, None, 0.0)
+        except torc.TorcError as error:
+            return error.http
+        return 401 if found.refusal else 200
+
+    def test_the_token_opens_as_bearer_and_as_password_of_anybody(self) -> None:
+        basic = base64.b64encode(f'anybody:{self.TOKEN}'.encode()).decode()
+        for field, status in ((f'Bearer {self.TOKEN}', 200), (f'bearer {self.TOKEN}', 200), (f'Basic {basic}', 200), ('', 401),
+                              ('Bearer', 401), (f'Bearer {self.TOKEN}x', 401), (f'Bearer {self.TOKEN[1:]}', 401), ('Basic ???', 401),
+                              (f'Digest {self.TOKEN}', 401), ('Basic ' + base64.b64encode(self.TOKEN.encode()).decode(), 401), (self.TOKEN, 401)):
+            with self.subTest(field=field):
+                self.assertEqual(status, self.verdict(authorization=field))
+
+    def test_every_method_needs_it_and_only_healthz_does_not(self) -> None:
+        for method in ('GET', 'HEAD', 'POST', 'PUT', 'DELETE', 'PATCH', 'OPTIONS', 'TRACE', 'CONNECT', 'BREW'):
+            self.assertEqual(401, self.verdict(method=method))
+            self.assertEqual(200, self.verdict(method=method, token=''))
+        self.assertEqual(200, self.verdict('/healthz'))
+        for path in ('/healthz/', '/Healthz', '/healthz/..', '//healthz', '/%68ealthz'):
+            self.assertEqual(401, self.verdict(path))
+
+    def test_only_our_own_names_are_answered_to(self) -> None:
+        for host, status in (('127.0.0.1:8080', 200), ('localhost', 200), ('LOCALHOST.:1', 200), ('[::1]:80', 200), ('node1:9', 200), ('', 400),
+                             ('evil.example', 403), ('127.0.0.1.evil.example', 403), ('localhost:port', 400), ('[::1', 400), ('a b', 403),
+                             ('127.0.0.2', 403), ('::1', 400)):
+            with self.subTest(host=host):
+                self.assertEqual(status, self.verdict(host=host, token=''))
+                self.assertEqual(status, self.verdict('/healthz', host=host))
+
+    def test_pages_of_other_sites_are_refused(self) -> None:
+        for fields, status in (({'origin': 'http://127.0.0.1:80', 'host': '127.0.0.1:80'}, 200), ({'origin': 'http://127.0.0.1:81', 'host': '127.0.0.1:80'}, 403),
+                               ({'origin': 'null'}, 403), ({'origin': 'https://127.0.0.1'}, 403), ({'sec_fetch_site': 'same-origin'}, 200),
+                               ({'sec_fetch_site': 'none'}, 200), ({'sec_fetch_site': 'cross-site'}, 403), ({'sec_fetch_site': 'same-site'}, 403)):
+            with self.subTest(fields=fields):
+                self.assertEqual(status, self.verdict(token='', **fields))
 
 
 class TokenServerTest(WorldTest):
@@ -10414,178 +9585,1128 @@ class CheckQueueTest(unittest.TestCase):
             self.assertEqual(peer, torc.peer_of(address))
 
 
-class CountingStore:
-    """A store that counts its transactions, and may fail at their ends."""
+# ======== 10d. Streams ========
 
-    def __init__(self, store: Any) -> None:
-        self.store, self.writes, self.reads, self.failures = store, 0, 0, 0
+class Reader:
+    """Somebody who reads a stream of events on a socket."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
+    def __init__(self, port: int, path: str, last_id: str = '', receive_bytes: int = 0, **fields: str) -> None:
+        self.socket = socket.socket()
+        if receive_bytes:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.socket.settimeout(10)
+        self.socket.connect(('127.0.0.1', port))
+        self.socket.sendall(http_request('GET', torc.API_PREFIX + path, last_event_id=last_id, **fields))
+        self.data = b''
+        self.head = self.until(b'\r\n\r\n').decode()
 
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """As the store's, but failures go first."""
-        with self.store.transaction():
-            yield
-            self.writes += 1
-            if self.failures:
-                self.failures -= 1
-                raise sqlite3.OperationalError('database or disk is full')
+    def until(self, end: bytes) -> bytes:
+        """What comes up to an end."""
+        while end not in self.data:
+            data = self.socket.recv(65536)
+            assert data, self.data
+            self.data += data
+        found, _, self.data = self.data.partition(end)
+        return found
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """As the store's."""
-        with self.store.reading():
-            yield
-            self.reads += 1
+    def has_ended(self) -> bool:
+        """Whether the server closes before long."""
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            if not self.socket.recv(65536):
+                return True
+        return False
+
+    def event(self) -> Any:
+        """The next event; an id alone or a sign of life counts as one."""
+        return torc.parse_event(self.until(b'\n\n'))
+
+    def types(self, last: str) -> List[str]:
+        """Types of the events up to one that ends it."""
+        found = [self.event().type]
+        while found[-1] != last:
+            found.append(self.event().type)
+        return found
+
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.close()
 
 
-class PartsOfServerTest(WorldTest):
-    """Parts of a server, without one."""
+class StreamTest(WorldTest):
+    """Streams of events, on real sockets."""
 
-    def test_connections_are_read_in_their_states_and_end_in_time(self) -> None:
-        connections, listener = self.open_connections()
-        got = []    # type: List[Tuple[str, Any]]
-        connections.on_received = lambda one: got.append(('received', bytes(one.received)))
-        connections.on_error = lambda one, error: got.append(('error', error.http))
-        connections.on_closed = lambda one: got.append(('closed', one.state.name))
-        for state in torc.CONNECTION_STATES[2:]:
-            for sent in (b'', b'GET'):
-                with self.subTest(state=state.name, sent=sent), socket.create_connection(listener.getsockname(), 10) as client:
-                    connections.accept()
-                    (connection,) = connections.all
-                    connection.state, connection.received = state, bytearray(sent)
-                    client.sendall(b'x')
-                    self.world.wait(lambda: torc.select_readable(connection.socket), 10, 'what was sent')
-                    connections.on_ready(connection, selectors.EVENT_READ)
-                    self.assertEqual([('received', sent + b'x')] if state.on_data == 'keep' else [], got)
-                    connection.received = bytearray(sent)
-                    connections.on_clock(time.monotonic() + torc.CLIENT_DEADLINE_S + 1)
-                    is_refused = bool(sent) and state.at_deadline == 'refuse'
-                    self.assertEqual(('error', 408) if is_refused else ('closed', state.name), got[-1])
-                    connections.close(connection)
-                    del got[:]
-        self.assertEqual((set(), {}), (connections.all, connections.unauthenticated))
+    def setUp(self) -> None:
+        super().setUp()
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)       # before the world's own end
+        logging.getLogger('torc').setLevel(logging.CRITICAL)
+        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
+        self.readers = []       # type: List[Reader]
+        self.addCleanup(lambda: [reader.close() for reader in self.readers])
+        self.workflow_id = self.json('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
 
-    def open_connections(self) -> Tuple[Any, socket.socket]:
-        """Connections to a listener that no server has, and the listener."""
-        selector, listener = selectors.DefaultSelector(), torc.open_listener('127.0.0.1', 0, True)
-        self.addCleanup(selector.close)
-        listener.setblocking(False)
-        connections = torc.Connections(selector, listener, None, torc.Traffic(time.time))
-        self.addCleanup(connections.close_all)
-        return connections, listener
+    def json(self, method: str, path: str, body: Any = None) -> Any:
+        """The value of a good answer."""
+        answer = self.server.ask(http_request(method, torc.API_PREFIX + path, b'' if body is None else torc.format_json(body).encode()))
+        self.assertEqual([200], statuses(answer), answer)
+        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
 
-    def test_what_is_sent_waits_for_its_client_and_is_ended_in_order(self) -> None:
-        connections, listener = self.open_connections()
-        connections.on_sent = lambda one: one.unsent or connections.finish(one)
-        with socket.create_connection(listener.getsockname(), 10) as client:
-            connections.accept()
-            (connection,) = connections.all
-            connection.state = torc.CLOSING
-            connections.deliver(connection, b'x' * 10 ** 7)
-            self.assertEqual((True, torc.CLOSING, selectors.EVENT_WRITE),
-                             (bool(connection.unsent), connection.state, connection.mask))
-            count, deadline = 0, time.monotonic() + 10
-            while count < 10 ** 7 and time.monotonic() < deadline:
-                count += len(client.recv(2 ** 20))
-                for key, mask in connections.selector.select(0):
-                    key.data(mask)
-            self.assertEqual((10 ** 7, torc.DRAINING, b''), (count, connection.state, client.recv(1)))
+    def read(self, query: str = '', **how: Any) -> Reader:
+        """One more reader of the workflow, which has been let in."""
+        reader = Reader(self.server.port, f'/workflows/{self.workflow_id}/events/stream{query}', **how)
+        self.readers.append(reader)
+        self.assertTrue(reader.head.startswith('HTTP/1.1 200 OK\r\n'), reader.head)
+        return reader
 
-    def test_who_asks_is_judged_by_the_head_alone(self) -> None:
-        token, challenge = 'T' * 43, '/healthz?challenge=abc'
-        users = torc.Users(self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4)), 60.0)
-        login = PasswordServerTest.login
-        rows = (    # users, lets anonymous, target, authorization -> name or None, is owner, signed, refused late, to be checked
-            (None,  False, '/x',       f'Bearer {token}',          ('tester', True, False, False, False)),
-            (None,  False, '/x',       '',                         None),
-            (None,  False, '/x',       'Bearer wrong',             (torc.ANONYMOUS, False, False, True, False)),
-            (None,  False, '/healthz', '',                         ('tester', True, False, False, False)),
-            (None,  False, challenge,  '',                         ('tester', True, True, False, False)),
-            (users, False, '/x',       f'Bearer {token}',          ('tester', True, False, False, False)),
-            (users, False, '/x',       '',                         None),
-            (users, True,  '/x',       '',                         (torc.ANONYMOUS, False, False, False, False)),
-            (users, True,  '/x',       'Bearer wrong',             (torc.ANONYMOUS, False, False, True, False)),
-            (users, False, '/x',       login('ann', 'sesame'),     ('ann', False, False, False, True)),
-        )
-        with unittest.mock.patch.object(torc, 'user_name', lambda: 'tester'):
-            for known, anonymous, target, authorization, expected in rows:
-                with self.subTest(target=target, authorization=authorization, users=bool(known), anonymous=anonymous):
-                    policy = torc.AccessPolicy(token, users=known, lets_anonymous=anonymous)
-                    access = torc.Authenticator(policy, 'id', 8080)
-                    head = torc.parse_head(http_request(path=target, authorization=authorization).partition(b'\r\n\r\n')[0])
-                    if expected is None:
-                        self.assertRaises(torc.Denied, access.identify, head, None, 0.0)
-                        continue
-                    found = access.identify(head, None, 0.0)
-                    self.assertEqual(expected, (found.user, found.is_owner, found.signer is not None, bool(found.refusal), found.login is not None))
+    def tell(self, event_type: str, severity: str = 'info', count: int = 1, **data: Any) -> None:
+        """Let the server announce something, after the commit of a request's transaction."""
+        self.server.server.tick = lambda service: [
+            torc.announce(service.context(), self.workflow_id, event_type, dict(data, n=number), severity)
+            for number in range(count)] and False
+        self.server.server.tick_at = 0.0
+        self.server.ask(http_request())
 
-    def test_a_signed_request_is_known_once_and_its_sender_is_the_owner(self) -> None:
-        access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id', 8080)
-        asked = access.identify(torc.parse_head(b'GET /healthz?challenge=abc HTTP/1.1'), None, 0.0)
-        self.assertEqual((8080, asked.signer.proof), (access.port, asked.proof['signed_proof']))
-        ours = torc.Signer(b'T' * 43, 'abc', asked.proof['nonce'], 'id')
-        signed = ours.sign_request('POST', '/x?', b'body')
-        head = torc.parse_head(f'POST /x HTTP/1.1\r\nauthorization: {signed}'.encode())
-        found = access.identify(head, asked.signer, 0.0)
-        self.assertEqual((True, hashlib.sha256(b'body').hexdigest(), asked.signer), (found.is_owner, found.digest, found.signer))
-        again = access.identify(head, asked.signer, 0.0)
-        self.assertEqual((None, 'the request was altered on its way, or sent before'), (again.signer, again.refusal))
+    def test_a_stream_ends_when_its_workflow_is_gone(self) -> None:
+        self.set_constant('KEEP_ALIVE_S', 0.05)
+        reader = self.read()
+        reader.until(b':\n\n')     # while it is there
+        self.json('DELETE', f'/workflows/{self.workflow_id}')
+        self.assertTrue(reader.has_ended())
 
-    def test_a_static_answer_is_one_row(self) -> None:
-        page = torc.StaticAnswer('text/html; charset=utf-8', False, lambda request: b'<!doctype html>')
-        server = ServerThread(self.world.path('torc.db'), 'T' * 43)
-        self.addCleanup(server.stop)
-        with unittest.mock.patch.dict(torc.STATIC_ANSWERS, {'/': page}):
-            answer = server.ask(http_request(path='/', authorization='Bearer ' + 'T' * 43))
-            self.assertEqual([401], statuses(server.ask(http_request(path='/'))))
-            self.assertEqual([404], statuses(server.ask(http_request('POST', '/', authorization='Bearer ' + 'T' * 43))))
-        self.assertIn(b'\r\ncontent-type: text/html; charset=utf-8\r\n', answer)
-        self.assertTrue(answer.endswith(b'\r\n\r\n<!doctype html>'))
+    def test_a_reader_gets_what_happens_from_now_on(self) -> None:
+        self.tell('early')
+        reader = self.read()
+        self.assertIn('content-type: text/event-stream\r\nconnection: close', reader.head)
+        self.assertNotIn('content-length', reader.head)
+        self.tell('done', 'error', text='ü\n')
+        first, event = reader.event(), reader.event()
+        self.assertEqual(('', re.sub('0$', '1', first.id)), (first.type, event.id))
+        self.assertEqual('done', event.type)
+        self.assertEqual({'workflow_id': self.workflow_id, 'timestamp': event.data['timestamp'], 'event_type': 'done', 'severity': 'error',
+                          'data': {'text': 'ü\n', 'n': 0}}, event.data)
+        self.assertLess(abs(event.data['timestamp'] / 1000 - time.time()), 60)
 
-    def test_a_reader_of_a_feed_gets_what_it_has_not_had(self) -> None:
+    def test_it_ends_with_the_connection_for_old_clients_too(self) -> None:
+        with self.server.connect() as client:
+            client.sendall(http_request(path=f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream', version='1.0'))
+            self.assertIn(b'\r\nconnection: close\r\n\r\n', client.recv(1000))
+
+    def test_a_head_is_answered_and_ends(self) -> None:
+        with self.server.connect() as client:
+            client.sendall(http_request('HEAD', f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream'))
+            answer = read_all(client)
+        self.assertTrue(answer.startswith(b'HTTP/1.1 200') and answer.endswith(b'connection: close\r\n\r\n'), answer)
+        self.assertEqual({}, self.server.server.streams.feeds.by_subject)
+
+    def test_an_unknown_workflow_is_404(self) -> None:
+        self.assertEqual([404], statuses(self.server.ask(http_request(path=torc.API_PREFIX + '/workflows/99/events/stream'))))
+
+    def test_a_level_leaves_out_what_is_below_it(self) -> None:
+        readers = {level: self.read(f'?level={level}') for level in ('debug', 'info', 'warning', 'error', 'nonsense', '')}
+        for severity in torc.SEVERITIES:
+            self.tell(severity + '!', severity)
+        self.tell('end', 'error')
+        heard = {level: [word.rstrip('!') for word in reader.types('end')[1:-1]] for level, reader in readers.items()}
+        self.assertEqual({'debug': list(torc.SEVERITIES), 'info': list(torc.SEVERITIES[1:]), 'warning': ['warning', 'error'], 'error': ['error'],
+                          'nonsense': list(torc.SEVERITIES[1:]), '': list(torc.SEVERITIES[1:])}, heard)
+
+    def test_who_comes_back_gets_what_was_missed_once(self) -> None:
+        reader = self.read()
+        self.tell('a', count=5)
+        last_id = [reader.event() for _ in range(4)][-1].id     # the opening and three of them
+        reader.close()
+        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 10, 'the reader to be forgotten')
+        self.tell('b', count=2000)      # while nobody reads
+        reader = self.read(last_id=last_id)
+        self.tell('end')
+        events = [reader.event() for _ in range(2003)]
+        self.assertEqual(['a'] * 2 + ['b'] * 2000 + ['end'], [event.type for event in events])
+        numbers = [int(event.id.partition('-')[2]) for event in events]
+        self.assertEqual(list(range(4, 2007)), numbers)
+        self.assertEqual(['end'], self.read(last_id=events[-2].id).types('end'))
+
+    def test_a_reader_that_comes_back_too_late_or_to_another_server_is_warned(self) -> None:
+        self.set_constant('MAX_FEED_EVENTS', 100)
+        epoch = self.read().event().id.partition('-')[0]
+        self.tell('a', count=175)
+        reader = self.read(last_id=f'{epoch}-10')
+        self.assertEqual(('warning', {'dropped': 90}, f'{epoch}-100'), (lambda event: (event.type, event.data, event.id))(reader.event()))
+        self.assertEqual(f'{epoch}-101', reader.event().id)
+        for last_id in ('0123456789ab-10', f'{epoch}-176', f'{epoch}-x', f'{epoch}--1', f'{epoch}', 'rubbish', '\xff'):
+            event = self.read(last_id=last_id).event()
+            self.assertEqual(('warning', None, f'{epoch}-175'), (event.type, event.data['dropped'], event.id), last_id)
+
+    def test_a_slow_reader_delays_nobody_and_gets_the_number_of_missed_events(self) -> None:
+        self.set_constant('MAX_FEED_EVENTS', 200)
+        slow, quick = self.read(receive_bytes=4096), self.read()
+        server = self.server.server
+        for _ in range(100):        # more than the system's buffers take
+            self.tell('flood', count=100, text='x' * 1000)
+            for _ in range(100):
+                quick.event()
+        held = [len(one.unsent) for one in server.connections.all if one.reader]
+        self.assertLess(max(held), torc.PIECE_BYTES + 5000)
+        self.tell('end')
+        events = [slow.event()]
+        while events[-1].type != 'end':
+            events.append(slow.event())
+        dropped = sum(event.data['dropped'] for event in events if event.type == 'warning')
+        self.assertGreater(dropped, 1000)
+        self.assertEqual(10000, dropped + len([event for event in events if event.type == 'flood']))
+        self.assertEqual([200], statuses(self.server.ask(http_request())))
+
+    def test_a_reader_that_takes_nothing_is_cut_off(self) -> None:
+        self.set_constant('CLIENT_DEADLINE_S', 0.5)
+        self.set_constant('KEEP_ALIVE_S', 0.1)      # comments do not keep it open
+        self.read(receive_bytes=4096)
+        for _ in range(80):
+            self.tell('flood', count=100, text='x' * 1000)
+        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 10, 'the reader to be cut off')
+
+    def test_a_quiet_stream_sends_comments(self) -> None:
+        self.set_constant('KEEP_ALIVE_S', 0.05)
+        reader = self.read()
+        self.assertEqual(['', '', ''], [reader.event().type for _ in range(3)])
+        self.assertLessEqual(self.server.server.streams.keep_alive_at, time.monotonic() + 1)
+        reader.close()
+        self.world.wait(lambda: self.server.server.streams.keep_alive_at == math.inf, 10, 'nobody to be left')
+
+    def test_a_thousand_readers(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        need('descriptors', hard == resource.RLIM_INFINITY or hard > 2200, 'the right to open 2,200 files')
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2200), hard))
+        readers = [self.read('?level=warning' if number % 2 else '') for number in range(1000)]
+        self.tell('first', 'info', 3)
+        self.tell('last', 'error')
+        for number, reader in enumerate(readers):
+            self.assertEqual([''] + ['first'] * (0 if number % 2 else 3) + ['last'], reader.types('last'))
+            reader.close()
+        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 20, 'all to be forgotten')
+
+    def test_what_a_reader_sends_is_passed_over(self) -> None:
+        reader = self.read()
+        for _ in range(20):
+            reader.socket.sendall(b'x' * 100000)
+        self.tell('end')
+        self.assertEqual(['', 'end'], reader.types('end'))
+        self.assertEqual([0], [len(one.received) for one in self.server.server.connections.all if one.reader])
+
+    def test_nothing_is_kept_for_those_who_stay_away(self) -> None:
+        feeds = self.server.server.streams.feeds
+        self.read().close()
+        self.world.wait(lambda: feeds.by_subject and not any(feed.readers for feed in feeds.by_subject.values()), 10, 'the reader to be forgotten')
+        self.tell('kept')
+        self.assertEqual([1], [len(feed.events) for feed in feeds.by_subject.values()])
+        self.set_constant('RESUME_S', 0.0)
+        self.tell('late')
+        self.assertEqual({}, feeds.by_subject)
+        for number in range(50):
+            feeds.leave(feeds.join(number, None), None)
+        self.assertLessEqual(len(feeds.by_subject), torc.MAX_IDLE_FEEDS)
+
+    def test_a_feed_is_bounded_in_bytes_too(self) -> None:
         feed = torc.Feed(1)
-        head = torc.parse_head(b'GET /x HTTP/1.1')
-        start = torc.StreamStart(b'', torc.Subscription(1, 1), torc.Request(head, b'', torc.Identity('tester', True)))
-        reader = torc.StreamReader(feed, start, b'')
-        self.assertEqual(b'', reader.take())
-        for number, severity in enumerate((0, 1, 2)):
-            feed.add(severity, 'event', number)
-        self.assertEqual([b'1', b'2'], re.findall(rb'data: (\d)', reader.take()))
-        self.assertEqual(b'', reader.take())
+        for _ in range(30):
+            feed.add(1, 'large', {'text': 'x' * 1000000})
+        self.assertLess(sum(len(text) for _, text in feed.events), torc.MAX_FEED_BYTES)
+        self.assertEqual(31, feed.end())
+
+    def test_the_end_of_the_server_is_the_end_of_its_streams(self) -> None:
+        reader = self.read()
+        self.tell('last')
+        self.server.stop()
+        self.assertEqual(['', 'last'], reader.types('last'))
+        self.assertEqual(b'', reader.socket.recv(10))
+        self.assertFalse(self.server.is_alive())
+
+    def test_what_is_not_committed_is_not_sent(self) -> None:
+        reader = self.read()
+        node = {'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0,
+                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'}
+        store, failures = self.server.server.store, [sqlite3.OperationalError('database or disk is full')]
+
+        class FailingStore:
+            """The store, whose next transaction fails at its end."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(store, name)
+
+            @contextlib.contextmanager
+            def transaction(self) -> Iterator[None]:
+                """Fails once."""
+                with store.transaction():
+                    yield
+                    if failures:
+                        raise failures.pop()
+
+        self.server.server.store = self.server.server.service.store = self.server.server.responder.store = FailingStore()
+        body = torc.format_json(node).encode()
+        self.assertEqual([503], statuses(self.server.ask(http_request('POST', torc.API_PREFIX + '/compute_nodes', body))))
+        self.json('POST', '/compute_nodes', dict(node, hostname='second'))
+        self.assertEqual('second', [reader.event(), reader.event()][1].data['data']['hostname'])
 
 
-class NodeLifeTest(unittest.TestCase):
-    """Whether a runner lives, as far as this host can know."""
+# ======== 10e. Bodies ========
 
-    def test_only_pid_and_start_time_prove_life_and_what_cannot_be_read_proves_nothing(self) -> None:
-        host, boot, own = socket.gethostname(), torc.read_boot_id(), os.getpid()
-        ticks, namespace = torc.read_process_start_ticks(own), torc.read_pid_namespace()
-        need('proc', ticks, 'start times of processes')
-        child = subprocess.Popen([sys.executable, '-c', ''])
-        self.addCleanup(child.wait)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        # It is hidden, or no descriptor is left.
-        unreadable = unittest.mock.patch.object(torc, 'read_process_start_ticks', lambda pid: 0)
-        for case, runner, expected in (
-                ('this one', (host, own, f'{boot}/{ticks}'), True),
-                ('its number is used again', (host, own, f'{boot}/{ticks + 1}'), False),
-                ('before a reboot', (host, own, f'x/{ticks}'), False),
-                ('on another host', ('elsewhere', own, f'{boot}/{ticks}'), None),
-                ('with our pids', (host, own, f'{boot}/{ticks}/{namespace}'), True),
-                ('its number is used again here', (host, own, f'{boot}/{ticks + 1}/{namespace}'), False),
-                ('in a container with pids of its own', (host, own, f'{boot}/{ticks + 1}/1'), None),
-                ('nobody has said', (host, own, ''), None),
-                ('a number alone', (host, own, f'{boot}/0'), None),
-                ('a number alone, not in use', (host, 2 ** 22 + 1, f'{boot}/0'), False)):
-            with self.subTest(case):
-                self.assertIs(expected, torc.node_lives(*runner))
-        with unreadable:
-            self.assertIsNone(torc.node_lives(host, own, f'{boot}/{ticks}'))
-            self.assertIs(False, torc.node_lives(host, 2 ** 22 + 1, f'{boot}/{ticks}'))
-        self.assertIsNot(True, torc.node_lives(host, child.pid, f'{boot}/{ticks}'), 'a zombie')
+class SpoolTest(WorldTest):
+    """Long bodies, on their way."""
+    PATH = '/torc-service/v1/bulk_files'
+
+    def setUp(self) -> None:
+        super().setUp()
+        silenced(self)
+        self.token = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
+        users = torc.Users(self.world.write('users', ''.join(f'{name}:{torc.hash_password(b"open-sesame", 4)}\n' for name in ('ann', 'bob'))), 60.0)
+        self.server = ServerThread(self.world.path('torc.db'), self.token, users=users)
+        self.addCleanup(self.server.stop)
+
+    def request(self, body: bytes = b'', who: str = '', length: int = 0) -> bytes:
+        """A request with a body, or one that says that it is long."""
+        login = PasswordServerTest.login(who, 'open-sesame') if who else f'Bearer {self.token}'
+        fields = {'content_length': str(length)} if length else {}
+        return http_request('POST', self.PATH, body, authorization=login, **fields)
+
+    def ask(self, request: bytes) -> bytes:
+        """The whole answer to a request."""
+        with self.server.connect() as client:
+            client.sendall(request)
+            return read_answers(client, 1)
+
+    def files(self, count: int, size: int) -> bytes:
+        """A body of so many files."""
+        rows = [{'workflow_id': 1, 'name': f'file {number}', 'path': 'x' * size} for number in range(count)]
+        return torc.format_json({'files': rows}).encode()
+
+    def test_a_long_body_is_on_disk_until_it_is_whole_and_gone_then(self) -> None:
+        self.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}', authorization=f'Bearer {self.token}'))
+        body = self.files(30, 100000)
+        request = self.request(body)
+        with self.server.connect() as client:
+            client.sendall(request[:-10])
+            self.world.wait(lambda: any(spool.received == len(body) - 10 for spool in list(self.server.server.bodies.spools)), 10, 'most of it')
+            (spool,), (connection,) = self.server.server.bodies.spools, self.server.server.connections.all
+            self.assertEqual((0, len(body)), (len(connection.received), spool.length))
+            self.assertFalse([name for name in os.listdir(self.world.directory) if not re.match(r'torc\.db|users', name)])     # it has no name
+            self.assertEqual(os.stat(self.world.directory).st_dev, os.fstat(spool.file.fileno()).st_dev)
+            self.assertEqual(0o600, os.fstat(spool.file.fileno()).st_mode & 0o777)
+            client.sendall(request[-10:] + http_request(authorization=f'Bearer {self.token}'))      # the next one follows at once
+            self.assertEqual([200, 200], statuses(read_answers(client, 2)))
+        self.assertEqual((set(), True), (self.server.server.bodies.spools, spool.file.closed))
+
+    def test_bodies_of_one_user_and_of_all_have_limits(self) -> None:
+        self.set_constant('MAX_SPOOLED_OF_USER', 10 * 2 ** 20)
+        self.set_constant('MAX_SPOOLED_BYTES', 15 * 2 ** 20)
+        spools = self.server.server.bodies.spools
+        with contextlib.ExitStack() as stack:
+            def begin(who: str, megabytes: int) -> Any:
+                client = stack.enter_context(self.server.connect())
+                client.sendall(self.request(who=who, length=megabytes * 2 ** 20) + b'[')
+                return client
+            first = begin('ann', 6)
+            self.world.wait(lambda: len(spools) == 1, 10, 'the first')
+            answer = read_all(begin('ann', 6))
+            self.assertEqual([429], statuses(answer))
+            self.assertIn(b'bodies of 6.0MB of ann are on their way; at most 10.0MB may be', answer)
+            self.assertIn(b'\r\nretry-after: 1\r\n', answer)
+            second = begin('bob', 7)
+            self.world.wait(lambda: len(spools) == 2, 10, 'the second')
+            answer = read_all(begin('', 5))
+            self.assertEqual([503], statuses(answer))
+            self.assertIn(b'too many long bodies are on their way', answer)
+            first.close()
+            self.world.wait(lambda: len(spools) == 1, 10, 'the first to be forgotten')
+            begin('', 5)
+            self.world.wait(lambda: len(spools) == 2, 10, 'the owner')
+            second.close()
+        self.world.wait(lambda: not spools, 10, 'all to be forgotten')
+
+    def test_many_bodies_together_are_on_disk_though_each_is_short(self) -> None:
+        self.set_constant('MAX_HELD_BYTES', 2 ** 20)
+        with contextlib.ExitStack() as stack:
+            for _ in range(5):
+                client = stack.enter_context(self.server.connect())
+                client.sendall(self.request(length=600000))
+            self.world.wait(lambda: len(self.server.server.connections.all) == 5 and all(one.head for one in list(self.server.server.connections.all)), 10, 'all five')
+            self.world.wait(lambda: len(self.server.server.bodies.spools) == 4, 10, 'the others on disk')
+
+    def test_an_upload_must_go_on_to_be_waited_for(self) -> None:
+        self.set_constant('CLIENT_DEADLINE_S', 0.3)
+        self.set_constant('SLOWEST_BYTES_PER_S', 2 ** 20)
+        with self.server.connect() as client:
+            client.sendall(self.request(length=150 * 2 ** 20) + b'[' * 100000)
+            self.assertEqual([408], statuses(read_all(client)))     # the client would not wait for 150 s
+        self.assertEqual(set(), self.server.server.bodies.spools)
+
+    def test_where_there_is_no_room_it_is_said(self) -> None:
+        self.set_constant('SPOOL_RESERVE_BYTES', 2 ** 60)
+        with self.server.connect() as client:
+            client.sendall(self.request(length=2 ** 22))
+            answer = read_all(client)
+        self.assertEqual(([503], True), (statuses(answer), b'no room for a body of 4.0MB' in answer))
+
+    def test_twelve_bodies_that_never_end_cost_no_memory(self) -> None:
+        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
+        found = self.world.serve('-d', self.world.path('my.db'))
+        pid, port = self.world.server.pid, torc.parse_url(found).port
+        token = read_text(self.world.path('my.db.token')).strip()
+        before = resident_kb_of(pid)
+        request = http_request('POST', self.PATH, authorization=f'Bearer {token}', content_length=str(150 * 2 ** 20))
+        answers, piece = [], b'[],' * 2 ** 18
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.create_connection(('127.0.0.1', port), 20)) for _ in range(12)]
+            for client in clients:
+                client.sendall(request)
+            for _ in range(40):         # 30 MB each
+                for client in clients:
+                    with contextlib.suppress(OSError):      # refused
+                        client.sendall(piece)
+            grown_kb = resident_kb_of(pid) - before
+            for client in clients:
+                client.settimeout(0.1)
+                with contextlib.suppress(OSError):
+                    answers += statuses(client.recv(1000))
+        self.assertEqual([429] * 10, answers)
+        self.assertLess(grown_kb, 20000)
+
+
+class LongAnswerTest(WorldTest):
+    """Answers that their clients do not take."""
+    LIST = torc.API_PREFIX + '/user_data?workflow_id=1'
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.set_constant('MAX_UNSENT_OF_USER', 2 ** 20)
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        self.connections = self.server.server.connections
+        bodies = [('/workflows', {'name': 'w', 'user': 'u'})]
+        bodies += [('/user_data', {'workflow_id': 1, 'name': f'd{number}', 'data': 'x' * 2 * 10 ** 6})
+                   for number in range(5)]      # what the system takes from the server is less
+        for path, body in bodies:
+            data = torc.format_json(body).encode()
+            answer = self.server.ask(http_request('POST', torc.API_PREFIX + path, data))
+            self.assertEqual([200], statuses(answer))
+
+    def ask(self, stack: contextlib.ExitStack, *requests: bytes) -> socket.socket:
+        """A client that asks, and does not read."""
+        client = stack.enter_context(self.server.connect())
+        client.settimeout(30)
+        client.sendall(b''.join(requests))
+        return client
+
+    def await_arrival(self, count: int) -> None:
+        """Wait until one long answer is held, and so many wait."""
+        server = self.server.server
+        self.world.wait(lambda: len(list(server.backlog)) == count and server.is_held_up, 20, 'all to arrive')
+
+    @slow
+    def test_a_user_who_takes_none_gets_no_more_and_holds_nobody_up(self) -> None:
+        with contextlib.ExitStack() as stack:
+            clients = [self.ask(stack, http_request(path=self.LIST), http_request()) for _ in range(6)]
+            self.await_arrival(5)
+            self.assertLess(sum(self.connections.unsent_by_user().values()), 1.1e7)
+            for path in ('/ping', '/workflows/1', '/workflows/1/status'):
+                self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.API_PREFIX + path))))
+            made = http_request('POST', torc.API_PREFIX + '/workflows', b'{"name":"x","user":"u"}')
+            self.assertEqual([200], statuses(self.server.ask(made)))
+            self.assertEqual(5, len(list(self.server.server.backlog)))
+            gone = clients.pop()
+            gone.close()
+            for client in clients:      # all get theirs in the end, and what they have asked for after it
+                self.assertEqual([200, 200], statuses(read_answers(client, 2)))
+            self.assertEqual({}, self.connections.unsent_by_user())
+            held = [one for one in self.connections.all if one.unsent.obj]
+            self.assertEqual([], held)      # a connection that is kept alive keeps no answer
+        self.assertEqual([200], statuses(self.server.ask(http_request(path=self.LIST))))
+
+    @slow
+    def test_a_request_with_a_long_body_waits_for_what_is_unsent_too(self) -> None:
+        self.set_constant('MAX_BODY_BYTES', 2000)
+        jobs = {'jobs': [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(100)]}
+        body = torc.format_json(jobs).encode()
+        with contextlib.ExitStack() as stack:
+            greedy = self.ask(stack, http_request(path=self.LIST))
+            self.world.wait(lambda: self.connections.unsent_by_user(), 20, 'the answer')
+            makes = self.ask(stack, http_request('POST', torc.API_PREFIX + '/bulk_jobs', body))
+            self.world.wait(lambda: self.server.server.long.waiting, 20, 'the body')
+            self.assertIsNone(self.server.server.long.current)
+            self.assertEqual([200], statuses(read_answers(greedy, 1)))
+            self.assertEqual([200], statuses(read_answers(makes, 1)))
+
+    def test_users_take_turns(self) -> None:
+        """By user; what is unsent to each changes in between."""
+        backlog = torc.Backlog()
+        for number, user in enumerate('aaabbc'):
+            head = torc.parse_head(b'GET /x HTTP/1.1\r\nhost: h')
+            backlog.add(number, torc.Request(head, b'', torc.Identity(user, False)))
+        total, own = torc.MAX_UNSENT_BYTES, torc.MAX_UNSENT_OF_USER
+        taken = []
+        for unsent in ({}, {}, {'c': own, 'a': 1}, {'b': own}, {'x': total // 2, 'b': 1}, {'x': total},
+                       {'b': own - 1}, {}):
+            found = backlog.take(unsent)
+            taken.append(None if found is None else found[0])
+        self.assertEqual([0, 3, 1, 5, 2, None, 4, None], taken)
+        self.assertFalse(backlog)
+
+    def test_which_answers_may_be_long(self) -> None:
+        rows = rows_of('''
+            method  path                          length   long
+            GET     /jobs                         0        yes
+            HEAD    /jobs                         0        yes
+            GET     /user_data/1                  0        yes
+            GET     /workflows/1/job_ids          0        yes
+            GET     /workflows/1/actions          0        yes
+            POST    /admin/sql                    10       yes
+            POST    /bulk_jobs                    1000000  yes
+            POST    /bulk_jobs                    1000     -
+            POST    /workflows/1/runner_sync      1000000  -
+            POST    /user_data                    1000000  yes
+            GET     /ping                         0        -
+            GET     /openapi.json                 0        -
+            GET     /jobs/1                       0        -
+            GET     /workflows/1                  0        -
+            GET     /workflows/1/status           0        -
+            GET     /workflows/1/is_complete      0        -
+            GET     /nothing/there                0        -
+            ''')
+        for row in rows:
+            text = f"{row['method']} {torc.API_PREFIX}{row['path']} HTTP/1.1\r\nhost: h"
+            head = torc.parse_head(text.encode())._replace(length=int(row['length']))
+            with self.subTest(row):
+                self.assertEqual(bool(row['long']), torc.may_be_long(head))
+
+
+class LongBodyTest(WorldTest):
+    """Requests whose bodies are read by a child and carried out by a thread."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        silenced(self)
+        self.set_constant('MAX_BODY_BYTES', 2000)
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        self.workflow_id = self.json('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
+
+    def ask(self, method: str, path: str, body: Any = None) -> Tuple[int, Any]:
+        """Status and value of an answer."""
+        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
+        answer = self.server.ask(http_request(method, torc.API_PREFIX + path, data))
+        return statuses(answer)[0], json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+
+    def json(self, method: str, path: str, body: Any = None) -> Any:
+        """The value of a good answer."""
+        status, value = self.ask(method, path, body)
+        self.assertEqual(200, status, value)
+        return value
+
+    def jobs(self, count: int, **more: Any) -> Dict[str, Any]:
+        """A body of so many jobs."""
+        return {'jobs': [dict({'workflow_id': self.workflow_id, 'name': f'job {number}', 'command': 'true'}, **more) for number in range(count)]}
+
+    def hold(self) -> Any:
+        """From now on the thread of a long request waits for the event that is returned; self.is_held tells that it does."""
+        gate, self.is_held, load = threading.Event(), threading.Event(), torc.load_checked
+
+        def held(source: Any) -> Any:
+            self.is_held.set()
+            gate.wait(20)
+            return load(source)
+        self.set_constant('load_checked', held)
+        self.addCleanup(gate.set)
+        return gate
+
+    def test_it_does_what_a_short_one_does(self) -> None:
+        more = {'env': {'A': 'gr\u00fc\u00df \U0001f600 "\\\n'}, 'labels': ['x', 'y'], 'priority': 7, 'cancel_on_blocking_job_failure': False, 'unknown': [1.5, None]}
+        long = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
+        self.json('DELETE', f'/jobs?workflow_id={self.workflow_id}')
+        self.set_constant('MAX_BODY_BYTES', 10 ** 6)
+        short = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
+        self.assertEqual((1200, more['env']), (len(long), short[0]['env']))
+        for job in long + short:
+            del job['id']
+        self.assertEqual(short, long)
+        self.assertIsNone(self.server.server.long.current)
+
+    def test_it_is_refused_as_a_short_one_is(self) -> None:
+        wrong = self.jobs(100)
+        wrong['jobs'][77]['priority'] = 'high'
+        for method, path, body, status, text in (
+                ('POST', '/bulk_jobs', wrong, 422, 'jobs[77].priority must be an integer'), ('POST', '/bulk_jobs', b'[],' * 1000, 400, 'the body is not JSON'),
+                ('POST', '/bulk_jobs', b'[' * 5000, 400, 'the body is not JSON'), ('POST', '/bulk_jobs', b'\xff' * 3000, 400, 'the body is not JSON'),
+                ('POST', '/bulk_jobs', b'{"jobs":["' + b'x' * 3000, 400, 'the body is not JSON'), ('POST', '/bulk_jobs', [1] * 3000, 422, 'the body must be an object'),
+                ('GET', '/bulk_jobs', self.jobs(100), 405, 'takes POST'), ('POST', '/workflows/77/apply_spec', self.jobs(100), 422, 'workflow is missing'),
+                ('POST', '/bulk_jobs', self.jobs(100, name='same'), 422, 'same')):
+            with self.subTest(text):
+                found, value = self.ask(method, path, body)
+                self.assertEqual((status, True), (found, text in value['error']['message']), value)
+        self.set_constant('MAX_BODY_VALUES', 1000)
+        self.assertEqual(413, self.ask('POST', '/bulk_jobs', self.jobs(500))[0])
+        self.assertEqual(0, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+
+    def test_others_are_answered_or_wait_but_are_not_forgotten(self) -> None:
+        gate = self.hold()
+        path = torc.API_PREFIX + f'/jobs?workflow_id={self.workflow_id}'
+        with contextlib.ExitStack() as stack:
+            first, second, third, gone = (stack.enter_context(self.server.connect()) for _ in range(4))
+            first.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
+            self.assertTrue(self.is_held.wait(10))
+            second.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))    # there are such jobs then
+            third.sendall(http_request(path=path) + http_request())
+            gone.sendall(http_request(path=path))
+            server = self.server.server
+            self.world.wait(lambda: len([*server.complete, *server.backlog]) == 2 and server.long.waiting,
+                            10, 'all to arrive')
+            gone.close()
+            for _ in range(3):
+                self.assertEqual([200, 200], statuses(self.server.ask(http_request() + http_request(path='/healthz'))))
+            self.server.server.tick_at = self.server.server.streams.keep_alive_at = 0.0     # not now
+            self.assertEqual([200], statuses(self.server.ask(http_request())))
+            self.assertEqual(2, len([*server.complete, *server.backlog]))
+            gate.set()
+            self.assertEqual([200], statuses(read_answers(first, 1)))
+            answer = read_answers(third, 2)
+            self.assertEqual(([200, 200], True), (statuses(answer), b'"total_count":100' in answer))
+            self.assertEqual([422], statuses(read_answers(second, 1)))
+        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+
+    def test_a_list_is_carried_out_in_pieces_and_all_or_nothing(self) -> None:
+        self.set_constant('SLICE_BYTES', 1500)
+        pieces, create = [], torc.insert_jobs    # type: List[int], Any
+        self.set_constant('insert_jobs', lambda *given: pieces.append(len(given[2])) or create(*given))
+        self.json('POST', '/jobs', {'workflow_id': self.workflow_id, 'name': 'job 90', 'command': 'x'})
+        status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
+        self.assertEqual((422, True), (status, "'job 90'" in value['error']['message']), value)
+        self.assertEqual(1, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+        other = self.json('POST', '/workflows', {'name': 'x', 'user': 'u'})['id']
+        mixed = self.jobs(100)
+        mixed['jobs'][-1]['workflow_id'] = other
+        status, value = self.ask('POST', '/bulk_jobs', mixed)
+        self.assertEqual((422, True), (status, 'must belong to one workflow' in value['error']['message']))
+        del pieces[:]
+        made = self.json('POST', '/bulk_jobs', dict(self.jobs(90), more=1))['jobs']
+        self.assertEqual([f'job {number}' for number in range(90)], [job['name'] for job in made])
+        self.assertEqual((90, True), (sum(pieces), 2 < len(pieces) < 20), pieces)
+        for path, key, more in (('/bulk_files', 'files', {'path': 'p'}),
+                                ('/bulk_user_data', 'user_data', {'data': {'a': [1.5, None]}})):
+            rows = [dict({'workflow_id': other, 'name': f'n{number}'}, **more) for number in range(150)]
+            found = self.json('POST', path, {key: rows})[key]
+            self.assertEqual(rows, [{name: row[name] for name in rows[0]} for row in found])
+
+    def test_limits_of_values_and_of_a_record(self) -> None:
+        def send(data: Any, *names: str) -> Tuple[int, Any]:
+            rows = [{'workflow_id': self.workflow_id, 'name': name, 'data': data} for name in names]
+            return self.ask('POST', '/bulk_user_data', {'user_data': rows})
+        self.set_constant('MAX_RECORD_VALUES', 1000)
+        self.set_constant('MAX_RECORD_BYTES', 10000)
+        for data, text in (([[]] * 1000, 'user_data[1] holds more than 1,000 values'),
+                           ({str(number): [] for number in range(600)}, 'user_data[1] holds more than 1,000'),
+                           ('x' * 10000, 'user_data[1] has 9')):
+            rows = [{'workflow_id': self.workflow_id, 'name': str(number), 'data': data if number else 1}
+                    for number in range(2)]
+            status, value = self.ask('POST', '/bulk_user_data', {'user_data': rows})
+            self.assertEqual((413, True), (status, text in value['error']['message']), value)
+        self.assertEqual(0, self.json('GET', f'/user_data?workflow_id={self.workflow_id}')['total_count'])
+        self.assertEqual(200, send(',[{' * 3000, 'commas in a text', 'are no values')[0])
+        self.set_constant('MAX_PLAN_VALUES', 500)
+        status, value = self.ask('POST', '/workflows/from_spec', {'jobs': [[]] * 1000})
+        self.assertEqual((413, True), (status, 'holds more than 500 values' in value['error']['message']))
+
+    @slow
+    def test_memory_does_not_grow_with_a_list(self) -> None:
+        need('proc', os.path.exists('/proc/self/status'), '/proc, to see the memory of a process')
+        self.world.serve('--db', 'other.db', '--no-auth')
+        url = connection_of(self.world.path('other.db'))['url']
+        with contextlib.closing(torc.HttpConnection(torc.parse_url(url))) as wire:
+            wire.ask('POST', torc.API_PREFIX + '/workflows', b'{"name":"w","user":"u"}')
+
+            def peak_mb() -> int:
+                with open(f'/proc/{self.world.server.pid}/status') as file:
+                    return int(re.search('VmHWM:\\s*([0-9]+)', file.read()).group(1)) // 1024
+            before = peak_mb()
+            jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': f'{number} ' * 250}
+                    for number in range(12000)]
+            body = torc.format_json({'jobs': jobs}).encode()
+            status, answer = wire.ask('POST', torc.API_PREFIX + '/bulk_jobs', body, 60)
+        self.assertEqual((200, 12000), (status, len(json.loads(answer.decode())['jobs'])))
+        self.assertGreater(len(body), 15 * 2 ** 20)
+        self.assertLess(peak_mb() - before, 40)     # with all of the list, 140 MB
+
+    def test_an_answer_in_a_file_leaves_no_file_behind_and_has_room_for_its_head(self) -> None:
+        descriptors = set(os.listdir('/proc/self/fd'))
+        gc.disable()        # which would only come later
+        self.addCleanup(gc.enable)
+        answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))
+        self.assertEqual(torc.LongAnswer.HEAD_BYTES, os.fstat(answer.file.descriptor).st_size)
+        answer.take({'items': [1]})
+        self.assertIs(answer, answer.obj)
+        del answer
+        self.assertEqual(descriptors, set(os.listdir('/proc/self/fd')))
+
+    def test_an_answer_in_a_file_is_sent_and_signed_as_bytes_are(self) -> None:
+        def make() -> torc.LongAnswer:
+            answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))
+            for number in range(3):
+                answer.take({'jobs': [{'id': number}]})
+            return answer.finish()
+        data = b'{"jobs":[{"id":0},{"id":1},{"id":2}]}'
+        signer = torc.Signer(b'token', 'challenge', 'nonce', 'id')
+        self.assertEqual(signer.sign_answer(200, data), signer.sign_answer(200, make()))
+        whole, found = torc.format_answer(200, data, 'x: y\r\n'), torc.format_answer(200, make(), 'x: y\r\n')
+        self.assertEqual((len(whole), whole[:-len(data)]), (len(found), found.head))
+        parts = []
+        while found:
+            parts.append(found[:7])
+            found = found[len(parts[-1]):]
+        self.assertEqual(whole, b''.join(parts))
+        self.assertEqual([], [name for name in os.listdir(self.world.directory) if name.startswith('torc-')])
+        with self.assertRaisesRegex(torc.Unreachable, 'the answer cannot be kept: No such file'):
+            torc.NamelessFile(self.world.path('gone'))
+
+    def test_a_child_that_dies_is_an_error_and_the_next_body_is_read(self) -> None:
+        read, os_kill = torc.read_long_body, os.kill
+        torc.read_long_body = lambda *_: os_kill(os.getpid(), signal.SIGKILL)
+        self.addCleanup(setattr, torc, 'read_long_body', read)
+        status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
+        self.assertEqual((413, True), (status, 'too much memory' in value['error']['message']))
+        torc.read_long_body = read
+        self.set_constant('READER_BYTES', 2 ** 20)
+        self.assertEqual(413, self.ask('POST', '/bulk_jobs', self.jobs(2000, command='x' * 20000))[0])
+        self.set_constant('READER_BYTES', 2 ** 30)
+        self.assertEqual(100, len(self.json('POST', '/bulk_jobs', self.jobs(100))['jobs']))
+        with unittest.mock.patch.object(os, 'fork', side_effect=BlockingIOError('no more processes')):
+            self.assertEqual(503, self.ask('POST', '/bulk_jobs', self.jobs(100))[0])
+        self.assertEqual((set(), None), (self.server.server.bodies.spools, self.server.server.long.current))
+
+    def test_a_child_that_never_ends_is_ended(self) -> None:
+        self.set_constant('READER_S', 1)
+        with unittest.mock.patch.object(torc, 'read_long_body', lambda *_: signal.pause()):
+            status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
+        self.assertEqual((413, True), (status, 'too much memory, time' in value['error']['message']))
+        self.assertEqual(100, len(self.json('POST', '/bulk_jobs', self.jobs(100))['jobs']))
+
+    def test_a_server_that_ends_meanwhile_leaves_no_child_and_finishes_what_its_thread_is_at(self) -> None:
+        read = torc.read_long_body
+        torc.read_long_body = lambda *_: signal.pause()
+        self.addCleanup(setattr, torc, 'read_long_body', read)
+        body = http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode())
+        with self.server.connect() as client:
+            client.sendall(body)
+            self.world.wait(lambda: self.server.server.long.current and self.server.server.long.current.pid, 10, 'the child')
+            self.server.stop()      # the world sees that the child is gone
+        torc.read_long_body = read
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        gate = self.hold()
+        with self.server.connect() as client:
+            client.sendall(body)
+            self.assertTrue(self.is_held.wait(10))
+            threading.Timer(0.2, gate.set).start()
+            self.server.stop()
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+
+    def test_the_loop_does_not_take_what_the_thread_writes_for_anothers_work(self) -> None:
+        gate, has_written, on_commit = threading.Event(), threading.Event(), torc.Store.on_commit
+
+        def held(store: torc.Store) -> None:
+            if not has_written.is_set():
+                has_written.set()
+                gate.wait(20)
+            on_commit(store)
+        self.addCleanup(gate.set)
+        patch = unittest.mock.patch.object(torc.Store, 'on_commit', held)
+        with self.server.connect() as client, patch:
+            body = torc.format_json(self.jobs(100)).encode()
+            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', body))
+            self.assertTrue(has_written.wait(10))
+            self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.PING_PATH))))
+            gate.set()
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+
+    def test_a_server_that_is_to_leave_waits_for_the_thread_without_looking_all_the_time(self) -> None:
+        gate, server = self.hold(), self.server.server
+        with self.server.connect() as client:
+            body = torc.format_json(self.jobs(100)).encode()
+            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', body))
+            self.assertTrue(self.is_held.wait(10))
+            server.stop()
+            self.world.wait(lambda: server.is_leaving, 10, 'the time to leave')
+            self.assertNotEqual(0.0, server.wait_s())
+            with self.server.connect():     # comes too late
+                self.world.wait(lambda: len(server.connections.all) == 2, 10, 'the client')
+                self.assertTrue(server.is_leaving)
+            gate.set()
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.server.join(10)
+        self.assertFalse(self.server.is_alive())
+
+    def test_calls_of_signals_wait_for_the_store(self) -> None:
+        gate, calls = self.hold(), []
+        self.server.server.signal_calls[signal.SIGUSR1] = lambda: calls.append(self.server.server.long.has_store)
+        with self.server.connect() as client:
+            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
+            self.assertTrue(self.is_held.wait(10))
+            self.server.server.wake_writer.send(bytes([signal.SIGUSR1]))
+            self.world.wait(lambda: self.server.server.put_off, 10, 'the signal')
+            self.assertEqual([], calls)
+            gate.set()
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.world.wait(lambda: calls == [True], 10, 'its call')
+
+
+# ======== 10f. Server ========
+
+# What brings servers down, and the tests that show that it does not bring down this one (the first two over TLS too):
+#
+#   an answer in two packets          ServerTest: a kept-alive POST is answered at once; FramingTest: an answer is one piece
+#   slow clients, half requests       ServerTest: hundreds of half requests, bytes one by one, a request that does not arrive,
+#                                     a reader that does not read; TlsServerTest: who is slow to shake hands
+#   pipelining                        ServerTest: in their order, a flood of them is bounded
+#   head bombs, no HTTP at all        ServerTest: rubbish; FramingTest: what is not plain HTTP; TlsServerTest: plain request, hello to a plain port
+#   wrong or huge Content-Length      FramingTest: what is not plain HTTP; ServerTest: a body too large
+#   chunked bodies                    FramingTest, ServerTest: rubbish
+#   many connections at once          ServerTest: many may connect; TurnTest: who never asks makes room
+#   no descriptors left               TurnTest: without descriptors
+#   client gone before the answer     ServerTest: a client that is gone
+#   what JSON can hold                ApiTest: mistakes get a clear 4xx
+#   all of it, at random              FaultTest: rubbish of all kinds
+
+
+class ServerTest(WorldTest):
+    """The loop, on real sockets."""
+    TOKEN = ''
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.server = ServerThread(self.world.path('torc.db'), self.TOKEN, tls=self.tls())
+        self.addCleanup(self.server.stop)       # before the world's own end
+        logging.getLogger('torc').setLevel(logging.CRITICAL)
+        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
+
+    def tls(self) -> Optional[Tls]:
+        """None: plain HTTP."""
+        return None
+
+    def test_requests_follow_each_other_on_one_connection(self) -> None:
+        with self.server.connect() as client:
+            for _ in range(3):
+                client.sendall(http_request())
+                answer = read_answers(client, 1)
+                self.assertTrue(answer.startswith(b'HTTP/1.1 200 OK\r\n') and answer.endswith(b'\r\n\r\n{"status":"ok"}'), answer)
+
+    def test_pipelined_requests_are_answered_in_their_order(self) -> None:
+        body = b'{"name": "w%d", "user": "u"}'
+        data = b''.join(http_request('POST', '/torc-service/v1/workflows', body % number) for number in range(20))
+        with self.server.connect() as client:
+            client.sendall(data)
+            answer = read_answers(client, 20)
+        self.assertEqual([b'w%d' % number for number in range(20)], re.findall(rb'"name":"(w\d+)"', answer))
+
+    def test_a_flood_of_pipelined_requests_is_bounded(self) -> None:
+        requests, count = http_request() * 500, 10
+        with self.server.connect() as client:
+            for _ in range(count):
+                client.sendall(requests)
+            self.assertEqual([200] * 500 * count, statuses(read_answers(client, 500 * count)))
+        self.assertTrue(all(len(one.received) < 200000 for one in self.server.server.connections.all))
+
+    def test_bytes_may_come_one_by_one(self) -> None:
+        data = b'\r\n' + http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')
+        answer = self.server.ask(*[data[index:index + 1] for index in range(len(data))])
+        self.assertEqual([200], statuses(answer))
+
+    def test_http_1_0_and_close_end_the_connection(self) -> None:
+        for request in (http_request(version='1.0'), http_request(connection='close')):
+            with self.server.connect() as client:
+                client.sendall(request)
+                answer = read_all(client)   # until the server closes
+            self.assertIn(b'\r\nconnection: close\r\n', answer)
+            self.assertTrue(answer.endswith(b'{"status":"ok"}'))
+
+    def test_memory_is_given_back_after_a_turn_that_changed_many_rows(self) -> None:
+        calls = []      # type: List[int]
+        self.set_constant('give_memory_back', lambda: calls.append(1))
+        self.set_constant('MANY_ROWS', 50)
+        api = '/torc-service/v1'
+        jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(60)]
+        for path, body, expected in (('workflows', {'name': 'w', 'user': 'u'}, 0), ('bulk_jobs', {'jobs': jobs}, 1)):
+            answer = self.server.ask(http_request('POST', f'{api}/{path}', json.dumps(body).encode()))
+            self.assertEqual([200], statuses(answer))
+            self.server.ask(http_request())     # the turn has ended
+            self.assertEqual(expected, len(calls), path)
+
+    def test_head_answers_without_the_body(self) -> None:
+        answer = self.server.ask(http_request('HEAD'))
+        self.assertTrue(answer.endswith(b'content-length: 15\r\n\r\n'), answer)
+
+    def test_other_methods_are_4xx(self) -> None:
+        for method in ('OPTIONS', 'PATCH', 'TRACE', 'BREW'):
+            self.assertEqual([405], statuses(self.server.ask(http_request(method))))
+        self.assertEqual([404], statuses(self.server.ask(http_request(path='/nowhere'))))
+
+    def test_a_client_that_expects_100_gets_it(self) -> None:
+        body = b'{"name":"w","user":"u"}'
+        request = http_request('POST', '/torc-service/v1/workflows', body, expect='100-continue')
+        with self.server.connect() as client:
+            client.sendall(request[:-len(body)])
+            self.assertEqual(b'HTTP/1.1 100 Continue\r\n\r\n', client.recv(1000))
+            client.sendall(body)
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.assertEqual([417], statuses(self.server.ask(http_request(expect='wonders'))))
+
+    def test_a_body_too_large_is_refused_before_it_comes(self) -> None:
+        head = http_request('POST', '/torc-service/v1/workflows', content_length=str(torc.MAX_BODY_BYTES + 1), expect='100-continue')
+        with self.server.connect() as client:
+            client.sendall(head)
+            self.assertEqual([413], statuses(read_all(client)))
+        with self.server.connect() as client:   # and one that does not wait for leave still gets to read why
+            client.sendall(http_request('POST', '/torc-service/v1/workflows', b'x' * (torc.MAX_BODY_BYTES + 1)))
+            self.assertEqual([413], statuses(read_all(client)))
+
+    def test_rubbish_is_answered_and_cut_off(self) -> None:
+        for status, data in ((400, b'\x16\x03\x01\x02\x00\x01\x00'), (400, b'\0' * 100), (414, b'GET /' + b'x' * 20000), (400, b'GET / HTTP/1.1\nHost: x\n\r\n\r\n'),
+                             (431, b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000), (431, http_request(path='/', x='y' * 70000)),
+                             (501, http_request('POST', '/', transfer_encoding='chunked') + b'5\r\nGET /\r\n0\r\n\r\n')):
+            with self.subTest(data=data[:30]):
+                with self.server.connect() as client:
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        client.sendall(data)
+                    self.assertEqual([status], statuses(read_all(client)))
+        self.assertEqual([200], statuses(self.server.ask(http_request())))
+
+    def test_a_kept_alive_post_is_answered_in_one_packet(self) -> None:
+        def packets() -> int:
+            # struct tcp_info of <linux/tcp.h>: tcpi_data_segs_in, since Linux 4.6
+            return struct.unpack_from('=I', client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 152)[0]
+
+        with self.server.connect() as client:
+            client.sendall(http_request())
+            read_answers(client, 1)       # and with it what TLS says at first
+            before = packets()
+            for _ in range(21):     # the second of two packets may wait 40 ms for the acknowledgement of the first
+                client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+                read_answers(client, 1)
+            self.assertEqual(21, packets() - before)
+
+    def test_hundreds_of_half_requests_hold_up_nobody(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                client = stack.enter_context(self.server.connect())
+                client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')[:-5])
+            self.assertEqual([200], statuses(self.server.ask(http_request())))
+            # answered while all of them still wait for the rest
+            self.world.wait(lambda: len(self.server.server.connections.all) >= 200, 10, 'all of them')
+            self.assertTrue(all(one.deadline < math.inf for one in self.server.server.connections.all if one.head))
+
+    def test_a_request_that_does_not_arrive_ends_in_time_and_a_quiet_connection_stays(self) -> None:
+        self.set_constant('CLIENT_DEADLINE_S', 0.2)
+        with self.server.connect() as quiet:
+            quiet.sendall(http_request())
+            read_answers(quiet, 1)
+            for part in (b'GET', http_request()[:-2], http_request('POST', '/', b'body')[:-2]):
+                with self.server.connect() as slow:
+                    slow.sendall(part)
+                    self.assertEqual([408], statuses(read_all(slow)))
+            quiet.sendall(http_request())
+            self.assertEqual([200], statuses(read_answers(quiet, 1)))
+
+    def test_a_reader_that_does_not_read_is_closed_and_delays_nobody(self) -> None:
+        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1000000}}).encode()
+        self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+        for _ in range(20):
+            self.assertEqual([200], statuses(self.server.ask(http_request('POST', '/torc-service/v1/events', body))))
+        self.set_constant('CLIENT_DEADLINE_S', 0.5)
+        with contextlib.ExitStack() as stack, socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(('127.0.0.1', self.server.port))
+            slow = stack.enter_context(contextlib.closing(self.server.wrap(slow)))
+            slow.sendall(http_request(path='/torc-service/v1/events?workflow_id=1') * 2)
+            self.assertEqual([200], statuses(self.server.ask(http_request())))
+            self.world.wait(lambda: not self.server.server.connections.all, 20, 'the slow reader to be dropped')
+
+    def test_a_patient_reader_gets_all_of_a_large_answer(self) -> None:
+        self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1500000}}).encode()
+        for _ in range(4):
+            self.server.ask(http_request('POST', '/torc-service/v1/events', body))
+        answer = self.server.ask(http_request(path='/torc-service/v1/events?workflow_id=1') + http_request())
+        self.assertEqual([200, 200], statuses(answer))
+        self.assertGreater(len(answer), 6000000)
+
+    def test_a_client_that_is_gone_before_the_answer_harms_nobody(self) -> None:
+        for _ in range(30):
+            with self.server.connect() as client:
+                client.sendall(http_request() * 3)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))     # a reset, not an end
+        self.assertEqual([200], statuses(self.server.ask(http_request())))
+        self.world.wait(lambda: not self.server.server.connections.all, 10, 'the connections to be forgotten')
+
+    def test_many_may_connect_at_once(self) -> None:
+        clients = [self.server.connect() for _ in range(300)]
+        for client in clients:
+            client.sendall(http_request())
+        for client in clients:
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+            client.close()
+
+    def test_a_span_id_comes_back_unless_it_is_odd(self) -> None:
+        self.assertIn(b'\r\nx-span-id: ab-12\r\n', self.server.ask(http_request(x_span_id='ab-12')))
+        self.assertNotIn(b'x-span-id', self.server.ask(http_request(x_span_id='a b\x80')))
+
+
+class AdminServerTest(WorldTest):
+    """What a server shows only to its owner."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.field = 'Bearer hidden-hidden-hidden-hidden-hidden-hidden'
+        self.server = ServerThread(self.world.path('torc.db'), self.field[7:])
+        self.addCleanup(self.server.stop)
+
+    def request(self, method: str, path: str, body: Any = None, **fields: str) -> bytes:
+        """Bytes of a request of the owner."""
+        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
+        return http_request(method, torc.API_PREFIX + path, data, authorization=self.field, **fields)
+
+    def json(self, path: str) -> Any:
+        """The value of a good answer."""
+        answer = self.server.ask(self.request('GET', path))
+        self.assertEqual([200], statuses(answer), answer)
+        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+
+    def test_where_everybody_may_ask_nobody_is_an_administrator(self) -> None:
+        server = ServerThread(self.world.path('open.db'))
+        self.addCleanup(server.stop)
+        for method, path, body in (('GET', '/admin/api-stats', b''), ('GET', '/admin/audit-log', b''), ('GET', '/admin/api-events/stream', b''),
+                                   ('POST', '/admin/sql', b'{"sql": "SELECT 1"}')):
+            answer = server.ask(http_request(method, torc.API_PREFIX + path, body))
+            self.assertEqual([403], statuses(answer), answer)
+
+    def test_requests_are_shown_without_their_credentials(self) -> None:
+        plain, full = (Reader(self.server.port, '/admin/api-events/stream' + query, authorization=self.field) for query in ('', '?include_bodies=true'))
+        self.addCleanup(plain.close)
+        self.addCleanup(full.close)
+        self.server.ask(self.request('POST', '/workflows?x=1', b'{"name":"secret","user":"u"}', x_span_id='span1', cookie='a=hidden'))
+        self.server.ask(self.request('POST', '/workflows', {'name': 'x' * 10000}))
+        for reader, has_bodies in ((plain, False), (full, True)):
+            while True:
+                event = reader.event()
+                if event.data and event.data['method'] == 'POST':
+                    break
+            self.assertEqual(('api', 'POST', torc.API_PREFIX + '/workflows', 'x=1', 200, 'span1'), (
+                event.type, *(event.data[key] for key in ('method', 'path', 'query', 'status', 'request_id'))))
+            self.assertNotIn('hidden', str(event))
+            self.assertEqual(has_bodies, 'secret' in str(event))
+            self.assertTrue(0 <= event.data['latency_ms'] < 10000 and event.data['timestamp_ms'])
+            event = reader.event()
+            self.assertEqual((422, 8192 if has_bodies else 0), (event.data['status'], len(event.data.get('request_body', ''))))
+
+    def test_requests_and_bytes_are_counted(self) -> None:
+        before = self.json('/admin/api-stats')['buckets'][0]
+        self.server.ask(self.request('GET', '/ping') * 3 + self.request('GET', '/nowhere') + b'rubbish\r\n\r\n')
+        answer = self.json('/admin/api-stats?window_seconds=7200&interval_seconds=3600')
+        after = answer['buckets'][0]
+        self.assertEqual((3600, 3600, 0), (answer['window_seconds'], answer['interval_seconds'], after['start_ms'] % 3600000))
+        if after['start_ms'] == before['start_ms'] // 3600000 * 3600000:    # not across a full hour
+            self.assertGreaterEqual(after['request_count'], 6)
+            self.assertEqual((2, 0), (after['status_4xx'], after['status_5xx']))
+            self.assertGreater(after['bytes_in'], 4 * len(http_request()))
+            self.assertGreater(after['bytes_out'], 6 * 200)
+        self.assertEqual(2, len(self.json('/admin/api-stats?window_seconds=2&interval_seconds=1')['buckets']))
+
+    def test_sql_has_a_transaction_of_its_own(self) -> None:
+        workflow = self.request('POST', '/workflows', {'name': 'w', 'user': 'u'})
+        sql = self.request('POST', '/admin/sql/', {'sql': "UPDATE workflow SET description = 'd' WHERE id = 1", 'write': True})
+        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]), data.partition(b'\r\n\r\n')[2], torc.Identity('tester', True))
+                  for data in (workflow, sql, workflow)]
+        self.server.stop()
+        with contextlib.closing(torc.Store(self.server.database)) as store:
+            counting = CountingStore(store)
+            server = torc.Server(counting, torc.open_listener('127.0.0.1', 0, True), torc.AccessPolicy(self.field[7:]))
+            self.addCleanup(server.close)
+            self.assertEqual([200] * 3, [status for answer in server.responder.answer_all(parsed) for status in statuses(answer)])
+            self.assertEqual(3, counting.writes)
+
+
+@slow
+class TlsServerTest(ServerTest):
+    """All of that over TLS, and what is TLS's own."""
+
+    def tls(self) -> Optional[Tls]:
+        """A certificate for localhost."""
+        return Tls(self.world)
+
+    def plain(self) -> socket.socket:
+        """A client that has not yet said hello."""
+        return socket.create_connection(('127.0.0.1', self.server.port), 10)
+
+    def test_a_plain_request_to_a_tls_port_is_answered_with_the_cure(self) -> None:
+        with self.plain() as client:
+            client.sendall(http_request('POST', '/', b'x' * 100000))
+            answer = read_all(client)
+        self.assertEqual([400], statuses(answer))
+        self.assertIn(b'write https:// in the address', answer)
+
+    def test_a_tls_hello_to_a_plain_port_is_answered_with_the_cure(self) -> None:
+        server = ServerThread(self.world.path('plain.db'))
+        self.addCleanup(server.stop)
+        self.assertIn(b'write http:// in the address', server.ask(b'\x16\x03\x01\x02\x00\x01\x00'))
+
+    def test_rubbish_instead_of_a_hello_is_cut_off(self) -> None:
+        for data in (b'\x16\x03\x01\x00\x05hello', b'\0' * 1000, b'\x80' * 1000):
+            with self.plain() as client:
+                client.sendall(data)
+                self.assertEqual([], statuses(read_all(client)))
+        self.assertEqual([200], statuses(self.server.ask(http_request())))
+
+    def test_who_is_slow_to_shake_hands_holds_up_nobody_and_is_cut_off(self) -> None:
+        self.set_constant('CLIENT_DEADLINE_S', 0.5)
+        with self.plain() as silent, self.plain() as half:
+            half.sendall(b'\x16\x03\x01\x02\x00\x01')
+            self.assertEqual([200], statuses(self.server.ask(http_request())))
+            for client in (silent, half):
+                self.assertEqual(b'', read_all(client))
+
+    def test_a_hello_may_come_byte_by_byte(self) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.server.tls.client.wrap_bio(incoming, outgoing, server_hostname='localhost')
+        with self.plain() as wire:
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                try:
+                    client.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    for byte in outgoing.read():
+                        wire.sendall(bytes([byte]))
+                    incoming.write(wire.recv(65536))
+            client.write(http_request(connection='close'))
+            wire.sendall(outgoing.read())
+            incoming.write(read_all(wire))
+            self.assertEqual([200], statuses(client.read(65536)))
+            self.assertEqual(b'', client.read(10))      # the server said in TLS that this is all: no cut, but the end
+
+    def test_old_protocols_are_refused(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            context.options |= ssl.OP_NO_TLSv1_2 | getattr(ssl, 'OP_NO_TLSv1_3', 0)
+            if hasattr(context, 'minimum_version'):
+                context.minimum_version = ssl.TLSVersion.TLSv1
+            context.set_ciphers('ALL:@SECLEVEL=0')
+        with self.plain() as client, self.assertRaisesRegex(ssl.SSLError, '(?i)protocol.version|internal.error'):
+            context.wrap_socket(client)
+
+    def test_pages_must_come_from_https(self) -> None:
+        host = f'127.0.0.1:{self.server.port}'
+        for scheme, status in (('https', 200), ('http', 403)):
+            self.assertEqual([status], statuses(self.server.ask(http_request(host=host, origin=f'{scheme}://{host}'))))
 
 
 class TurnTest(WorldTest):
@@ -10780,6 +10901,8 @@ class TurnTest(WorldTest):
         late[1].sendall(http_request())
         self.world.wait(lambda: self.server.turn() or len(self.server.connections.all) == 12, 10, 'the others to be let in')
 
+
+# ======== 10g. Serving ========
 
 @slow
 class ServeTest(WorldTest):
@@ -10998,81 +11121,6 @@ class ServeTest(WorldTest):
             with socket.create_connection(('127.0.0.1', port), 10) as client:
                 client.sendall(http_request(path='/healthz', host=f'{host}:{port}', connection='close'))
                 self.assertEqual([status], statuses(read_all(client)), host)
-
-
-class RegistrationTest(WorldTest):
-    """The files by which commands find lasting servers."""
-
-    def register(self, name: str, **more: Any) -> str:
-        """Register a server as a server would; the path of its file."""
-        database = self.world.write(name, '')
-        server = dict(torc.describe_process(), url='http://127.0.0.1:1', server_id=name, database=database, **more)
-        return torc.register_server(server)
-
-    def test_each_server_has_a_private_file_that_a_new_start_replaces(self) -> None:
-        path = self.register('a.db', start=1)
-        self.assertEqual((0o600, 0o700), (os.stat(path).st_mode & 0o777, os.stat(os.path.dirname(path)).st_mode & 0o777))
-        self.assertEqual(path, self.register('a.db', start=2))
-        other = self.register('b.db')
-        self.assertEqual({path: 2, other: None}, {path: server.get('start') for path, server in torc.list_registrations().items()})
-        torc.unregister_server(path, {'server_id': 'another'})
-        torc.unregister_server(other, {'server_id': 'b.db'})
-        self.assertEqual([path], list(torc.list_registrations()))
-
-    def test_a_database_on_a_network_file_system_is_registered_once_whichever_host_serves_it(self) -> None:
-        for is_network, count in ((False, 2), (True, 1)):
-            with self.subTest(is_network), unittest.mock.patch.object(torc, 'is_network_path', lambda path: is_network):
-                with unittest.mock.patch('socket.gethostname', lambda: 'login2'):
-                    self.register('a.db')
-                self.register('a.db')
-                self.assertEqual(count, len(torc.list_registrations()))
-
-    def test_files_of_another_user_are_passed_over_and_damaged_ones_are_not(self) -> None:
-        path = self.register('a.db')
-        with unittest.mock.patch('os.geteuid', lambda: 12345):
-            self.assertEqual({}, torc.list_registrations())
-        torc.write_atomically(path, b'{')
-        self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.list_registrations)
-
-    def test_the_state_of_another_user_is_passed_over(self) -> None:
-        path = self.register('a.db')
-        default = torc.default_database() + '.connection'
-        torc.write_atomically(default, torc.format_json(torc.read_server_file(path)).encode())
-        embedded = (os.path.abspath(torc.EMBEDDED_DATABASE), '')
-        with unittest.mock.patch('os.geteuid', lambda: 12345):
-            self.assertEqual(embedded, torc.find_database())
-        os.unlink(default)
-        with unittest.mock.patch('os.listdir', side_effect=PermissionError), \
-                unittest.mock.patch('os.scandir', side_effect=PermissionError):
-            self.assertEqual(embedded, torc.find_database())
-
-    def test_a_registration_in_a_read_only_home_is_no_error(self) -> None:
-        path = self.register('a.db', start_ticks=1)
-        os.unlink(self.world.path('a.db'))
-        with unittest.mock.patch('os.unlink', side_effect=PermissionError):
-            torc.forget_server(self.world.path('a.db'))
-            self.assertEqual((os.path.abspath(torc.EMBEDDED_DATABASE), ''), torc.find_database())
-        self.assertTrue(os.path.exists(path))
-
-    def test_a_server_that_ends_while_one_looks_hides_no_other(self) -> None:
-        kept, gone = sorted([self.register('a.db'), self.register('b.db')])
-
-        def end_a_server() -> int:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(gone)
-            return own
-        own = os.geteuid()
-        with unittest.mock.patch('os.geteuid', end_a_server):
-            self.assertEqual([kept], torc.registration_files())
-
-    def test_a_server_that_cannot_be_registered_serves_all_the_same(self) -> None:
-        os.makedirs(torc.state_directory())
-        with open(os.path.join(torc.state_directory(), 'servers'), 'w'):
-            pass
-        self.world.serve('-d', 'my.db')
-        self.assertIn('commands find it only with --url or --db', self.world.server.err)
-        self.assertExit(0, self.world.cli('--db', 'my.db', 'ping'))
-        self.assertExit(4, self.world.cli('ping'), 'there is no server')
 
 
 @slow
@@ -11435,7 +11483,6 @@ class EmbeddedTest(WorldTest):
         found = connection_of(self.database)
         self.assertTrue(torc.process_lives(found))
         self.hold(found)
-
 
 # ======== 11a. Client: the verbs of the service from anywhere ========
 
@@ -14008,7 +14055,6 @@ class CommandTextTest(unittest.TestCase):
 
 # ======== 16. Runner ========
 
-
 class StoreClient:
     """The verbs on a store of our own, as the runner's client; `faults` says what happens to each request instead."""
     url, token_file, servers_started = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0
@@ -14123,6 +14169,1385 @@ class RunnerCase(WorldTest):
             if os.path.exists(self.world.path(path)) and not self.progress.messages:
                 os.kill(os.getpid(), signal.SIGINT)
         self.client.after = interrupt
+
+
+class AttemptsTest(unittest.TestCase):
+    """The states of an attempt, without a runner."""
+
+    NEXT = '''
+        state        next
+        claimed      running ended returned dropped
+        running      stopping ended
+        stopping     ended
+        ended        judged dropped
+        judged       recovering reported
+        recovering   reported
+        reported     acknowledged
+        returned     -
+        dropped      -
+        acknowledged -
+        '''
+
+    @staticmethod
+    def attempt(number: int = 1, **more: Any) -> Any:
+        """One of job jN."""
+        job = dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'outputs': [], 'interruptions': 0}, **more)
+        return torc.Attempt(job, torc.Needs(1, 0, 0))
+
+    def test_only_these_states_follow_each_other(self):
+        table = {line.split()[0]: set(line.split()[1:]) - {'-'} for line in self.NEXT.strip().splitlines()[1:]}
+        self.assertEqual(list(table), list(torc.ATTEMPT_STATES))
+        for before, after in itertools.product(table, table):
+            with self.subTest(before=before, after=after):
+                attempts, attempt = torc.Attempts(), self.attempt()
+                attempt.state = before
+                attempts.add(attempt)
+                if after in table[before]:
+                    attempts.change(attempt, after)
+                    self.assertEqual((after, [attempt] if table[after] else []), (attempt.state, attempts.of()))
+                else:
+                    self.assertRaisesRegex(ValueError, f'is {before}, and cannot become {after}', attempts.change, attempt, after)
+                    self.assertEqual((before, [attempt]), (attempt.state, attempts.of(before)))
+
+    def test_those_of_a_state_stand_in_the_order_in_which_they_came_to_it(self):
+        attempts, made = torc.Attempts(), [self.attempt(number) for number in range(4)]
+        for attempt in made:
+            attempts.add(attempt)
+        for number in (2, 0, 3):
+            attempts.change(made[number], 'running')
+        self.assertEqual(([made[2], made[0], made[3]], [made[1]], 3),
+                         (attempts.of('running'), attempts.of('claimed'), attempts.count('running')))
+
+    def test_two_attempts_with_one_key_are_two(self):
+        attempts, made = torc.Attempts(), [self.attempt(), self.attempt()]
+        for attempt in made:
+            attempts.add(attempt)
+        attempts.change(made[0], 'dropped')
+        self.assertEqual([made[1]], attempts.of())
+
+
+class RunnerRulesTest(unittest.TestCase):
+    """The runner's arithmetic."""
+
+    def kind(self, cpus: int = 1, memory: int = 0, gpus: int = 0, **more: Any) -> Any:
+        """Requirements."""
+        return torc.job_needs(dict({'num_cpus': cpus, 'memory_bytes': memory, 'num_gpus': gpus, 'num_nodes': 1}, **more))
+
+    @staticmethod
+    def ledger(cpus: int, memory: int, devices: Tuple[str, ...] = (), max_jobs: Optional[int] = None) -> Any:
+        """The ledger of one node."""
+        return torc.Ledger([torc.NodeSize(cpus, memory, devices)], max_jobs)
+
+    def test_files_are_read_a_piece_at_a_time(self):
+        directory = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, directory)
+        contents = {'big': os.urandom(3 * torc.DIGEST_PIECE_BYTES + 5), 'empty': b'', 'after': b'x'}
+        for name, content in contents.items():
+            with open(os.path.join(directory, name), 'wb') as file:
+                file.write(content)
+        os.mkfifo(os.path.join(directory, 'pipe'))      # nobody will write to it
+        names = ['absent', 'big', 'pipe', 'empty', '.', 'nul\0', 'after']
+        digests = torc.Digests(list)
+        digests.waiting.extend((number, os.path.join(directory, name)) for number, name in enumerate(names))
+        turns, rows = 0, []
+        while digests.is_busy:
+            turns, rows = turns + 1, rows + digests.work(1e-9)
+        self.assertGreater(turns, 4)
+        self.assertEqual([(names.index(name), len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()],
+                         [(number, size, digest) for number, _, size, digest in rows])
+        self.assertEqual(os.stat(os.path.join(directory, 'big')).st_mtime, rows[0][1])
+        digests.waiting.extend([(0, directory), (1, os.path.join(directory, 'big'))])
+        digests.work(1e-9)
+        digests.drop()
+        self.assertFalse(digests.is_busy)
+
+    def test_gpus_are_handed_out_least_recently_used_first(self):
+        ledger = self.ledger(8, 1 << 30, ('0', '1', '2'))
+        first = ledger.take(self.kind(gpus=2))
+        ledger.release(first)
+        self.assertEqual((('0', '1'), ('2', '0')), (first.devices, ledger.take(self.kind(gpus=2)).devices))
+        self.assertIsNone(ledger.take(self.kind(gpus=2)))
+
+    def test_gpus_are_shared_in_turn_by_the_queue_strategy(self):
+        ledger = self.ledger(1, 1, ('0', '1', '2'), 10)
+        grants = [ledger.take(self.kind(gpus=count)) for count in (3, 2, 2)]
+        self.assertEqual([('0', '1', '2'), ('0', '1'), ('2', '0')], [grant.devices for grant in grants])
+        for grant in grants:
+            ledger.release(grant)
+        self.assertEqual(3, len(ledger.devices[0]))
+
+    def test_a_ledger_of_several_nodes_places_each_job_and_hands_out_that_nodes_gpus(self):
+        ledger = torc.Ledger([torc.NodeSize(2, 10, ('0',)), torc.NodeSize(4, 10, ('0', '1')), torc.NodeSize(2, 10, ())], None)
+        grants = [ledger.take(self.kind(cpus, 1, gpus)) for cpus, gpus in ((1, 1), (1, 1), (3, 0), (3, 0))]
+        self.assertEqual([((0,), ('0',)), ((1,), ('0',)), ((1,), ()), None],
+                         [grant and (grant.nodes, grant.devices) for grant in grants])
+        self.assertEqual([(1, 9, 0), (0, 8, 1), (2, 10, 0)], ledger.pool.free)
+        ledger.release(grants[1])
+        ledger.release(grants[2])
+        whole = ledger.take(self.kind(1, 1, 0, num_nodes=2))
+        self.assertEqual(((1, 2), ()), (whole.nodes, whole.devices))
+        ledger.release(whole)
+        self.assertEqual((('1',), (4, 10, 2)), (ledger.take(self.kind(1, 1, 1)).devices, ledger.pool.sizes[1]))
+
+    def test_a_server_of_before_an_update_that_revokes_nothing_is_understood(self):
+        answer = dict(ScriptedClient.EMPTY, run_id=1, claimable=True, pending_actions=0)
+        self.assertNotIn('revoked', answer)
+        self.assertEqual('', torc.find_incompatibility('@RunnerSyncResponse', answer))
+        del answer['jobs']
+        self.assertIn("no 'jobs'", torc.find_incompatibility('@RunnerSyncResponse', answer))
+
+    def test_a_claim_states_each_nodes_capacity_and_what_older_servers_read(self):
+        ledger = torc.Ledger([torc.NodeSize(2, 1 << 30, ()), torc.NodeSize(4, 2 << 30, ('0',))], None)
+        ledger.take(self.kind(1, 1 << 29))
+        want = torc.ClaimPolicy(torc.RunnerOptions(), ledger, 300, torc.Attempts()).want(math.inf)
+        self.assertEqual(([(1, 1 << 29, 0), (4, 2 << 30, 1)], [(2, 1 << 30, 0), (4, 2 << 30, 1)]), (want['nodes'], want['sizes']))
+        self.assertEqual((2, 1, 0.5, 0, {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}),
+                         tuple(want[key] for key in ('num_nodes', 'num_cpus', 'memory_gb', 'num_gpus', 'total')))
+        self.assertEqual(5, want['limit'])
+
+    def test_the_placeholder_requirements_are_no_limit_of_memory(self):
+        ledger = self.ledger(2, 10)
+        self.assertIsNone(ledger.take(self.kind(memory=1 << 20)))
+        self.assertIsNotNone(ledger.take(self.kind(memory=1 << 20, is_implicit=True)))
+
+    def test_short_jobs_are_claimed_ahead_and_long_ones_are_not(self):
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300, torc.Attempts())
+        for mean_s, rounds in ((math.inf, 1), (10.0, 1), (0.2, 1), (0.029, 5), (0.0059, 25), (0.0, 64)):
+            appetite.mean_s = mean_s
+            self.assertEqual((rounds, 2 * rounds), (appetite.rounds(), appetite.want(math.inf)['limit']))
+
+    def test_a_claim_states_the_time_left_with_the_grace(self):
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300, torc.Attempts())
+        self.assertIsNone(appetite.want(math.inf)['time_limit'])
+        self.assertEqual('PT1H', appetite.want(3480.0)['time_limit'])
+
+    def test_the_queue_strategy_claims_nothing_near_the_end(self):
+        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30, max_jobs=4), 300, torc.Attempts())
+        self.assertEqual(4, appetite.want(301.0)['limit'])
+        self.assertIsNone(appetite.want(299.0))
+
+    def test_waits_double_without_progress_and_are_short_without_children(self):
+        pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300))
+        self.assertEqual([5, 5, 10, 20, 40, 80, 160, 300, 300], [pace.next_wait_s(True, has_children=True) for _ in range(9)])
+        self.assertIsNone(pace.next_wait_s(False, has_children=True), 'a report between two polls changes nothing')
+        pace.on_end()
+        self.assertEqual([5, 5, 10], [pace.next_wait_s(True, has_children=True) for _ in range(3)])
+        self.assertEqual(30, torc.Pace(torc.RunnerOptions(poll_interval_s=60)).next_wait_s(True, has_children=False))
+
+    def test_the_first_rule_that_names_the_code_wins_then_the_first_for_all(self):
+        rules = [{'match_all_exit_codes': True, 'max_retries': 1}, {'exit_codes': [3], 'max_retries': 2}, {'exit_codes': [3], 'max_retries': 9}]
+        self.assertEqual(2, torc.find_rule(rules, 3)['max_retries'])
+        self.assertEqual(1, torc.find_rule(rules, 4)['max_retries'])
+        self.assertIsNone(torc.find_rule(rules[1:], 4))
+
+    def test_signals_have_names_with_and_without_sig(self):
+        for name, number in (('SIGINT', 2), ('int', 2), ('USR1', signal.SIGUSR1), ('nonsense', 15), ('SIG_IGN', 15)):
+            self.assertEqual(number, torc.parse_signal(name))
+
+
+class NodeSizeTest(WorldTest):
+    """What a runner may use of its machine."""
+
+    # Of a fake root: files of control groups -> CPUs, memory in MiB. '-' is no file.
+    GROUPS = rows_of("""
+        version  path     files                                                          cpus  mib
+        2        /        -                                                              inf   inf
+        2        /a/b     a/b/cpu.max=max 100000                                         inf   inf
+        2        /a/b     a/b/cpu.max=250000 100000                                      2.5   inf
+        2        /a/b     a/cpu.max=150000 100000;a/b/cpu.max=max 100000                 1.5   inf
+        2        /a/b     a/memory.max=1048576;a/b/memory.max=max                        inf   1
+        2        /a/b     a/b/memory.high=3145728;a/b/memory.max=4194304                 inf   3
+        2        /../x    cpu.max=50000 100000                                           0.5   inf
+        1        /a       a/cpu.cfs_quota_us=-1;a/cpu.cfs_period_us=100000               inf   inf
+        1        /a       a/cpu.cfs_quota_us=300000;a/cpu.cfs_period_us=100000           3.0   inf
+        1        /a       cpu.cfs_quota_us=50000;cpu.cfs_period_us=100000                0.5   inf
+        1        /a       a/memory.limit_in_bytes=9223372036854771712                    inf   8796093022207
+        1        /a       memory.limit_in_bytes=9223372036854771712;a/memory.limit_in_bytes=2097152  inf  2
+        1        /a       a/cpu.cfs_quota_us=rubbish;a/memory.limit_in_bytes=            inf   inf
+        inside   /box     cpu.max=200000 100000;memory.max=2097152                       2.0   2
+        """)
+    MOUNTS = {'2': ('0::{path}', '30 1 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw'),
+              '1': ('5:cpu,cpuacct:{path}\n4:memory:{path}', '30 1 0:25 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup cgroup rw,cpu,memory'),
+              # as in a container that sees its own group as the root of the mount
+              'inside': ('0::{path}', '30 1 0:25 /box /sys/fs/cgroup rw - cgroup2 cgroup2 rw')}
+
+    def fake_root(self, number: int, version: str, path: str, files: str) -> str:
+        """A directory in place of /, and the prefix that names it."""
+        groups, mount = self.MOUNTS[version]
+        self.world.write(f'{number}/proc/self/cgroup', groups.format(path=path) + '\n')
+        self.world.write(f'{number}/proc/self/mountinfo', f'22 1 0:5 / /proc rw - proc proc rw\n{mount}\n')
+        self.world.write(f'{number}/proc/meminfo', 'MemTotal:       64 kB\nMemAvailable:    12345678901 kB\n')
+        for name, _, text in (part.partition('=') for part in filter(None, files.split(';'))):
+            self.world.write(f'{number}/sys/fs/cgroup/{name}', text + '\n')
+        return self.world.path(str(number))
+
+    def test_the_limits_of_control_groups_count_on_every_level_and_by_either_version(self):
+        for number, row in enumerate(self.GROUPS):
+            with self.subTest(row):
+                root = self.fake_root(number, row['version'], row['path'], row['files'])
+                self.assertEqual((float(row['cpus']), float(row['mib'])),
+                                 (torc.read_cpu_quota(root), torc.read_memory_limit(root) // 2 ** 20
+                                  if torc.read_memory_limit(root) < math.inf else math.inf))
+
+    def test_a_node_has_what_affinity_quota_and_memory_leave_it(self):
+        affinity = len(os.sched_getaffinity(0))
+        for files, cpus, memory in (
+                ('', affinity, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')),
+                ('a/cpu.max=99 100;a/memory.max=1048576', 1, 2 ** 20), ('a/cpu.max=9900000 100', affinity, None)):
+            with self.subTest(files):
+                size = torc.measure_node(torc.RunnerOptions(), root=self.fake_root(len(files), '2', '/a', files))
+                self.assertEqual((cpus, memory or size.memory_bytes), size[:2])
+        root = self.fake_root(99, '2', '/', '')
+        self.world.write('99/proc/meminfo', 'MemAvailable:    1024 kB\n')
+        self.assertEqual(2 ** 20, torc.measure_node(torc.RunnerOptions(), root=root).memory_bytes)
+        options = torc.RunnerOptions(num_cpus=64, memory_gb=1.5, num_gpus=2)
+        self.assertEqual((64, 3 * 2 ** 29, ('0', '1')), torc.measure_node(options, root=root), 'options win')
+
+    def test_a_real_quota_is_what_a_runner_has(self):
+        directories = [path for path in torc.control_group_directories('cpu') if os.path.exists(path + '/cpu.cfs_quota_us')
+                       or os.path.exists(path + '/cpu.max')]
+        group = os.path.join(directories[0] if directories else '', f'torc-test-{self.world.mark}')
+        with contextlib.suppress(OSError):
+            os.mkdir(group if directories else '')
+            self.addCleanup(os.rmdir, group)
+        files = [name for name in ('cpu.cfs_quota_us', 'cpu.max') if os.path.exists(os.path.join(group, name))]
+        need('cgroup', files, 'makes a control group of the cpu controller')
+        with open(os.path.join(group, files[0]), 'w') as file:
+            file.write('100000 100000' if files[0] == 'cpu.max' else '100000')
+        before = torc.measure_node(torc.RunnerOptions()).num_cpus
+        child = os.fork()
+        if child == 0:
+            try:
+                torc.join_control_group(group)
+                os._exit(torc.measure_node(torc.RunnerOptions()).num_cpus)
+            finally:
+                os._exit(99)
+        self.assertEqual(1, end_child(child))
+        self.assertEqual(len(os.sched_getaffinity(0)), before)
+
+    # -------- GPUs --------
+
+    NAMED = rows_of("""
+        environment                                     wanted  found  devices
+        -                                               -       0      -
+        -                                               -       2      0,1
+        -                                               3       0      0,1,2
+        -                                               0       2      -
+        CUDA_VISIBLE_DEVICES=5,7                        -       0      5,7
+        CUDA_VISIBLE_DEVICES=5, 7                       1       9      5
+        CUDA_VISIBLE_DEVICES=GPU-8a,MIG-1/2             -       0      GPU-8a,MIG-1/2
+        CUDA_VISIBLE_DEVICES=2,-1,3                     -       0      2
+        CUDA_VISIBLE_DEVICES=                           -       4      -
+        CUDA_VISIBLE_DEVICES=NoDevFiles                 -       4      -
+        CUDA_VISIBLE_DEVICES=                           2       4      0,1
+        CUDA_VISIBLE_DEVICES=;SLURM_JOB_GPUS=1          -       4      -
+        ROCR_VISIBLE_DEVICES=1                          -       4      1
+        SLURM_STEP_GPUS=2,3;SLURM_JOB_GPUS=0,1          -       0      2,3
+        SLURM_JOB_GPUS=gpu:0,1                          -       0      0,1
+        SLURM_JOB_GPUS=                                 -       1      0
+        """)
+
+    def test_gpus_are_those_that_the_environment_names_or_as_many_as_are_found(self):
+        for row in self.NAMED:
+            with self.subTest(row), self.world.inside(dict(
+                    part.split('=', 1) for part in row['environment'].split(';') if part)):
+                wanted = int(row['wanted']) if row['wanted'] else None
+                self.assertEqual(tuple(filter(None, row['devices'].split(','))),
+                                 torc.visible_devices(wanted, int(row['found'])))
+
+    def test_gpus_of_the_driver_are_counted(self):
+        self.assertEqual(0, torc.count_driver_gpus(self.world.directory))
+        for name in ('dev/nvidia0', 'dev/nvidia1', 'dev/nvidiactl', 'dev/nvidia-uvm'):
+            self.world.write(name, '')
+        self.assertEqual(2, torc.count_driver_gpus(self.world.directory))
+        self.world.write('proc/driver/nvidia/gpus/0000:01:00.0/information', '')
+        self.assertEqual(1, torc.count_driver_gpus(self.world.directory), 'a container that has one of them')
+
+    def count_gpus(self, programs: Dict[str, str], **options: Any) -> Tuple[int, List[str]]:
+        """Ask programs, given as their shell commands."""
+        for name, command in programs.items():
+            os.chmod(self.world.write(f'bin/{name}', f'#!/bin/sh\n{command}\n'), 0o755)
+        with self.world.inside({'PATH': self.world.path('bin') + ':' + os.environ['PATH']}), contextlib.ExitStack() as stack:
+            launcher = torc.Launcher()
+            stack.callback(launcher.close)
+            wakeup = torc.Wakeup()
+            stack.callback(wakeup.close)
+            with unittest.mock.patch.object(torc, 'count_driver_gpus', lambda: 0):
+                return torc.ask_for_gpus(torc.RunnerOptions(**options), launcher, wakeup)
+
+    def test_the_vendors_programs_are_asked_where_nothing_else_names_gpus(self):
+        nvidia = 'test "$*" = -L && printf "GPU 0: NVIDIA A100 (UUID: GPU-1)\\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\\nGPU 1: NVIDIA A100 (UUID: GPU-2)\\n"'
+        amd = 'test "$*" = --showid && printf "GPU[0] : GPU ID: 0x740c\\nGPU[0] : Rev: 1\\nGPU[1] : GPU ID: 0x740c\\n\\nGPU[2] : GPU ID: 0x740c\\n"'
+        self.assertEqual((2, []), self.count_gpus({'nvidia-smi': nvidia}))
+        self.assertEqual((0, []), self.count_gpus({'nvidia-smi': 'echo "NVIDIA-SMI has failed"; exit 9'}))
+        self.assertEqual((3, []), self.count_gpus({'rocm-smi': amd}))
+        self.assertEqual((0, []), self.count_gpus({'rocm-smi': 'touch asked; sleep 1000'}, num_gpus=1))
+        self.assertFalse(os.path.exists(self.world.path('asked')))
+
+    def test_a_program_that_hangs_is_not_waited_for_long_and_said(self):
+        with unittest.mock.patch.object(torc, 'GPU_QUERY_S', 0.3):
+            began = time.monotonic()
+            count, problems = self.count_gpus({'nvidia-smi': 'trap "" TERM; sleep 1000'})
+        self.assertEqual((0, ['nvidia-smi: no answer within 0.3 s, so that no GPU is used; say how many there are with --num-gpus']),
+                         (count, problems))
+        self.assertLess(time.monotonic() - began, 10)
+
+    def test_a_signal_ends_the_wait_for_such_a_program(self):
+        self.assertRaises(KeyboardInterrupt, self.count_gpus, {'nvidia-smi': f'kill -INT {os.getpid()}; sleep 1000'})
+
+    def test_a_run_uses_the_gpus_that_a_program_has_found(self):
+        command = 'echo "GPU 0: A"; echo "GPU 1: B"'
+        os.chmod(self.world.write('bin/nvidia-smi', f'#!/bin/sh\n{command}\n'), 0o755)
+        need('no GPU', not torc.count_driver_gpus(), 'a machine without the driver of a GPU')
+        spec = self.world.write('w.yaml', """
+            name: w
+            resource_requirements: [{name: gpu, num_cpus: 1, num_gpus: 2, memory: 1m, runtime: PT1M}]
+            jobs: [{name: a, command: "echo $CUDA_VISIBLE_DEVICES > seen", resource_requirements: gpu}]
+            """)
+        path = {'PATH': self.world.path('bin') + ':' + os.environ['PATH']}
+        self.assertExit(0, self.world.cli('run', '-p', '0.2', spec, env=path), '1 completed')
+        self.assertEqual('0,1\n', self.world.read('seen'))
+
+
+class ScriptedClient:
+    """A client whose answers are given: dicts, or errors to raise. A request without an answer waits for one."""
+    url, token_file, servers_started, tls = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0, torc.TlsSettings()
+    EMPTY = {'accepted': [], 'errors': [], 'jobs': [], 'kinds': [], 'handlers': [], 'notices': [], 'actions': [], 'is_complete': False,
+             'is_canceled': False, 'unfinished': 1, 'jobs_by_status': {}}
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.requests = []      # type: List[Dict[str, Any]]
+        self.calls = []         # type: List[Any]
+
+    def next(self) -> Any:
+        """The next answer."""
+        answer = self.answers.pop(0) if self.answers else {}
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(self.EMPTY, **answer)
+
+    def call(self, op: str, body: Any = None, deadline_s: float = 0, **params: Any) -> Any:
+        """Everything but a turn: registration answers with the next number."""
+        self.calls.append((op, body))
+        if self.answers and isinstance(self.answers[0], Exception):
+            raise self.answers.pop(0)
+        return {'id': 1 + sum(name == 'create_compute_node' for name, _ in self.calls)}
+
+    def begin(self, op: str, body: Any, deadline_s: float, **params: Any) -> Any:
+        """A turn."""
+        self.requests.append(json.loads(json.dumps(body)))
+        pending = torc.PendingCall()
+        pending.finish = lambda deadline_s=0: self.next()
+        return pending
+
+    def reconnect(self, wait_s: float = 0) -> None:
+        """Nothing can be done."""
+
+
+class PartTest(WorldTest):
+    """Parts of a runner, each for itself: no runner, no server."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.progress = Watcher()
+        self.attempts = torc.Attempts()
+        self.log = []       # type: List[str]
+
+    def context(self, options: Optional[Dict[str, Any]] = None, **workflow: Any) -> Any:
+        """What parts know."""
+        options = torc.RunnerOptions(**(options or {}))
+        output = torc.OutputDirectory(self.world.path('out'))
+        log = torc.RunLog(output, 'x.log', 'info')
+        self.addCleanup(output.close)
+        self.addCleanup(log.close)
+        self.pace = torc.Pace(options)
+        return torc.NodeContext(dict({'id': 1, 'run_id': 1}, **workflow), options, output, log, self.progress)
+
+    def link(self, *answers: Any, **workflow: Any) -> Any:
+        """A link that has registered, to a server that answers so."""
+        self.client = ScriptedClient()
+        link = torc.ServerLink(self.context(**workflow), self.client, torc.NodeSize(2, 1 << 30, ()), self.attempts, self.pace)
+        link.join(lambda wait_s: [])
+        self.client.answers = list(answers)
+        return link
+
+    def attempt(self, state: str = 'claimed', number: int = 1, **more: Any) -> Any:
+        """An attempt in a state."""
+        attempt = AttemptsTest.attempt(number, **more)
+        attempt.state, attempt.completion = state, {'job_id': number, 'attempt_id': 1}
+        self.attempts.add(attempt)
+        return attempt
+
+    @staticmethod
+    def end(return_code: int = 0) -> Any:
+        """How a process ended."""
+        return torc.ProcessEnd(return_code, 0, 1.0, 0.5, 0, time.time())
+
+    def launcher(self) -> Any:
+        """One that is closed in the end."""
+        with self.world.inside():
+            launcher = torc.Launcher()
+        self.addCleanup(launcher.close)
+        return launcher
+
+
+class FakeClock:
+    """All clocks that torc.py reads, until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self, *_: Any) -> float:
+        """The same on each clock."""
+        return self.now
+
+    time = clock_gettime = monotonic
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator['FakeClock']:
+        """Let torc.py read this clock."""
+        with unittest.mock.patch.object(torc, 'time', self):
+            yield self
+
+
+# ======== 16b. Runner's link ========
+
+NO_ANSWER = torc.Unreachable('nobody there\n  to do without: ...')
+
+
+class LinkTest(PartTest):
+    """What the link sends, keeps, and concludes from silence."""
+
+    def test_the_link_has_three_states_and_no_way_from_online_to_offline(self):
+        link = self.link()
+        self.assertEqual('online', link.state)
+        for state in ('offline', 'online'):
+            self.assertRaisesRegex(ValueError, f'the link is online, and cannot become {state}', link.change, state)
+        link.change('silent')
+        link.change('offline')
+        self.assertRaises(ValueError, link.change, 'silent')
+
+    def test_what_was_sent_is_kept_until_an_answer_and_then_said_with_all_that_is_held(self):
+        link = self.link(NO_ANSWER, {})
+        reported = self.attempt('reported', 1)
+        self.attempt('running', 2)
+        link.started.append([2, 1, 'now'])
+        link.act(0.0)
+        self.assertEqual('silent', link.state)
+        link.returned.append((3, 1))
+        link.act(link.due())
+        first, second = self.client.requests
+        self.assertEqual(([reported.completion], [[2, 1, 'now']], []), tuple(first[key] for key in ('completions', 'started', 'returned')))
+        self.assertEqual(([reported.completion], [[2, 1, 'now']], [[3, 1]]),
+                         tuple(second[key] for key in ('completions', 'started', 'returned')))
+        self.assertEqual((None, [[2, 1], [1, 1]]), (first.get('held'), second['held']))
+        self.assertEqual(('online', [], []), (link.state, link.started, link.returned))
+        self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
+
+    def test_what_comes_up_while_a_request_is_out_goes_with_the_next(self):
+        link, arrived = self.link({}, {}), []   # type: Any, List[int]
+        link.call.has_answer = lambda pending: bool(arrived)
+        link.started.append('a')
+        link.act(0.0)
+        link.started.append('b')
+        self.assertTrue(link.pending and link.due() > time.monotonic() + torc.ANSWER_DEADLINE_S - 5)
+        arrived.append(1)
+        link.act(time.monotonic())
+        self.assertEqual(['b'], link.started)
+        link.report_soon(0)
+        link.act(link.due())
+        self.assertEqual([['a'], ['b']], [request['started'] for request in self.client.requests])
+
+    def test_the_start_of_what_has_ended_meanwhile_is_not_sent(self):
+        link = self.link()
+        ended, running = self.attempt('reported', 1), self.attempt('running', 2)
+        link.started += [[*attempt.key, 'now'] for attempt in (ended, running)]
+        link.act(0.0)
+        self.assertEqual(([ended.completion], [[*running.key, 'now']]),
+                         tuple(self.client.requests[0][key] for key in ('completions', 'started')))
+        self.assertEqual([], link.started)
+
+    def test_more_completions_than_a_request_carries_follow_at_once(self):
+        link = self.link()
+        for number in range(5):
+            self.attempt('reported', number)
+        link.call.on_answer = lambda answer: [self.attempts.change(attempt, 'acknowledged') for attempt in link.sent_completions]
+        with unittest.mock.patch.object(torc, 'MAX_COMPLETIONS_PER_REQUEST', 2):
+            for _ in range(3):
+                self.assertLessEqual(link.due(), time.monotonic())
+                link.act(time.monotonic())
+        self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
+        self.assertGreater(link.due(), time.monotonic() + 1)
+
+    def test_a_server_is_waited_for_as_long_as_children_run_and_then_for_the_window(self):
+        link = self.link(*[NO_ANSWER] * 9, compute_node_wait_for_healthy_database_minutes=0)
+        children = [1]
+        link.call.has_children = lambda: bool(children)
+        for _ in range(3):
+            link.act(max(link.due(), time.monotonic()))
+            self.assertEqual('silent', link.state)
+        children.clear()
+        link.act(link.due())
+        self.assertEqual('offline', link.state)
+        self.assertEqual(1, len(self.progress.messages))
+
+    def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
+        for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
+            link = self.link(NO_ANSWER, NO_ANSWER)
+            link.act(0.0)
+            self.assertEqual('silent', link.state)
+            shorten(link)
+            link.act(link.due())
+            self.assertEqual('offline', link.state)
+
+    def test_pauses_double_while_the_server_is_silent_whatever_there_is_to_report(self):
+        link, pauses = self.link(*[NO_ANSWER] * 12), []     # type: Any, List[float]
+        for _ in range(12):
+            link.act(link.due())
+            link.report_soon(0)
+            pauses.append(round(link.due() - time.monotonic(), 1))
+        self.assertEqual([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0, 30.0], pauses)
+
+    def test_a_node_that_was_released_registers_anew_with_what_runs(self):
+        link = self.link(torc.Refused('was given up', gone=True), {})
+        self.attempt('claimed', 1)
+        running = self.attempt('running', 2)
+        running.process = unittest.mock.Mock(started_at=0.0)
+        link.call.on_released = lambda: [self.attempts.change(attempt, 'dropped') for attempt in self.attempts.of('claimed')]
+        before = link.context.node_id
+        link.act(0.0)
+        self.assertEqual('online', link.state)
+        link.act(link.due())
+        self.assertEqual((before + 1, [[2, 1]], [[2, 1, '1970-01-01T00:00:00.000Z']]),
+                         (link.context.node_id, self.client.requests[1]['held'], self.client.requests[1]['started']))
+        self.assertEqual([running], self.attempts.of())
+
+    def test_other_refusals_of_the_server_end_the_runner(self):
+        link = self.link(torc.Refused('run 1 is over'))
+        self.assertRaisesRegex(torc.Refused, 'is over', link.act, 0.0)
+
+    def test_without_a_lease_nothing_starts_or_is_claimed_until_the_server_has_answered(self):
+        link, acted = self.link({}, {}), []     # type: Any, List[str]
+        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
+        link.call.on_answer = lambda answer: link.go_on()
+        link.lease_ends_at = 0.0
+        link.under_lease(lambda: acted.append('script'))
+        self.assertRaises(torc.LeaseOver, link.check_lease)
+        self.assertEqual(([], True, 0.0), (acted, link.must_ask, link.due()))
+        link.act(time.monotonic())
+        self.assertEqual((['script'], None, []), (acted, self.client.requests[0]['want'], self.client.requests[0]['held']))
+        link.check_lease()
+        link.report_soon(0)
+        link.act(link.due())
+        self.assertEqual(1, self.client.requests[1]['want']['limit'])
+
+    def test_a_server_that_was_started_through_us_is_exempt_from_clean_up_once(self):
+        link, exempt = self.link(NO_ANSWER, {}), []     # type: Any, List[int]
+        link.call.exempt_children = lambda: exempt.append(1)
+        self.client.reconnect = lambda wait_s=0: setattr(self.client, 'servers_started', 1)
+        link.act(0.0)
+        link.act(link.due())
+        self.assertEqual([1], exempt)
+
+
+class BackoffTest(PartTest):
+    """When a runner asks the server, by the table of the page "Job Runners"."""
+
+    # children: from when to when there are some; work: ends (e) and claims (c) at these seconds -> when it is asked.
+    WAITS = rows_of("""
+        base  cap   children  work          asked
+        5     300   0-        -             0 5 10 20 40 80 160 320 620 920
+        5     60    0-        -             0 5 10 20 40 80 140 200 260
+        300   3600  0-        -             0 300 600 1200 2400 4800 8400 12000
+        5     1     0-        -             0 5 10 15 20
+        5     0     0-        -             0 5 10 15 20
+        5     300   never     -             0 5 10 15 20 25
+        60    300   never     -             0 30 60 90 120
+        300   3600  never     -             0 30 60 90
+        30    300   never     -             0 30 60 90
+        5     300   0-        e100          0 5 10 20 40 80 100 105 110 120 140 180
+        5     300   0-        c160          0 5 10 20 40 80 160 165 170 180 200
+        5     300   0-90      e90           0 5 10 20 40 80 90 95 100 105 110
+        300   3600  0-1000    e1000         0 300 600 1000 1030 1060 1090
+        5     300   50-       -             0 5 10 15 20 25 30 35 40 45 50 55 65 85 125
+        """)
+
+    def asked(self, row: Dict[str, str]) -> List[float]:
+        """When requests are sent, by a fake clock."""
+        wanted = row['asked'].count(' ') + 1
+        with FakeClock().set() as clock:
+            link = self.link()
+            options = torc.RunnerOptions(poll_interval_s=float(row['base']), claim_backoff_max_s=float(row['cap']))
+            link.pace = torc.Pace(options)
+            link.poll_now()
+            began, asked = clock.now, []    # type: float, List[float]
+            first, _, last = row['children'].partition('-')
+            link.call.has_children = lambda: first != 'never' and float(first) <= clock.now - began < float(last or 'inf')
+            work = [(began + float(word[1:]), word[0]) for word in row['work'].split()]
+            while len(asked) < wanted:
+                at = min([link.due()] + [at for at, _ in work])
+                clock.now = max(clock.now, at)
+                if work and at == work[0][0]:
+                    if work.pop(0)[1] == 'e':
+                        link.pace.on_end()
+                        link.report_batch()
+                    else:
+                        link.pace.on_claim()
+                before = len(self.client.requests)
+                link.act(clock.now)
+                asked += [clock.now - began] * (len(self.client.requests) - before)
+        return asked
+
+    def test_the_wait_follows_the_table(self):
+        for row in self.WAITS:
+            with self.subTest(row):
+                self.assertEqual([float(word) for word in row['asked'].split()], self.asked(row))
+
+    def test_a_request_between_two_polls_that_is_no_progress_changes_nothing(self):
+        with FakeClock().set() as clock:
+            link = self.link()
+            link.pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5.0))
+            link.call.has_children = lambda: True
+            link.poll_now()
+            link.act(clock.now)
+            before = link.poll_at
+            link.action_results.append({'action_id': 1, 'success': True, 'message': ''})
+            link.report_soon(0)
+            clock.now += 1
+            link.act(clock.now)
+            self.assertEqual((2, before), (len(self.client.requests), link.poll_at))
+
+
+# ======== 16c. Runner's parts ========
+
+class FakeStarter:
+    """Starts nothing. `faults`: what a start raises; `verdicts`: what is judged, None for later."""
+
+    def __init__(self) -> None:
+        self.started, self.stopped, self.killed = [], [], []    # type: List[str], List[str], List[str]
+        self.ends = {}          # type: Dict[str, Callable[[Any], Any]]
+        self.faults = []        # type: List[Exception]
+        self.verdicts = []      # type: List[Any]
+        self.is_drained, self.judge_at = False, math.inf
+
+    def start(self, attempt: Any, outputs: List[int], on_end: Any, check: Any) -> None:
+        """Remember it."""
+        outputs += [os.open(os.devnull, os.O_WRONLY) for _ in range(2)]
+        check()
+        if self.faults:
+            raise self.faults.pop(0)
+        attempt.process = unittest.mock.Mock(started_at=0.0, pid=7, end=None)
+        self.started.append(attempt.name)
+        self.ends[attempt.name] = on_end
+
+    def finish(self, name: str, return_code: int = 0) -> None:
+        """Let one end."""
+        self.ends.pop(name)(unittest.mock.Mock(end=PartTest.end(return_code)))
+
+    def stop(self, attempts: Sequence[Any], lead_s: float) -> None:
+        """Remember them."""
+        self.stopped += [attempt.name for attempt in attempts]
+
+    def kill(self, attempts: Sequence[Any]) -> None:
+        """Remember them."""
+        self.killed += [attempt.name for attempt in attempts]
+
+    def judge(self, attempt: Any) -> Any:
+        """As told, else by the return code."""
+        code = attempt.end.return_code
+        return self.verdicts.pop(0) if self.verdicts else torc.Verdict('failed' if code else 'completed', code)
+
+
+class FakeScripts:
+    """Runs nothing."""
+
+    def __init__(self) -> None:
+        self.running = {}       # type: Dict[Any, Any]
+        self.commands = []      # type: List[str]
+        self.stopped = []       # type: List[int]
+        self.killed = []        # type: List[Any]
+
+    def start(self, command: str, variables: Dict[str, str], log_name: str, name: str, on_end: Any) -> Any:
+        """Remember it."""
+        self.commands.append(command.rpartition('\n')[2])
+        process = unittest.mock.Mock()
+        self.running[process] = on_end
+        return process
+
+    def finish(self, return_code: int = 0) -> None:
+        """Let the oldest end."""
+        process = next(iter(self.running))
+        process.end = PartTest.end(return_code)
+        self.running.pop(process)(process)
+
+    def kill(self, process: Any) -> None:
+        """Remember it."""
+        self.killed.append(process)
+
+    def stop(self, number: int, lead_s: float) -> None:
+        """Remember it."""
+        self.stopped.append(number)
+
+
+class JobPartsTest(PartTest):
+    """Claims, starts, ends and actions."""
+
+    def build(self, *answers: Any, num_cpus: int = 2, **workflow: Any) -> Any:
+        """A dispatcher and all that it needs."""
+        self.starter, self.scripts = FakeStarter(), FakeScripts()
+        self.server = self.link(*answers, **workflow)
+        context = self.server.context
+        self.digests = torc.Digests(list)
+        self.ledger = torc.Ledger([torc.NodeSize(num_cpus, 1 << 30, ())], None)
+        self.policy = torc.ClaimPolicy(context.options, self.ledger, 300, self.attempts)
+        self.completions = torc.Completions(context, self.attempts, self.starter, self.scripts, self.digests, self.server)
+        self.mended = []    # type: List[int]
+        self.watch = torc.OutputWatch(context, lambda: self.mended.append(1))
+        self.actions = torc.Actions(context, self.scripts, self.server)
+        self.dispatcher = torc.Dispatcher(context, self.policy, self.completions, self.watch, self.server, self.actions)
+        self.dispatcher.may_claim = True
+        return self.dispatcher
+
+    def claim(self, *numbers: int, **more: Any) -> None:
+        """Jobs of an answer, of one CPU each."""
+        jobs = [dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'kind': 0, 'failure_handler': None, 'outputs': [],
+                      'interruptions': 0, 'nodes': [0]}, **more) for number in numbers]
+        kind = {'num_cpus': 1, 'memory_bytes': 1, 'num_gpus': 0, 'num_nodes': 1}
+        rules = [{'exit_codes': [7], 'recovery_script': 'mend'}, {'exit_codes': [8], 'max_retries': 2}]
+        self.dispatcher.add({'jobs': jobs, 'kinds': [kind], 'handlers': [rules]})
+
+    def states(self) -> Dict[str, str]:
+        """Name -> state of all attempts in hand."""
+        return {attempt.name: attempt.state for attempt in self.attempts.of()}
+
+    # -------- claims and starts --------
+
+    def test_jobs_start_as_far_as_there_is_room_and_each_end_makes_room_for_the_next(self):
+        dispatcher = self.build()
+        self.claim(1, 2, 3)
+        dispatcher.act(time.monotonic())
+        self.assertEqual({'j1': 'running', 'j2': 'running', 'j3': 'claimed'}, self.states())
+        self.assertEqual([[1, 1], [2, 1]], [row[:2] for row in self.server.started])
+        self.assertIsNone(dispatcher.want())
+        self.starter.finish('j1')
+        dispatcher.act(time.monotonic())
+        self.assertEqual({'j2': 'running', 'j3': 'running', 'j1': 'reported'}, self.states())
+
+    def test_what_cannot_start_in_time_goes_back(self):
+        dispatcher = self.build(num_cpus=1)
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        self.assertEqual(self.policy.stale_at(), dispatcher.due())
+        with unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
+            dispatcher.act(time.monotonic())
+        self.assertEqual((['j1'], [(2, 1)], math.inf), (self.starter.started, self.server.returned, dispatcher.due()))
+        self.assertEqual({'j1': 'running'}, self.states())
+
+    def test_a_node_without_room_for_processes_gives_all_claims_back_and_waits(self):
+        dispatcher = self.build()
+        self.starter.faults = [OSError(errno_of('EAGAIN'), 'Resource temporarily unavailable')]
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        self.assertEqual(([], [(1, 1), (2, 1)], None), (self.attempts.of(), self.server.returned, dispatcher.want()))
+        self.assertEqual([(2, 1 << 30, 0)], self.ledger.pool.free)
+
+    def test_a_job_that_cannot_be_started_by_its_own_fault_fails_with_the_reason(self):
+        dispatcher = self.build()
+        self.starter.faults = [ValueError('variable bad')]
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        self.assertEqual({'j1': 'reported', 'j2': 'running'}, self.states())
+        completion = self.attempts.of('reported')[0].completion
+        self.assertEqual((1, 'failed', 'cannot be started: variable bad'), tuple(completion[key] for key in ('return_code', 'status', 'reason')))
+
+    def test_a_lease_that_ends_at_a_start_leaves_the_job_claimed(self):
+        dispatcher = self.build()
+        self.claim(1, 2)
+        self.starter.faults = [torc.LeaseOver()]
+        dispatcher.act(time.monotonic())
+        self.assertEqual(({'j1': 'claimed', 'j2': 'claimed'}, [(2, 1 << 30, 0)]), (self.states(), self.ledger.pool.free))
+        dispatcher.act(time.monotonic())
+        self.assertEqual(['j1', 'j2'], self.starter.started)
+
+    def test_jobs_wait_for_the_actions_that_came_with_them(self):
+        dispatcher = self.build()
+        self.actions.add([{'id': 1, 'trigger_type': 'on_jobs_ready', 'persistent': False, 'action_config': {'commands': ['a']}}])
+        self.claim(1)
+        dispatcher.act(time.monotonic())
+        self.assertEqual(([], math.inf), (self.starter.started, dispatcher.due()))
+        self.scripts.finish()
+        dispatcher.act(time.monotonic())
+        self.assertEqual(['j1'], self.starter.started)
+
+    def test_after_the_end_of_claims_jobs_of_a_late_answer_go_back(self):
+        dispatcher = self.build()
+        dispatcher.close()
+        self.claim(1)
+        self.assertEqual(([(1, 1)], None, {}), (self.server.returned, dispatcher.want(), self.states()))
+
+    def test_what_is_others_by_now_is_dropped_or_killed_and_its_end_is_not_reported(self):
+        dispatcher = self.build()
+        self.claim(1, 2, 3)
+        dispatcher.act(time.monotonic())
+        dispatcher.revoke([[1, 1], [3, 1]])
+        self.assertEqual((['j1'], {'j2': 'running', 'j1': 'stopping'}, []), (self.starter.killed, self.states(), self.server.returned))
+        self.starter.finish('j1', 137)
+        self.assertEqual({'j2': 'running'}, self.states())
+
+    def test_a_lost_output_directory_gives_claims_back_and_is_looked_at_until_it_is_mended(self):
+        dispatcher = self.build()
+        self.claim(1)
+        os.rename(self.world.path('out'), self.world.path('away'))
+        self.watch.act(time.monotonic())
+        dispatcher.act(time.monotonic())
+        self.assertEqual(([(1, 1)], None), (self.server.returned, dispatcher.want()))
+        self.assertLess(self.watch.due(), math.inf)
+        os.rename(self.world.path('away'), self.world.path('out'))
+        self.watch.act(self.watch.due())
+        self.assertEqual(([1], math.inf), (self.mended, self.watch.due()))
+        self.assertEqual(2, len(self.progress.messages), self.progress.messages)
+
+    # -------- ends --------
+
+    def test_an_end_that_cannot_be_judged_yet_is_judged_later(self):
+        dispatcher = self.build()
+        self.claim(1)
+        dispatcher.act(time.monotonic())
+        self.starter.verdicts = [None, None, torc.Verdict('failed', 137, 'out of memory, by accounting')]
+        self.starter.finish('j1', 1)
+        self.assertEqual(({'j1': 'ended'}, (2, 1 << 30, 0)), (self.states(), self.ledger.pool.free[0]))
+        for state in ('ended', 'reported'):
+            self.completions.act(time.monotonic())
+            self.assertEqual({'j1': state}, self.states())
+        completion = self.attempts.of('reported')[0].completion
+        self.assertEqual((137, 'out of memory, by accounting'), (completion['return_code'], completion['reason']))
+
+    def test_a_recovery_script_goes_before_the_report_and_its_failure_vetoes_the_retry(self):
+        for code, retry in ((0, True), (5, False)):
+            with self.subTest(code):
+                self.attempts = torc.Attempts()
+                dispatcher = self.build()
+                self.claim(1, failure_handler=0)
+                dispatcher.act(time.monotonic())
+                self.starter.finish('j1', 7)
+                self.assertEqual(({'j1': 'recovering'}, ['mend']), (self.states(), self.scripts.commands))
+                self.scripts.finish(code)
+                self.assertEqual({'j1': 'reported'}, self.states())
+                self.assertEqual(retry, self.attempts.of('reported')[0].completion['retry'])
+
+    def test_a_recovery_script_that_the_runner_has_stopped_vetoes_nothing(self):
+        dispatcher = self.build()
+        self.claim(1, failure_handler=0)
+        dispatcher.act(time.monotonic())
+        self.starter.finish('j1', 7)
+        self.completions.leaving = lambda: 'interrupt'
+        self.scripts.finish(143)
+        completion = self.attempts.of('reported')[0].completion
+        self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
+
+    def test_a_recovery_script_that_is_due_after_an_interrupt_is_not_started_and_vetoes_nothing(self):
+        dispatcher = self.build()
+        self.claim(1, failure_handler=0)
+        dispatcher.act(time.monotonic())
+        self.completions.leaving = lambda: 'interrupt'
+        self.starter.finish('j1', 7)
+        completion = self.attempts.of('reported')[0].completion
+        self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
+        self.assertEqual([], self.scripts.commands)
+
+    def test_a_completion_counts_when_it_is_acknowledged_and_not_before(self):
+        dispatcher = self.build()
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        self.starter.finish('j1')
+        self.starter.finish('j2', 3)
+        self.assertEqual({}, self.completions.counts)
+        sent = self.attempts.of('reported')
+        self.completions.on_answer(sent, {'accepted': [[1, 1, 'completed'], [2, 1, 'failed'], [9, 9, 'completed']], 'errors': []})
+        self.assertEqual(({'completed': 1, 'failed': 1}, [(2, 'j2', 3, '')], {}),
+                         (self.completions.counts, self.completions.failed_jobs, self.states()))
+
+    def test_a_refused_completion_is_not_sent_again(self):
+        dispatcher = self.build()
+        self.claim(1)
+        dispatcher.act(time.monotonic())
+        self.starter.finish('j1')
+        self.completions.on_answer(self.attempts.of('reported'), {'accepted': [], 'errors': [{'job_id': 1, 'attempt_id': 1, 'message': 'too late'}]})
+        self.assertEqual(({}, {}, False), (self.states(), self.completions.counts, bool(self.attempts.by_state['reported'])))
+
+    # -------- actions --------
+
+    def test_actions_run_one_command_after_the_other_and_stop_at_a_failure(self):
+        self.build()
+        one, two = ({'id': number, 'trigger_type': 'on_jobs_ready', 'persistent': number == 2, 'action_config': {'commands': ['a', 'b']}}
+                    for number in (1, 2))
+        self.actions.add([one, two])
+        self.assertEqual([1, 2], self.actions.ids())
+        self.scripts.finish()
+        self.scripts.finish(3)
+        self.assertEqual((['a', 'b', 'a'], [(1, False, 'command 2 ended with return code 3: b')]),
+                         (self.scripts.commands, [tuple(row.values()) for row in self.server.action_results]))
+        self.actions.revoke([2])
+        self.assertEqual(([], False, list(self.scripts.running)), (self.actions.ids(), self.actions.is_busy, self.scripts.killed))
+        self.scripts.finish(137)
+        self.assertEqual(1, len(self.server.action_results), 'what was revoked is not reported')
+
+    def test_an_action_begins_no_further_command_once_the_runner_is_stopped(self):
+        shutdown = self.shutdown()
+        one, two = ({'id': number, 'trigger_type': 'on_jobs_ready', 'persistent': False, 'action_config': {'commands': ['a', 'b']}}
+                    for number in (1, 2))
+        self.actions.add([one, two])
+        shutdown.on_signal(signal.SIGTERM)
+        self.scripts.finish()
+        self.assertEqual((['a'], [(1, False, 'stopped with its runner before command 2')], False),
+                         (self.scripts.commands, [tuple(row.values()) for row in self.server.action_results],
+                          self.actions.is_busy))
+        later = dict(one, id=3, trigger_type='on_worker_complete')
+        self.actions.add([later])
+        self.scripts.finish()
+        self.scripts.finish()
+        self.assertEqual(['a', 'a', 'b'], self.scripts.commands)
+
+    # -------- leaving --------
+
+    def shutdown(self, **workflow: Any) -> Any:
+        """A shutdown of all these parts, with two jobs running."""
+        self.build(**workflow)
+        self.claim(1, 2, 3)
+        self.dispatcher.act(time.monotonic())
+        self.children = unittest.mock.Mock(children={1: None}, kill_due=list)
+        self.children.kill_children.return_value = []
+        return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.digests, self.server)
+
+    def test_a_signal_stops_jobs_and_returns_claims_and_a_second_one_kills(self):
+        shutdown = self.shutdown()
+        shutdown.on_signal(signal.SIGTERM)
+        self.assertEqual(({'j1': 'stopping', 'j2': 'stopping'}, ['j1', 'j2'], [signal.SIGTERM], [(3, 1)]),
+                         (self.states(), self.starter.stopped, self.scripts.stopped, self.server.returned))
+        self.assertEqual(('interrupt', torc.LAST_REPORT_S, False), (shutdown.reason, self.server.window_s, shutdown.is_killed))
+        self.assertEqual([('interrupt', signal.SIGTERM)] * 2, [(attempt.stopped_for, attempt.stopped_by) for attempt in self.attempts.of()])
+        self.children.kill_children.assert_not_called()
+        shutdown.on_signal(signal.SIGINT)
+        self.children.kill_children.assert_called_once_with()
+        self.assertEqual((signal.SIGTERM, True), (shutdown.interrupted_by, shutdown.is_killed))
+
+    def test_the_timeline_stops_jobs_before_the_end_and_kills_at_it(self):
+        workflow = {'execution_config': {'sigterm_lead_seconds': 30, 'sigkill_headroom_seconds': 60}}
+        shutdown = self.shutdown(options={'end_time': time.time() + 1000}, **workflow)
+        self.assertAlmostEqual(time.monotonic() + 910, shutdown.due(), delta=5)
+        shutdown.act(shutdown.due() - 1)
+        self.assertEqual('', shutdown.reason)
+        shutdown.act(shutdown.due())
+        self.assertEqual(('deadline', ['j1', 'j2']), (shutdown.reason, self.starter.stopped))
+        self.assertAlmostEqual(shutdown.end - torc.LEAVE_S, shutdown.due())
+        shutdown.act(shutdown.due())
+        self.children.kill_children.assert_called_once_with()
+        self.assertEqual(math.inf, shutdown.due())
+
+    def test_leaving_for_want_of_work_stops_nothing(self):
+        shutdown = self.shutdown()
+        shutdown.leave('complete')
+        self.assertEqual(([], {'j1': 'running', 'j2': 'running'}), (self.starter.stopped, self.states()))
+
+    # After so many seconds without work, or since the last end of a job here -> why the runner leaves.
+    IDLE = rows_of("""
+        limit  idle  since_end  pending  ignores  persistent  reason
+        90     89    never      0        no       no          -
+        90     90    never      0        no       no          idle
+        90     90    90         0        no       no          idle
+        90     500   119        1        no       no          -
+        90     500   120        1        no       no          idle
+        90     500   never      1        no       no          idle
+        0      9999  never      0        no       no          -
+        90     90    never      0        yes      no          idle
+        90     9999  never      0        no       yes         -
+        """)
+
+    def test_an_idle_runner_leaves_at_the_moment_that_the_page_names(self):
+        for row in self.IDLE:
+            with self.subTest(row), FakeClock().set() as clock:
+                self.attempts = torc.Attempts()
+                self.build(options={'is_persistent': row['persistent'] == 'yes'}, compute_node_wait_for_new_jobs_seconds=int(row['limit']),
+                           compute_node_ignore_workflow_completion=row['ignores'] == 'yes')
+                shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}), self.dispatcher, self.scripts, self.digests, self.server)
+                self.server.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True, 'pending_actions': int(row['pending'])}
+                self.pace.worked_at = clock.now - float(row['idle'])
+                self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
+                self.server.sent_at = clock.now
+                torc.ExitRules(self.server.context, shutdown, self.watch).look()
+                self.assertEqual(row['reason'], shutdown.reason)
+
+    def test_a_runner_leaves_for_the_first_reason_that_holds(self):
+        idle = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True}
+        rows = (
+            ({'is_canceled': True}, {}, 'cancel'),
+            ({'is_complete': True}, {}, 'complete'),
+            ({'is_complete': True}, {'compute_node_ignore_workflow_completion': True}, ''),
+            ({}, {}, ''),
+            ({}, {'compute_node_wait_for_new_jobs_seconds': 1e-9}, 'idle'),
+            ({'pending_actions': 1}, {'compute_node_wait_for_new_jobs_seconds': 1e-9}, ''),
+            ({'claimable': False}, {}, 'stuck'),
+            ({'claimable': False}, {'options': {'is_persistent': True}}, ''),
+        )
+        for answer, workflow, reason in rows:
+            with self.subTest(answer=answer, workflow=workflow):
+                self.attempts = torc.Attempts()
+                self.build(**workflow)
+                launcher = unittest.mock.Mock(children={})
+                shutdown = torc.Shutdown(self.server.context, launcher, self.dispatcher, self.scripts, self.digests, self.server)
+                rules = torc.ExitRules(self.server.context, shutdown, self.watch)
+                self.server.answer = dict(idle, **answer)
+                self.pace.on_end()
+                rules.look()
+                self.assertEqual('' if reason not in ('cancel', 'complete') else reason, shutdown.reason, 'no request was sent since the start')
+                self.server.sent_at = time.monotonic()
+                rules.look()
+                self.assertEqual(reason, shutdown.reason)
+
+
+class DirectStarterTest(PartTest):
+    """A starter with real processes."""
+
+    def test_an_attempt_runs_with_its_environment_and_its_end_is_judged(self):
+        context, launcher, ended = self.context(), self.launcher(), []    # type: Any, Any, List[Any]
+        context.variables = {'COMMON': 'yes'}
+        starter = torc.DirectStarter(context, launcher)
+        attempt = self.attempt(command='echo $COMMON $TORC_JOB_NAME $CUDA_VISIBLE_DEVICES; exit 3', invocation_script=None, env=None)
+        attempt.grant = torc.Grant(attempt.needs, (0,), ('5',), ('5',))
+        outputs = []    # type: List[int]
+        starter.start(attempt, outputs, ended.append, bool)
+        for descriptor in outputs:
+            os.close(descriptor)
+        self.world.wait(lambda: launcher.act(time.monotonic()) or ended, 20, 'its end')
+        attempt.end = ended[0].end
+        self.assertEqual(('failed', 3, ''), tuple(starter.judge(attempt)))
+        self.assertEqual('yes j1 5\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
+
+    def test_a_script_adds_to_its_log_and_can_be_stopped(self):
+        context, launcher, ended = self.context(), self.launcher(), []    # type: Any, Any, List[Any]
+        scripts = torc.Scripts(context, launcher)
+        for command in ('echo one', 'echo two; exec sleep 1000'):
+            process = scripts.start(command, {}, 'actions', 'a1', ended.append)
+            self.assertEqual([process], list(scripts.running))
+            self.world.wait(lambda: self.world.read('out/actions_wf1_r1.log').count('\n') > len(ended), 20, 'its output')
+            if 'sleep' in command:
+                scripts.stop(signal.SIGTERM, 10)
+            self.world.wait(lambda: launcher.act(time.monotonic()) or process in ended, 20, 'its end')
+        self.assertEqual((['one', 'two'], [0, 143], {}),
+                         (self.world.read('out/actions_wf1_r1.log').split(), [process.end.return_code for process in ended], scripts.running))
+
+
+# ======== 16d. Runner's monitor ========
+
+class LoopTest(PartTest):
+    """What turns the parts."""
+
+    def runner(self, *answers: Any) -> Any:
+        """A runner that has called no server."""
+        self.client = ScriptedClient(*answers)
+        launcher = self.launcher()
+        wakeup = torc.Wakeup()
+        self.addCleanup(wakeup.close)
+        return torc.Runner(self.context({'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}), self.client, launcher, wakeup)
+
+    def test_a_runner_is_put_together_without_a_server(self):
+        runner = self.runner()
+        self.assertEqual(([], []), (self.client.calls, self.client.requests))
+        self.assertTrue(all(part.due() >= 0 for part in runner.parts))
+
+    def test_no_part_holds_the_runner(self):
+        runner = self.runner()
+        seen, waiting = set(), list(runner.parts)
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) not in seen and type(thing).__module__ == 'torc' and not isinstance(thing, tuple):
+                seen.add(id(thing))
+                self.assertIsNot(runner, thing)
+                waiting += [value for name, value in getattr(thing, '__dict__', {}).items() if name != 'call']
+        self.assertGreater(len(seen), 10)
+
+    def test_a_part_that_is_due_ends_the_wait_and_acts_in_each_turn(self):
+        class Sampler:
+            """Due ten times a second."""
+
+            def __init__(self) -> None:
+                self.next_at, self.samples = time.monotonic(), []   # type: float, List[float]
+
+            def due(self) -> float:
+                """The next sample."""
+                return self.next_at
+
+            def act(self, now: float) -> None:
+                """Take a sample, if it is time."""
+                if now >= self.next_at:
+                    self.samples.append(now)
+                    self.next_at = now + 0.1
+        runner = self.runner()
+        runner.link.poll_at = runner.link.lease_ends_at = math.inf
+        sampler = Sampler()
+        runner.parts.append(sampler)
+        turns, until = 0, time.monotonic() + 5
+        while len(sampler.samples) < 4 and time.monotonic() < until:
+            runner.turn()
+            runner.wait()
+            turns += 1
+        pauses = [after - before for before, after in zip(sampler.samples, sampler.samples[1:])]
+        self.assertEqual(3, len(pauses))
+        self.assertGreaterEqual(min(pauses), 0.1)
+        self.assertLess(turns, 12)
+
+
+class MonitorRunTest(RunnerCase):
+    """What a runner measures, and what it does about memory limits, with real jobs."""
+    GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
+
+    def setUp(self) -> None:
+        super().setUp()
+        patch = unittest.mock.patch('torc.FIRST_SAMPLE_S', 0.05)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def grow(self, size_mb: int, for_s: float = 100) -> str:
+        """A command that takes so much memory, and keeps it for a while."""
+        return self.GROW.format(python=shlex.quote(sys.executable), mb=size_mb, s=for_s)
+
+    def limited(self, command: str, memory: str = '60m', **fields: Any) -> Any:
+        """A workflow of one job with a memory limit."""
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': memory, 'runtime': 'PT1M'}]
+        return self.create({'command': command, 'resource_requirements': 'r'}, resource_requirements=needs, **fields)
+
+    def result(self) -> Dict[str, Any]:
+        """The only result."""
+        row, = self.client.rows('list_results', workflow_id=1, all_runs=True)
+        return row
+
+    def test_a_job_above_its_memory_limit_is_killed_with_all_that_it_has_started(self):
+        self.limited('(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &); ' + self.grow(100))
+        self.run_it()
+        row = self.result()
+        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
+        used_mb, = re.findall(r'^used ([0-9]+)MB of memory, and its limit was 60MB: raise memory in its resource_requirements', row['reason'])
+        self.assertGreater(int(used_mb), 60)
+        self.assertGreater(row['peak_memory_bytes'], 60 << 20)
+        self.assertRegex(self.log(), r'WARNING OOM violation detected: workflow_id=1 job_id=1 pid=[0-9]+ memory=0\.[01][0-9]GB limit=0\.06GB\n'
+                                     r'.* WARNING Killing OOM job workflow_id=1 job_id=1\n')
+        self.assertFalse(torc.read_process_start_ticks(int(self.world.read('hidden'))))
+
+    def test_without_a_limit_a_monitor_or_limit_resources_nothing_is_killed(self):
+        for fields in ({'execution_config': {'limit_resources': False}}, {'resource_monitor': {'enabled': False}}):
+            with self.subTest(fields):
+                workflow_id = self.limited(self.grow(100, 0.3), **fields)
+                self.assertEqual(1, self.run_it(workflow_id).completed)
+        self.assertEqual(1, self.run_it(self.create(self.grow(100, 0.3))).completed, 'the implicit requirements are no limit')
+        job = {'command': self.grow(100, 0.3), 'resource_requirements': 'r'}
+        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r', 'num_cpus': 1}])).completed, 'nor are those without memory')
+
+    def test_the_return_code_is_oom_exit_code_and_a_failure_handler_takes_it(self):
+        rules = [{'name': 'h', 'rules': [{'exit_codes': [99], 'max_retries': 2}]}]
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}]
+        self.create({'command': f'[ $TORC_ATTEMPT_ID = 2 ] || {self.grow(100)}', 'resource_requirements': 'r', 'failure_handler': 'h'},
+                    resource_requirements=needs, failure_handlers=rules, execution_config={'mode': 'direct', 'oom_exit_code': 99})
+        self.run_it()
+        self.assertEqual([(1, 1, 99, 'failed'), (1, 2, 0, 'completed')], self.results())
+
+    SHARE = textwrap.dedent("""
+        import os, sys, time
+        block = bytearray(40 << 20)
+        writes = sys.argv[1] == 'write'
+        workers = [os.fork() for _ in range(1)]
+        for _ in range(7):
+            if workers[-1]:
+                workers.append(os.fork())
+        if not workers[-1]:
+            time.sleep(0.3)
+            if writes:
+                block[::4096] = bytes(len(block[::4096]))
+                time.sleep(100)
+            time.sleep(0.3)
+            os._exit(0)
+        while workers:
+            os.wait()
+            workers.pop()
+        """)
+
+    def test_workers_that_share_their_memory_are_within_the_limit_until_they_write_to_it(self):
+        self.world.write('share.py', self.SHARE)
+        for word, wanted in (('read', (0, 'completed')), ('write', (137, 'failed'))):
+            with unittest.mock.patch('torc.TICKS_S', (0.05, 0.05)):
+                workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {word}', '150m')
+                self.run_it(workflow_id)
+            row, = self.client.rows('list_results', workflow_id=workflow_id)
+            self.assertEqual(wanted, (row['return_code'], row['status']))
+            self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
+
+    @slow
+    def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):
+        def fail(*_: Any) -> None:
+            raise OSError(errno.EIO, 'Input/output error')
+        for look, said in ((fail, '[Errno 5] Input/output error'), (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'it was killed'),
+                           (lambda *_: signal.pause(), 'it was killed')):
+            with unittest.mock.patch.multiple(torc, check_trees=look, CHECK_LIMIT_S=0.2):
+                self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.8))).completed)
+            self.assertEqual(f'memory limits: no look at what jobs share was possible: {said}', self.progress.messages[-1])
+
+    def test_results_and_nodes_carry_what_was_used(self):
+        burn = "while [ $(date +%s%N) -lt $((end)) ]; do :; done"
+        self.create({'command': f'end=$(($(date +%s%N) + 1200000000)); {burn}'}, self.grow(100, 0.5), 'true',
+                    resource_monitor={'compute_node': {'enabled': True}, 'jobs': {'enabled': True}})
+        self.run_it(num_cpus=1)
+        burnt, grown, short = sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])
+        self.assertGreater(burnt['peak_cpu_percent'], 5)
+        self.assertGreaterEqual(burnt['peak_cpu_percent'], burnt['avg_cpu_percent'])
+        self.assertTrue(100 << 20 < grown['peak_memory_bytes'] < 200 << 20)
+        self.assertTrue(0 < grown['avg_memory_bytes'] <= grown['peak_memory_bytes'])
+        self.assertTrue(0 < short['avg_cpu_percent'] <= 100 * os.cpu_count())
+        node, = self.client.rows('list_compute_nodes', workflow_id=1)
+        self.assertTrue(node['sample_count'] >= 1 and 0 <= node['avg_cpu_percent'] <= node['peak_cpu_percent'] <= 100)
+        self.assertTrue(0 < node['avg_memory_bytes'] <= node['peak_memory_bytes'])
+        self.assertFalse(os.path.exists(self.world.path('out', torc.SERIES_DIRECTORY)), 'a summary needs no file')
+
+    def test_without_a_monitor_a_result_has_what_the_end_tells(self):
+        self.create(self.grow(1, 0), resource_monitor={'enabled': False})
+        self.run_it()
+        self.assertGreater(self.result()['avg_cpu_percent'], 0)
+        self.assertNotIn('avg_memory_bytes', self.result())
+
+    def test_a_time_series_is_in_a_file_of_the_output_directory(self):
+        both = {'enabled': True, 'granularity': 'time_series'}
+        self.create(self.grow(100, 1.2), resource_monitor={'sample_interval_seconds': 1, 'jobs': both, 'compute_node': both})
+        self.run_it()
+        path, = glob.glob(glob.escape(self.world.path('out', 'resource_utilization')) + '/*')
+        self.assertEqual(f'resource_metrics_wf1_h{socket.gethostname()}_r1_p{os.getpid()}.db', os.path.basename(path))
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            jobs = connection.execute('SELECT * FROM job_resource_samples ORDER BY timestamp').fetchall()
+            self.assertEqual([(1, 'j1')], connection.execute('SELECT * FROM job_metadata').fetchall())
+            self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
+            self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
+        self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
+
+    def test_a_series_that_cannot_be_written_harms_no_job(self):
+        self.world.write('out/resource_utilization', 'in the way')
+        self.create(self.grow(1, 0.3), resource_monitor={'granularity': 'time_series', 'enabled': True})
+        self.assertEqual(1, self.run_it().completed)
+        said, = [text for text in self.progress.messages if 'time series' in text]
+        self.assertIn('the time series cannot be written at present: ', said)
+        self.assertEqual('in the way', self.world.read('out/resource_utilization'))
+
+    def test_a_file_system_that_hangs_holds_up_neither_jobs_nor_the_end(self):
+        def hang(path: str, rows: Any) -> None:
+            signal.pause()
+        self.create(self.grow(1, 0.3), 'true', resource_monitor={'granularity': 'time_series', 'enabled': True})
+        with unittest.mock.patch.multiple(torc, write_series=hang, LAST_FLUSH_S=0.1):
+            outcome = self.run_it()
+        self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
+        self.assertLess(outcome.wall_s, 20)
+
+    def test_a_kill_by_the_kernel_is_told_from_one_by_a_limit_or_by_somebody(self):
+        counter = self.world.write('events', 'oom_kill 5\n')
+        self.create('[ -f events.new ] || { echo "oom_kill 6" > events; touch events.new; }; kill -9 $$',
+                    {'command': 'exit 3', 'depends_on': ['j1'], 'cancel_on_blocking_job_failure': False},
+                    {'command': 'kill -9 $$', 'depends_on': ['j2'], 'cancel_on_blocking_job_failure': False},
+                    execution_config={'mode': 'direct', 'oom_exit_code': 99})
+        with unittest.mock.patch('torc.find_oom_file', lambda: counter):
+            self.run_it()
+        rows = {row['job_id']: row for row in self.client.rows('list_results', workflow_id=1)}
+        self.assertEqual([(1, 99), (2, 3), (3, 137)], [(number, row['return_code']) for number, row in sorted(rows.items())])
+        self.assertEqual(f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once',
+                         rows[1]['reason'])
+        self.assertEqual('killed by SIGKILL', rows[3]['reason'])
+
+
+@slow
+class MonitorCostTest(RunnerCase):
+    """What the monitor costs, and how late it is."""
+
+    def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
+        processes = [subprocess.Popen(['sleep', '1000']) for _ in range(500)]
+        self.addCleanup(lambda: [(process.kill(), process.wait()) for process in processes])
+        marks = {process.pid: index // 5 for index, process in enumerate(processes)}
+        sampler = torc.TreeSampler(1.0, read_mark=lambda pid: marks.get(pid, -1))
+        self.addCleanup(sampler.close)
+        for number in range(100):
+            sampler.add(number, torc.JobTree(1, torc.Mark(b'', number, 0), 0.0), 0.0)
+        costs = []
+        for now in range(1, 30):
+            began = time.process_time()
+            sampler.sample(float(now))
+            costs.append(time.process_time() - began)
+        self.assertEqual({5}, {tree.num_processes for tree in sampler.trees.values()})
+        self.assertLess(sorted(costs)[len(costs) // 2], cpu_unit_s() / 2)    # 0.01 s
+
+    GROWING = textwrap.dedent("""
+        import time
+        time.sleep(1.2)
+        began, blocks = time.monotonic(), []
+        while True:
+            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
+                blocks.append(bytearray(b'x') * (10 << 20))
+            time.sleep(0.001)
+        """)
+
+    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
+        self.world.write('growing.py', self.GROWING)
+        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '1g', 'runtime': 'PT1M'}]
+        self.create({'command': f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', 'resource_requirements': 'r'},
+                    resource_requirements=needs)
+        self.run_it()
+        row, = self.client.rows('list_results', workflow_id=1)
+        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
+        self.assertTrue(1 << 30 < row['peak_memory_bytes'] < (1 << 30) + 300 * 10 ** 6, row['peak_memory_bytes'])
+
+
+def memory_group() -> str:
+    """A new memory control group below our own, of either version, where this process may make one; else the test is skipped."""
+    file = torc.find_oom_file()
+    parent, name = os.path.dirname(file), os.path.basename(file)
+    found = os.path.join(parent, f'torc-test-{os.getpid()}')
+    with contextlib.suppress(OSError):
+        os.mkdir(found)
+    limit = os.path.join(found, 'memory.limit_in_bytes' if name == 'memory.oom_control' else 'memory.max')
+    if not os.access(limit, os.W_OK):
+        with contextlib.suppress(OSError):
+            os.rmdir(found)
+        need('cgroup', False, 'a memory control group in which groups may be made')
+    with open(limit, 'w') as group:
+        group.write(str(300 << 20))
+    return found
+
+
+@slow
+class KernelKillTest(RunnerCase):
+    """A runner in a control group with too little memory."""
+
+    @staticmethod
+    def is_removed(group: str) -> bool:
+        """Whether a control group is gone; it is removed as soon as nothing is in it."""
+        with contextlib.suppress(OSError):
+            os.rmdir(group)
+        return not os.path.exists(group)
+
+    def test_what_the_kernel_kills_is_said_to_be_killed_by_it(self):
+        group = memory_group()
+        self.addCleanup(lambda: self.world.wait(lambda: self.is_removed(group), 20, 'the end of all in the group'))
+        self.world.write('w.yaml', """
+            name: w
+            execution_config: {mode: direct, oom_exit_code: 99}
+            jobs:
+            - {name: greedy, command: 'exec %s -S -c "x = bytearray(600 << 20)"'}
+            - {name: killed, command: 'kill -9 $$', depends_on: [greedy], cancel_on_blocking_job_failure: false}
+            """ % sys.executable)
+        stub, python = stub_path(), sys.executable
+        with self.world.inside():
+            runner = Background(['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {python} "{stub}" run w.yaml'],
+                                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner'))
+        self.world.started.append(runner)
+        outcome = runner.finish()
+        self.assertExit(1, outcome, 'failed greedy (return code 99): killed by the kernel for lack of memory (', 'failed killed (return code 137): killed by SIGKILL\n')
+        self.world.leave()
 
 
 class RunnerTest(RunnerCase):
@@ -15249,1380 +16674,6 @@ class TerminationTest(RunnerCase):
         self.assertEqual(7, len(delays))
         self.assertLess(delays[3], 0.05, delays)
 
-
-class AttemptsTest(unittest.TestCase):
-    """The states of an attempt, without a runner."""
-
-    NEXT = '''
-        state        next
-        claimed      running ended returned dropped
-        running      stopping ended
-        stopping     ended
-        ended        judged dropped
-        judged       recovering reported
-        recovering   reported
-        reported     acknowledged
-        returned     -
-        dropped      -
-        acknowledged -
-        '''
-
-    @staticmethod
-    def attempt(number: int = 1, **more: Any) -> Any:
-        """One of job jN."""
-        job = dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'outputs': [], 'interruptions': 0}, **more)
-        return torc.Attempt(job, torc.Needs(1, 0, 0))
-
-    def test_only_these_states_follow_each_other(self):
-        table = {line.split()[0]: set(line.split()[1:]) - {'-'} for line in self.NEXT.strip().splitlines()[1:]}
-        self.assertEqual(list(table), list(torc.ATTEMPT_STATES))
-        for before, after in itertools.product(table, table):
-            with self.subTest(before=before, after=after):
-                attempts, attempt = torc.Attempts(), self.attempt()
-                attempt.state = before
-                attempts.add(attempt)
-                if after in table[before]:
-                    attempts.change(attempt, after)
-                    self.assertEqual((after, [attempt] if table[after] else []), (attempt.state, attempts.of()))
-                else:
-                    self.assertRaisesRegex(ValueError, f'is {before}, and cannot become {after}', attempts.change, attempt, after)
-                    self.assertEqual((before, [attempt]), (attempt.state, attempts.of(before)))
-
-    def test_those_of_a_state_stand_in_the_order_in_which_they_came_to_it(self):
-        attempts, made = torc.Attempts(), [self.attempt(number) for number in range(4)]
-        for attempt in made:
-            attempts.add(attempt)
-        for number in (2, 0, 3):
-            attempts.change(made[number], 'running')
-        self.assertEqual(([made[2], made[0], made[3]], [made[1]], 3),
-                         (attempts.of('running'), attempts.of('claimed'), attempts.count('running')))
-
-    def test_two_attempts_with_one_key_are_two(self):
-        attempts, made = torc.Attempts(), [self.attempt(), self.attempt()]
-        for attempt in made:
-            attempts.add(attempt)
-        attempts.change(made[0], 'dropped')
-        self.assertEqual([made[1]], attempts.of())
-
-
-class ScriptedClient:
-    """A client whose answers are given: dicts, or errors to raise. A request without an answer waits for one."""
-    url, token_file, servers_started, tls = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0, torc.TlsSettings()
-    EMPTY = {'accepted': [], 'errors': [], 'jobs': [], 'kinds': [], 'handlers': [], 'notices': [], 'actions': [], 'is_complete': False,
-             'is_canceled': False, 'unfinished': 1, 'jobs_by_status': {}}
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
-        self.requests = []      # type: List[Dict[str, Any]]
-        self.calls = []         # type: List[Any]
-
-    def next(self) -> Any:
-        """The next answer."""
-        answer = self.answers.pop(0) if self.answers else {}
-        if isinstance(answer, Exception):
-            raise answer
-        return dict(self.EMPTY, **answer)
-
-    def call(self, op: str, body: Any = None, deadline_s: float = 0, **params: Any) -> Any:
-        """Everything but a turn: registration answers with the next number."""
-        self.calls.append((op, body))
-        if self.answers and isinstance(self.answers[0], Exception):
-            raise self.answers.pop(0)
-        return {'id': 1 + sum(name == 'create_compute_node' for name, _ in self.calls)}
-
-    def begin(self, op: str, body: Any, deadline_s: float, **params: Any) -> Any:
-        """A turn."""
-        self.requests.append(json.loads(json.dumps(body)))
-        pending = torc.PendingCall()
-        pending.finish = lambda deadline_s=0: self.next()
-        return pending
-
-    def reconnect(self, wait_s: float = 0) -> None:
-        """Nothing can be done."""
-
-
-class PartTest(WorldTest):
-    """Parts of a runner, each for itself: no runner, no server."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.progress = Watcher()
-        self.attempts = torc.Attempts()
-        self.log = []       # type: List[str]
-
-    def context(self, options: Optional[Dict[str, Any]] = None, **workflow: Any) -> Any:
-        """What parts know."""
-        options = torc.RunnerOptions(**(options or {}))
-        output = torc.OutputDirectory(self.world.path('out'))
-        log = torc.RunLog(output, 'x.log', 'info')
-        self.addCleanup(output.close)
-        self.addCleanup(log.close)
-        self.pace = torc.Pace(options)
-        return torc.NodeContext(dict({'id': 1, 'run_id': 1}, **workflow), options, output, log, self.progress)
-
-    def link(self, *answers: Any, **workflow: Any) -> Any:
-        """A link that has registered, to a server that answers so."""
-        self.client = ScriptedClient()
-        link = torc.ServerLink(self.context(**workflow), self.client, torc.NodeSize(2, 1 << 30, ()), self.attempts, self.pace)
-        link.join(lambda wait_s: [])
-        self.client.answers = list(answers)
-        return link
-
-    def attempt(self, state: str = 'claimed', number: int = 1, **more: Any) -> Any:
-        """An attempt in a state."""
-        attempt = AttemptsTest.attempt(number, **more)
-        attempt.state, attempt.completion = state, {'job_id': number, 'attempt_id': 1}
-        self.attempts.add(attempt)
-        return attempt
-
-    @staticmethod
-    def end(return_code: int = 0) -> Any:
-        """How a process ended."""
-        return torc.ProcessEnd(return_code, 0, 1.0, 0.5, 0, time.time())
-
-    def launcher(self) -> Any:
-        """One that is closed in the end."""
-        with self.world.inside():
-            launcher = torc.Launcher()
-        self.addCleanup(launcher.close)
-        return launcher
-
-
-class FakeClock:
-    """All clocks that torc.py reads, until the test lets them go on."""
-
-    def __init__(self) -> None:
-        self.now = 1e6
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-    def monotonic(self, *_: Any) -> float:
-        """The same on each clock."""
-        return self.now
-
-    time = clock_gettime = monotonic
-
-    @contextlib.contextmanager
-    def set(self) -> Iterator['FakeClock']:
-        """Let torc.py read this clock."""
-        with unittest.mock.patch.object(torc, 'time', self):
-            yield self
-
-
-NO_ANSWER = torc.Unreachable('nobody there\n  to do without: ...')
-
-
-class LinkTest(PartTest):
-    """What the link sends, keeps, and concludes from silence."""
-
-    def test_the_link_has_three_states_and_no_way_from_online_to_offline(self):
-        link = self.link()
-        self.assertEqual('online', link.state)
-        for state in ('offline', 'online'):
-            self.assertRaisesRegex(ValueError, f'the link is online, and cannot become {state}', link.change, state)
-        link.change('silent')
-        link.change('offline')
-        self.assertRaises(ValueError, link.change, 'silent')
-
-    def test_what_was_sent_is_kept_until_an_answer_and_then_said_with_all_that_is_held(self):
-        link = self.link(NO_ANSWER, {})
-        reported = self.attempt('reported', 1)
-        self.attempt('running', 2)
-        link.started.append([2, 1, 'now'])
-        link.act(0.0)
-        self.assertEqual('silent', link.state)
-        link.returned.append((3, 1))
-        link.act(link.due())
-        first, second = self.client.requests
-        self.assertEqual(([reported.completion], [[2, 1, 'now']], []), tuple(first[key] for key in ('completions', 'started', 'returned')))
-        self.assertEqual(([reported.completion], [[2, 1, 'now']], [[3, 1]]),
-                         tuple(second[key] for key in ('completions', 'started', 'returned')))
-        self.assertEqual((None, [[2, 1], [1, 1]]), (first.get('held'), second['held']))
-        self.assertEqual(('online', [], []), (link.state, link.started, link.returned))
-        self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
-
-    def test_what_comes_up_while_a_request_is_out_goes_with_the_next(self):
-        link, arrived = self.link({}, {}), []   # type: Any, List[int]
-        link.call.has_answer = lambda pending: bool(arrived)
-        link.started.append('a')
-        link.act(0.0)
-        link.started.append('b')
-        self.assertTrue(link.pending and link.due() > time.monotonic() + torc.ANSWER_DEADLINE_S - 5)
-        arrived.append(1)
-        link.act(time.monotonic())
-        self.assertEqual(['b'], link.started)
-        link.report_soon(0)
-        link.act(link.due())
-        self.assertEqual([['a'], ['b']], [request['started'] for request in self.client.requests])
-
-    def test_the_start_of_what_has_ended_meanwhile_is_not_sent(self):
-        link = self.link()
-        ended, running = self.attempt('reported', 1), self.attempt('running', 2)
-        link.started += [[*attempt.key, 'now'] for attempt in (ended, running)]
-        link.act(0.0)
-        self.assertEqual(([ended.completion], [[*running.key, 'now']]),
-                         tuple(self.client.requests[0][key] for key in ('completions', 'started')))
-        self.assertEqual([], link.started)
-
-    def test_more_completions_than_a_request_carries_follow_at_once(self):
-        link = self.link()
-        for number in range(5):
-            self.attempt('reported', number)
-        link.call.on_answer = lambda answer: [self.attempts.change(attempt, 'acknowledged') for attempt in link.sent_completions]
-        with unittest.mock.patch.object(torc, 'MAX_COMPLETIONS_PER_REQUEST', 2):
-            for _ in range(3):
-                self.assertLessEqual(link.due(), time.monotonic())
-                link.act(time.monotonic())
-        self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
-        self.assertGreater(link.due(), time.monotonic() + 1)
-
-    def test_a_server_is_waited_for_as_long_as_children_run_and_then_for_the_window(self):
-        link = self.link(*[NO_ANSWER] * 9, compute_node_wait_for_healthy_database_minutes=0)
-        children = [1]
-        link.call.has_children = lambda: bool(children)
-        for _ in range(3):
-            link.act(max(link.due(), time.monotonic()))
-            self.assertEqual('silent', link.state)
-        children.clear()
-        link.act(link.due())
-        self.assertEqual('offline', link.state)
-        self.assertEqual(1, len(self.progress.messages))
-
-    def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
-        for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
-            link = self.link(NO_ANSWER, NO_ANSWER)
-            link.act(0.0)
-            self.assertEqual('silent', link.state)
-            shorten(link)
-            link.act(link.due())
-            self.assertEqual('offline', link.state)
-
-    def test_pauses_double_while_the_server_is_silent_whatever_there_is_to_report(self):
-        link, pauses = self.link(*[NO_ANSWER] * 12), []     # type: Any, List[float]
-        for _ in range(12):
-            link.act(link.due())
-            link.report_soon(0)
-            pauses.append(round(link.due() - time.monotonic(), 1))
-        self.assertEqual([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0, 30.0], pauses)
-
-    def test_a_node_that_was_released_registers_anew_with_what_runs(self):
-        link = self.link(torc.Refused('was given up', gone=True), {})
-        self.attempt('claimed', 1)
-        running = self.attempt('running', 2)
-        running.process = unittest.mock.Mock(started_at=0.0)
-        link.call.on_released = lambda: [self.attempts.change(attempt, 'dropped') for attempt in self.attempts.of('claimed')]
-        before = link.context.node_id
-        link.act(0.0)
-        self.assertEqual('online', link.state)
-        link.act(link.due())
-        self.assertEqual((before + 1, [[2, 1]], [[2, 1, '1970-01-01T00:00:00.000Z']]),
-                         (link.context.node_id, self.client.requests[1]['held'], self.client.requests[1]['started']))
-        self.assertEqual([running], self.attempts.of())
-
-    def test_other_refusals_of_the_server_end_the_runner(self):
-        link = self.link(torc.Refused('run 1 is over'))
-        self.assertRaisesRegex(torc.Refused, 'is over', link.act, 0.0)
-
-    def test_without_a_lease_nothing_starts_or_is_claimed_until_the_server_has_answered(self):
-        link, acted = self.link({}, {}), []     # type: Any, List[str]
-        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
-        link.call.on_answer = lambda answer: link.go_on()
-        link.lease_ends_at = 0.0
-        link.under_lease(lambda: acted.append('script'))
-        self.assertRaises(torc.LeaseOver, link.check_lease)
-        self.assertEqual(([], True, 0.0), (acted, link.must_ask, link.due()))
-        link.act(time.monotonic())
-        self.assertEqual((['script'], None, []), (acted, self.client.requests[0]['want'], self.client.requests[0]['held']))
-        link.check_lease()
-        link.report_soon(0)
-        link.act(link.due())
-        self.assertEqual(1, self.client.requests[1]['want']['limit'])
-
-    def test_a_server_that_was_started_through_us_is_exempt_from_clean_up_once(self):
-        link, exempt = self.link(NO_ANSWER, {}), []     # type: Any, List[int]
-        link.call.exempt_children = lambda: exempt.append(1)
-        self.client.reconnect = lambda wait_s=0: setattr(self.client, 'servers_started', 1)
-        link.act(0.0)
-        link.act(link.due())
-        self.assertEqual([1], exempt)
-
-
-class BackoffTest(PartTest):
-    """When a runner asks the server, by the table of the page "Job Runners"."""
-
-    # children: from when to when there are some; work: ends (e) and claims (c) at these seconds -> when it is asked.
-    WAITS = rows_of("""
-        base  cap   children  work          asked
-        5     300   0-        -             0 5 10 20 40 80 160 320 620 920
-        5     60    0-        -             0 5 10 20 40 80 140 200 260
-        300   3600  0-        -             0 300 600 1200 2400 4800 8400 12000
-        5     1     0-        -             0 5 10 15 20
-        5     0     0-        -             0 5 10 15 20
-        5     300   never     -             0 5 10 15 20 25
-        60    300   never     -             0 30 60 90 120
-        300   3600  never     -             0 30 60 90
-        30    300   never     -             0 30 60 90
-        5     300   0-        e100          0 5 10 20 40 80 100 105 110 120 140 180
-        5     300   0-        c160          0 5 10 20 40 80 160 165 170 180 200
-        5     300   0-90      e90           0 5 10 20 40 80 90 95 100 105 110
-        300   3600  0-1000    e1000         0 300 600 1000 1030 1060 1090
-        5     300   50-       -             0 5 10 15 20 25 30 35 40 45 50 55 65 85 125
-        """)
-
-    def asked(self, row: Dict[str, str]) -> List[float]:
-        """When requests are sent, by a fake clock."""
-        wanted = row['asked'].count(' ') + 1
-        with FakeClock().set() as clock:
-            link = self.link()
-            options = torc.RunnerOptions(poll_interval_s=float(row['base']), claim_backoff_max_s=float(row['cap']))
-            link.pace = torc.Pace(options)
-            link.poll_now()
-            began, asked = clock.now, []    # type: float, List[float]
-            first, _, last = row['children'].partition('-')
-            link.call.has_children = lambda: first != 'never' and float(first) <= clock.now - began < float(last or 'inf')
-            work = [(began + float(word[1:]), word[0]) for word in row['work'].split()]
-            while len(asked) < wanted:
-                at = min([link.due()] + [at for at, _ in work])
-                clock.now = max(clock.now, at)
-                if work and at == work[0][0]:
-                    if work.pop(0)[1] == 'e':
-                        link.pace.on_end()
-                        link.report_batch()
-                    else:
-                        link.pace.on_claim()
-                before = len(self.client.requests)
-                link.act(clock.now)
-                asked += [clock.now - began] * (len(self.client.requests) - before)
-        return asked
-
-    def test_the_wait_follows_the_table(self):
-        for row in self.WAITS:
-            with self.subTest(row):
-                self.assertEqual([float(word) for word in row['asked'].split()], self.asked(row))
-
-    def test_a_request_between_two_polls_that_is_no_progress_changes_nothing(self):
-        with FakeClock().set() as clock:
-            link = self.link()
-            link.pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5.0))
-            link.call.has_children = lambda: True
-            link.poll_now()
-            link.act(clock.now)
-            before = link.poll_at
-            link.action_results.append({'action_id': 1, 'success': True, 'message': ''})
-            link.report_soon(0)
-            clock.now += 1
-            link.act(clock.now)
-            self.assertEqual((2, before), (len(self.client.requests), link.poll_at))
-
-
-class FakeStarter:
-    """Starts nothing. `faults`: what a start raises; `verdicts`: what is judged, None for later."""
-
-    def __init__(self) -> None:
-        self.started, self.stopped, self.killed = [], [], []    # type: List[str], List[str], List[str]
-        self.ends = {}          # type: Dict[str, Callable[[Any], Any]]
-        self.faults = []        # type: List[Exception]
-        self.verdicts = []      # type: List[Any]
-        self.is_drained, self.judge_at = False, math.inf
-
-    def start(self, attempt: Any, outputs: List[int], on_end: Any, check: Any) -> None:
-        """Remember it."""
-        outputs += [os.open(os.devnull, os.O_WRONLY) for _ in range(2)]
-        check()
-        if self.faults:
-            raise self.faults.pop(0)
-        attempt.process = unittest.mock.Mock(started_at=0.0, pid=7, end=None)
-        self.started.append(attempt.name)
-        self.ends[attempt.name] = on_end
-
-    def finish(self, name: str, return_code: int = 0) -> None:
-        """Let one end."""
-        self.ends.pop(name)(unittest.mock.Mock(end=PartTest.end(return_code)))
-
-    def stop(self, attempts: Sequence[Any], lead_s: float) -> None:
-        """Remember them."""
-        self.stopped += [attempt.name for attempt in attempts]
-
-    def kill(self, attempts: Sequence[Any]) -> None:
-        """Remember them."""
-        self.killed += [attempt.name for attempt in attempts]
-
-    def judge(self, attempt: Any) -> Any:
-        """As told, else by the return code."""
-        code = attempt.end.return_code
-        return self.verdicts.pop(0) if self.verdicts else torc.Verdict('failed' if code else 'completed', code)
-
-
-class FakeScripts:
-    """Runs nothing."""
-
-    def __init__(self) -> None:
-        self.running = {}       # type: Dict[Any, Any]
-        self.commands = []      # type: List[str]
-        self.stopped = []       # type: List[int]
-        self.killed = []        # type: List[Any]
-
-    def start(self, command: str, variables: Dict[str, str], log_name: str, name: str, on_end: Any) -> Any:
-        """Remember it."""
-        self.commands.append(command.rpartition('\n')[2])
-        process = unittest.mock.Mock()
-        self.running[process] = on_end
-        return process
-
-    def finish(self, return_code: int = 0) -> None:
-        """Let the oldest end."""
-        process = next(iter(self.running))
-        process.end = PartTest.end(return_code)
-        self.running.pop(process)(process)
-
-    def kill(self, process: Any) -> None:
-        """Remember it."""
-        self.killed.append(process)
-
-    def stop(self, number: int, lead_s: float) -> None:
-        """Remember it."""
-        self.stopped.append(number)
-
-
-class JobPartsTest(PartTest):
-    """Claims, starts, ends and actions."""
-
-    def build(self, *answers: Any, num_cpus: int = 2, **workflow: Any) -> Any:
-        """A dispatcher and all that it needs."""
-        self.starter, self.scripts = FakeStarter(), FakeScripts()
-        self.server = self.link(*answers, **workflow)
-        context = self.server.context
-        self.digests = torc.Digests(list)
-        self.ledger = torc.Ledger([torc.NodeSize(num_cpus, 1 << 30, ())], None)
-        self.policy = torc.ClaimPolicy(context.options, self.ledger, 300, self.attempts)
-        self.completions = torc.Completions(context, self.attempts, self.starter, self.scripts, self.digests, self.server)
-        self.mended = []    # type: List[int]
-        self.watch = torc.OutputWatch(context, lambda: self.mended.append(1))
-        self.actions = torc.Actions(context, self.scripts, self.server)
-        self.dispatcher = torc.Dispatcher(context, self.policy, self.completions, self.watch, self.server, self.actions)
-        self.dispatcher.may_claim = True
-        return self.dispatcher
-
-    def claim(self, *numbers: int, **more: Any) -> None:
-        """Jobs of an answer, of one CPU each."""
-        jobs = [dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'kind': 0, 'failure_handler': None, 'outputs': [],
-                      'interruptions': 0, 'nodes': [0]}, **more) for number in numbers]
-        kind = {'num_cpus': 1, 'memory_bytes': 1, 'num_gpus': 0, 'num_nodes': 1}
-        rules = [{'exit_codes': [7], 'recovery_script': 'mend'}, {'exit_codes': [8], 'max_retries': 2}]
-        self.dispatcher.add({'jobs': jobs, 'kinds': [kind], 'handlers': [rules]})
-
-    def states(self) -> Dict[str, str]:
-        """Name -> state of all attempts in hand."""
-        return {attempt.name: attempt.state for attempt in self.attempts.of()}
-
-    # -------- claims and starts --------
-
-    def test_jobs_start_as_far_as_there_is_room_and_each_end_makes_room_for_the_next(self):
-        dispatcher = self.build()
-        self.claim(1, 2, 3)
-        dispatcher.act(time.monotonic())
-        self.assertEqual({'j1': 'running', 'j2': 'running', 'j3': 'claimed'}, self.states())
-        self.assertEqual([[1, 1], [2, 1]], [row[:2] for row in self.server.started])
-        self.assertIsNone(dispatcher.want())
-        self.starter.finish('j1')
-        dispatcher.act(time.monotonic())
-        self.assertEqual({'j2': 'running', 'j3': 'running', 'j1': 'reported'}, self.states())
-
-    def test_what_cannot_start_in_time_goes_back(self):
-        dispatcher = self.build(num_cpus=1)
-        self.claim(1, 2)
-        dispatcher.act(time.monotonic())
-        self.assertEqual(self.policy.stale_at(), dispatcher.due())
-        with unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
-            dispatcher.act(time.monotonic())
-        self.assertEqual((['j1'], [(2, 1)], math.inf), (self.starter.started, self.server.returned, dispatcher.due()))
-        self.assertEqual({'j1': 'running'}, self.states())
-
-    def test_a_node_without_room_for_processes_gives_all_claims_back_and_waits(self):
-        dispatcher = self.build()
-        self.starter.faults = [OSError(errno_of('EAGAIN'), 'Resource temporarily unavailable')]
-        self.claim(1, 2)
-        dispatcher.act(time.monotonic())
-        self.assertEqual(([], [(1, 1), (2, 1)], None), (self.attempts.of(), self.server.returned, dispatcher.want()))
-        self.assertEqual([(2, 1 << 30, 0)], self.ledger.pool.free)
-
-    def test_a_job_that_cannot_be_started_by_its_own_fault_fails_with_the_reason(self):
-        dispatcher = self.build()
-        self.starter.faults = [ValueError('variable bad')]
-        self.claim(1, 2)
-        dispatcher.act(time.monotonic())
-        self.assertEqual({'j1': 'reported', 'j2': 'running'}, self.states())
-        completion = self.attempts.of('reported')[0].completion
-        self.assertEqual((1, 'failed', 'cannot be started: variable bad'), tuple(completion[key] for key in ('return_code', 'status', 'reason')))
-
-    def test_a_lease_that_ends_at_a_start_leaves_the_job_claimed(self):
-        dispatcher = self.build()
-        self.claim(1, 2)
-        self.starter.faults = [torc.LeaseOver()]
-        dispatcher.act(time.monotonic())
-        self.assertEqual(({'j1': 'claimed', 'j2': 'claimed'}, [(2, 1 << 30, 0)]), (self.states(), self.ledger.pool.free))
-        dispatcher.act(time.monotonic())
-        self.assertEqual(['j1', 'j2'], self.starter.started)
-
-    def test_jobs_wait_for_the_actions_that_came_with_them(self):
-        dispatcher = self.build()
-        self.actions.add([{'id': 1, 'trigger_type': 'on_jobs_ready', 'persistent': False, 'action_config': {'commands': ['a']}}])
-        self.claim(1)
-        dispatcher.act(time.monotonic())
-        self.assertEqual(([], math.inf), (self.starter.started, dispatcher.due()))
-        self.scripts.finish()
-        dispatcher.act(time.monotonic())
-        self.assertEqual(['j1'], self.starter.started)
-
-    def test_after_the_end_of_claims_jobs_of_a_late_answer_go_back(self):
-        dispatcher = self.build()
-        dispatcher.close()
-        self.claim(1)
-        self.assertEqual(([(1, 1)], None, {}), (self.server.returned, dispatcher.want(), self.states()))
-
-    def test_what_is_others_by_now_is_dropped_or_killed_and_its_end_is_not_reported(self):
-        dispatcher = self.build()
-        self.claim(1, 2, 3)
-        dispatcher.act(time.monotonic())
-        dispatcher.revoke([[1, 1], [3, 1]])
-        self.assertEqual((['j1'], {'j2': 'running', 'j1': 'stopping'}, []), (self.starter.killed, self.states(), self.server.returned))
-        self.starter.finish('j1', 137)
-        self.assertEqual({'j2': 'running'}, self.states())
-
-    def test_a_lost_output_directory_gives_claims_back_and_is_looked_at_until_it_is_mended(self):
-        dispatcher = self.build()
-        self.claim(1)
-        os.rename(self.world.path('out'), self.world.path('away'))
-        self.watch.act(time.monotonic())
-        dispatcher.act(time.monotonic())
-        self.assertEqual(([(1, 1)], None), (self.server.returned, dispatcher.want()))
-        self.assertLess(self.watch.due(), math.inf)
-        os.rename(self.world.path('away'), self.world.path('out'))
-        self.watch.act(self.watch.due())
-        self.assertEqual(([1], math.inf), (self.mended, self.watch.due()))
-        self.assertEqual(2, len(self.progress.messages), self.progress.messages)
-
-    # -------- ends --------
-
-    def test_an_end_that_cannot_be_judged_yet_is_judged_later(self):
-        dispatcher = self.build()
-        self.claim(1)
-        dispatcher.act(time.monotonic())
-        self.starter.verdicts = [None, None, torc.Verdict('failed', 137, 'out of memory, by accounting')]
-        self.starter.finish('j1', 1)
-        self.assertEqual(({'j1': 'ended'}, (2, 1 << 30, 0)), (self.states(), self.ledger.pool.free[0]))
-        for state in ('ended', 'reported'):
-            self.completions.act(time.monotonic())
-            self.assertEqual({'j1': state}, self.states())
-        completion = self.attempts.of('reported')[0].completion
-        self.assertEqual((137, 'out of memory, by accounting'), (completion['return_code'], completion['reason']))
-
-    def test_a_recovery_script_goes_before_the_report_and_its_failure_vetoes_the_retry(self):
-        for code, retry in ((0, True), (5, False)):
-            with self.subTest(code):
-                self.attempts = torc.Attempts()
-                dispatcher = self.build()
-                self.claim(1, failure_handler=0)
-                dispatcher.act(time.monotonic())
-                self.starter.finish('j1', 7)
-                self.assertEqual(({'j1': 'recovering'}, ['mend']), (self.states(), self.scripts.commands))
-                self.scripts.finish(code)
-                self.assertEqual({'j1': 'reported'}, self.states())
-                self.assertEqual(retry, self.attempts.of('reported')[0].completion['retry'])
-
-    def test_a_recovery_script_that_the_runner_has_stopped_vetoes_nothing(self):
-        dispatcher = self.build()
-        self.claim(1, failure_handler=0)
-        dispatcher.act(time.monotonic())
-        self.starter.finish('j1', 7)
-        self.completions.leaving = lambda: 'interrupt'
-        self.scripts.finish(143)
-        completion = self.attempts.of('reported')[0].completion
-        self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
-
-    def test_a_recovery_script_that_is_due_after_an_interrupt_is_not_started_and_vetoes_nothing(self):
-        dispatcher = self.build()
-        self.claim(1, failure_handler=0)
-        dispatcher.act(time.monotonic())
-        self.completions.leaving = lambda: 'interrupt'
-        self.starter.finish('j1', 7)
-        completion = self.attempts.of('reported')[0].completion
-        self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
-        self.assertEqual([], self.scripts.commands)
-
-    def test_a_completion_counts_when_it_is_acknowledged_and_not_before(self):
-        dispatcher = self.build()
-        self.claim(1, 2)
-        dispatcher.act(time.monotonic())
-        self.starter.finish('j1')
-        self.starter.finish('j2', 3)
-        self.assertEqual({}, self.completions.counts)
-        sent = self.attempts.of('reported')
-        self.completions.on_answer(sent, {'accepted': [[1, 1, 'completed'], [2, 1, 'failed'], [9, 9, 'completed']], 'errors': []})
-        self.assertEqual(({'completed': 1, 'failed': 1}, [(2, 'j2', 3, '')], {}),
-                         (self.completions.counts, self.completions.failed_jobs, self.states()))
-
-    def test_a_refused_completion_is_not_sent_again(self):
-        dispatcher = self.build()
-        self.claim(1)
-        dispatcher.act(time.monotonic())
-        self.starter.finish('j1')
-        self.completions.on_answer(self.attempts.of('reported'), {'accepted': [], 'errors': [{'job_id': 1, 'attempt_id': 1, 'message': 'too late'}]})
-        self.assertEqual(({}, {}, False), (self.states(), self.completions.counts, bool(self.attempts.by_state['reported'])))
-
-    # -------- actions --------
-
-    def test_actions_run_one_command_after_the_other_and_stop_at_a_failure(self):
-        self.build()
-        one, two = ({'id': number, 'trigger_type': 'on_jobs_ready', 'persistent': number == 2, 'action_config': {'commands': ['a', 'b']}}
-                    for number in (1, 2))
-        self.actions.add([one, two])
-        self.assertEqual([1, 2], self.actions.ids())
-        self.scripts.finish()
-        self.scripts.finish(3)
-        self.assertEqual((['a', 'b', 'a'], [(1, False, 'command 2 ended with return code 3: b')]),
-                         (self.scripts.commands, [tuple(row.values()) for row in self.server.action_results]))
-        self.actions.revoke([2])
-        self.assertEqual(([], False, list(self.scripts.running)), (self.actions.ids(), self.actions.is_busy, self.scripts.killed))
-        self.scripts.finish(137)
-        self.assertEqual(1, len(self.server.action_results), 'what was revoked is not reported')
-
-    def test_an_action_begins_no_further_command_once_the_runner_is_stopped(self):
-        shutdown = self.shutdown()
-        one, two = ({'id': number, 'trigger_type': 'on_jobs_ready', 'persistent': False, 'action_config': {'commands': ['a', 'b']}}
-                    for number in (1, 2))
-        self.actions.add([one, two])
-        shutdown.on_signal(signal.SIGTERM)
-        self.scripts.finish()
-        self.assertEqual((['a'], [(1, False, 'stopped with its runner before command 2')], False),
-                         (self.scripts.commands, [tuple(row.values()) for row in self.server.action_results],
-                          self.actions.is_busy))
-        later = dict(one, id=3, trigger_type='on_worker_complete')
-        self.actions.add([later])
-        self.scripts.finish()
-        self.scripts.finish()
-        self.assertEqual(['a', 'a', 'b'], self.scripts.commands)
-
-    # -------- leaving --------
-
-    def shutdown(self, **workflow: Any) -> Any:
-        """A shutdown of all these parts, with two jobs running."""
-        self.build(**workflow)
-        self.claim(1, 2, 3)
-        self.dispatcher.act(time.monotonic())
-        self.children = unittest.mock.Mock(children={1: None}, kill_due=list)
-        self.children.kill_children.return_value = []
-        return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.digests, self.server)
-
-    def test_a_signal_stops_jobs_and_returns_claims_and_a_second_one_kills(self):
-        shutdown = self.shutdown()
-        shutdown.on_signal(signal.SIGTERM)
-        self.assertEqual(({'j1': 'stopping', 'j2': 'stopping'}, ['j1', 'j2'], [signal.SIGTERM], [(3, 1)]),
-                         (self.states(), self.starter.stopped, self.scripts.stopped, self.server.returned))
-        self.assertEqual(('interrupt', torc.LAST_REPORT_S, False), (shutdown.reason, self.server.window_s, shutdown.is_killed))
-        self.assertEqual([('interrupt', signal.SIGTERM)] * 2, [(attempt.stopped_for, attempt.stopped_by) for attempt in self.attempts.of()])
-        self.children.kill_children.assert_not_called()
-        shutdown.on_signal(signal.SIGINT)
-        self.children.kill_children.assert_called_once_with()
-        self.assertEqual((signal.SIGTERM, True), (shutdown.interrupted_by, shutdown.is_killed))
-
-    def test_the_timeline_stops_jobs_before_the_end_and_kills_at_it(self):
-        workflow = {'execution_config': {'sigterm_lead_seconds': 30, 'sigkill_headroom_seconds': 60}}
-        shutdown = self.shutdown(options={'end_time': time.time() + 1000}, **workflow)
-        self.assertAlmostEqual(time.monotonic() + 910, shutdown.due(), delta=5)
-        shutdown.act(shutdown.due() - 1)
-        self.assertEqual('', shutdown.reason)
-        shutdown.act(shutdown.due())
-        self.assertEqual(('deadline', ['j1', 'j2']), (shutdown.reason, self.starter.stopped))
-        self.assertAlmostEqual(shutdown.end - torc.LEAVE_S, shutdown.due())
-        shutdown.act(shutdown.due())
-        self.children.kill_children.assert_called_once_with()
-        self.assertEqual(math.inf, shutdown.due())
-
-    def test_leaving_for_want_of_work_stops_nothing(self):
-        shutdown = self.shutdown()
-        shutdown.leave('complete')
-        self.assertEqual(([], {'j1': 'running', 'j2': 'running'}), (self.starter.stopped, self.states()))
-
-    # After so many seconds without work, or since the last end of a job here -> why the runner leaves.
-    IDLE = rows_of("""
-        limit  idle  since_end  pending  ignores  persistent  reason
-        90     89    never      0        no       no          -
-        90     90    never      0        no       no          idle
-        90     90    90         0        no       no          idle
-        90     500   119        1        no       no          -
-        90     500   120        1        no       no          idle
-        90     500   never      1        no       no          idle
-        0      9999  never      0        no       no          -
-        90     90    never      0        yes      no          idle
-        90     9999  never      0        no       yes         -
-        """)
-
-    def test_an_idle_runner_leaves_at_the_moment_that_the_page_names(self):
-        for row in self.IDLE:
-            with self.subTest(row), FakeClock().set() as clock:
-                self.attempts = torc.Attempts()
-                self.build(options={'is_persistent': row['persistent'] == 'yes'}, compute_node_wait_for_new_jobs_seconds=int(row['limit']),
-                           compute_node_ignore_workflow_completion=row['ignores'] == 'yes')
-                shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}), self.dispatcher, self.scripts, self.digests, self.server)
-                self.server.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True, 'pending_actions': int(row['pending'])}
-                self.pace.worked_at = clock.now - float(row['idle'])
-                self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
-                self.server.sent_at = clock.now
-                torc.ExitRules(self.server.context, shutdown, self.watch).look()
-                self.assertEqual(row['reason'], shutdown.reason)
-
-    def test_a_runner_leaves_for_the_first_reason_that_holds(self):
-        idle = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True}
-        rows = (
-            ({'is_canceled': True}, {}, 'cancel'),
-            ({'is_complete': True}, {}, 'complete'),
-            ({'is_complete': True}, {'compute_node_ignore_workflow_completion': True}, ''),
-            ({}, {}, ''),
-            ({}, {'compute_node_wait_for_new_jobs_seconds': 1e-9}, 'idle'),
-            ({'pending_actions': 1}, {'compute_node_wait_for_new_jobs_seconds': 1e-9}, ''),
-            ({'claimable': False}, {}, 'stuck'),
-            ({'claimable': False}, {'options': {'is_persistent': True}}, ''),
-        )
-        for answer, workflow, reason in rows:
-            with self.subTest(answer=answer, workflow=workflow):
-                self.attempts = torc.Attempts()
-                self.build(**workflow)
-                launcher = unittest.mock.Mock(children={})
-                shutdown = torc.Shutdown(self.server.context, launcher, self.dispatcher, self.scripts, self.digests, self.server)
-                rules = torc.ExitRules(self.server.context, shutdown, self.watch)
-                self.server.answer = dict(idle, **answer)
-                self.pace.on_end()
-                rules.look()
-                self.assertEqual('' if reason not in ('cancel', 'complete') else reason, shutdown.reason, 'no request was sent since the start')
-                self.server.sent_at = time.monotonic()
-                rules.look()
-                self.assertEqual(reason, shutdown.reason)
-
-
-class DirectStarterTest(PartTest):
-    """A starter with real processes."""
-
-    def test_an_attempt_runs_with_its_environment_and_its_end_is_judged(self):
-        context, launcher, ended = self.context(), self.launcher(), []    # type: Any, Any, List[Any]
-        context.variables = {'COMMON': 'yes'}
-        starter = torc.DirectStarter(context, launcher)
-        attempt = self.attempt(command='echo $COMMON $TORC_JOB_NAME $CUDA_VISIBLE_DEVICES; exit 3', invocation_script=None, env=None)
-        attempt.grant = torc.Grant(attempt.needs, (0,), ('5',), ('5',))
-        outputs = []    # type: List[int]
-        starter.start(attempt, outputs, ended.append, bool)
-        for descriptor in outputs:
-            os.close(descriptor)
-        self.world.wait(lambda: launcher.act(time.monotonic()) or ended, 20, 'its end')
-        attempt.end = ended[0].end
-        self.assertEqual(('failed', 3, ''), tuple(starter.judge(attempt)))
-        self.assertEqual('yes j1 5\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
-
-    def test_a_script_adds_to_its_log_and_can_be_stopped(self):
-        context, launcher, ended = self.context(), self.launcher(), []    # type: Any, Any, List[Any]
-        scripts = torc.Scripts(context, launcher)
-        for command in ('echo one', 'echo two; exec sleep 1000'):
-            process = scripts.start(command, {}, 'actions', 'a1', ended.append)
-            self.assertEqual([process], list(scripts.running))
-            self.world.wait(lambda: self.world.read('out/actions_wf1_r1.log').count('\n') > len(ended), 20, 'its output')
-            if 'sleep' in command:
-                scripts.stop(signal.SIGTERM, 10)
-            self.world.wait(lambda: launcher.act(time.monotonic()) or process in ended, 20, 'its end')
-        self.assertEqual((['one', 'two'], [0, 143], {}),
-                         (self.world.read('out/actions_wf1_r1.log').split(), [process.end.return_code for process in ended], scripts.running))
-
-
-class LoopTest(PartTest):
-    """What turns the parts."""
-
-    def runner(self, *answers: Any) -> Any:
-        """A runner that has called no server."""
-        self.client = ScriptedClient(*answers)
-        launcher = self.launcher()
-        wakeup = torc.Wakeup()
-        self.addCleanup(wakeup.close)
-        return torc.Runner(self.context({'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}), self.client, launcher, wakeup)
-
-    def test_a_runner_is_put_together_without_a_server(self):
-        runner = self.runner()
-        self.assertEqual(([], []), (self.client.calls, self.client.requests))
-        self.assertTrue(all(part.due() >= 0 for part in runner.parts))
-
-    def test_no_part_holds_the_runner(self):
-        runner = self.runner()
-        seen, waiting = set(), list(runner.parts)
-        while waiting:
-            thing = waiting.pop()
-            if id(thing) not in seen and type(thing).__module__ == 'torc' and not isinstance(thing, tuple):
-                seen.add(id(thing))
-                self.assertIsNot(runner, thing)
-                waiting += [value for name, value in getattr(thing, '__dict__', {}).items() if name != 'call']
-        self.assertGreater(len(seen), 10)
-
-    def test_a_part_that_is_due_ends_the_wait_and_acts_in_each_turn(self):
-        class Sampler:
-            """Due ten times a second."""
-
-            def __init__(self) -> None:
-                self.next_at, self.samples = time.monotonic(), []   # type: float, List[float]
-
-            def due(self) -> float:
-                """The next sample."""
-                return self.next_at
-
-            def act(self, now: float) -> None:
-                """Take a sample, if it is time."""
-                if now >= self.next_at:
-                    self.samples.append(now)
-                    self.next_at = now + 0.1
-        runner = self.runner()
-        runner.link.poll_at = runner.link.lease_ends_at = math.inf
-        sampler = Sampler()
-        runner.parts.append(sampler)
-        turns, until = 0, time.monotonic() + 5
-        while len(sampler.samples) < 4 and time.monotonic() < until:
-            runner.turn()
-            runner.wait()
-            turns += 1
-        pauses = [after - before for before, after in zip(sampler.samples, sampler.samples[1:])]
-        self.assertEqual(3, len(pauses))
-        self.assertGreaterEqual(min(pauses), 0.1)
-        self.assertLess(turns, 12)
-
-
-class MonitorRunTest(RunnerCase):
-    """What a runner measures, and what it does about memory limits, with real jobs."""
-    GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
-
-    def setUp(self) -> None:
-        super().setUp()
-        patch = unittest.mock.patch('torc.FIRST_SAMPLE_S', 0.05)
-        patch.start()
-        self.addCleanup(patch.stop)
-
-    def grow(self, size_mb: int, for_s: float = 100) -> str:
-        """A command that takes so much memory, and keeps it for a while."""
-        return self.GROW.format(python=shlex.quote(sys.executable), mb=size_mb, s=for_s)
-
-    def limited(self, command: str, memory: str = '60m', **fields: Any) -> Any:
-        """A workflow of one job with a memory limit."""
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': memory, 'runtime': 'PT1M'}]
-        return self.create({'command': command, 'resource_requirements': 'r'}, resource_requirements=needs, **fields)
-
-    def result(self) -> Dict[str, Any]:
-        """The only result."""
-        row, = self.client.rows('list_results', workflow_id=1, all_runs=True)
-        return row
-
-    def test_a_job_above_its_memory_limit_is_killed_with_all_that_it_has_started(self):
-        self.limited('(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &); ' + self.grow(100))
-        self.run_it()
-        row = self.result()
-        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
-        used_mb, = re.findall(r'^used ([0-9]+)MB of memory, and its limit was 60MB: raise memory in its resource_requirements', row['reason'])
-        self.assertGreater(int(used_mb), 60)
-        self.assertGreater(row['peak_memory_bytes'], 60 << 20)
-        self.assertRegex(self.log(), r'WARNING OOM violation detected: workflow_id=1 job_id=1 pid=[0-9]+ memory=0\.[01][0-9]GB limit=0\.06GB\n'
-                                     r'.* WARNING Killing OOM job workflow_id=1 job_id=1\n')
-        self.assertFalse(torc.read_process_start_ticks(int(self.world.read('hidden'))))
-
-    def test_without_a_limit_a_monitor_or_limit_resources_nothing_is_killed(self):
-        for fields in ({'execution_config': {'limit_resources': False}}, {'resource_monitor': {'enabled': False}}):
-            with self.subTest(fields):
-                workflow_id = self.limited(self.grow(100, 0.3), **fields)
-                self.assertEqual(1, self.run_it(workflow_id).completed)
-        self.assertEqual(1, self.run_it(self.create(self.grow(100, 0.3))).completed, 'the implicit requirements are no limit')
-        job = {'command': self.grow(100, 0.3), 'resource_requirements': 'r'}
-        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r', 'num_cpus': 1}])).completed, 'nor are those without memory')
-
-    def test_the_return_code_is_oom_exit_code_and_a_failure_handler_takes_it(self):
-        rules = [{'name': 'h', 'rules': [{'exit_codes': [99], 'max_retries': 2}]}]
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}]
-        self.create({'command': f'[ $TORC_ATTEMPT_ID = 2 ] || {self.grow(100)}', 'resource_requirements': 'r', 'failure_handler': 'h'},
-                    resource_requirements=needs, failure_handlers=rules, execution_config={'mode': 'direct', 'oom_exit_code': 99})
-        self.run_it()
-        self.assertEqual([(1, 1, 99, 'failed'), (1, 2, 0, 'completed')], self.results())
-
-    SHARE = textwrap.dedent("""
-        import os, sys, time
-        block = bytearray(40 << 20)
-        writes = sys.argv[1] == 'write'
-        workers = [os.fork() for _ in range(1)]
-        for _ in range(7):
-            if workers[-1]:
-                workers.append(os.fork())
-        if not workers[-1]:
-            time.sleep(0.3)
-            if writes:
-                block[::4096] = bytes(len(block[::4096]))
-                time.sleep(100)
-            time.sleep(0.3)
-            os._exit(0)
-        while workers:
-            os.wait()
-            workers.pop()
-        """)
-
-    def test_workers_that_share_their_memory_are_within_the_limit_until_they_write_to_it(self):
-        self.world.write('share.py', self.SHARE)
-        for word, wanted in (('read', (0, 'completed')), ('write', (137, 'failed'))):
-            with unittest.mock.patch('torc.TICKS_S', (0.05, 0.05)):
-                workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {word}', '150m')
-                self.run_it(workflow_id)
-            row, = self.client.rows('list_results', workflow_id=workflow_id)
-            self.assertEqual(wanted, (row['return_code'], row['status']))
-            self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
-
-    @slow
-    def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):
-        def fail(*_: Any) -> None:
-            raise OSError(errno.EIO, 'Input/output error')
-        for look, said in ((fail, '[Errno 5] Input/output error'), (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'it was killed'),
-                           (lambda *_: signal.pause(), 'it was killed')):
-            with unittest.mock.patch.multiple(torc, check_trees=look, CHECK_LIMIT_S=0.2):
-                self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.8))).completed)
-            self.assertEqual(f'memory limits: no look at what jobs share was possible: {said}', self.progress.messages[-1])
-
-    def test_results_and_nodes_carry_what_was_used(self):
-        burn = "while [ $(date +%s%N) -lt $((end)) ]; do :; done"
-        self.create({'command': f'end=$(($(date +%s%N) + 1200000000)); {burn}'}, self.grow(100, 0.5), 'true',
-                    resource_monitor={'compute_node': {'enabled': True}, 'jobs': {'enabled': True}})
-        self.run_it(num_cpus=1)
-        burnt, grown, short = sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])
-        self.assertGreater(burnt['peak_cpu_percent'], 5)
-        self.assertGreaterEqual(burnt['peak_cpu_percent'], burnt['avg_cpu_percent'])
-        self.assertTrue(100 << 20 < grown['peak_memory_bytes'] < 200 << 20)
-        self.assertTrue(0 < grown['avg_memory_bytes'] <= grown['peak_memory_bytes'])
-        self.assertTrue(0 < short['avg_cpu_percent'] <= 100 * os.cpu_count())
-        node, = self.client.rows('list_compute_nodes', workflow_id=1)
-        self.assertTrue(node['sample_count'] >= 1 and 0 <= node['avg_cpu_percent'] <= node['peak_cpu_percent'] <= 100)
-        self.assertTrue(0 < node['avg_memory_bytes'] <= node['peak_memory_bytes'])
-        self.assertFalse(os.path.exists(self.world.path('out', torc.SERIES_DIRECTORY)), 'a summary needs no file')
-
-    def test_without_a_monitor_a_result_has_what_the_end_tells(self):
-        self.create(self.grow(1, 0), resource_monitor={'enabled': False})
-        self.run_it()
-        self.assertGreater(self.result()['avg_cpu_percent'], 0)
-        self.assertNotIn('avg_memory_bytes', self.result())
-
-    def test_a_time_series_is_in_a_file_of_the_output_directory(self):
-        both = {'enabled': True, 'granularity': 'time_series'}
-        self.create(self.grow(100, 1.2), resource_monitor={'sample_interval_seconds': 1, 'jobs': both, 'compute_node': both})
-        self.run_it()
-        path, = glob.glob(glob.escape(self.world.path('out', 'resource_utilization')) + '/*')
-        self.assertEqual(f'resource_metrics_wf1_h{socket.gethostname()}_r1_p{os.getpid()}.db', os.path.basename(path))
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            jobs = connection.execute('SELECT * FROM job_resource_samples ORDER BY timestamp').fetchall()
-            self.assertEqual([(1, 'j1')], connection.execute('SELECT * FROM job_metadata').fetchall())
-            self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
-            self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
-        self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
-
-    def test_a_series_that_cannot_be_written_harms_no_job(self):
-        self.world.write('out/resource_utilization', 'in the way')
-        self.create(self.grow(1, 0.3), resource_monitor={'granularity': 'time_series', 'enabled': True})
-        self.assertEqual(1, self.run_it().completed)
-        said, = [text for text in self.progress.messages if 'time series' in text]
-        self.assertIn('the time series cannot be written at present: ', said)
-        self.assertEqual('in the way', self.world.read('out/resource_utilization'))
-
-    def test_a_file_system_that_hangs_holds_up_neither_jobs_nor_the_end(self):
-        def hang(path: str, rows: Any) -> None:
-            signal.pause()
-        self.create(self.grow(1, 0.3), 'true', resource_monitor={'granularity': 'time_series', 'enabled': True})
-        with unittest.mock.patch.multiple(torc, write_series=hang, LAST_FLUSH_S=0.1):
-            outcome = self.run_it()
-        self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
-        self.assertLess(outcome.wall_s, 20)
-
-    def test_a_kill_by_the_kernel_is_told_from_one_by_a_limit_or_by_somebody(self):
-        counter = self.world.write('events', 'oom_kill 5\n')
-        self.create('[ -f events.new ] || { echo "oom_kill 6" > events; touch events.new; }; kill -9 $$',
-                    {'command': 'exit 3', 'depends_on': ['j1'], 'cancel_on_blocking_job_failure': False},
-                    {'command': 'kill -9 $$', 'depends_on': ['j2'], 'cancel_on_blocking_job_failure': False},
-                    execution_config={'mode': 'direct', 'oom_exit_code': 99})
-        with unittest.mock.patch('torc.find_oom_file', lambda: counter):
-            self.run_it()
-        rows = {row['job_id']: row for row in self.client.rows('list_results', workflow_id=1)}
-        self.assertEqual([(1, 99), (2, 3), (3, 137)], [(number, row['return_code']) for number, row in sorted(rows.items())])
-        self.assertEqual(f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once',
-                         rows[1]['reason'])
-        self.assertEqual('killed by SIGKILL', rows[3]['reason'])
-
-
-@slow
-class MonitorCostTest(RunnerCase):
-    """What the monitor costs, and how late it is."""
-
-    def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
-        processes = [subprocess.Popen(['sleep', '1000']) for _ in range(500)]
-        self.addCleanup(lambda: [(process.kill(), process.wait()) for process in processes])
-        marks = {process.pid: index // 5 for index, process in enumerate(processes)}
-        sampler = torc.TreeSampler(1.0, read_mark=lambda pid: marks.get(pid, -1))
-        self.addCleanup(sampler.close)
-        for number in range(100):
-            sampler.add(number, torc.JobTree(1, torc.Mark(b'', number, 0), 0.0), 0.0)
-        costs = []
-        for now in range(1, 30):
-            began = time.process_time()
-            sampler.sample(float(now))
-            costs.append(time.process_time() - began)
-        self.assertEqual({5}, {tree.num_processes for tree in sampler.trees.values()})
-        self.assertLess(sorted(costs)[len(costs) // 2], cpu_unit_s() / 2)    # 0.01 s
-
-    GROWING = textwrap.dedent("""
-        import time
-        time.sleep(1.2)
-        began, blocks = time.monotonic(), []
-        while True:
-            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
-                blocks.append(bytearray(b'x') * (10 << 20))
-            time.sleep(0.001)
-        """)
-
-    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
-        self.world.write('growing.py', self.GROWING)
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '1g', 'runtime': 'PT1M'}]
-        self.create({'command': f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', 'resource_requirements': 'r'},
-                    resource_requirements=needs)
-        self.run_it()
-        row, = self.client.rows('list_results', workflow_id=1)
-        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
-        self.assertTrue(1 << 30 < row['peak_memory_bytes'] < (1 << 30) + 300 * 10 ** 6, row['peak_memory_bytes'])
-
-
-def memory_group() -> str:
-    """A new memory control group below our own, of either version, where this process may make one; else the test is skipped."""
-    file = torc.find_oom_file()
-    parent, name = os.path.dirname(file), os.path.basename(file)
-    found = os.path.join(parent, f'torc-test-{os.getpid()}')
-    with contextlib.suppress(OSError):
-        os.mkdir(found)
-    limit = os.path.join(found, 'memory.limit_in_bytes' if name == 'memory.oom_control' else 'memory.max')
-    if not os.access(limit, os.W_OK):
-        with contextlib.suppress(OSError):
-            os.rmdir(found)
-        need('cgroup', False, 'a memory control group in which groups may be made')
-    with open(limit, 'w') as group:
-        group.write(str(300 << 20))
-    return found
-
-
-@slow
-class KernelKillTest(RunnerCase):
-    """A runner in a control group with too little memory."""
-
-    @staticmethod
-    def is_removed(group: str) -> bool:
-        """Whether a control group is gone; it is removed as soon as nothing is in it."""
-        with contextlib.suppress(OSError):
-            os.rmdir(group)
-        return not os.path.exists(group)
-
-    def test_what_the_kernel_kills_is_said_to_be_killed_by_it(self):
-        group = memory_group()
-        self.addCleanup(lambda: self.world.wait(lambda: self.is_removed(group), 20, 'the end of all in the group'))
-        self.world.write('w.yaml', """
-            name: w
-            execution_config: {mode: direct, oom_exit_code: 99}
-            jobs:
-            - {name: greedy, command: 'exec %s -S -c "x = bytearray(600 << 20)"'}
-            - {name: killed, command: 'kill -9 $$', depends_on: [greedy], cancel_on_blocking_job_failure: false}
-            """ % sys.executable)
-        stub, python = stub_path(), sys.executable
-        with self.world.inside():
-            runner = Background(['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {python} "{stub}" run w.yaml'],
-                                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner'))
-        self.world.started.append(runner)
-        outcome = runner.finish()
-        self.assertExit(1, outcome, 'failed greedy (return code 99): killed by the kernel for lack of memory (', 'failed killed (return code 137): killed by SIGKILL\n')
-        self.world.leave()
-
-
-class RunnerRulesTest(unittest.TestCase):
-    """The runner's arithmetic."""
-
-    def kind(self, cpus: int = 1, memory: int = 0, gpus: int = 0, **more: Any) -> Any:
-        """Requirements."""
-        return torc.job_needs(dict({'num_cpus': cpus, 'memory_bytes': memory, 'num_gpus': gpus, 'num_nodes': 1}, **more))
-
-    @staticmethod
-    def ledger(cpus: int, memory: int, devices: Tuple[str, ...] = (), max_jobs: Optional[int] = None) -> Any:
-        """The ledger of one node."""
-        return torc.Ledger([torc.NodeSize(cpus, memory, devices)], max_jobs)
-
-    def test_files_are_read_a_piece_at_a_time(self):
-        directory = tempfile.mkdtemp()
-        self.addCleanup(shutil.rmtree, directory)
-        contents = {'big': os.urandom(3 * torc.DIGEST_PIECE_BYTES + 5), 'empty': b'', 'after': b'x'}
-        for name, content in contents.items():
-            with open(os.path.join(directory, name), 'wb') as file:
-                file.write(content)
-        os.mkfifo(os.path.join(directory, 'pipe'))      # nobody will write to it
-        names = ['absent', 'big', 'pipe', 'empty', '.', 'nul\0', 'after']
-        digests = torc.Digests(list)
-        digests.waiting.extend((number, os.path.join(directory, name)) for number, name in enumerate(names))
-        turns, rows = 0, []
-        while digests.is_busy:
-            turns, rows = turns + 1, rows + digests.work(1e-9)
-        self.assertGreater(turns, 4)
-        self.assertEqual([(names.index(name), len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()],
-                         [(number, size, digest) for number, _, size, digest in rows])
-        self.assertEqual(os.stat(os.path.join(directory, 'big')).st_mtime, rows[0][1])
-        digests.waiting.extend([(0, directory), (1, os.path.join(directory, 'big'))])
-        digests.work(1e-9)
-        digests.drop()
-        self.assertFalse(digests.is_busy)
-
-    def test_gpus_are_handed_out_least_recently_used_first(self):
-        ledger = self.ledger(8, 1 << 30, ('0', '1', '2'))
-        first = ledger.take(self.kind(gpus=2))
-        ledger.release(first)
-        self.assertEqual((('0', '1'), ('2', '0')), (first.devices, ledger.take(self.kind(gpus=2)).devices))
-        self.assertIsNone(ledger.take(self.kind(gpus=2)))
-
-    def test_gpus_are_shared_in_turn_by_the_queue_strategy(self):
-        ledger = self.ledger(1, 1, ('0', '1', '2'), 10)
-        grants = [ledger.take(self.kind(gpus=count)) for count in (3, 2, 2)]
-        self.assertEqual([('0', '1', '2'), ('0', '1'), ('2', '0')], [grant.devices for grant in grants])
-        for grant in grants:
-            ledger.release(grant)
-        self.assertEqual(3, len(ledger.devices[0]))
-
-    def test_a_ledger_of_several_nodes_places_each_job_and_hands_out_that_nodes_gpus(self):
-        ledger = torc.Ledger([torc.NodeSize(2, 10, ('0',)), torc.NodeSize(4, 10, ('0', '1')), torc.NodeSize(2, 10, ())], None)
-        grants = [ledger.take(self.kind(cpus, 1, gpus)) for cpus, gpus in ((1, 1), (1, 1), (3, 0), (3, 0))]
-        self.assertEqual([((0,), ('0',)), ((1,), ('0',)), ((1,), ()), None],
-                         [grant and (grant.nodes, grant.devices) for grant in grants])
-        self.assertEqual([(1, 9, 0), (0, 8, 1), (2, 10, 0)], ledger.pool.free)
-        ledger.release(grants[1])
-        ledger.release(grants[2])
-        whole = ledger.take(self.kind(1, 1, 0, num_nodes=2))
-        self.assertEqual(((1, 2), ()), (whole.nodes, whole.devices))
-        ledger.release(whole)
-        self.assertEqual((('1',), (4, 10, 2)), (ledger.take(self.kind(1, 1, 1)).devices, ledger.pool.sizes[1]))
-
-    def test_a_server_of_before_an_update_that_revokes_nothing_is_understood(self):
-        answer = dict(ScriptedClient.EMPTY, run_id=1, claimable=True, pending_actions=0)
-        self.assertNotIn('revoked', answer)
-        self.assertEqual('', torc.find_incompatibility('@RunnerSyncResponse', answer))
-        del answer['jobs']
-        self.assertIn("no 'jobs'", torc.find_incompatibility('@RunnerSyncResponse', answer))
-
-    def test_a_claim_states_each_nodes_capacity_and_what_older_servers_read(self):
-        ledger = torc.Ledger([torc.NodeSize(2, 1 << 30, ()), torc.NodeSize(4, 2 << 30, ('0',))], None)
-        ledger.take(self.kind(1, 1 << 29))
-        want = torc.ClaimPolicy(torc.RunnerOptions(), ledger, 300, torc.Attempts()).want(math.inf)
-        self.assertEqual(([(1, 1 << 29, 0), (4, 2 << 30, 1)], [(2, 1 << 30, 0), (4, 2 << 30, 1)]), (want['nodes'], want['sizes']))
-        self.assertEqual((2, 1, 0.5, 0, {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}),
-                         tuple(want[key] for key in ('num_nodes', 'num_cpus', 'memory_gb', 'num_gpus', 'total')))
-        self.assertEqual(5, want['limit'])
-
-    def test_the_placeholder_requirements_are_no_limit_of_memory(self):
-        ledger = self.ledger(2, 10)
-        self.assertIsNone(ledger.take(self.kind(memory=1 << 20)))
-        self.assertIsNotNone(ledger.take(self.kind(memory=1 << 20, is_implicit=True)))
-
-    def test_short_jobs_are_claimed_ahead_and_long_ones_are_not(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300, torc.Attempts())
-        for mean_s, rounds in ((math.inf, 1), (10.0, 1), (0.2, 1), (0.029, 5), (0.0059, 25), (0.0, 64)):
-            appetite.mean_s = mean_s
-            self.assertEqual((rounds, 2 * rounds), (appetite.rounds(), appetite.want(math.inf)['limit']))
-
-    def test_a_claim_states_the_time_left_with_the_grace(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30), 300, torc.Attempts())
-        self.assertIsNone(appetite.want(math.inf)['time_limit'])
-        self.assertEqual('PT1H', appetite.want(3480.0)['time_limit'])
-
-    def test_the_queue_strategy_claims_nothing_near_the_end(self):
-        appetite = torc.ClaimPolicy(torc.RunnerOptions(), self.ledger(2, 1 << 30, max_jobs=4), 300, torc.Attempts())
-        self.assertEqual(4, appetite.want(301.0)['limit'])
-        self.assertIsNone(appetite.want(299.0))
-
-    def test_waits_double_without_progress_and_are_short_without_children(self):
-        pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300))
-        self.assertEqual([5, 5, 10, 20, 40, 80, 160, 300, 300], [pace.next_wait_s(True, has_children=True) for _ in range(9)])
-        self.assertIsNone(pace.next_wait_s(False, has_children=True), 'a report between two polls changes nothing')
-        pace.on_end()
-        self.assertEqual([5, 5, 10], [pace.next_wait_s(True, has_children=True) for _ in range(3)])
-        self.assertEqual(30, torc.Pace(torc.RunnerOptions(poll_interval_s=60)).next_wait_s(True, has_children=False))
-
-    def test_the_first_rule_that_names_the_code_wins_then_the_first_for_all(self):
-        rules = [{'match_all_exit_codes': True, 'max_retries': 1}, {'exit_codes': [3], 'max_retries': 2}, {'exit_codes': [3], 'max_retries': 9}]
-        self.assertEqual(2, torc.find_rule(rules, 3)['max_retries'])
-        self.assertEqual(1, torc.find_rule(rules, 4)['max_retries'])
-        self.assertIsNone(torc.find_rule(rules[1:], 4))
-
-    def test_signals_have_names_with_and_without_sig(self):
-        for name, number in (('SIGINT', 2), ('int', 2), ('USR1', signal.SIGUSR1), ('nonsense', 15), ('SIG_IGN', 15)):
-            self.assertEqual(number, torc.parse_signal(name))
-
-
-class NodeSizeTest(WorldTest):
-    """What a runner may use of its machine."""
-
-    # Of a fake root: files of control groups -> CPUs, memory in MiB. '-' is no file.
-    GROUPS = rows_of("""
-        version  path     files                                                          cpus  mib
-        2        /        -                                                              inf   inf
-        2        /a/b     a/b/cpu.max=max 100000                                         inf   inf
-        2        /a/b     a/b/cpu.max=250000 100000                                      2.5   inf
-        2        /a/b     a/cpu.max=150000 100000;a/b/cpu.max=max 100000                 1.5   inf
-        2        /a/b     a/memory.max=1048576;a/b/memory.max=max                        inf   1
-        2        /a/b     a/b/memory.high=3145728;a/b/memory.max=4194304                 inf   3
-        2        /../x    cpu.max=50000 100000                                           0.5   inf
-        1        /a       a/cpu.cfs_quota_us=-1;a/cpu.cfs_period_us=100000               inf   inf
-        1        /a       a/cpu.cfs_quota_us=300000;a/cpu.cfs_period_us=100000           3.0   inf
-        1        /a       cpu.cfs_quota_us=50000;cpu.cfs_period_us=100000                0.5   inf
-        1        /a       a/memory.limit_in_bytes=9223372036854771712                    inf   8796093022207
-        1        /a       memory.limit_in_bytes=9223372036854771712;a/memory.limit_in_bytes=2097152  inf  2
-        1        /a       a/cpu.cfs_quota_us=rubbish;a/memory.limit_in_bytes=            inf   inf
-        inside   /box     cpu.max=200000 100000;memory.max=2097152                       2.0   2
-        """)
-    MOUNTS = {'2': ('0::{path}', '30 1 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw'),
-              '1': ('5:cpu,cpuacct:{path}\n4:memory:{path}', '30 1 0:25 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup cgroup rw,cpu,memory'),
-              # as in a container that sees its own group as the root of the mount
-              'inside': ('0::{path}', '30 1 0:25 /box /sys/fs/cgroup rw - cgroup2 cgroup2 rw')}
-
-    def fake_root(self, number: int, version: str, path: str, files: str) -> str:
-        """A directory in place of /, and the prefix that names it."""
-        groups, mount = self.MOUNTS[version]
-        self.world.write(f'{number}/proc/self/cgroup', groups.format(path=path) + '\n')
-        self.world.write(f'{number}/proc/self/mountinfo', f'22 1 0:5 / /proc rw - proc proc rw\n{mount}\n')
-        self.world.write(f'{number}/proc/meminfo', 'MemTotal:       64 kB\nMemAvailable:    12345678901 kB\n')
-        for name, _, text in (part.partition('=') for part in filter(None, files.split(';'))):
-            self.world.write(f'{number}/sys/fs/cgroup/{name}', text + '\n')
-        return self.world.path(str(number))
-
-    def test_the_limits_of_control_groups_count_on_every_level_and_by_either_version(self):
-        for number, row in enumerate(self.GROUPS):
-            with self.subTest(row):
-                root = self.fake_root(number, row['version'], row['path'], row['files'])
-                self.assertEqual((float(row['cpus']), float(row['mib'])),
-                                 (torc.read_cpu_quota(root), torc.read_memory_limit(root) // 2 ** 20
-                                  if torc.read_memory_limit(root) < math.inf else math.inf))
-
-    def test_a_node_has_what_affinity_quota_and_memory_leave_it(self):
-        affinity = len(os.sched_getaffinity(0))
-        for files, cpus, memory in (
-                ('', affinity, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')),
-                ('a/cpu.max=99 100;a/memory.max=1048576', 1, 2 ** 20), ('a/cpu.max=9900000 100', affinity, None)):
-            with self.subTest(files):
-                size = torc.measure_node(torc.RunnerOptions(), root=self.fake_root(len(files), '2', '/a', files))
-                self.assertEqual((cpus, memory or size.memory_bytes), size[:2])
-        root = self.fake_root(99, '2', '/', '')
-        self.world.write('99/proc/meminfo', 'MemAvailable:    1024 kB\n')
-        self.assertEqual(2 ** 20, torc.measure_node(torc.RunnerOptions(), root=root).memory_bytes)
-        options = torc.RunnerOptions(num_cpus=64, memory_gb=1.5, num_gpus=2)
-        self.assertEqual((64, 3 * 2 ** 29, ('0', '1')), torc.measure_node(options, root=root), 'options win')
-
-    def test_a_real_quota_is_what_a_runner_has(self):
-        directories = [path for path in torc.control_group_directories('cpu') if os.path.exists(path + '/cpu.cfs_quota_us')
-                       or os.path.exists(path + '/cpu.max')]
-        group = os.path.join(directories[0] if directories else '', f'torc-test-{self.world.mark}')
-        with contextlib.suppress(OSError):
-            os.mkdir(group if directories else '')
-            self.addCleanup(os.rmdir, group)
-        files = [name for name in ('cpu.cfs_quota_us', 'cpu.max') if os.path.exists(os.path.join(group, name))]
-        need('cgroup', files, 'makes a control group of the cpu controller')
-        with open(os.path.join(group, files[0]), 'w') as file:
-            file.write('100000 100000' if files[0] == 'cpu.max' else '100000')
-        before = torc.measure_node(torc.RunnerOptions()).num_cpus
-        child = os.fork()
-        if child == 0:
-            try:
-                torc.join_control_group(group)
-                os._exit(torc.measure_node(torc.RunnerOptions()).num_cpus)
-            finally:
-                os._exit(99)
-        self.assertEqual(1, end_child(child))
-        self.assertEqual(len(os.sched_getaffinity(0)), before)
-
-    # -------- GPUs --------
-
-    NAMED = rows_of("""
-        environment                                     wanted  found  devices
-        -                                               -       0      -
-        -                                               -       2      0,1
-        -                                               3       0      0,1,2
-        -                                               0       2      -
-        CUDA_VISIBLE_DEVICES=5,7                        -       0      5,7
-        CUDA_VISIBLE_DEVICES=5, 7                       1       9      5
-        CUDA_VISIBLE_DEVICES=GPU-8a,MIG-1/2             -       0      GPU-8a,MIG-1/2
-        CUDA_VISIBLE_DEVICES=2,-1,3                     -       0      2
-        CUDA_VISIBLE_DEVICES=                           -       4      -
-        CUDA_VISIBLE_DEVICES=NoDevFiles                 -       4      -
-        CUDA_VISIBLE_DEVICES=                           2       4      0,1
-        CUDA_VISIBLE_DEVICES=;SLURM_JOB_GPUS=1          -       4      -
-        ROCR_VISIBLE_DEVICES=1                          -       4      1
-        SLURM_STEP_GPUS=2,3;SLURM_JOB_GPUS=0,1          -       0      2,3
-        SLURM_JOB_GPUS=gpu:0,1                          -       0      0,1
-        SLURM_JOB_GPUS=                                 -       1      0
-        """)
-
-    def test_gpus_are_those_that_the_environment_names_or_as_many_as_are_found(self):
-        for row in self.NAMED:
-            with self.subTest(row), self.world.inside(dict(
-                    part.split('=', 1) for part in row['environment'].split(';') if part)):
-                wanted = int(row['wanted']) if row['wanted'] else None
-                self.assertEqual(tuple(filter(None, row['devices'].split(','))),
-                                 torc.visible_devices(wanted, int(row['found'])))
-
-    def test_gpus_of_the_driver_are_counted(self):
-        self.assertEqual(0, torc.count_driver_gpus(self.world.directory))
-        for name in ('dev/nvidia0', 'dev/nvidia1', 'dev/nvidiactl', 'dev/nvidia-uvm'):
-            self.world.write(name, '')
-        self.assertEqual(2, torc.count_driver_gpus(self.world.directory))
-        self.world.write('proc/driver/nvidia/gpus/0000:01:00.0/information', '')
-        self.assertEqual(1, torc.count_driver_gpus(self.world.directory), 'a container that has one of them')
-
-    def count_gpus(self, programs: Dict[str, str], **options: Any) -> Tuple[int, List[str]]:
-        """Ask programs, given as their shell commands."""
-        for name, command in programs.items():
-            os.chmod(self.world.write(f'bin/{name}', f'#!/bin/sh\n{command}\n'), 0o755)
-        with self.world.inside({'PATH': self.world.path('bin') + ':' + os.environ['PATH']}), contextlib.ExitStack() as stack:
-            launcher = torc.Launcher()
-            stack.callback(launcher.close)
-            wakeup = torc.Wakeup()
-            stack.callback(wakeup.close)
-            with unittest.mock.patch.object(torc, 'count_driver_gpus', lambda: 0):
-                return torc.ask_for_gpus(torc.RunnerOptions(**options), launcher, wakeup)
-
-    def test_the_vendors_programs_are_asked_where_nothing_else_names_gpus(self):
-        nvidia = 'test "$*" = -L && printf "GPU 0: NVIDIA A100 (UUID: GPU-1)\\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\\nGPU 1: NVIDIA A100 (UUID: GPU-2)\\n"'
-        amd = 'test "$*" = --showid && printf "GPU[0] : GPU ID: 0x740c\\nGPU[0] : Rev: 1\\nGPU[1] : GPU ID: 0x740c\\n\\nGPU[2] : GPU ID: 0x740c\\n"'
-        self.assertEqual((2, []), self.count_gpus({'nvidia-smi': nvidia}))
-        self.assertEqual((0, []), self.count_gpus({'nvidia-smi': 'echo "NVIDIA-SMI has failed"; exit 9'}))
-        self.assertEqual((3, []), self.count_gpus({'rocm-smi': amd}))
-        self.assertEqual((0, []), self.count_gpus({'rocm-smi': 'touch asked; sleep 1000'}, num_gpus=1))
-        self.assertFalse(os.path.exists(self.world.path('asked')))
-
-    def test_a_program_that_hangs_is_not_waited_for_long_and_said(self):
-        with unittest.mock.patch.object(torc, 'GPU_QUERY_S', 0.3):
-            began = time.monotonic()
-            count, problems = self.count_gpus({'nvidia-smi': 'trap "" TERM; sleep 1000'})
-        self.assertEqual((0, ['nvidia-smi: no answer within 0.3 s, so that no GPU is used; say how many there are with --num-gpus']),
-                         (count, problems))
-        self.assertLess(time.monotonic() - began, 10)
-
-    def test_a_signal_ends_the_wait_for_such_a_program(self):
-        self.assertRaises(KeyboardInterrupt, self.count_gpus, {'nvidia-smi': f'kill -INT {os.getpid()}; sleep 1000'})
-
-    def test_a_run_uses_the_gpus_that_a_program_has_found(self):
-        command = 'echo "GPU 0: A"; echo "GPU 1: B"'
-        os.chmod(self.world.write('bin/nvidia-smi', f'#!/bin/sh\n{command}\n'), 0o755)
-        need('no GPU', not torc.count_driver_gpus(), 'a machine without the driver of a GPU')
-        spec = self.world.write('w.yaml', """
-            name: w
-            resource_requirements: [{name: gpu, num_cpus: 1, num_gpus: 2, memory: 1m, runtime: PT1M}]
-            jobs: [{name: a, command: "echo $CUDA_VISIBLE_DEVICES > seen", resource_requirements: gpu}]
-            """)
-        path = {'PATH': self.world.path('bin') + ':' + os.environ['PATH']}
-        self.assertExit(0, self.world.cli('run', '-p', '0.2', spec, env=path), '1 completed')
-        self.assertEqual('0,1\n', self.world.read('seen'))
-
-
 # ======== 19. Rendering ========
 #
 # Tables, CSV and lines as whole texts; Progress with a clock and a stream of its own.
@@ -17624,6 +17675,277 @@ class TerminalText(io.StringIO):
         return True
 
 
+class WhichWorkflowTest(CommandTest):
+    """Ids that are not given, and questions."""
+
+    def test_without_an_id_and_a_terminal_the_candidates_are_told(self):
+        self.assertExit(4, self.world.main('status'), 'there is no server and no database')
+        self.make()
+        self.make()
+        outcome = self.assertExit(2, self.world.main('status'))
+        self.assertEqual('torc: a workflow id is required when there is no terminal: 1 (sample), 2 (sample)\n', outcome.err)
+
+    def session(self, typed: str, **options: Any) -> Any:
+        """A session with somebody at a terminal who types this."""
+        terminal = io.StringIO(typed)
+        terminal.isatty = lambda: True
+        parsed = torc.parse_command_line(['status'])
+        session = torc.Session(dict(parsed.options, db=self.world.path('torc_output', 'torc.db'), **options), io.StringIO(), io.StringIO(), terminal)
+        session.command = parsed.command
+        self.addCleanup(session.close)
+        return session
+
+    def test_on_a_terminal_one_workflow_is_taken_and_of_several_one_is_chosen(self):
+        self.make()
+        with self.world.inside():
+            session = self.session('')
+            self.assertEqual(1, torc.choose_workflow(session, {'workflow_id': None}))
+            session.close()
+            self.world.main('workflows', 'new', '-n', 'second')
+            session = self.session('2\n')
+            self.assertEqual(2, torc.choose_workflow(session, {'workflow_id': None}))
+            self.assertIn('second', session.err.getvalue())
+            session.close()
+            with self.assertRaises(torc.BadInput):
+                torc.choose_workflow(self.session('7\n'), {'workflow_id': None})
+
+    def test_a_question_needs_a_terminal_or_its_flag(self):
+        self.make()
+        for line in ('cancel 1', 'delete 1', 'workflows reset-status 1', 'jobs delete-all 1', 'jobs reset-status 1', 'user-data delete-all 1'):
+            outcome = self.assertExit(2, self.world.main(*line.split()), '--no-prompts')
+            self.assertEqual('', outcome.out)
+        self.assertEqual(1, len(self.json('workflows list')['items']))
+        self.assertEqual(5, len(self.json('jobs list 1')['items']))
+
+    def test_no_is_the_answer_unless_yes_is_typed(self):
+        for typed, expected in (('y\n', True), ('YES\n', True), ('n\n', False), ('\n', False), ('', False)):
+            self.assertEqual(expected, self.session(typed).confirm('Sure?'), typed)
+        self.assertTrue(self.session('', no_prompts=True).confirm('Sure?'))
+        self.assertTrue(self.session('', format='json').confirm('Sure?'))
+
+
+class ObjectTest(CommandTest):
+    """Lists, and one function for many kinds of objects."""
+
+    def test_lists_are_limited_sorted_and_filtered(self):
+        self.make()
+        self.assertEqual(['work', 'gen'], [job['name'] for job in self.json('jobs list 1 -l 2 --offset 1')['items']])
+        self.assertEqual(['tail', 'bad'], [job['name'] for job in self.json('jobs list 1 --sort-by id --reverse-sort --limit 2')['items']])
+        self.assertEqual([], self.json('jobs list 1 -s failed')['items'])
+        self.assertEqual('No jobs found\n', self.text('jobs list 1 -s failed'))
+        self.assertEqual(['bad'], [job['name'] for job in self.json('jobs list 1 --upstream-job-id 1')['items'] if job['name'] == 'bad'])
+
+    def test_a_column_may_be_left_out(self):
+        self.make()
+        self.assertEqual('ID,Name,Status,Priority,Elapsed', self.text('-f csv jobs list 1 -x command -x "compute node"').splitlines()[0])
+
+    def test_what_is_not_given_stays(self):
+        self.make()
+        self.json('files update 1 -p elsewhere.txt')
+        record = self.json('files get 1')
+        self.assertEqual(('inp', 'elsewhere.txt'), (record['name'], record['path']))
+        outcome = self.assertExit(2, self.world.main('files', 'update', 1))
+        self.assertEqual('torc: nothing to change: give one of --name, --path\n', outcome.err)
+
+    def test_user_data_may_be_false_or_null_and_is_kept(self):
+        self.make()
+        for text in ('false', '0', '[]', '""'):
+            number = self.json(f"user-data create 1 -n x{text.strip('[]')} -d '{text}'")['id']
+            self.assertEqual(json.loads(text), self.json(f'user-data get {number}')['data'])
+
+    def test_an_unknown_id_is_exit_4(self):
+        self.make()
+        for line in ('jobs get 99', 'files get 99', 'results delete 99', 'workflows get 99', 'cancel 99 --no-prompts', 'logs 99 a', 'logs 1 nope', 'run 99'):
+            self.assertExit(4, self.world.main(*line.split()))
+
+    def test_labels_and_priority_of_a_job_change(self):
+        self.make()
+        self.assertEqual(['a', 'b'], self.json('jobs update 1 --label a,b --priority 7')['labels'])
+        job = self.json('jobs update 1 --clear-labels')
+        self.assertEqual((None, 7), (job.get('labels') or None, job['priority']))
+
+    def test_a_jobs_runtime_is_that_of_its_requirements(self):
+        self.make()
+        self.json('jobs update 1 --runtime PT2H')
+        self.assertEqual('PT2H', self.json('jobs list-resource-requirements 1 -j 1')[0]['runtime'])
+
+    def test_a_job_gets_other_requirements_and_their_runtime_changes_for_all_that_share_them(self):
+        self.make()
+        number = self.json('resource-requirements create 1 -n big -m 8GB -r 30m')['id']
+        self.json(f'jobs update 2 --resource-requirements-id {number}')
+        outcome = self.assertExit(0, self.world.main('jobs', 'update', 1, '--runtime', '2h', '--resource-requirements-id', number))
+        self.assertEqual(f'the runtime of resource requirements {number} (big) is PT2H now; 2 jobs share them\n', outcome.err)
+        self.assertEqual([('big', '8g', 'PT2H')] * 2 + [('small', '100m', 'PT10M')],
+                         [(row['rr_name'], row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')[:3]])
+
+    def test_memory_in_bare_bytes_is_doubted(self):
+        self.make()
+        outcome = self.assertExit(0, self.world.main('resource-requirements', 'create', 1, '-n', 'tiny', '-m', '8'))
+        self.assertEqual('warning: --memory: 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes\n', outcome.err)
+
+    def test_jobs_are_deleted_all_or_none(self):
+        self.make()
+        self.assertExit(4, self.world.main('jobs', 'delete', 1, 2, 99), 'there is no job 99')
+        self.assertEqual(5, len(self.json('jobs list 1')['items']))
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        client.initialize_jobs(workflow_id=1)
+        client.claim_next_jobs(workflow_id=1, limit=1)
+        client.close()
+        self.assertExit(4, self.world.main('jobs', 'delete', 2, 1), 'jobs are pending or running: prep; wait for their end, or cancel the workflow')
+        self.assertEqual(5, len(self.json('jobs list 1')['items']))
+        self.assertEqual([2, 3], [job['id'] for job in self.json('jobs delete 2 3 2')['items']])
+
+    def test_jobs_come_from_a_file_of_commands(self):
+        self.make()
+        self.world.write('commands.txt', '# two\necho 1\n\n  echo 2\n')
+        self.assertEqual(2, self.json('jobs create-from-file 1 commands.txt --memory-per-job 2g')['jobs_created'])
+        self.assertEqual([('job6', 'echo 1'), ('job7', 'echo 2')], [(job['name'], job['command']) for job in self.json('jobs list 1 --offset 5')['items']])
+        self.world.write('empty.txt', '# none\n')
+        self.assertExit(2, self.world.main('jobs', 'create-from-file', 1, 'empty.txt'), 'holds no command')
+
+    def test_no_command_makes_a_second_job_of_one_name(self):
+        self.make()
+        for words in (('update', 2, '-n', 'prep'), ('create', 1, '-n', 'prep', '-c', 'x')):
+            self.assertExit(4, self.world.main('jobs', *words), "workflow 1 has a job 'prep' already")
+        self.world.write('commands.txt', 'x\ny\n')
+        for line in ('create-from-file 1 commands.txt', 'delete 6', 'create-from-file 1 commands.txt'):
+            self.assertExit(0, self.world.main('jobs', *line.split(), '--no-prompts'))
+        names = [job['name'] for job in self.json('jobs list 1')['items']]
+        self.assertEqual(['job7', 'job8', 'job9'], names[5:])
+
+    def test_failure_handlers_are_listed_of_the_jobs_that_have_one(self):
+        self.make()
+        self.assertEqual(['bad'], [row['job_name'] for row in self.json('jobs list-failure-handlers 1')])
+
+    def test_the_newest_event_may_be_none(self):
+        self.make()
+        self.assertIsNone(self.json('events get-latest-event 1'))
+        self.json("events create 1 -d '{\"category\": \"note\", \"level\": \"warning\"}'")
+        self.assertEqual('note', self.json('events get-latest-event 1')['data']['category'])
+        self.assertIn(',warning,note,', self.text('-f csv events list 1'))
+
+
+class MonitorTest(CommandTest):
+    """Commands that go on until they are interrupted."""
+
+    def events(self, text: str) -> List[Tuple[str, Any]]:
+        """Type and job of JSON documents that follow each other."""
+        found, place, decoder = [], 0, json.JSONDecoder()
+        while text[place:].strip():
+            value, place = decoder.raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip()))
+            found.append((value.get('event_type') or value['method'], value.get('data', {}).get('job_name') or value.get('path')))
+        return found
+
+    def start_monitor(self, *words: Any) -> Background:
+        """A monitor that has been let in: it has shown something."""
+        monitor = self.world.start('events', 'monitor', 1, *words)
+
+        def is_in() -> bool:
+            self.assertExit(0, self.world.main('workflows', 'archive', 'false', 1))
+            return bool(monitor.lines())
+        self.world.wait(is_in, 20, 'the monitor', [monitor])
+        return monitor
+
+    def test_what_happens_is_shown_and_written_to_a_file(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}, {name: b, command: exit 3, depends_on: [a]}, {name: c, command: "true", depends_on: [b]}]')
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        self.world.write('events.jsonl', 'kept\n')
+        monitor = self.start_monitor('--filename', 'events.jsonl')     # a server is started for it
+        self.assertExit(1, self.world.cli('run', 1))
+        wanted = [('workflow_started', None), ('compute_node_started', None), ('job_started', 'a'), ('job_completed', 'a'), ('job_started', 'b'),
+                  ('job_failed', 'b'), ('job_canceled', 'c'), ('compute_node_stopped', None)]
+        self.world.wait(lambda: wanted[-1] in self.events('\n'.join(monitor.lines())), 10, 'the end of the run', [monitor])
+        monitor.send(signal.SIGINT)
+        outcome = self.assertExit(130, monitor.finish())
+        self.assertEqual('Interrupted\n', outcome.err)
+        self.assertEqual(wanted, [event for event in self.events(outcome.out) if event[0] != 'user_action'])
+        self.assertIn('"Initialized workflow 1"', outcome.out)     # the first time is no second one
+        first, *lines = self.world.read('events.jsonl').splitlines()
+        self.assertEqual(('kept', self.events(outcome.out)), (first, self.events('\n'.join(lines))))
+
+    def test_a_server_that_was_killed_is_found_again_and_the_gap_is_told(self):
+        self.world.serve('--db', 'my.db')
+        port = torc.parse_url(self.world.url).port
+        with self.world.inside(), contextlib.closing(torc.Client.connect(database=self.world.path('my.db'))) as client:
+            client.create_workflow({'name': 'w', 'user': 'u'})
+            monitor = self.world.start('--db', 'my.db', 'events', 'monitor', 1)
+            self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and monitor.lines(), 20, 'the monitor', [monitor])
+            self.world.server.kill()
+            self.world.serve('--db', 'my.db', '--port', port)
+            self.world.wait(lambda: 'missed while the server was away' in monitor.err, 20, 'the monitor to notice', [monitor])
+            before = len(monitor.lines())
+            self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and len(monitor.lines()) > before, 20, 'more', [monitor])
+        monitor.send(signal.SIGTERM)
+        monitor.finish()
+
+    def test_it_ends_after_its_time(self):
+        self.make()
+        self.assertExit(0, self.world.main('events', 'monitor', 1, '-d', '0.002', '--level', 'error'))
+        self.assertExit(4, self.world.main('events', 'monitor', 9, '-d', '1'), 'there is no workflow 9')
+        self.assertExit(2, self.world.main('events', 'monitor', 1, '--level', 'loud'), 'debug, info, warning')
+        self.assertExit(2, self.world.main('events', 'monitor', 1, '--filename', '/nowhere/x'), 'cannot write to /nowhere/x')
+
+    def test_requests_are_shown_one_a_line(self):
+        self.world.serve('--db', 'my.db')
+        tail = self.world.start('--db', 'my.db', 'admin', 'tail-api', '--include-bodies')
+        self.world.wait(lambda: self.assertExit(0, self.world.main('--db', 'my.db', 'workflows', 'new', '-n', 'mine')) and 'mine' in '\n'.join(tail.lines()), 20, 'a request', [tail])
+        tail.send(signal.SIGINT)
+        outcome = self.assertExit(130, tail.finish())
+        values = [json.loads(line) for line in outcome.out.splitlines()]
+        self.assertTrue(any('"mine"' in value.get('request_body', '') for value in values if value['method'] == 'POST'), outcome)
+        token = torc.read_token(self.world.path('my.db.token'))
+        self.assertNotIn(token, outcome.out)
+
+
+class AdminCommandTest(CommandTest):
+    """admin ..."""
+
+    def test_rows_are_shown_in_every_format(self):
+        self.make()
+        sql = "SELECT id, name AS \"\", id AS id FROM workflow"
+        self.assertEqual([{'id': 1, '': 'sample', 'id_2': 1}], self.json(f'admin sql {shlex.quote(sql)}')['items'])
+        self.assertEqual('id,,id_2\n1,sample,1\n', self.assertExit(0, self.world.main('-f', 'csv', 'admin', 'sql', sql)).out)
+        self.assertExit(0, self.world.main('admin', 'sql', 'SELECT 5 AS five WHERE 0'), 'No rows found')
+        self.assertEqual(1, len(self.json("admin sql 'VALUES (1), (2)' --limit 1")['items']))
+        self.assertExit(4, self.world.main('admin', 'sql', 'SELECT x'), 'no such column: x')
+
+    def test_a_change_is_asked_for(self):
+        self.make()
+        sql = "UPDATE workflow SET description = 'new' WHERE id = 1"
+        outcome = self.assertExit(2, self.world.main('admin', 'sql', '--write', sql), 'pass -y')
+        self.assertEqual('', outcome.out)
+        self.assertExit(2, self.world.main('-f', 'json', 'admin', 'sql', '--write', sql), 'pass -y')
+        for typed, expected, code in (('n\n', 'one of each', 0), ('y\n', 'new', 0)):
+            with self.world.inside(), contextlib.closing(self.session(typed)) as session:
+                args = {'sql': sql, 'write': True, 'allow_full_table': None, 'yes': None, 'limit': None}
+                self.assertEqual(code, torc.cmd_admin_sql(session, args))
+                self.assertIn('1 rows would change', session.err.getvalue())
+            self.assertEqual(expected, self.json('workflows get 1').get('description'))
+        self.assertExit(0, self.world.main('--no-prompts', 'admin', 'sql', '--write', 'DELETE FROM event WHERE 0'), '0 rows changed')
+        self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET description = 1'), 'has no WHERE')
+        self.assertExit(0, self.world.main('admin', 'sql', '--write', '-y', '--allow-full-table', 'UPDATE workflow SET description = 1'), '1 rows changed')
+        self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET user = NULL WHERE 1'), 'NOT NULL')
+        log = self.json('admin list-audit-log')
+        self.assertEqual([False, True, True, True], [row['success'] for row in log['items']])
+        self.assertIn('4 entries', self.assertExit(0, self.world.main('admin', 'list-audit-log')).out)
+
+    session = WhichWorkflowTest.session
+
+    def test_a_server_can_do_without(self):
+        self.world.serve('--db', 'my.db', '--disable-admin-sql-writes')
+        self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'))
+        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', '--write', '-y', 'DELETE FROM job WHERE 1'), 'SQL that writes is switched off')
+        self.assertIn('request', self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'api-stats')).out)
+        self.world.server.send(signal.SIGTERM)
+        self.world.server.finish(10)
+        self.world.serve('--db', 'my.db', '--disable-admin-sql')
+        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'), 'SQL is switched off')
+        self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'list-audit-log'), 'No entries')
+
+
+# ======== 20a. Workflows ========
+
 @slow
 class ReasonTest(CommandTest):
     """Why jobs failed or do not run, wherever people look."""
@@ -17843,6 +18165,220 @@ class ReasonTest(CommandTest):
         self.assertEqual('x\\x1b[2Jy', self.on_terminal('logs 2 job1'))
         self.assertEqual('x\x1b[2Jy', self.text('logs 2 job1'))
 
+
+class TaskCommandTest(CommandTest):
+    """Commands that begin tasks or wait for them, with a server that carries them out, or does not."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.server = ServerThread(self.world.path('served.db'))
+        self.addCleanup(self.server.stop)
+        self.world.environment['TORC_API_URL'] = f'http://127.0.0.1:{self.server.port}/torc-service/v1'
+        self.make('name: w\njobs: [{name: a, command: "true"}]\n')
+
+    def work(self, does: bool) -> None:
+        """Whether the server carries out tasks."""
+        self.server.server.tick = torc.tend if does else lambda store: False
+        self.server.server.tick_at = 0.0        # with the next request
+
+    def run_id(self) -> int:
+        """The workflow's run generation."""
+        return self.json('workflows get 1')['run_id']
+
+    def test_init_waits_for_its_task_or_does_not(self):
+        self.assertEqual({'error': None, 'message': 'Initializing task completed', 'status': 'success', 'task_id': 1, 'task_operation': 'initialize_jobs',
+                          'task_status': 'succeeded', 'workflow_id': 1}, self.json('workflows init 1'))
+        self.assertEqual({'message': 'Reinitialize task created', 'status': 'success', 'task_id': 2, 'task_operation': 'initialize_jobs',
+                          'task_status': 'queued', 'workflow_id': 1}, self.json('workflows reinit 1 --async'))
+        self.assertEqual('succeeded', self.json('tasks wait 2 --timeout 10 --poll-fallback-interval 0.1')['status'])
+        self.assertEqual('Task 2 (initialize_jobs of workflow 1): succeeded\n', self.text('tasks wait 2'))
+
+    def test_a_task_at_work_is_not_doubled(self):
+        self.work(False)
+        self.assertEqual('Task 1 initializes workflow 1; wait for it with: torc.py tasks wait 1\n', self.text('workflows init 1 --async'))
+        run_id = self.run_id()
+        for line in ('workflows init 1 --async', 'workflows reinit 1 --async'):
+            self.assertEqual(1, self.json(line)['task_id'])
+        self.assertEqual(run_id, self.run_id())
+        answer = self.json('workflows reinit 1 --wait-timeout 0.05', 1)
+        self.assertEqual(('error', 'queued', True), (answer['status'], answer['task_status'], 'is still queued: wait on with' in answer['error']))
+        outcome = self.assertExit(1, self.world.main('-f', 'json', 'tasks', 'wait', 1, '--timeout', '0.05'), 'torc: task 1 is still queued')
+        self.assertEqual('queued', outcome.json()['status'])
+        self.work(True)
+        self.assertEqual('succeeded', self.json('tasks wait 1')['status'])
+
+    def test_a_task_that_failed_is_exit_1_with_its_reason(self):
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        file_id = client.create_file({'workflow_id': 1, 'name': 'f', 'path': 'f'})['id']
+        client.create_job({'workflow_id': 1, 'name': 'snake', 'command': 'x', 'input_file_ids': [file_id], 'output_file_ids': [file_id]})
+        answer = self.json('workflows init 1', 1)
+        self.assertEqual(('error', 'failed', 'Initializing task failed', 'these jobs wait for each other: snake -> snake'),
+                         (answer['status'], answer['task_status'], answer['message'], answer['error']))
+        self.assertExit(1, self.world.main('workflows', 'init', 1, '--no-prompts'), 'torc: these jobs wait for each other: snake -> snake')
+        self.assertExit(1, self.world.main('tasks', 'wait', 1), 'torc: these jobs wait for each other: snake -> snake')
+        self.assertExit(4, self.world.main('tasks', 'wait', 9), 'there is no task 9')
+
+
+class ActionCommandTest(CommandTest):
+    """Changing and deleting actions."""
+
+    def test_options_win_over_json_and_the_rest_stays(self):
+        self.make()
+        answer = self.json("workflows update-action 1 2 --num-allocations 4 --start-one-worker-per-node yes --json '{\"num_allocations\": 9, \"max_parallel_jobs\": 3}'")
+        config = answer['action_config']
+        self.assertEqual((4, True, 3, 'slurm'), tuple(config[key] for key in ('num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs', 'scheduler_type')))
+        self.assertEqual('Updated action 2\n', self.text('workflows update-action 1 2 --scheduler-type slurm'))
+        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2), 'nothing to change: give one of --scheduler-id')
+        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2, '--json', '[1]'), '--json requires an object')
+        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 2, '--json', '{"x": 1}'), "has no key 'x'")
+        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 9, '--num-allocations', 1), 'workflow 1 has no action 9')
+
+    def test_deleting_asks(self):
+        self.make()
+        self.assertExit(2, self.world.main('workflows', 'delete-action', 1, 2), 'Delete action 2 of workflow 1 (sample) of the database ')
+        self.assertEqual('Deleted action 2\n', self.text('workflows delete-action 1 2 --no-prompts'))
+        self.assertExit(4, self.world.main('workflows', 'delete-action', 1, 2, '--no-prompts'), 'has no action 2')
+
+
+class WorkflowTest(CommandTest):
+    """What happens to whole workflows."""
+
+    def test_a_workflow_of_another_user_is_not_deleted(self):
+        self.make()
+        outcome = self.assertExit(4, self.world.main('delete', 1, 7, '--no-prompts', env={'TORC_USERNAME': 'other'}), 'belongs to tester')
+        self.assertIn('there is no workflow 7', outcome.err)
+        self.assertExit(0, self.world.main('delete', 1, '--force'), 'Deleted workflow 1')
+
+    def test_a_deletion_says_so_through_the_interface_and_the_command_shows_the_workflow_alone(self):
+        self.make()
+        workflow = self.json('workflows get 1')
+        self.assertEqual([workflow], self.json('delete 1 --no-prompts'))
+        self.make()
+        with torc.Client(database=self.world.path('torc_output/torc.db')) as client:
+            deleted = client.call('delete_workflow', workflow_id=2)
+        self.assertEqual(('Deleted workflow 2', 2), (deleted['message'], deleted['id']))
+
+    def test_archived_workflows_are_listed_when_asked_for(self):
+        self.make()
+        self.make()
+        self.assertEqual([1], self.json('workflows archive true 1')['updated_workflows'])
+        for flags, ids in (('', [2]), ('--include-archived', [1, 2]), ('--archived-only', [1]), ('-a', [2])):
+            self.assertEqual(ids, [item['id'] for item in self.json(f'workflows list {flags}')['items']], flags)
+        answer = self.json('workflows archive false 1 9', 4)
+        self.assertEqual(('partial_success', [1]), (answer['status'], answer['updated_workflows']))
+
+    def test_a_dry_run_of_init_tells_what_is_missing_and_changes_nothing(self):
+        self.make('name: w\nfiles: [{name: f, path: f.txt}]\njobs: [{name: a, command: "true", input_files: [f]}]\n')
+        answer = self.json('workflows init 1 --dry-run', 4)
+        self.assertEqual((['f.txt'], False), (answer['missing_input_files'], answer['safe']))
+        outcome = self.assertExit(4, self.world.main('workflows', 'init', 1))
+        self.assertEqual('torc: 1 input files that no job makes are missing: f.txt; make them, or give --force to go on without them\n', outcome.err)
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--force'), 'warning: 1 input files')
+        self.assertEqual(1, self.json('status 1')['jobs_by_status']['ready'])
+
+    def test_a_second_init_asks_first_and_begins_a_new_run(self):
+        self.make()
+        self.text('workflows init 1')
+        first = self.json('workflows get 1')['run_id']
+        self.assertExit(2, self.world.main('workflows', 'init', 1), 'Forget all results of workflow 1 (sample) of the database ')
+        self.text('workflows init 1 --no-prompts')
+        self.assertEqual(first + 1, self.json('workflows get 1')['run_id'])
+
+    def test_run_refuses_missing_inputs_before_it_creates_anything(self):
+        self.world.write('w.yaml', 'name: w\nfiles: [{name: f, path: f.txt}]\njobs: [{name: a, command: "true", input_files: [f]}]\n')
+        self.assertExit(4, self.world.main('run', 'w.yaml'), 'f.txt')
+        self.assertEqual([], self.json('workflows list')['items'] if os.path.exists(self.world.path('torc_output', 'torc.db')) else [])
+
+    def test_reinit_says_what_would_run_again_and_why(self):
+        self.world.write('f.txt', 'one')
+        self.world.write('w.yaml', '''
+            name: w
+            files: [{name: f, path: f.txt}, {name: g, path: g.txt}]
+            jobs:
+              - {name: a, command: cp f.txt g.txt, input_files: [f], output_files: [g]}
+              - {name: b, command: cat g.txt, input_files: [g]}
+              - {name: c, command: "true"}
+        ''')
+        self.assertExit(0, self.world.cli('run', 'w.yaml'))
+        os.utime(self.world.path('f.txt'), (1, 1))
+        before = self.json('status 1')
+        answer = self.json('workflows reinit 1 --dry-run')
+        self.assertEqual(['a'], [change['job_name'] for change in answer['changed']])
+        self.assertEqual('existing output: g.txt\nwould run again: a (its input f.txt changed)\n'
+                         'would run again: b (it depends on a)\n2 jobs would run again\n',
+                         self.text('workflows reinit 1 --dry-run'))
+        self.assertEqual(['b'], [change['job_name'] for change in answer['downstream_jobs']])
+        os.unlink(self.world.path('g.txt'))
+        self.assertNotRegex(self.text('workflows reinit 1 --dry-run'), '(?s)missing.*Safe')
+        self.world.write('g.txt', 'one')
+        self.assertEqual(before, self.json('status 1'))
+        outcome = self.world.main('workflows', 'reinit', 1)
+        self.assertExit(0, outcome, 'a will run again: ', 'b will run again: ')
+        self.assertEqual({'completed': 1, 'ready': 1, 'blocked': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
+
+    def test_chosen_jobs_are_reset_and_what_waits_for_them_is_told(self):
+        self.world.write('w.yaml', SAMPLE)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        answer = self.json('jobs reset-status --status failed --workflow-id 1 --dry-run')
+        self.assertEqual((['bad'], ['tail']), ([job['name'] for job in answer['jobs']], [job['name'] for job in answer['downstream_jobs']]))
+        answer = self.json('jobs reset-status 4 --reinit')
+        self.assertEqual(([4], True), (answer['reset_job_ids'], answer['reinit']['applied']))
+        self.assertEqual(1, self.json('status 1')['jobs_by_status']['ready'])
+        answer = self.json('jobs reset-status --status terminated --workflow-id 1', 4)
+        self.assertEqual(('No jobs in workflow 1 match status in [terminated].', 0), (answer['error'], answer['reset_count']))
+        self.assertExit(2, self.world.main('jobs', 'reset-status', 4, '--return-code', 3), 'give either')
+
+    def test_chosen_jobs_are_of_one_workflow(self):
+        self.make()
+        self.make()
+        for words, owners in ((('6', '2', '1'), 'job 2 is of workflow 1, job 6 is of workflow 2: give jobs of one workflow'),
+                              (('1', '--workflow-id', '2'), 'job 1 is of workflow 1: give jobs of workflow 2')):
+            self.assertExit(4, self.world.main('jobs', 'reset-status', *words, '--no-prompts'), owners)
+        self.assertEqual([1, 2], self.json('jobs reset-status 1 2 1 --workflow-id 1')['reset_job_ids'])
+
+    def test_statuses_of_several_options_add_up(self):
+        self.world.write('w.yaml', SAMPLE)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        answer = self.json('jobs reset-status --status failed --status canceled,failed --workflow-id 1 --dry-run')
+        self.assertEqual(['bad', 'tail'], [job['name'] for job in answer['jobs']])
+
+    def test_jobs_of_a_workflow_at_work_are_reset_only_by_force(self):
+        self.world.write('w.yaml', SAMPLE)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        node = {'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1,
+                'compute_node_type': 'local', 'is_active': True}
+        client.create_compute_node(node)
+        client.close()
+        self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute nodes at work)')
+        self.assertExit(0, self.world.main('jobs', 'reset-status', 4, '--no-prompts', '--force'))
+
+    def test_a_finished_workflow_is_not_run_again_unasked(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        outcome = self.assertExit(1, self.world.cli('run', 1), 'Workflow 1 has nothing left to do: 1 failed', 'reset-status 1 --failed-only -r')
+        self.assertEqual('', outcome.out)
+        self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '--failed-only', '--no-prompts'))
+        self.assertExit(1, self.world.cli('run', 1), '1 failed')    # reset, not initialized: run does it
+
+    def test_an_execution_plan_is_the_same_before_and_after_creation(self):
+        self.make()
+        before, after = self.json('workflows execution-plan w.yaml'), self.json('workflows execution-plan 1')
+        self.assertEqual(before['events'], after['events'])
+        self.assertEqual(('spec_file', 'database', 5), (before['source'], after['source'], after['total_jobs']))
+        self.assertIn("after_prep: 'prep' completes\n    starts work, bad\n", self.text('workflows execution-plan 1'))
+
+    def test_ping_tells_a_server_from_a_database(self):
+        self.make()
+        self.assertExit(3, self.world.main('ping'), 'no server is running')
+        self.assertEqual({'status': 'error'}, {key: value for key, value in self.json('ping', 3).items() if key == 'status'})
+        self.world.serve()
+        self.assertEqual({'status': 'Server is running'}, self.json('ping'))
+
+
+# ======== 20b. Logs ========
 
 @slow
 class FollowTest(CommandTest):
@@ -18122,7 +18658,6 @@ class BundleTest(CommandTest):
         self.assertIn('See also: logs bundle, logs analyze\n', self.text('logs -h'))
 
 
-
 class TailTest(CommandTest):
     """The ends of long logs."""
 
@@ -18144,486 +18679,7 @@ class TailTest(CommandTest):
         self.assertEqual(('last', 2 * torc.LOG_PIECE_BYTES + 5), (self.text('logs 1 job1 -n1'), len(self.text('logs 1 job1 -n 2'))))
 
 
-class TaskCommandTest(CommandTest):
-    """Commands that begin tasks or wait for them, with a server that carries them out, or does not."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.server = ServerThread(self.world.path('served.db'))
-        self.addCleanup(self.server.stop)
-        self.world.environment['TORC_API_URL'] = f'http://127.0.0.1:{self.server.port}/torc-service/v1'
-        self.make('name: w\njobs: [{name: a, command: "true"}]\n')
-
-    def work(self, does: bool) -> None:
-        """Whether the server carries out tasks."""
-        self.server.server.tick = torc.tend if does else lambda store: False
-        self.server.server.tick_at = 0.0        # with the next request
-
-    def run_id(self) -> int:
-        """The workflow's run generation."""
-        return self.json('workflows get 1')['run_id']
-
-    def test_init_waits_for_its_task_or_does_not(self):
-        self.assertEqual({'error': None, 'message': 'Initializing task completed', 'status': 'success', 'task_id': 1, 'task_operation': 'initialize_jobs',
-                          'task_status': 'succeeded', 'workflow_id': 1}, self.json('workflows init 1'))
-        self.assertEqual({'message': 'Reinitialize task created', 'status': 'success', 'task_id': 2, 'task_operation': 'initialize_jobs',
-                          'task_status': 'queued', 'workflow_id': 1}, self.json('workflows reinit 1 --async'))
-        self.assertEqual('succeeded', self.json('tasks wait 2 --timeout 10 --poll-fallback-interval 0.1')['status'])
-        self.assertEqual('Task 2 (initialize_jobs of workflow 1): succeeded\n', self.text('tasks wait 2'))
-
-    def test_a_task_at_work_is_not_doubled(self):
-        self.work(False)
-        self.assertEqual('Task 1 initializes workflow 1; wait for it with: torc.py tasks wait 1\n', self.text('workflows init 1 --async'))
-        run_id = self.run_id()
-        for line in ('workflows init 1 --async', 'workflows reinit 1 --async'):
-            self.assertEqual(1, self.json(line)['task_id'])
-        self.assertEqual(run_id, self.run_id())
-        answer = self.json('workflows reinit 1 --wait-timeout 0.05', 1)
-        self.assertEqual(('error', 'queued', True), (answer['status'], answer['task_status'], 'is still queued: wait on with' in answer['error']))
-        outcome = self.assertExit(1, self.world.main('-f', 'json', 'tasks', 'wait', 1, '--timeout', '0.05'), 'torc: task 1 is still queued')
-        self.assertEqual('queued', outcome.json()['status'])
-        self.work(True)
-        self.assertEqual('succeeded', self.json('tasks wait 1')['status'])
-
-    def test_a_task_that_failed_is_exit_1_with_its_reason(self):
-        client = self.world.connect()
-        self.addCleanup(client.close)
-        file_id = client.create_file({'workflow_id': 1, 'name': 'f', 'path': 'f'})['id']
-        client.create_job({'workflow_id': 1, 'name': 'snake', 'command': 'x', 'input_file_ids': [file_id], 'output_file_ids': [file_id]})
-        answer = self.json('workflows init 1', 1)
-        self.assertEqual(('error', 'failed', 'Initializing task failed', 'these jobs wait for each other: snake -> snake'),
-                         (answer['status'], answer['task_status'], answer['message'], answer['error']))
-        self.assertExit(1, self.world.main('workflows', 'init', 1, '--no-prompts'), 'torc: these jobs wait for each other: snake -> snake')
-        self.assertExit(1, self.world.main('tasks', 'wait', 1), 'torc: these jobs wait for each other: snake -> snake')
-        self.assertExit(4, self.world.main('tasks', 'wait', 9), 'there is no task 9')
-
-
-class ActionCommandTest(CommandTest):
-    """Changing and deleting actions."""
-
-    def test_options_win_over_json_and_the_rest_stays(self):
-        self.make()
-        answer = self.json("workflows update-action 1 2 --num-allocations 4 --start-one-worker-per-node yes --json '{\"num_allocations\": 9, \"max_parallel_jobs\": 3}'")
-        config = answer['action_config']
-        self.assertEqual((4, True, 3, 'slurm'), tuple(config[key] for key in ('num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs', 'scheduler_type')))
-        self.assertEqual('Updated action 2\n', self.text('workflows update-action 1 2 --scheduler-type slurm'))
-        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2), 'nothing to change: give one of --scheduler-id')
-        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2, '--json', '[1]'), '--json requires an object')
-        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 2, '--json', '{"x": 1}'), "has no key 'x'")
-        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 9, '--num-allocations', 1), 'workflow 1 has no action 9')
-
-    def test_deleting_asks(self):
-        self.make()
-        self.assertExit(2, self.world.main('workflows', 'delete-action', 1, 2), 'Delete action 2 of workflow 1 (sample) of the database ')
-        self.assertEqual('Deleted action 2\n', self.text('workflows delete-action 1 2 --no-prompts'))
-        self.assertExit(4, self.world.main('workflows', 'delete-action', 1, 2, '--no-prompts'), 'has no action 2')
-
-
-class WhichWorkflowTest(CommandTest):
-    """Ids that are not given, and questions."""
-
-    def test_without_an_id_and_a_terminal_the_candidates_are_told(self):
-        self.assertExit(4, self.world.main('status'), 'there is no server and no database')
-        self.make()
-        self.make()
-        outcome = self.assertExit(2, self.world.main('status'))
-        self.assertEqual('torc: a workflow id is required when there is no terminal: 1 (sample), 2 (sample)\n', outcome.err)
-
-    def session(self, typed: str, **options: Any) -> Any:
-        """A session with somebody at a terminal who types this."""
-        terminal = io.StringIO(typed)
-        terminal.isatty = lambda: True
-        parsed = torc.parse_command_line(['status'])
-        session = torc.Session(dict(parsed.options, db=self.world.path('torc_output', 'torc.db'), **options), io.StringIO(), io.StringIO(), terminal)
-        session.command = parsed.command
-        self.addCleanup(session.close)
-        return session
-
-    def test_on_a_terminal_one_workflow_is_taken_and_of_several_one_is_chosen(self):
-        self.make()
-        with self.world.inside():
-            session = self.session('')
-            self.assertEqual(1, torc.choose_workflow(session, {'workflow_id': None}))
-            session.close()
-            self.world.main('workflows', 'new', '-n', 'second')
-            session = self.session('2\n')
-            self.assertEqual(2, torc.choose_workflow(session, {'workflow_id': None}))
-            self.assertIn('second', session.err.getvalue())
-            session.close()
-            with self.assertRaises(torc.BadInput):
-                torc.choose_workflow(self.session('7\n'), {'workflow_id': None})
-
-    def test_a_question_needs_a_terminal_or_its_flag(self):
-        self.make()
-        for line in ('cancel 1', 'delete 1', 'workflows reset-status 1', 'jobs delete-all 1', 'jobs reset-status 1', 'user-data delete-all 1'):
-            outcome = self.assertExit(2, self.world.main(*line.split()), '--no-prompts')
-            self.assertEqual('', outcome.out)
-        self.assertEqual(1, len(self.json('workflows list')['items']))
-        self.assertEqual(5, len(self.json('jobs list 1')['items']))
-
-    def test_no_is_the_answer_unless_yes_is_typed(self):
-        for typed, expected in (('y\n', True), ('YES\n', True), ('n\n', False), ('\n', False), ('', False)):
-            self.assertEqual(expected, self.session(typed).confirm('Sure?'), typed)
-        self.assertTrue(self.session('', no_prompts=True).confirm('Sure?'))
-        self.assertTrue(self.session('', format='json').confirm('Sure?'))
-
-
-class ObjectTest(CommandTest):
-    """Lists, and one function for many kinds of objects."""
-
-    def test_lists_are_limited_sorted_and_filtered(self):
-        self.make()
-        self.assertEqual(['work', 'gen'], [job['name'] for job in self.json('jobs list 1 -l 2 --offset 1')['items']])
-        self.assertEqual(['tail', 'bad'], [job['name'] for job in self.json('jobs list 1 --sort-by id --reverse-sort --limit 2')['items']])
-        self.assertEqual([], self.json('jobs list 1 -s failed')['items'])
-        self.assertEqual('No jobs found\n', self.text('jobs list 1 -s failed'))
-        self.assertEqual(['bad'], [job['name'] for job in self.json('jobs list 1 --upstream-job-id 1')['items'] if job['name'] == 'bad'])
-
-    def test_a_column_may_be_left_out(self):
-        self.make()
-        self.assertEqual('ID,Name,Status,Priority,Elapsed', self.text('-f csv jobs list 1 -x command -x "compute node"').splitlines()[0])
-
-    def test_what_is_not_given_stays(self):
-        self.make()
-        self.json('files update 1 -p elsewhere.txt')
-        record = self.json('files get 1')
-        self.assertEqual(('inp', 'elsewhere.txt'), (record['name'], record['path']))
-        outcome = self.assertExit(2, self.world.main('files', 'update', 1))
-        self.assertEqual('torc: nothing to change: give one of --name, --path\n', outcome.err)
-
-    def test_user_data_may_be_false_or_null_and_is_kept(self):
-        self.make()
-        for text in ('false', '0', '[]', '""'):
-            number = self.json(f"user-data create 1 -n x{text.strip('[]')} -d '{text}'")['id']
-            self.assertEqual(json.loads(text), self.json(f'user-data get {number}')['data'])
-
-    def test_an_unknown_id_is_exit_4(self):
-        self.make()
-        for line in ('jobs get 99', 'files get 99', 'results delete 99', 'workflows get 99', 'cancel 99 --no-prompts', 'logs 99 a', 'logs 1 nope', 'run 99'):
-            self.assertExit(4, self.world.main(*line.split()))
-
-    def test_labels_and_priority_of_a_job_change(self):
-        self.make()
-        self.assertEqual(['a', 'b'], self.json('jobs update 1 --label a,b --priority 7')['labels'])
-        job = self.json('jobs update 1 --clear-labels')
-        self.assertEqual((None, 7), (job.get('labels') or None, job['priority']))
-
-    def test_a_jobs_runtime_is_that_of_its_requirements(self):
-        self.make()
-        self.json('jobs update 1 --runtime PT2H')
-        self.assertEqual('PT2H', self.json('jobs list-resource-requirements 1 -j 1')[0]['runtime'])
-
-    def test_a_job_gets_other_requirements_and_their_runtime_changes_for_all_that_share_them(self):
-        self.make()
-        number = self.json('resource-requirements create 1 -n big -m 8GB -r 30m')['id']
-        self.json(f'jobs update 2 --resource-requirements-id {number}')
-        outcome = self.assertExit(0, self.world.main('jobs', 'update', 1, '--runtime', '2h', '--resource-requirements-id', number))
-        self.assertEqual(f'the runtime of resource requirements {number} (big) is PT2H now; 2 jobs share them\n', outcome.err)
-        self.assertEqual([('big', '8g', 'PT2H')] * 2 + [('small', '100m', 'PT10M')],
-                         [(row['rr_name'], row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')[:3]])
-
-    def test_memory_in_bare_bytes_is_doubted(self):
-        self.make()
-        outcome = self.assertExit(0, self.world.main('resource-requirements', 'create', 1, '-n', 'tiny', '-m', '8'))
-        self.assertEqual('warning: --memory: 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes\n', outcome.err)
-
-    def test_jobs_are_deleted_all_or_none(self):
-        self.make()
-        self.assertExit(4, self.world.main('jobs', 'delete', 1, 2, 99), 'there is no job 99')
-        self.assertEqual(5, len(self.json('jobs list 1')['items']))
-        client = self.world.connect()
-        self.addCleanup(client.close)
-        client.initialize_jobs(workflow_id=1)
-        client.claim_next_jobs(workflow_id=1, limit=1)
-        client.close()
-        self.assertExit(4, self.world.main('jobs', 'delete', 2, 1), 'jobs are pending or running: prep; wait for their end, or cancel the workflow')
-        self.assertEqual(5, len(self.json('jobs list 1')['items']))
-        self.assertEqual([2, 3], [job['id'] for job in self.json('jobs delete 2 3 2')['items']])
-
-    def test_jobs_come_from_a_file_of_commands(self):
-        self.make()
-        self.world.write('commands.txt', '# two\necho 1\n\n  echo 2\n')
-        self.assertEqual(2, self.json('jobs create-from-file 1 commands.txt --memory-per-job 2g')['jobs_created'])
-        self.assertEqual([('job6', 'echo 1'), ('job7', 'echo 2')], [(job['name'], job['command']) for job in self.json('jobs list 1 --offset 5')['items']])
-        self.world.write('empty.txt', '# none\n')
-        self.assertExit(2, self.world.main('jobs', 'create-from-file', 1, 'empty.txt'), 'holds no command')
-
-    def test_no_command_makes_a_second_job_of_one_name(self):
-        self.make()
-        for words in (('update', 2, '-n', 'prep'), ('create', 1, '-n', 'prep', '-c', 'x')):
-            self.assertExit(4, self.world.main('jobs', *words), "workflow 1 has a job 'prep' already")
-        self.world.write('commands.txt', 'x\ny\n')
-        for line in ('create-from-file 1 commands.txt', 'delete 6', 'create-from-file 1 commands.txt'):
-            self.assertExit(0, self.world.main('jobs', *line.split(), '--no-prompts'))
-        names = [job['name'] for job in self.json('jobs list 1')['items']]
-        self.assertEqual(['job7', 'job8', 'job9'], names[5:])
-
-    def test_failure_handlers_are_listed_of_the_jobs_that_have_one(self):
-        self.make()
-        self.assertEqual(['bad'], [row['job_name'] for row in self.json('jobs list-failure-handlers 1')])
-
-    def test_the_newest_event_may_be_none(self):
-        self.make()
-        self.assertIsNone(self.json('events get-latest-event 1'))
-        self.json("events create 1 -d '{\"category\": \"note\", \"level\": \"warning\"}'")
-        self.assertEqual('note', self.json('events get-latest-event 1')['data']['category'])
-        self.assertIn(',warning,note,', self.text('-f csv events list 1'))
-
-
-class MonitorTest(CommandTest):
-    """Commands that go on until they are interrupted."""
-
-    def events(self, text: str) -> List[Tuple[str, Any]]:
-        """Type and job of JSON documents that follow each other."""
-        found, place, decoder = [], 0, json.JSONDecoder()
-        while text[place:].strip():
-            value, place = decoder.raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip()))
-            found.append((value.get('event_type') or value['method'], value.get('data', {}).get('job_name') or value.get('path')))
-        return found
-
-    def start_monitor(self, *words: Any) -> Background:
-        """A monitor that has been let in: it has shown something."""
-        monitor = self.world.start('events', 'monitor', 1, *words)
-
-        def is_in() -> bool:
-            self.assertExit(0, self.world.main('workflows', 'archive', 'false', 1))
-            return bool(monitor.lines())
-        self.world.wait(is_in, 20, 'the monitor', [monitor])
-        return monitor
-
-    def test_what_happens_is_shown_and_written_to_a_file(self):
-        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}, {name: b, command: exit 3, depends_on: [a]}, {name: c, command: "true", depends_on: [b]}]')
-        self.assertExit(0, self.world.main('create', 'w.yaml'))
-        self.world.write('events.jsonl', 'kept\n')
-        monitor = self.start_monitor('--filename', 'events.jsonl')     # a server is started for it
-        self.assertExit(1, self.world.cli('run', 1))
-        wanted = [('workflow_started', None), ('compute_node_started', None), ('job_started', 'a'), ('job_completed', 'a'), ('job_started', 'b'),
-                  ('job_failed', 'b'), ('job_canceled', 'c'), ('compute_node_stopped', None)]
-        self.world.wait(lambda: wanted[-1] in self.events('\n'.join(monitor.lines())), 10, 'the end of the run', [monitor])
-        monitor.send(signal.SIGINT)
-        outcome = self.assertExit(130, monitor.finish())
-        self.assertEqual('Interrupted\n', outcome.err)
-        self.assertEqual(wanted, [event for event in self.events(outcome.out) if event[0] != 'user_action'])
-        self.assertIn('"Initialized workflow 1"', outcome.out)     # the first time is no second one
-        first, *lines = self.world.read('events.jsonl').splitlines()
-        self.assertEqual(('kept', self.events(outcome.out)), (first, self.events('\n'.join(lines))))
-
-    def test_a_server_that_was_killed_is_found_again_and_the_gap_is_told(self):
-        self.world.serve('--db', 'my.db')
-        port = torc.parse_url(self.world.url).port
-        with self.world.inside(), contextlib.closing(torc.Client.connect(database=self.world.path('my.db'))) as client:
-            client.create_workflow({'name': 'w', 'user': 'u'})
-            monitor = self.world.start('--db', 'my.db', 'events', 'monitor', 1)
-            self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and monitor.lines(), 20, 'the monitor', [monitor])
-            self.world.server.kill()
-            self.world.serve('--db', 'my.db', '--port', port)
-            self.world.wait(lambda: 'missed while the server was away' in monitor.err, 20, 'the monitor to notice', [monitor])
-            before = len(monitor.lines())
-            self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and len(monitor.lines()) > before, 20, 'more', [monitor])
-        monitor.send(signal.SIGTERM)
-        monitor.finish()
-
-    def test_it_ends_after_its_time(self):
-        self.make()
-        self.assertExit(0, self.world.main('events', 'monitor', 1, '-d', '0.002', '--level', 'error'))
-        self.assertExit(4, self.world.main('events', 'monitor', 9, '-d', '1'), 'there is no workflow 9')
-        self.assertExit(2, self.world.main('events', 'monitor', 1, '--level', 'loud'), 'debug, info, warning')
-        self.assertExit(2, self.world.main('events', 'monitor', 1, '--filename', '/nowhere/x'), 'cannot write to /nowhere/x')
-
-    def test_requests_are_shown_one_a_line(self):
-        self.world.serve('--db', 'my.db')
-        tail = self.world.start('--db', 'my.db', 'admin', 'tail-api', '--include-bodies')
-        self.world.wait(lambda: self.assertExit(0, self.world.main('--db', 'my.db', 'workflows', 'new', '-n', 'mine')) and 'mine' in '\n'.join(tail.lines()), 20, 'a request', [tail])
-        tail.send(signal.SIGINT)
-        outcome = self.assertExit(130, tail.finish())
-        values = [json.loads(line) for line in outcome.out.splitlines()]
-        self.assertTrue(any('"mine"' in value.get('request_body', '') for value in values if value['method'] == 'POST'), outcome)
-        token = torc.read_token(self.world.path('my.db.token'))
-        self.assertNotIn(token, outcome.out)
-
-
-class AdminCommandTest(CommandTest):
-    """admin ..."""
-
-    def test_rows_are_shown_in_every_format(self):
-        self.make()
-        sql = "SELECT id, name AS \"\", id AS id FROM workflow"
-        self.assertEqual([{'id': 1, '': 'sample', 'id_2': 1}], self.json(f'admin sql {shlex.quote(sql)}')['items'])
-        self.assertEqual('id,,id_2\n1,sample,1\n', self.assertExit(0, self.world.main('-f', 'csv', 'admin', 'sql', sql)).out)
-        self.assertExit(0, self.world.main('admin', 'sql', 'SELECT 5 AS five WHERE 0'), 'No rows found')
-        self.assertEqual(1, len(self.json("admin sql 'VALUES (1), (2)' --limit 1")['items']))
-        self.assertExit(4, self.world.main('admin', 'sql', 'SELECT x'), 'no such column: x')
-
-    def test_a_change_is_asked_for(self):
-        self.make()
-        sql = "UPDATE workflow SET description = 'new' WHERE id = 1"
-        outcome = self.assertExit(2, self.world.main('admin', 'sql', '--write', sql), 'pass -y')
-        self.assertEqual('', outcome.out)
-        self.assertExit(2, self.world.main('-f', 'json', 'admin', 'sql', '--write', sql), 'pass -y')
-        for typed, expected, code in (('n\n', 'one of each', 0), ('y\n', 'new', 0)):
-            with self.world.inside(), contextlib.closing(self.session(typed)) as session:
-                args = {'sql': sql, 'write': True, 'allow_full_table': None, 'yes': None, 'limit': None}
-                self.assertEqual(code, torc.cmd_admin_sql(session, args))
-                self.assertIn('1 rows would change', session.err.getvalue())
-            self.assertEqual(expected, self.json('workflows get 1').get('description'))
-        self.assertExit(0, self.world.main('--no-prompts', 'admin', 'sql', '--write', 'DELETE FROM event WHERE 0'), '0 rows changed')
-        self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET description = 1'), 'has no WHERE')
-        self.assertExit(0, self.world.main('admin', 'sql', '--write', '-y', '--allow-full-table', 'UPDATE workflow SET description = 1'), '1 rows changed')
-        self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET user = NULL WHERE 1'), 'NOT NULL')
-        log = self.json('admin list-audit-log')
-        self.assertEqual([False, True, True, True], [row['success'] for row in log['items']])
-        self.assertIn('4 entries', self.assertExit(0, self.world.main('admin', 'list-audit-log')).out)
-
-    session = WhichWorkflowTest.session
-
-    def test_a_server_can_do_without(self):
-        self.world.serve('--db', 'my.db', '--disable-admin-sql-writes')
-        self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'))
-        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', '--write', '-y', 'DELETE FROM job WHERE 1'), 'SQL that writes is switched off')
-        self.assertIn('request', self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'api-stats')).out)
-        self.world.server.send(signal.SIGTERM)
-        self.world.server.finish(10)
-        self.world.serve('--db', 'my.db', '--disable-admin-sql')
-        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'), 'SQL is switched off')
-        self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'list-audit-log'), 'No entries')
-
-
-class WorkflowTest(CommandTest):
-    """What happens to whole workflows."""
-
-    def test_a_workflow_of_another_user_is_not_deleted(self):
-        self.make()
-        outcome = self.assertExit(4, self.world.main('delete', 1, 7, '--no-prompts', env={'TORC_USERNAME': 'other'}), 'belongs to tester')
-        self.assertIn('there is no workflow 7', outcome.err)
-        self.assertExit(0, self.world.main('delete', 1, '--force'), 'Deleted workflow 1')
-
-    def test_a_deletion_says_so_through_the_interface_and_the_command_shows_the_workflow_alone(self):
-        self.make()
-        workflow = self.json('workflows get 1')
-        self.assertEqual([workflow], self.json('delete 1 --no-prompts'))
-        self.make()
-        with torc.Client(database=self.world.path('torc_output/torc.db')) as client:
-            deleted = client.call('delete_workflow', workflow_id=2)
-        self.assertEqual(('Deleted workflow 2', 2), (deleted['message'], deleted['id']))
-
-    def test_archived_workflows_are_listed_when_asked_for(self):
-        self.make()
-        self.make()
-        self.assertEqual([1], self.json('workflows archive true 1')['updated_workflows'])
-        for flags, ids in (('', [2]), ('--include-archived', [1, 2]), ('--archived-only', [1]), ('-a', [2])):
-            self.assertEqual(ids, [item['id'] for item in self.json(f'workflows list {flags}')['items']], flags)
-        answer = self.json('workflows archive false 1 9', 4)
-        self.assertEqual(('partial_success', [1]), (answer['status'], answer['updated_workflows']))
-
-    def test_a_dry_run_of_init_tells_what_is_missing_and_changes_nothing(self):
-        self.make('name: w\nfiles: [{name: f, path: f.txt}]\njobs: [{name: a, command: "true", input_files: [f]}]\n')
-        answer = self.json('workflows init 1 --dry-run', 4)
-        self.assertEqual((['f.txt'], False), (answer['missing_input_files'], answer['safe']))
-        outcome = self.assertExit(4, self.world.main('workflows', 'init', 1))
-        self.assertEqual('torc: 1 input files that no job makes are missing: f.txt; make them, or give --force to go on without them\n', outcome.err)
-        self.assertExit(0, self.world.main('workflows', 'init', 1, '--force'), 'warning: 1 input files')
-        self.assertEqual(1, self.json('status 1')['jobs_by_status']['ready'])
-
-    def test_a_second_init_asks_first_and_begins_a_new_run(self):
-        self.make()
-        self.text('workflows init 1')
-        first = self.json('workflows get 1')['run_id']
-        self.assertExit(2, self.world.main('workflows', 'init', 1), 'Forget all results of workflow 1 (sample) of the database ')
-        self.text('workflows init 1 --no-prompts')
-        self.assertEqual(first + 1, self.json('workflows get 1')['run_id'])
-
-    def test_run_refuses_missing_inputs_before_it_creates_anything(self):
-        self.world.write('w.yaml', 'name: w\nfiles: [{name: f, path: f.txt}]\njobs: [{name: a, command: "true", input_files: [f]}]\n')
-        self.assertExit(4, self.world.main('run', 'w.yaml'), 'f.txt')
-        self.assertEqual([], self.json('workflows list')['items'] if os.path.exists(self.world.path('torc_output', 'torc.db')) else [])
-
-    def test_reinit_says_what_would_run_again_and_why(self):
-        self.world.write('f.txt', 'one')
-        self.world.write('w.yaml', '''
-            name: w
-            files: [{name: f, path: f.txt}, {name: g, path: g.txt}]
-            jobs:
-              - {name: a, command: cp f.txt g.txt, input_files: [f], output_files: [g]}
-              - {name: b, command: cat g.txt, input_files: [g]}
-              - {name: c, command: "true"}
-        ''')
-        self.assertExit(0, self.world.cli('run', 'w.yaml'))
-        os.utime(self.world.path('f.txt'), (1, 1))
-        before = self.json('status 1')
-        answer = self.json('workflows reinit 1 --dry-run')
-        self.assertEqual(['a'], [change['job_name'] for change in answer['changed']])
-        self.assertEqual('existing output: g.txt\nwould run again: a (its input f.txt changed)\n'
-                         'would run again: b (it depends on a)\n2 jobs would run again\n',
-                         self.text('workflows reinit 1 --dry-run'))
-        self.assertEqual(['b'], [change['job_name'] for change in answer['downstream_jobs']])
-        os.unlink(self.world.path('g.txt'))
-        self.assertNotRegex(self.text('workflows reinit 1 --dry-run'), '(?s)missing.*Safe')
-        self.world.write('g.txt', 'one')
-        self.assertEqual(before, self.json('status 1'))
-        outcome = self.world.main('workflows', 'reinit', 1)
-        self.assertExit(0, outcome, 'a will run again: ', 'b will run again: ')
-        self.assertEqual({'completed': 1, 'ready': 1, 'blocked': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
-
-    def test_chosen_jobs_are_reset_and_what_waits_for_them_is_told(self):
-        self.world.write('w.yaml', SAMPLE)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        answer = self.json('jobs reset-status --status failed --workflow-id 1 --dry-run')
-        self.assertEqual((['bad'], ['tail']), ([job['name'] for job in answer['jobs']], [job['name'] for job in answer['downstream_jobs']]))
-        answer = self.json('jobs reset-status 4 --reinit')
-        self.assertEqual(([4], True), (answer['reset_job_ids'], answer['reinit']['applied']))
-        self.assertEqual(1, self.json('status 1')['jobs_by_status']['ready'])
-        answer = self.json('jobs reset-status --status terminated --workflow-id 1', 4)
-        self.assertEqual(('No jobs in workflow 1 match status in [terminated].', 0), (answer['error'], answer['reset_count']))
-        self.assertExit(2, self.world.main('jobs', 'reset-status', 4, '--return-code', 3), 'give either')
-
-    def test_chosen_jobs_are_of_one_workflow(self):
-        self.make()
-        self.make()
-        for words, owners in ((('6', '2', '1'), 'job 2 is of workflow 1, job 6 is of workflow 2: give jobs of one workflow'),
-                              (('1', '--workflow-id', '2'), 'job 1 is of workflow 1: give jobs of workflow 2')):
-            self.assertExit(4, self.world.main('jobs', 'reset-status', *words, '--no-prompts'), owners)
-        self.assertEqual([1, 2], self.json('jobs reset-status 1 2 1 --workflow-id 1')['reset_job_ids'])
-
-    def test_statuses_of_several_options_add_up(self):
-        self.world.write('w.yaml', SAMPLE)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        answer = self.json('jobs reset-status --status failed --status canceled,failed --workflow-id 1 --dry-run')
-        self.assertEqual(['bad', 'tail'], [job['name'] for job in answer['jobs']])
-
-    def test_jobs_of_a_workflow_at_work_are_reset_only_by_force(self):
-        self.world.write('w.yaml', SAMPLE)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        client = self.world.connect()
-        self.addCleanup(client.close)
-        node = {'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1,
-                'compute_node_type': 'local', 'is_active': True}
-        client.create_compute_node(node)
-        client.close()
-        self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute nodes at work)')
-        self.assertExit(0, self.world.main('jobs', 'reset-status', 4, '--no-prompts', '--force'))
-
-    def test_a_finished_workflow_is_not_run_again_unasked(self):
-        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        outcome = self.assertExit(1, self.world.cli('run', 1), 'Workflow 1 has nothing left to do: 1 failed', 'reset-status 1 --failed-only -r')
-        self.assertEqual('', outcome.out)
-        self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '--failed-only', '--no-prompts'))
-        self.assertExit(1, self.world.cli('run', 1), '1 failed')    # reset, not initialized: run does it
-
-    def test_an_execution_plan_is_the_same_before_and_after_creation(self):
-        self.make()
-        before, after = self.json('workflows execution-plan w.yaml'), self.json('workflows execution-plan 1')
-        self.assertEqual(before['events'], after['events'])
-        self.assertEqual(('spec_file', 'database', 5), (before['source'], after['source'], after['total_jobs']))
-        self.assertIn("after_prep: 'prep' completes\n    starts work, bad\n", self.text('workflows execution-plan 1'))
-
-    def test_ping_tells_a_server_from_a_database(self):
-        self.make()
-        self.assertExit(3, self.world.main('ping'), 'no server is running')
-        self.assertEqual({'status': 'error'}, {key: value for key, value in self.json('ping', 3).items() if key == 'status'})
-        self.world.serve()
-        self.assertEqual({'status': 'Server is running'}, self.json('ping'))
-
+# ======== 20c. Runs ========
 
 class RunTest(CommandTest):
     """run and exec."""
@@ -18832,6 +18888,8 @@ class RunTest(CommandTest):
         self.assertExit(0, self.world.cli('run', 1, '--time-limit', 'PT5M'))
 
 
+# ======== 20d. Service ========
+
 class PasswordCommandTest(CommandTest):
     """htpasswd: files of passwords."""
 
@@ -18981,7 +19039,6 @@ class PasswordServeTest(CommandTest):
         self.assertExit(4, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of bob\n', env=env))
         self.assertExit(0, self.world.cli('--url', self.world.url, '--password', 'word of ann', 'ping', env=env), 'others on this machine can see')
         self.assertExit(2, self.world.cli('--password', 'word of ann', 'status', 1, env=env), 'give --url too')
-
 
 
 class InstallTest(WorldTest):
@@ -19168,7 +19225,6 @@ class InstallTest(WorldTest):
         modes = {oct(os.stat(os.path.join(self.prefix, name)).st_mode & 0o777) for name in self.files()
                  if name != 'bin/torc'}
         self.assertEqual(({'0o644'}, 0o755), (modes, os.stat(self.launcher).st_mode & 0o777))
-
 
 # ======== 21. Main ========
 #
