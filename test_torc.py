@@ -950,11 +950,13 @@ class PlainToolsTest(unittest.TestCase):
             100 bytes   100
             ''')
         self.check_refusals(torc.normalize_memory, dict.fromkeys(
-            ('8X', '', '-1g', 'GB', '1e3', '8 g b', '1.5'), 'is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB'))
+            ('8X', '', '-1g', 'GB', '1e3', '8 g b', '1.5'),
+            'is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB'))
         self.check_refusals(torc.parse_memory, {'9999999999999t': 'is more memory than can be counted'})
 
     def test_a_bare_number_of_bytes_is_doubted(self):
-        for text, doubt in (('8', '8 is 8 bytes: write 8m for megabytes, 8g for gigabytes'), (' +4096', '4096 is 4096 bytes: write 4096m for megabytes, 4096g for gigabytes'),
+        for text, doubt in (('8', '8 is 8 bytes: write 8m for megabytes, 8g for gigabytes'),
+                            (' +4096', '4096 is 4096 bytes: write 4096m for megabytes, 4096g for gigabytes'),
                             ('0', ''), ('1048576', ''), ('8k', '')):
             self.assertEqual(doubt, torc.doubt_memory(text))
 
@@ -986,8 +988,10 @@ class PlainToolsTest(unittest.TestCase):
             ''')
         wanted = 'is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M'
         self.check_refusals(torc.normalize_duration, {
-            '45': 'may be seconds, minutes or hours: write 45s, 45m or 45h', '30:00': 'may be hours and minutes or minutes and seconds: write 30:00:00 or 0:30:00',
-            'x': wanted, '': wanted, 'P': wanted, 'PT1H30': wanted, '5m3d': wanted, '500ms': wanted, '1 month': wanted, '1:2:3:4': wanted, '-5m': wanted,
+            '45': 'may be seconds, minutes or hours: write 45s, 45m or 45h',
+            '30:00': 'may be hours and minutes or minutes and seconds: write 30:00:00 or 0:30:00',
+            'x': wanted, '': wanted, 'P': wanted, 'PT1H30': wanted, '5m3d': wanted, '500ms': wanted,
+            '1 month': wanted, '1:2:3:4': wanted, '-5m': wanted,
             '99999999999999999999d': 'is longer than can be counted'})
         self.assertEqual(0.5, torc.parse_span('0.5s'))
 
@@ -1534,15 +1538,20 @@ class FormatsTest(unittest.TestCase):
     # -------- values --------
 
     def test_yaml_scalars_follow_the_core_schema_of_yaml_1_2(self):
-        table = {'1:10': '1:10', 'no': 'no', 'on': 'on', 'true': True, '~': None, '': None, '2024-01-02': '2024-01-02', '1_000': '1_000', '0b11': '0b11',
-                 '0o17': 15, '0x1F': 31, '1e-3': 0.001, '+5': 5, '.5': 0.5, '1.': 1.0, 'x#y': 'x#y', 'x # y': 'x', 'a:b': 'a:b', 'job_{i:03d}': 'job_{i:03d}',
-                 'b\xa0': 'b\xa0', '"1"': '1', "'it''s'": "it's", '!!str 1.10': '1.10', '!!float 1': 1.0, '>-\n  a\n  b': 'a b', '|\n  #!/bin/sh\n\n  x': '#!/bin/sh\n\nx\n'}
+        table = {'1:10': '1:10', 'no': 'no', 'on': 'on', 'true': True, '~': None, '': None,
+                 '2024-01-02': '2024-01-02', '1_000': '1_000', '0b11': '0b11',
+                 '0o17': 15, '0x1F': 31, '1e-3': 0.001, '+5': 5, '.5': 0.5, '1.': 1.0, 'x#y': 'x#y',
+                 'x # y': 'x', 'a:b': 'a:b', 'job_{i:03d}': 'job_{i:03d}',
+                 'b\xa0': 'b\xa0', '"1"': '1', "'it''s'": "it's", '!!str 1.10': '1.10', '!!float 1': 1.0,
+                 '>-\n  a\n  b': 'a b', '|\n  #!/bin/sh\n\n  x': '#!/bin/sh\n\nx\n'}
         for text, wanted in table.items():
             with self.subTest(text):
                 self.assertTrue(is_same(torc.load_yaml(f'a: {text}\n')[0], {'a': wanted}))
 
     def test_numbers_keep_their_source_text_where_str_would_change_it(self):
-        for path, text in (('w.yaml', 'v: [1.10, 012, 0x1F, 1, 1.5]'), ('w.json5', '{v: [1.10, 0x1f, +5, 1, .5]}'), ('w.kdl', 'metadata { v 1.10 1_000 1; }')):
+        for path, text in (('w.yaml', 'v: [1.10, 012, 0x1F, 1, 1.5]'),
+                           ('w.json5', '{v: [1.10, 0x1f, +5, 1, .5]}'),
+                           ('w.kdl', 'metadata { v 1.10 1_000 1; }')):
             values = self.value(text, path).get('v') or self.value(text, path)['metadata']['v']
             written = re.findall(r'[-+.\w]+', text.split('v', 1)[1])
             self.assertEqual([getattr(value, 'raw', str(value)) for value in values], written)
@@ -1550,13 +1559,15 @@ class FormatsTest(unittest.TestCase):
 
     def test_aliases_and_merge_keys_are_resolved(self):
         value = self.value('base: &b {cpus: 1, mem: 2g}\nx:\n  <<: *b\n  mem: 4g\ny: *b\n"<<": kept\n')
-        self.assertEqual(value, {'base': {'cpus': 1, 'mem': '2g'}, 'x': {'mem': '4g', 'cpus': 1}, 'y': {'cpus': 1, 'mem': '2g'}, '<<': 'kept'})
+        self.assertEqual(value, {'base': {'cpus': 1, 'mem': '2g'}, 'x': {'mem': '4g', 'cpus': 1},
+                                 'y': {'cpus': 1, 'mem': '2g'}, '<<': 'kept'})
 
     def test_a_key_that_begins_like_a_merge_key_is_a_key(self):
         self.assertEqual({'<<x': 1, 'a': {'<<y': 2}}, self.value('<<x: 1\na: {<<y: 2}\n'))
 
     def test_line_ends_and_byte_order_marks_do_not_matter(self):
-        for path, text in (('w.yaml', 'a: 1\nb: |\n  x\n  y\n'), ('w.json', '{"a": 1,\n"b": "x\\ny\\n"}'), ('w.json5', '{a: 1,\nb: "x\\ny\\n"}')):
+        for path, text in (('w.yaml', 'a: 1\nb: |\n  x\n  y\n'), ('w.json', '{"a": 1,\n"b": "x\\ny\\n"}'),
+                           ('w.json5', '{a: 1,\nb: "x\\ny\\n"}')):
             for changed in (text, text.replace('\n', '\r\n'), '\ufeff' + text):
                 self.assertEqual(self.value(changed, path), {'a': 1, 'b': 'x\ny\n'})
 
@@ -1576,7 +1587,8 @@ class FormatsTest(unittest.TestCase):
         if torc.tomllib is None:
             self.assertIn('TOML needs Python 3.11', self.problem('a = 1', 'w.toml').message)
         else:
-            self.assertEqual(self.value('day = 2024-01-01\nv = 1.10\n[a]\nb = [1]', 'w.toml'), {'day': '2024-01-01', 'v': 1.1, 'a': {'b': [1]}})
+            self.assertEqual(self.value('day = 2024-01-01\nv = 1.10\n[a]\nb = [1]', 'w.toml'),
+                             {'day': '2024-01-01', 'v': 1.1, 'a': {'b': [1]}})
             self.assertEqual(self.problem('a = 1\nb = = 2', 'w.toml')[1:3], (2, 5))
             self.assertRaises(torc.BadInput, torc.load_toml, 'a = ' + '[' * 5000)
 
@@ -1590,17 +1602,23 @@ class FormatsTest(unittest.TestCase):
                 self.assertIn(message, problem.message)
 
     def test_a_message_shows_the_line_with_a_caret(self):
-        self.assertEqual(str(self.problem('name: a\ncommand: echo\tx: y\n')), 'w.yaml:2:16: a mapping value is not allowed here: put a text that '
+        self.assertEqual(str(self.problem('name: a\ncommand: echo\tx: y\n')),
+                         'w.yaml:2:16: a mapping value is not allowed here: put a text that '
                          "contains ': ' in quotes, or check the indentation\n    command: echo x: y\n                   ^")
 
     def test_hostile_input_is_refused_in_linear_time(self):
         many = 20000
         laughs = 'a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n' + ''.join(f'a{i}: &a{i} [{",".join(["*a%d" % (i - 1)] * 10)}]\n' for i in range(1, 30))
         tower = 'a0: &a0 x\n' + ''.join(f'a{i}: &a{i} {"[" * 40}*a{i - 1}{"]" * 40}\n' for i in range(1, 60))
-        texts = [unit * many for unit in ('[', '{', '{a: ', '- ', '? ', '-', ':', ': ', '&a ', '*', '! ', '...\n', '%a\n', '"a\n', "- 'a\n", '/*', '\\\n', 'a {', '/-', '(',
+        texts = [unit * many for unit in ('[', '{', '{a: ', '- ', '? ', '-', ':', ': ', '&a ', '*', '! ',
+                                          '...\n', '%a\n', '"a\n', "- 'a\n", '/*', '\\\n', 'a {', '/-', '(',
                                           '[ #a\n', '{a,', '//\n', '\r', '\t', 'a:b ', 'a: b ', 'a: b\n', 'a;', 'b=')]
-        texts += [start + unit * many for start, unit in (('a: 1', '\n'), ('a: 1', ' '), ('a: "', '\\"'), ("a: '", "''"), ('a: ', '9'), ('{"a": ', '9'), ('a: 1.', '0'),
-                                                         ('{a: 0x', 'f'), ('a: |\n', '  x\n'), ('a: >\n', '  x\n\n'), ('a """\n', '\\"'), ('a ', '#'), ('a #"""', '"'), ('a ', '\\'))]
+        texts += [start + unit * many for start, unit in (('a: 1', '\n'), ('a: 1', ' '), ('a: "', '\\"'),
+                                                          ("a: '", "''"), ('a: ', '9'), ('{"a": ', '9'),
+                                                          ('a: 1.', '0'),
+                                                         ('{a: 0x', 'f'), ('a: |\n', '  x\n'),
+                                                         ('a: >\n', '  x\n\n'), ('a """\n', '\\"'),
+                                                         ('a ', '#'), ('a #"""', '"'), ('a ', '\\'))]
         texts += [f'a: {quote}x{" " * 5 * many}y{escape}\n z{quote}\n' for quote in '\'"' for escape in ('', '\\t')]
         texts += [laughs, tower, ''.join(' ' * i + 'a:\n' for i in range(500)), 'a: 1' + ' ' * many + 'b', '"' * many]
         for format in ('yaml', 'json5', 'kdl'):
@@ -1615,8 +1633,11 @@ class FormatsTest(unittest.TestCase):
         self.assertIn('nested more than 100', self.problem(tower).message)
 
     def test_what_is_no_text_is_refused_by_name(self):
-        for data, message in ((b'', 'the file is empty'), (b' \n ', 'the file is empty'), (b'# c\n', 'holds no value'), (b'\x7fELF\0\1', 'binary file'),
-                              ('a: 1'.encode('utf-16'), 'UTF-16'), (b'a: 1\nb: \xc3\xa9\xff', '0xff is not UTF-8'), (b'a: \x01', "'\\x01' is not allowed")):
+        for data, message in ((b'', 'the file is empty'), (b' \n ', 'the file is empty'),
+                              (b'# c\n', 'holds no value'), (b'\x7fELF\0\1', 'binary file'),
+                              ('a: 1'.encode('utf-16'), 'UTF-16'),
+                              (b'a: 1\nb: \xc3\xa9\xff', '0xff is not UTF-8'),
+                              (b'a: \x01', "'\\x01' is not allowed")):
             self.assertIn(message, self.problem(data).message)
         self.assertEqual(self.problem(b'a: 1\nb: \xc3\xa9\xff')[1:3], (2, 5))
 
@@ -1626,7 +1647,9 @@ class FormatsTest(unittest.TestCase):
             text = read_text(shared('specs/' + name))
             for _ in range(150):
                 at, length = random.randrange(len(text)), random.randrange(6)
-                broken = text[:at] + random.choice(['', '"', "'", '{', '}', '[', ']', ':', ': ', '\n', '\t', '#', '\\', '&a ', '*a', '- ', '|', '\u2028']) + text[at + length:]
+                broken = text[:at] + random.choice(['', '"', "'", '{', '}', '[', ']', ':', ': ', '\n', '\t',
+                                                    '#', '\\', '&a ', '*a', '- ', '|',
+                                                    '\u2028']) + text[at + length:]
                 try:
                     torc.read_document(broken.encode(), name)
                 except torc.BadInput as error:
@@ -1636,15 +1659,18 @@ class FormatsTest(unittest.TestCase):
 
     def test_kdl_aliases_repeated_nodes_and_many_values_add_up(self):
         job = self.value('job a { depends_on x y; depends_on_job z; blocked_by v; blocked_by_job w; input_files f g; input_file h; output_file o; label gpu }', 'w.kdl')['jobs'][0]
-        self.assertEqual(job, {'name': 'a', 'depends_on': ['x', 'y', 'z', 'v', 'w'], 'input_files': ['f', 'g', 'h'], 'output_files': ['o'], 'labels': ['gpu']})
+        self.assertEqual(job, {'name': 'a', 'depends_on': ['x', 'y', 'z', 'v', 'w'],
+                               'input_files': ['f', 'g', 'h'], 'output_files': ['o'], 'labels': ['gpu']})
 
     def test_kdl_can_say_what_torc_s_own_reader_cannot(self):
         value = self.value(KDL_EXTRAS, 'w.kdl')
         self.assertEqual(value['metadata'], {'a': 1, 'b': {'c': [2, 3]}})
-        self.assertEqual(value['jobs'], [{'name': 'j', 'priority': 5, 'output_file_regexes': ['o.*'], 'stdio': {'mode': 'none'}, 'parameters': {'i': [1, 2]}}])
+        self.assertEqual(value['jobs'], [{'name': 'j', 'priority': 5, 'output_file_regexes': ['o.*'],
+                                          'stdio': {'mode': 'none'}, 'parameters': {'i': [1, 2]}}])
         self.assertEqual(value['user_data'], [{'name': 'u', 'data': {'x': [1]}, 'parameters': {'i': '1:3'}}])
         self.assertEqual(value['execution_config'], {'staggered_start': False, 'job_stdio_overrides': {'my job': {'mode': 'none'}}})
-        self.assertEqual((value['access_groups'], value['enable_ro_crate'], value['dynamic_jobs']), (['g', 'h'], True, {'max_iterations': 3}))
+        self.assertEqual((value['access_groups'], value['enable_ro_crate'], value['dynamic_jobs']),
+                         (['g', 'h'], True, {'max_iterations': 3}))
 
 
 SAME_WORKFLOW = {
@@ -1763,7 +1789,8 @@ def recorded_form(body: Dict[str, Any]) -> Dict[str, Any]:
     if not any(row['name'] == 'default' for row in requirements):
         requirements = requirements + [torc.DEFAULT_REQUIREMENTS]
     return {
-        'workflow': filled(body['workflow']), 'jobs': [recorded_job(job) for job in jobs], 'actions': [recorded_action(row) for row in body['actions']],
+        'workflow': filled(body['workflow']), 'jobs': [recorded_job(job) for job in jobs],
+        'actions': [recorded_action(row) for row in body['actions']],
         'files': [{key: row[key] for key in ('name', 'path')} for row in body['files']], 'user_data': body['user_data'],
         'resource_requirements': requirements, 'slurm_schedulers': body['slurm_schedulers'], 'failure_handlers': body['failure_handlers']}
 
@@ -1873,10 +1900,12 @@ class ParametersTest(unittest.TestCase):
                 if 'values' in case and not ('first' in case):
                     # Torc adds the step again and again; 0:1:0.1 has its noise, which three cases of the same kind call wrong.
                     wanted = [[kind, re.sub(r'0000000000000\d+$|9999999999\d+$', '~', text)] for kind, text in case['values']]
-                    self.assertEqual([row for row, want in zip(values, wanted) if '~' not in want[1]], [row for row in wanted if '~' not in row[1]])
+                    self.assertEqual([row for row, want in zip(values, wanted) if '~' not in want[1]],
+                                     [row for row in wanted if '~' not in row[1]])
                     self.assertEqual(len(case['values']), len(values))
                 else:
-                    self.assertEqual((case['count'], case['first'], case['last']), (len(values), values[:len(case['first'])], values[-len(case['last']):]))
+                    self.assertEqual((case['count'], case['first'], case['last']),
+                                     (len(values), values[:len(case['first'])], values[-len(case['last']):]))
 
     def test_formats_are_those_recorded(self):
         kinds = {'int': int, 'float': float, 'string': str}
@@ -1919,7 +1948,8 @@ class ParametersTest(unittest.TestCase):
         spec: Dict[str, Any] = {'name': 'w', 'jobs': [], 'files': [], 'user_data': []}
         spec[kind + 's'].append(entry)
         parameters = {key: entry[key] for key in ('parameters', 'parameter_mode') if key in entry}
-        for field, listed in (('input_files', 'files'), ('output_files', 'files'), ('input_user_data', 'user_data'), ('output_user_data', 'user_data')):
+        for field, listed in (('input_files', 'files'), ('output_files', 'files'),
+                              ('input_user_data', 'user_data'), ('output_user_data', 'user_data')):
             for name in entry.get(field, ()):
                 used = {key: value for key, value in parameters.get('parameters', {}).items() if '{' + key in name}
                 spec[listed].append(dict({'name': name, 'parameters': used}, **({'path': 'p/' + name} if listed == 'files' else {})))
@@ -1931,7 +1961,8 @@ class ParametersTest(unittest.TestCase):
         """A planned job with names."""
         members = body['dependency_sets'][job.dependencies] if job.dependencies is not None else ()
         record = dict(job._asdict(), depends_on=[body['jobs'][member].name for member in members])
-        for field, listed in (('input_files', 'files'), ('output_files', 'files'), ('input_user_data', 'user_data'), ('output_user_data', 'user_data')):
+        for field, listed in (('input_files', 'files'), ('output_files', 'files'),
+                              ('input_user_data', 'user_data'), ('output_user_data', 'user_data')):
             record[field] = [body[listed][place]['name'] for place in record[field]]
         return record
 
@@ -1966,31 +1997,39 @@ class ParametersTest(unittest.TestCase):
 
     def test_native_values(self):
         self.assertEqual([1, 2.5, 'a,b', 'true', '007', '1:3'], torc.expand_values([1, 2.5, 'a,b', True, '007', '1:3']))
-        for value, message in (([[1]], 'must be made of numbers and text, not a list'), ({'a': 1}, 'must be made of numbers and text, not a mapping'),
+        for value, message in (([[1]], 'must be made of numbers and text, not a list'),
+                               ({'a': 1}, 'must be made of numbers and text, not a mapping'),
                                ([None], 'must be made of numbers and text, not null: put it in quotes if you mean the word'), ([], 'has no values: an empty list makes no instance')):
             with self.assertRaises(ValueError) as caught:
                 torc.expand_values(value)
             self.assertEqual(message, str(caught.exception))
 
     def test_the_last_parameter_changes_fastest(self):
-        self.assertEqual([{'a': 1, 'b': 'x'}, {'a': 1, 'b': 'y'}, {'a': 2, 'b': 'x'}, {'a': 2, 'b': 'y'}], torc.expand_parameters({'a': '1:2', 'b': '[x,y]'}))
+        self.assertEqual([{'a': 1, 'b': 'x'}, {'a': 1, 'b': 'y'}, {'a': 2, 'b': 'x'}, {'a': 2, 'b': 'y'}],
+                         torc.expand_parameters({'a': '1:2', 'b': '[x,y]'}))
         self.assertEqual([{'a': 1, 'b': 'x'}, {'a': 2, 'b': 'y'}], torc.expand_parameters({'a': '1:2', 'b': '[x,y]'}, 'zip'))
         self.assertEqual([{}], torc.expand_parameters({}))
 
     def test_too_many_instances_are_refused_before_they_are_made(self):
-        for parameters, count in (({'i': '1:1000000000000'}, '1,000,000,000,000'), ({'i': '1:10000', 'j': '1:10000'}, '100,000,000'), ({'i': '0:1:1e-20'}, '100,000,000,000,000,000,001')):
+        for parameters, count in (({'i': '1:1000000000000'}, '1,000,000,000,000'),
+                                  ({'i': '1:10000', 'j': '1:10000'}, '100,000,000'),
+                                  ({'i': '0:1:1e-20'}, '100,000,000,000,000,000,001')):
             found = problems_of({'name': 'w', 'jobs': [{'name': 'j{i}', 'command': 'c', 'parameters': parameters}]})
             self.assertEqual(1, len(found), found)
             self.assertIn(f'would make {count} instances, more than the limit of 1,000,000: use fewer values, or raise the limit with --max-instances', found[0])
-        self.assertEqual(5, len(plan_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:5"}}]}', max_instances=5).body['jobs']))
+        self.assertEqual(5,
+                         len(plan_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:5"}}]}',
+                                     max_instances=5).body['jobs']))
         self.assertEqual(1, len(problems_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:6"}}]}', max_instances=5)))
         two = {'name': 'w', 'jobs': [{'name': letter + '{i}', 'command': 'c', 'parameters': {'i': '1:4'}} for letter in 'ab']}
         self.assertEqual(1, len(problems_of(two, max_instances=5)))
 
     def test_tables_and_lists(self):
         with tempfile.TemporaryDirectory() as directory:
-            files = {'t.csv': 'm, lr \nresnet, 0.10\n"a,b",7\n', 't.json': '[{"m": "x", "n": 1.50, "l": [1]}, {"m": "y", "n": 2, "l": null}]',
-                     't.jsonl': '{"m": 1}\n\n{"m": 2}\n', 'list.txt': '# names\n one\n\n2\n3.0\n', 'bad.csv': 'a,a\n1,2\n', 'short.csv': 'a,b\n1\n',
+            files = {'t.csv': 'm, lr \nresnet, 0.10\n"a,b",7\n',
+                     't.json': '[{"m": "x", "n": 1.50, "l": [1]}, {"m": "y", "n": 2, "l": null}]',
+                     't.jsonl': '{"m": 1}\n\n{"m": 2}\n', 'list.txt': '# names\n one\n\n2\n3.0\n',
+                     'bad.csv': 'a,a\n1,2\n', 'short.csv': 'a,b\n1\n',
                      'empty.csv': 'a,b\n', 'part.json': '[{"a": 1}, {"b": 2}]', 'bad.json': '[1]'}
             for name, text in files.items():
                 with open(os.path.join(directory, name), 'w') as file:
@@ -2006,7 +2045,8 @@ class ParametersTest(unittest.TestCase):
             self.assertEqual(['resnet 0.1'], commands(dict(table, parameters_file='one.csv')) if self.write_one(directory) else [])
             self.assertEqual(['resnet 0.1', 'a,b 7'], commands(dict(table, command='{m} {lr}')))
             self.assertEqual(['x 1.5 [1]', 'y 2 null'], commands({'name': '{m}', 'command': '{m} {n} {l}', 'parameters_file': 't.json'}))
-            self.assertEqual(['1', '2'], commands({'name': '{m}', 'command': '{m}', 'use_parameters_file': True}, parameters_file='t.jsonl'))
+            self.assertEqual(['1', '2'], commands({'name': '{m}', 'command': '{m}',
+                                                   'use_parameters_file': True}, parameters_file='t.jsonl'))
             self.assertEqual(['one', '2', '3'], commands({'name': '{m}', 'command': '{m}', 'parameters': {'m': '@list.txt'}}))
             for job, workflow, message in (
                     ({'parameters_file': 'no.csv'}, {}, "job 'x': 'no.csv' cannot be read: No such file or directory"),
@@ -2016,12 +2056,15 @@ class ParametersTest(unittest.TestCase):
                     ({'parameters_file': 'empty.csv'}, {}, "job 'x': 'empty.csv' has no rows"),
                     ({'parameters_file': 'bad.json'}, {}, "job 'x': 'bad.json': row 1 must be an object, not 1"),
                     ({'parameters_file': 't.csv', 'parameters': {'a': 1}}, {}, "job 'x': a table cannot be combined with parameters"),
-                    ({'parameters_file': 't.csv', 'use_parameters_file': True}, {'parameters_file': 't.csv'}, "job 'x': a table cannot be combined with use_parameters_file"),
+                    ({'parameters_file': 't.csv', 'use_parameters_file': True}, {'parameters_file': 't.csv'},
+                     "job 'x': a table cannot be combined with use_parameters_file"),
                     ({'use_parameters_file': True}, {}, "job 'x': use_parameters_file needs parameters_file in the workflow"),
-                    ({}, {'parameters': {'a': 1}, 'parameters_file': 't.csv'}, 'workflow: parameters and parameters_file cannot be combined'),
+                    ({}, {'parameters': {'a': 1}, 'parameters_file': 't.csv'},
+                     'workflow: parameters and parameters_file cannot be combined'),
                     ({'parameters': {'m': '@no.txt'}}, {}, "job 'x': parameter 'm' 'no.txt' cannot be read: No such file or directory")):
                 self.assertEqual(message, problem(dict(job, name='x', command='c'), **workflow))
-            self.assertIn("parameter 'a' in name: row 2 of the table has no such key", problem({'name': '{a}', 'command': 'c', 'parameters_file': 'part.json'}))
+            self.assertIn("parameter 'a' in name: row 2 of the table has no such key",
+                          problem({'name': '{a}', 'command': 'c', 'parameters_file': 'part.json'}))
 
     @staticmethod
     def write_one(directory: str) -> bool:
@@ -2034,66 +2077,108 @@ class ParametersTest(unittest.TestCase):
 BAD_SPECS = (
     # YAML with {} around it and name: w before it                                              the problems, without places
     ('jobs: [{name: a, command: c, cpus: 1}]',                                                   ["job 'a': unknown field 'cpus'"]),
-    ('jobs: [{name: a, command: c, num_cpus: 1}]',                                               ["job 'a': unknown field 'num_cpus', it is a field of resource_requirements"]),
-    ('jobs: [{name: a, comand: c}]',                                                             ["job 'a': command is missing", "job 'a': unknown field 'comand', did you mean 'command'?"]),
+    ('jobs: [{name: a, command: c, num_cpus: 1}]',
+     ["job 'a': unknown field 'num_cpus', it is a field of resource_requirements"]),
+    ('jobs: [{name: a, comand: c}]',
+     ["job 'a': command is missing", "job 'a': unknown field 'comand', did you mean 'command'?"]),
     ('jobs: [{command: c}]',                                                                     ['job 1: name is missing']),
     ('jobs: [a]',                                                                                ["job 1: must be a mapping, not 'a'"]),
-    ('jobs: {name: a}',                                                                          ['workflow: jobs must be a list (each entry begins with "- "), not a mapping']),
-    ('slurm_config: {}',                                                                         ["workflow: unknown field 'slurm_config', its fields stand under execution_config now"]),
-    ('use_srun: true',                                                                           ["workflow: unknown field 'use_srun', did you mean 'user'?"]),
-    ('limit_resources: false',                                                                   ["workflow: unknown field 'limit_resources', it is a field of execution_config"]),
-    ('description: true',                                                                        ['workflow: description must be text, not true: put it in quotes ("true") if you mean the word']),
-    ('env: {A: null}',                                                                           ['workflow: \'A\' of env must be text, not null: put it in quotes ("null") if you mean the word']),
-    ('env: {A-B: x}',                                                                            ["workflow: 'A-B' of env must be a name of letters, digits and _, not 'A-B'"]),
-    ('env: [a]',                                                                                 ['workflow: env must be a mapping, not a list']),
-    ('jobs: [{name: a, command: c, depends_on: b}]',                                             ["job 'a': depends_on must be a list, such as [b], not 'b'"]),
-    ('jobs: [{name: a, command: c, depends_on: [b]}]',                                           ["job 'a': depends_on: there is no job 'b'"]),
-    ('jobs: [{name: one, command: c}, {name: a, command: c, depends_on: [oen]}]',                ["job 'a': depends_on: there is no job 'oen', did you mean 'one'?"]),
-    ('jobs: [{name: a, command: c, priority: "5"}]',                                             ["job 'a': priority must be a whole number, not '5': write it without quotes"]),
-    ('jobs: [{name: a, command: c, priority: -1}]',                                              ["job 'a': priority must be at least 0, not -1"]),
-    ('jobs: [{name: a, command: c, priority: 007}]',                                             ["job 'a': priority must be a whole number without leading zeros, not 007"]),
-    ('jobs: [{name: a, command: c, priority: 99999999999999999999}]',                            ["job 'a': priority must be at most 9,223,372,036,854,775,807, not 99999999999999999999"]),
-    ('jobs: [{name: a, command: c, priority: 1.5}]',                                             ["job 'a': priority must be a whole number, not 1.5"]),
-    ('jobs: [{name: a, command: c, cancel_on_blocking_job_failure: yes}]',                       ["job 'a': cancel_on_blocking_job_failure must be true or false, not 'yes'"]),
-    ('jobs: [{name: a, command: c}, {name: a, command: d}]',                                     ["job 'a': the name 'a' is taken, in line 2: give each its own"]),
-    ('files: [{name: f, path: p}, {name: f, path: q}]',                                          ["file 'f': the name 'f' is taken, in line 2: give each its own"]),
-    ('user_data: [{name: u}, {name: u}]',                                                        ["user_data 'u': the name 'u' is taken, in line 2: give each its own"]),
+    ('jobs: {name: a}',
+     ['workflow: jobs must be a list (each entry begins with "- "), not a mapping']),
+    ('slurm_config: {}',
+     ["workflow: unknown field 'slurm_config', its fields stand under execution_config now"]),
+    ('use_srun: true',
+     ["workflow: unknown field 'use_srun', did you mean 'user'?"]),
+    ('limit_resources: false',
+     ["workflow: unknown field 'limit_resources', it is a field of execution_config"]),
+    ('description: true',
+     ['workflow: description must be text, not true: put it in quotes ("true") if you mean the word']),
+    ('env: {A: null}',
+     ['workflow: \'A\' of env must be text, not null: put it in quotes ("null") if you mean the word']),
+    ('env: {A-B: x}',
+     ["workflow: 'A-B' of env must be a name of letters, digits and _, not 'A-B'"]),
+    ('env: [a]',
+     ['workflow: env must be a mapping, not a list']),
+    ('jobs: [{name: a, command: c, depends_on: b}]',
+     ["job 'a': depends_on must be a list, such as [b], not 'b'"]),
+    ('jobs: [{name: a, command: c, depends_on: [b]}]',
+     ["job 'a': depends_on: there is no job 'b'"]),
+    ('jobs: [{name: one, command: c}, {name: a, command: c, depends_on: [oen]}]',
+     ["job 'a': depends_on: there is no job 'oen', did you mean 'one'?"]),
+    ('jobs: [{name: a, command: c, priority: "5"}]',
+     ["job 'a': priority must be a whole number, not '5': write it without quotes"]),
+    ('jobs: [{name: a, command: c, priority: -1}]',
+     ["job 'a': priority must be at least 0, not -1"]),
+    ('jobs: [{name: a, command: c, priority: 007}]',
+     ["job 'a': priority must be a whole number without leading zeros, not 007"]),
+    ('jobs: [{name: a, command: c, priority: 99999999999999999999}]',
+     ["job 'a': priority must be at most 9,223,372,036,854,775,807, not 99999999999999999999"]),
+    ('jobs: [{name: a, command: c, priority: 1.5}]',
+     ["job 'a': priority must be a whole number, not 1.5"]),
+    ('jobs: [{name: a, command: c, cancel_on_blocking_job_failure: yes}]',
+     ["job 'a': cancel_on_blocking_job_failure must be true or false, not 'yes'"]),
+    ('jobs: [{name: a, command: c}, {name: a, command: d}]',
+     ["job 'a': the name 'a' is taken, in line 2: give each its own"]),
+    ('files: [{name: f, path: p}, {name: f, path: q}]',
+     ["file 'f': the name 'f' is taken, in line 2: give each its own"]),
+    ('user_data: [{name: u}, {name: u}]',
+     ["user_data 'u': the name 'u' is taken, in line 2: give each its own"]),
     ('user_data: [{data: 1}]',                                                                   ['user_data 1: name is missing']),
-    ('failure_handlers: [{name: h, rules: []}, {name: h, rules: []}]',                           ["failure_handler 'h': the name 'h' is taken, in line 2: give each its own"]),
+    ('failure_handlers: [{name: h, rules: []}, {name: h, rules: []}]',
+     ["failure_handler 'h': the name 'h' is taken, in line 2: give each its own"]),
     ('jobs: [{name: "", command: c}]',                                                           ['job \'\': name must not be empty']),
-    ('jobs: [{name: "a\\u0007", command: c}]',                                                   ["job 'a\\x07': name holds the control character '\\x07': remove it"]),
-    ('jobs: [{name: a, command: "c\\0"}]',                                                       ["job 'a': command holds the character '\\x00', which cannot be stored: remove it"]),
-    ('jobs: [{name: a, command: c, resource_requirements: r}]',                                  ["job 'a': resource_requirements: there is no resource_requirements 'r'"]),
-    ('jobs: [{name: a, command: c, failure_handler: h}]',                                        ["job 'a': failure_handler: there is no failure_handler 'h'"]),
-    ('jobs: [{name: a, command: c, scheduler: s}]',                                              ["job 'a': scheduler: there is no slurm_scheduler 's'"]),
-    ('jobs: [{name: a, command: c, input_files: [f]}]',                                          ["job 'a': input_files: there is no file 'f'"]),
-    ('jobs: [{name: a, command: "c ${files.input.f}"}]',                                         ["job 'a': command: there is no file 'f'"]),
-    ('jobs: [{name: a, command: "c ${user_data.output.u}"}]',                                    ["job 'a': command: there is no user_data 'u'"]),
+    ('jobs: [{name: "a\\u0007", command: c}]',
+     ["job 'a\\x07': name holds the control character '\\x07': remove it"]),
+    ('jobs: [{name: a, command: "c\\0"}]',
+     ["job 'a': command holds the character '\\x00', which cannot be stored: remove it"]),
+    ('jobs: [{name: a, command: c, resource_requirements: r}]',
+     ["job 'a': resource_requirements: there is no resource_requirements 'r'"]),
+    ('jobs: [{name: a, command: c, failure_handler: h}]',
+     ["job 'a': failure_handler: there is no failure_handler 'h'"]),
+    ('jobs: [{name: a, command: c, scheduler: s}]',
+     ["job 'a': scheduler: there is no slurm_scheduler 's'"]),
+    ('jobs: [{name: a, command: c, input_files: [f]}]',
+     ["job 'a': input_files: there is no file 'f'"]),
+    ('jobs: [{name: a, command: "c ${files.input.f}"}]',
+     ["job 'a': command: there is no file 'f'"]),
+    ('jobs: [{name: a, command: "c ${user_data.output.u}"}]',
+     ["job 'a': command: there is no user_data 'u'"]),
     ('{jobs: [{name: a, command: "c ${user_data.input.u}"}], user_data: [{name: u}]}',
      ["job 'a': command: user_data 'u' has no data to put here: list it under input_user_data or output_user_data, and read or write it while the job runs"]),
     ('jobs: [{name: a, command: c, depends_on_regexes: ["("]}]',
      ["job 'a': depends_on_regexes: '(' is not a regular expression: missing ), unterminated subpattern at character 1"]),
-    ('jobs: [{name: a, command: c, depends_on_regexes: ["^b"]}]',                                ["job 'a': depends_on_regexes: '^b' did not match any job name"]),
+    ('jobs: [{name: a, command: c, depends_on_regexes: ["^b"]}]',
+     ["job 'a': depends_on_regexes: '^b' did not match any job name"]),
     ('jobs: [{name: a, command: c, depends_on_regexes: ["a"]}]',                                 ["job 'a': waits for itself: a -> a"]),
-    ('jobs: [{name: a, command: c, depends_on: [b]}, {name: b, command: c, depends_on: [a]}]',   ["job 'a': waits for itself: a -> b -> a"]),
+    ('jobs: [{name: a, command: c, depends_on: [b]}, {name: b, command: c, depends_on: [a]}]',
+     ["job 'a': waits for itself: a -> b -> a"]),
     ('{jobs: [{name: a, command: c, input_files: [f], output_files: [g]}, {name: b, command: c, input_files: [g], output_files: [f]}], '
-     'files: [{name: f, path: f}, {name: g, path: g}]}',                                         ["job 'a': waits for itself: a -> b -> a"]),
+     'files: [{name: f, path: f}, {name: g, path: g}]}',
+     ["job 'a': waits for itself: a -> b -> a"]),
     ('{jobs: [{name: a, command: c, input_user_data: [u]}, {name: b, command: c, depends_on: [a], output_user_data: [u]}], user_data: [{name: u}]}',
      ["job 'a': waits for itself: a -> b -> a"]),
-    ('{jobs: [{name: a, command: c, input_files: [f], output_files: [f]}], files: [{name: f, path: f}]}', ["job 'a': waits for itself: a -> a"]),
+    ('{jobs: [{name: a, command: c, input_files: [f], output_files: [f]}], files: [{name: f, path: f}]}',
+     ["job 'a': waits for itself: a -> a"]),
     ('{jobs: [{name: a, command: c, output_files: [f]}, {name: b, command: c, output_files: [f]}], files: [{name: f, path: f}]}',
      ["job 'b': file 'f' is written by both 'a' and 'b': give each its own file"]),
     ('{jobs: [{name: a, command: c, output_files: [f]}, {name: b, command: c, output_files: [g]}], files: [{name: f, path: x}, {name: g, path: x}]}',
      ["job 'b': file 'g' is written by both 'a' and 'b': give each its own file"]),
-    ('jobs: [{name: a, command: c, labels: [""]}]',                                              ["job 'a': label '' must be a word without commas and outer blanks"]),
-    ('jobs: [{name: a, command: c, labels: ["x,y"]}]',                                           ["job 'a': label 'x,y' must be a word without commas and outer blanks"]),
-    ('{jobs: [{name: a, command: c, labels: [x], scheduler: s}], slurm_schedulers: [{name: s, account: z}]}', ["job 'a': a job with labels cannot name a scheduler: remove one"]),
-    ('jobs: [{name: a, command: c, stdio: {mode: both}}]',                                       ["job 'a': stdio: mode must be one of separate, combined, no_stdout, no_stderr, none, not 'both'"]),
+    ('jobs: [{name: a, command: c, labels: [""]}]',
+     ["job 'a': label '' must be a word without commas and outer blanks"]),
+    ('jobs: [{name: a, command: c, labels: ["x,y"]}]',
+     ["job 'a': label 'x,y' must be a word without commas and outer blanks"]),
+    ('{jobs: [{name: a, command: c, labels: [x], scheduler: s}], slurm_schedulers: [{name: s, account: z}]}',
+     ["job 'a': a job with labels cannot name a scheduler: remove one"]),
+    ('jobs: [{name: a, command: c, stdio: {mode: both}}]',
+     ["job 'a': stdio: mode must be one of separate, combined, no_stdout, no_stderr, none, not 'both'"]),
     ('execution_config: {stdio: {delete_on_success: 1}, job_stdio_overrides: {x: {mod: none}}}',
-     ['execution_config: stdio: delete_on_success must be true or false, not 1', "execution_config: stdio 'x': unknown field 'mod', did you mean 'mode'?"]),
+     ['execution_config: stdio: delete_on_success must be true or false, not 1',
+      "execution_config: stdio 'x': unknown field 'mod', did you mean 'mode'?"]),
     ('failure_handlers: [{name: h, rules: [{exit_codes: [1, 256, x]}, {exit_code: [1]}, [2]]}]',
-     ["failure_handler 'h': rule 1: item 2 of exit_codes must be at most 255, not 256", "failure_handler 'h': rule 1: item 3 of exit_codes must be a whole number, not 'x'",
-      "failure_handler 'h': rule 2: unknown field 'exit_code', did you mean 'exit_codes'?", "failure_handler 'h': rule 3: must be a mapping, not a list"]),
+     ["failure_handler 'h': rule 1: item 2 of exit_codes must be at most 255, not 256",
+      "failure_handler 'h': rule 1: item 3 of exit_codes must be a whole number, not 'x'",
+      "failure_handler 'h': rule 2: unknown field 'exit_code', did you mean 'exit_codes'?",
+      "failure_handler 'h': rule 3: must be a mapping, not a list"]),
     ('failure_handlers: [{rules: [{max_retries: true}]}]',
      ['failure_handler 1: name is missing', 'failure_handler 1: rule 1: max_retries must be a whole number, not true']),
     ('resource_requirements: [{name: r, memory: 4X}]',
@@ -2104,7 +2189,8 @@ BAD_SPECS = (
      ["resource_requirements 'r': num_cpus must be at least 1, not 0", "resource_requirements 'r': num_gpus must be at least 0, not -1",
       "resource_requirements 'r': num_nodes must be at least 1, not 0"]),
     ('slurm_schedulers: [{account: a}]',                                                         ['slurm_scheduler 1: name is missing']),
-    ('slurm_schedulers: [{name: s}]',                                                            ["slurm_scheduler 's': account is missing"]),
+    ('slurm_schedulers: [{name: s}]',
+     ["slurm_scheduler 's': account is missing"]),
     ('slurm_schedulers: [{name: s, account: a, walltime: long}]',
      ["slurm_scheduler 's': walltime 'long' is not a walltime: write HH:MM:SS, D-HH:MM:SS, or such as 30m, 2h or 1d12h"]),
     ('execution_config: {sigterm_lead_seconds: soon}',
@@ -2113,16 +2199,21 @@ BAD_SPECS = (
      ["workflow: compute_node_wait_for_healthy_database_minutes must be a whole number of minutes, not '90s'"]),
     ('compute_node_wait_for_new_jobs_seconds: "90"',
      ["workflow: compute_node_wait_for_new_jobs_seconds must be a whole number, not '90': write it without quotes"]),
-    ('slurm_schedulers: [{name: s, account: a, nodes: 0}]',                                      ["slurm_scheduler 's': nodes must be at least 1, not 0"]),
+    ('slurm_schedulers: [{name: s, account: a, nodes: 0}]',
+     ["slurm_scheduler 's': nodes must be at least 1, not 0"]),
     ('slurm_schedulers: [{name: s, account: a, mem: much}]',
      ["slurm_scheduler 's': mem 'much' is not an amount of memory for Slurm: write such as 240G or 4096 (megabytes)"]),
-    ('slurm_defaults: {Partition: x, qos: y}',                                                   ["workflow: slurm_defaults cannot set 'Partition': set it in slurm_schedulers"]),
+    ('slurm_defaults: {Partition: x, qos: y}',
+     ["workflow: slurm_defaults cannot set 'Partition': set it in slurm_schedulers"]),
     ('actions: [{trigger_type: on_start, action_type: run_commands, commands: [x]}]',
      ["action 1: trigger_type must be one of on_workflow_start, on_workflow_complete, on_worker_start, on_worker_complete, on_jobs_ready, on_jobs_complete, not 'on_start', did you mean 'on_worker_start'?"]),
     ('actions: [{trigger_type: on_workflow_start, action_type: run_commands}]',                  ['action 1: run_commands needs commands']),
-    ('actions: [{trigger_type: on_jobs_ready, action_type: run_commands, commands: [x]}]',       ['action 1: on_jobs_ready needs jobs or job_name_regexes']),
-    ('actions: [{trigger_type: on_jobs_ready, action_type: run_commands, commands: [x], jobs: [ a ]}]', ["action 1: jobs: there is no job 'a'"]),
-    ('actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes}]',                ['action 1: schedule_nodes needs scheduler', 'action 1: schedule_nodes needs scheduler_type']),
+    ('actions: [{trigger_type: on_jobs_ready, action_type: run_commands, commands: [x]}]',
+     ['action 1: on_jobs_ready needs jobs or job_name_regexes']),
+    ('actions: [{trigger_type: on_jobs_ready, action_type: run_commands, commands: [x], jobs: [ a ]}]',
+     ["action 1: jobs: there is no job 'a'"]),
+    ('actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes}]',
+     ['action 1: schedule_nodes needs scheduler', 'action 1: schedule_nodes needs scheduler_type']),
     ('actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]', ["action 1: scheduler: there is no slurm_scheduler 's'"]),
     ('actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: pbs}]',
      ["action 1: scheduler_type must be one of slurm, local, not 'pbs'"]),
@@ -2134,30 +2225,47 @@ BAD_SPECS = (
     ('{execution_config: {termination_signal: SIGUSR1}, slurm_schedulers: [{name: s, account: a}]}',
      ['execution_config: termination_signal does not go with mode auto, which is slurm here: remove it, or set mode: direct']),
     ('execution_config: {termination_signal: SIGFOO}',                                           ["execution_config: termination_signal must be the name of a signal, such as SIGTERM or SIGUSR1, not 'SIGFOO'"]),
-    ('execution_config: {srun_mpi: "a b"}',                                                      ["execution_config: srun_mpi must be a kind of MPI such as pmix, not 'a b'"]),
-    ('execution_config: {srun_mpi: pmix}',                                                       ['execution_config: srun_mpi needs a schedule_nodes action with start_one_worker_per_node: true']),
-    ('dynamic_jobs: {max_iterations: 0}',                                                        ['dynamic_jobs: max_iterations must be at least 1, not 0']),
-    ('access_groups: [a, a]',                                                                    ['workflow: access_groups names a group twice']),
-    ('resource_monitor: {interval: 1}',                                                          ["resource_monitor: unknown field 'interval'"]),
-    ('resource_monitor: {sample_interval_seconds: 0}',                                           ['resource_monitor: sample_interval_seconds must be at least 1, not 0']),
-    ('variables: {a: 5}',                                                                        ["workflow: variable 'a' must be text: put it in quotes"]),
-    ('variables: {a: "{b}"}',                                                                    ["workflow: variable 'a' holds {b}: it cannot refer to others"]),
-    ('{variables: {i: x}, jobs: [{name: "{i}", command: c, parameters: {i: [1]}}]}',             ["workflow: 'i' is both a variable and a parameter: rename one"]),
+    ('execution_config: {srun_mpi: "a b"}',
+     ["execution_config: srun_mpi must be a kind of MPI such as pmix, not 'a b'"]),
+    ('execution_config: {srun_mpi: pmix}',
+     ['execution_config: srun_mpi needs a schedule_nodes action with start_one_worker_per_node: true']),
+    ('dynamic_jobs: {max_iterations: 0}',
+     ['dynamic_jobs: max_iterations must be at least 1, not 0']),
+    ('access_groups: [a, a]',
+     ['workflow: access_groups names a group twice']),
+    ('resource_monitor: {interval: 1}',
+     ["resource_monitor: unknown field 'interval'"]),
+    ('resource_monitor: {sample_interval_seconds: 0}',
+     ['resource_monitor: sample_interval_seconds must be at least 1, not 0']),
+    ('variables: {a: 5}',
+     ["workflow: variable 'a' must be text: put it in quotes"]),
+    ('variables: {a: "{b}"}',
+     ["workflow: variable 'a' holds {b}: it cannot refer to others"]),
+    ('{variables: {i: x}, jobs: [{name: "{i}", command: c, parameters: {i: [1]}}]}',
+     ["workflow: 'i' is both a variable and a parameter: rename one"]),
     ('{parameters: {i: "1:3"}, jobs: [{name: a, command: "echo {i}"}]}',
      ["job 'a': command holds {i}, but 'i' is not used here: add it to use_parameters, or declare it under parameters"]),
-    ('jobs: [{name: "j{i}", command: c, parameters: {i: []}}]',                                  ["job 'j{i}': parameter 'i' has no values: an empty list makes no instance"]),
-    ('jobs: [{name: "j{i}", command: c, parameters: {i: "5:1"}}]',                               ["job 'j{i}': parameter 'i' '5:1' has no values: the step leads away from the end"]),
+    ('jobs: [{name: "j{i}", command: c, parameters: {i: []}}]',
+     ["job 'j{i}': parameter 'i' has no values: an empty list makes no instance"]),
+    ('jobs: [{name: "j{i}", command: c, parameters: {i: "5:1"}}]',
+     ["job 'j{i}': parameter 'i' '5:1' has no values: the step leads away from the end"]),
     ('jobs: [{name: j, command: c, parameters: {i: "1:2"}}]',
      ["job 'j': parameters make several with the name 'j': put every parameter into the name, or collect with depends_on_regexes or input_file_regexes instead of parameters"]),
     ('jobs: [{name: a, command: c, depends_on: [j1]}, {name: "j{i:03d}", command: c, parameters: {i: "5:1"}}]', ["job 'j{i:03d}': parameter 'i' '5:1' has no values: the step leads away from the end"]),
-    ('jobs: [{name: "j{i:03d}", command: c, parameters: {i: [x]}}]',                             ["job 'j{i:03d}': parameter 'i' in name: format '03d' does not suit the text x"]),
-    ('jobs: [{name: "j{i}", command: c, parameters: {i: "1:2"}, parameter_mode: zipped}]',       ["job 'j{i}': parameter_mode must be one of product, zip, not 'zipped', did you mean 'zip'?"]),
+    ('jobs: [{name: "j{i:03d}", command: c, parameters: {i: [x]}}]',
+     ["job 'j{i:03d}': parameter 'i' in name: format '03d' does not suit the text x"]),
+    ('jobs: [{name: "j{i}", command: c, parameters: {i: "1:2"}, parameter_mode: zipped}]',
+     ["job 'j{i}': parameter_mode must be one of product, zip, not 'zipped', did you mean 'zip'?"]),
     ('{parameters: {seed: "1:2"}, jobs: [{name: "j{seed}", command: c, use_parameters: [sed]}]}',
      ["job 'j{seed}': use_parameters names 'sed', which is no parameter of the workflow, did you mean 'seed'?"]),
-    ('user_data: [{name: u, data: .nan}]',                                                       ["user_data 'u': data holds NaN or infinity, which JSON cannot: put it in quotes"]),
-    ('user_data: [{name: u, data: [99999999999999999999]}]',                                     ["user_data 'u': data holds a number that is too large for 64 bits: put it in quotes"]),
-    ('files: [{name: f, path: p, identifier: x}]',                                               ["workflow: file 'f': identifier needs enable_ro_crate: true in the workflow"]),
-    ('{enable_ro_crate: true, files: [{name: f, path: p, identifier: x}]}',                      ["workflow: file 'f': identifier is for input files only, and no job reads this one"]),
+    ('user_data: [{name: u, data: .nan}]',
+     ["user_data 'u': data holds NaN or infinity, which JSON cannot: put it in quotes"]),
+    ('user_data: [{name: u, data: [99999999999999999999]}]',
+     ["user_data 'u': data holds a number that is too large for 64 bits: put it in quotes"]),
+    ('files: [{name: f, path: p, identifier: x}]',
+     ["workflow: file 'f': identifier needs enable_ro_crate: true in the workflow"]),
+    ('{enable_ro_crate: true, files: [{name: f, path: p, identifier: x}]}',
+     ["workflow: file 'f': identifier is for input files only, and no job reads this one"]),
     ('{enable_ro_crate: true, jobs: [{name: j, command: c, input_files: [f]}], files: [{name: f, path: p, identifier: "#torc-x"}]}',
      ["workflow: file 'f': identifier '#torc-x' is reserved"]),
 )
@@ -2184,11 +2292,14 @@ class SpecTest(unittest.TestCase):
 
     def test_all_mistakes_are_told_at_once_with_their_places(self):
         text = 'name: w\njobs:\n  - name: a\n    comand: c\n  - name: b\n    command: c\n    priority: -1\n    depends_on:\n      - a\n      - z\nfoo: 1\n'
-        self.assertEqual(["3:5: job 'a': command is missing", "4:5: job 'a': unknown field 'comand', did you mean 'command'?", "7:5: job 'b': priority must be at least 0, not -1",
+        self.assertEqual(["3:5: job 'a': command is missing",
+                          "4:5: job 'a': unknown field 'comand', did you mean 'command'?",
+                          "7:5: job 'b': priority must be at least 0, not -1",
                           "8:5: job 'b': depends_on: there is no job 'z'", "11:1: workflow: unknown field 'foo'"], problems_of(text))
 
     def test_a_spec_must_be_a_mapping_with_a_name(self):
-        for text, wanted in (('[1]', ['1:1: a workflow must be a mapping with name and jobs, not a list']), ('jobs: []\n', ['1:1: workflow: name is missing']),
+        for text, wanted in (('[1]', ['1:1: a workflow must be a mapping with name and jobs, not a list']),
+                             ('jobs: []\n', ['1:1: workflow: name is missing']),
                              ('name: w\n', ['1:1: workflow: jobs is missing'])):
             self.assertEqual(wanted, problems_of(text))
 
@@ -2224,8 +2335,10 @@ class SpecTest(unittest.TestCase):
                        'slurm_schedulers: [{name: s, account: a, mem: 16 GiB, walltime: 2h}]}').body
         self.assertEqual([('8g', 'P1DT12H'), ('512M', 'PT90M')], [(row['memory'], row['runtime']) for row in body['resource_requirements']])
         self.assertEqual(('16G', '02:00:00'), (body['slurm_schedulers'][0]['mem'], body['slurm_schedulers'][0]['walltime']))
-        self.assertEqual((300, 60), (body['workflow']['compute_node_wait_for_new_jobs_seconds'], body['workflow']['compute_node_wait_for_healthy_database_minutes']))
-        self.assertEqual({'mode': 'direct', 'sigterm_lead_seconds': 3600, 'sigkill_headroom_seconds': 90}, body['workflow']['execution_config'])
+        self.assertEqual((300, 60), (body['workflow']['compute_node_wait_for_new_jobs_seconds'],
+                                     body['workflow']['compute_node_wait_for_healthy_database_minutes']))
+        self.assertEqual({'mode': 'direct', 'sigterm_lead_seconds': 3600, 'sigkill_headroom_seconds': 90},
+                         body['workflow']['execution_config'])
         self.assertEqual(30, body['workflow']['resource_monitor_config']['sample_interval_seconds'])
 
     def test_memory_in_bare_bytes_gives_a_warning(self):
@@ -2234,12 +2347,17 @@ class SpecTest(unittest.TestCase):
         self.assertEqual('8', plan.body['resource_requirements'][0]['memory'])
 
     def test_names_may_hold_blanks_dots_and_slashes_but_not_be_absurdly_long(self):
-        self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'a b/c.d é', 'command': 'c'}, {'name': 'x' * 1000, 'command': 'c'}]}))
-        self.assertIn('is 1,001 characters long: 1,000 are allowed', problems_of({'name': 'w', 'jobs': [{'name': 'x' * 1001, 'command': 'c'}]})[0])
-        self.assertIn('is 1,001 characters long: 1,000 are allowed', problems_of({'name': 'w', 'jobs': [{'name': '{i:>600}{i:>401}', 'command': 'c', 'parameters': {'i': '1:2'}}]})[0])
+        self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'a b/c.d é', 'command': 'c'},
+                                                                {'name': 'x' * 1000, 'command': 'c'}]}))
+        self.assertIn('is 1,001 characters long: 1,000 are allowed',
+                      problems_of({'name': 'w', 'jobs': [{'name': 'x' * 1001, 'command': 'c'}]})[0])
+        self.assertIn('is 1,001 characters long: 1,000 are allowed',
+                      problems_of({'name': 'w', 'jobs': [{'name': '{i:>600}{i:>401}', 'command': 'c',
+                                                          'parameters': {'i': '1:2'}}]})[0])
 
     def test_lone_surrogates_are_refused(self):
-        for value in ({'name': 'w', 'jobs': [{'name': 'a', 'command': '\ud800'}]}, {'name': 'w', 'jobs': [], 'user_data': [{'name': 'u', 'data': {'x': '\udfff'}}]}):
+        for value in ({'name': 'w', 'jobs': [{'name': 'a', 'command': '\ud800'}]},
+                      {'name': 'w', 'jobs': [], 'user_data': [{'name': 'u', 'data': {'x': '\udfff'}}]}):
             self.assertEqual(1, len(problems_of(value)))
 
     def test_old_names_are_taken_with_a_warning(self):
@@ -2251,7 +2369,8 @@ class SpecTest(unittest.TestCase):
         self.assertEqual([[0]], plan.body['dependency_sets'])
         self.assertEqual([None, 0, None, ['gpu']], plan.body['kinds'][0])
         self.assertEqual({'a': 1}, plan.body['workflow']['metadata'])
-        self.assertEqual([{'name': 'r', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m', 'runtime': 'PT1H'}], plan.body['resource_requirements'])
+        self.assertEqual([{'name': 'r', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m',
+                           'runtime': 'PT1H'}], plan.body['resource_requirements'])
 
     def test_a_rule_that_never_applies_is_told_with_its_handler(self):
         plan = plan_of('{name: w, jobs: [], failure_handlers: [{name: h, rules: [{exit_codes: [255]}, {max_retries: 2}]}]}')
@@ -2265,9 +2384,12 @@ class SpecTest(unittest.TestCase):
     def test_what_is_not_carried_out_yet_is_told_at_once(self):
         said = 'accepted, but not in effect in this version: '
         for text, names in (
-                ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}', '1:30: mode: slurm, execution_config.staggered_start, execution_config.enable_cpu_bind'),
+                ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}',
+                 '1:30: mode: slurm, execution_config.staggered_start, execution_config.enable_cpu_bind'),
                 ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}', ''),
-                ('resource_monitor: {}', ''), ('resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}', ''),
+                ('resource_monitor: {}', ''),
+                ('resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}',
+                 ''),
                 ('resource_monitor: {generate_plots: false, jobs: {granularity: summary}, compute_node: {enabled: true, cpu: true}}', ''),
                 ('resource_monitor: {generate_plots: true}', ''),
                 ('execution_config: {mode: slurm}', '1:30: mode: slurm'),
@@ -2288,26 +2410,37 @@ class SpecTest(unittest.TestCase):
             self.assertEqual('', marks[place][0], place)
 
     def test_tokens_add_relations_and_never_replace_listed_ones(self):
-        body = plan_of({'name': 'w', 'files': [{'name': name, 'path': f'dir/{name}'} for name in 'fgh'], 'user_data': [{'name': 'u', 'data': {'k': [1, 'é']}}],
+        body = plan_of({'name': 'w', 'files': [{'name': name, 'path': f'dir/{name}'} for name in 'fgh'],
+                        'user_data': [{'name': 'u', 'data': {'k': [1, 'é']}}],
                         'jobs': [{'name': 'a', 'command': 'x ${files.input.g} ${files.input.g} ${files.output.h} ${user_data.input.u} ${HOME}', 'input_files': ['f'],
                                   'invocation_script': 'pre ${files.input.f}'}]}).body
         job = body['jobs'][0]
         self.assertEqual('x dir/g dir/g dir/h {"k":[1,"é"]} ${HOME}', job.command)
         self.assertEqual('pre dir/f', job.invocation_script)
-        self.assertEqual(((0, 1), (2,), (0,), ()), (tuple(job.input_files), tuple(job.output_files), tuple(job.input_user_data), tuple(job.output_user_data)))
+        self.assertEqual(((0, 1), (2,), (0,), ()), (tuple(job.input_files), tuple(job.output_files),
+                                                    tuple(job.input_user_data), tuple(job.output_user_data)))
 
     def test_everything_is_expanded(self):
         body = plan_of({'name': 'w', 'parameters': {'one': [7], 'many': '1:2'}, 'env': {'A': '{one}', 'B': '{many}', 'C': '{other}'},
                         'files': [{'name': 'f{i}', 'path': '{i}.txt', 'parameters': {'i': '1:2'}}],
                         'user_data': [{'name': 'u{i}', 'data': {'k{i}': ['v{i}', 1, None]}, 'parameters': {'i': '1:2'}}],
-                        'resource_requirements': [{'name': 'r1'}, {'name': 'r2'}], 'slurm_schedulers': [{'name': 's1', 'account': 'a'}, {'name': 's2', 'account': 'a'}],
-                        'jobs': [{'name': 'p{i}', 'command': '${files.output.f{i}} %s {i:02d}', 'invocation_script': 's{i}', 'env': {'E': 'e{i}', 'F': 'f'}, 'parameters': {'i': '1:2'},
+                        'resource_requirements': [{'name': 'r1'}, {'name': 'r2'}],
+                        'slurm_schedulers': [{'name': 's1', 'account': 'a'}, {'name': 's2', 'account': 'a'}],
+                        'jobs': [{'name': 'p{i}', 'command': '${files.output.f{i}} %s {i:02d}',
+                                  'invocation_script': 's{i}', 'env': {'E': 'e{i}', 'F': 'f'},
+                                  'parameters': {'i': '1:2'},
                                   'resource_requirements': 'r{i}', 'scheduler': 's{i}', 'stdio': {'mode': 'none'}},
-                                 {'name': 'c{i}', 'command': '${user_data.input.u{i}}', 'depends_on': ['p{i}'], 'input_file_regexes': ['^f{i}$'], 'parameters': {'i': '1:2'},
+                                 {'name': 'c{i}', 'command': '${user_data.input.u{i}}',
+                                  'depends_on': ['p{i}'], 'input_file_regexes': ['^f{i}$'],
+                                  'parameters': {'i': '1:2'},
                                   'labels': ['b', 'l{i}', 'b']}]}).body
         self.assertEqual({'A': '7', 'B': '1:2', 'C': '{other}'}, body['workflow']['env'])
-        self.assertEqual([{'name': 'u1', 'data': {'k{i}': ['v1', 1, None]}, 'is_ephemeral': False}, {'name': 'u2', 'data': {'k{i}': ['v2', 1, None]}, 'is_ephemeral': False}], body['user_data'])
-        self.assertEqual([('p1', '1.txt %s 01', 's1', {'E': 'e1', 'F': 'f'}), ('p2', '2.txt %s 02', 's2', {'E': 'e2', 'F': 'f'})], [tuple(job[:4]) for job in body['jobs'][:2]])
+        self.assertEqual([{'name': 'u1', 'data': {'k{i}': ['v1', 1, None]}, 'is_ephemeral': False},
+                          {'name': 'u2', 'data': {'k{i}': ['v2', 1, None]}, 'is_ephemeral': False}],
+                         body['user_data'])
+        self.assertEqual([('p1', '1.txt %s 01', 's1', {'E': 'e1', 'F': 'f'}),
+                          ('p2', '2.txt %s 02', 's2', {'E': 'e2', 'F': 'f'})],
+                         [tuple(job[:4]) for job in body['jobs'][:2]])
         self.assertEqual([[0, 0, 0, None], [1, 0, 1, None], [None, 0, None, ['b', 'l1']], [None, 0, None, ['b', 'l2']]], body['kinds'])
         self.assertEqual([[0], [1]], body['dependency_sets'])
         self.assertEqual([(0,), (1,)], [tuple(job.input_files) for job in body['jobs'][2:]])
@@ -2320,13 +2453,17 @@ class SpecTest(unittest.TestCase):
 
     def test_regular_expressions_match_as_pythons_do_whatever_they_begin_with(self):
         names = ['a', 'ab', 'abc', 'b', 'A.b', 'a+b', 'x ab', 'aab']
-        for pattern in ('^a', '^ab$', '^ab*', '^ab?', '^ab+', '^a|b', '^(a)', 'b$', '^a\\+b$', '(?i)^a', '^a{2}', '^ab{0}', '^A\\.', '^', '^a.', '\\Aab', '^(?P<x>a)b'):
+        for pattern in ('^a', '^ab$', '^ab*', '^ab?', '^ab+', '^a|b', '^(a)', 'b$', '^a\\+b$', '(?i)^a',
+                        '^a{2}', '^ab{0}', '^A\\.', '^', '^a.', '\\Aab', '^(?P<x>a)b'):
             jobs = [{'name': name, 'command': 'c'} for name in names] + [{'name': '~', 'command': 'c', 'depends_on_regexes': [pattern]}]
             if re.search(pattern, '~') is None:
-                self.assertEqual([[place for place, name in enumerate(names) if re.search(pattern, name)]], plan_of({'name': 'w', 'jobs': jobs}).body['dependency_sets'], pattern)
+                self.assertEqual([[place for place, name in enumerate(names) if re.search(pattern, name)]],
+                                 plan_of({'name': 'w', 'jobs': jobs}).body['dependency_sets'], pattern)
 
     def test_what_many_jobs_share_stands_once(self):
-        spec = {'name': 'w', 'jobs': [{'name': 'a{i}', 'command': 'c', 'parameters': {'i': '1:300'}}, {'name': 'b{i}', 'command': 'c', 'depends_on_regexes': ['^a'], 'parameters': {'i': '1:300'}}] +
+        spec = {'name': 'w', 'jobs': [{'name': 'a{i}', 'command': 'c', 'parameters': {'i': '1:300'}},
+                                      {'name': 'b{i}', 'command': 'c', 'depends_on_regexes': ['^a'],
+                                       'parameters': {'i': '1:300'}}] +
                 [{'name': f'c{n}', 'command': 'c', 'depends_on_regexes': ['^a']} for n in range(3)]}
         body = plan_of(spec).body
         self.assertEqual([list(range(300))], body['dependency_sets'])
@@ -2342,18 +2479,25 @@ class SpecTest(unittest.TestCase):
         self.assertEqual(('x{{y', {'variables': 'x{{y'}), (body['slurm_schedulers'][0]['account'], body['user_data'][0]['data']))
 
     def test_braces_that_name_no_parameter_are_left_with_a_warning(self):
-        plan = plan_of({'name': 'w', 'jobs': [{'name': 'j{i}', 'command': "awk '{print}' {i} ${x} { y } {a,b} {seed}", 'parameters': {'i': '1:2'}}]})
-        self.assertEqual(["job 'j{i}': command holds {print}, which is no parameter and stays as it is", "job 'j{i}': command holds {seed}, which is no parameter and stays as it is"],
+        plan = plan_of({'name': 'w', 'jobs': [{'name': 'j{i}',
+                                               'command': "awk '{print}' {i} ${x} { y } {a,b} {seed}",
+                                               'parameters': {'i': '1:2'}}]})
+        self.assertEqual(["job 'j{i}': command holds {print}, which is no parameter and stays as it is",
+                          "job 'j{i}': command holds {seed}, which is no parameter and stays as it is"],
                          [warning.message for warning in plan.warnings])
         self.assertEqual("awk '{print}' 1 ${x} { y } {a,b} {seed}", plan.body['jobs'][0].command)
 
     def test_the_monitor_is_on_unless_it_is_switched_off(self):
-        on = {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True, 'granularity': 'summary'}, 'compute_node': None, 'sample_interval_seconds': 10,
+        on = {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True, 'granularity': 'summary'},
+              'compute_node': None, 'sample_interval_seconds': 10,
               'flush_interval_seconds': 300, 'generate_plots': False}
-        for text, wanted in (('', on), (', resource_monitor: {}', on), (', resource_monitor: {sample_interval_seconds: 2}', dict(on, sample_interval_seconds=2)),
+        for text, wanted in (('', on), (', resource_monitor: {}', on),
+                             (', resource_monitor: {sample_interval_seconds: 2}',
+                              dict(on, sample_interval_seconds=2)),
                              (', resource_monitor: {enabled: false}', dict(on, enabled=False, jobs=None)),
                              (', resource_monitor: {granularity: time_series}', dict(on, granularity='time_series', jobs=None)),
-                             (', resource_monitor: {jobs: {enabled: false}}', dict(on, enabled=False, jobs={'enabled': False, 'granularity': 'summary'}))):
+                             (', resource_monitor: {jobs: {enabled: false}}',
+                              dict(on, enabled=False, jobs={'enabled': False, 'granularity': 'summary'}))):
             self.assertEqual(wanted, plan_of('{name: w, jobs: []' + text + '}').body['workflow']['resource_monitor_config'], text)
 
     def test_times_of_inputs_are_asked_of_the_file_system(self):
@@ -2361,15 +2505,19 @@ class SpecTest(unittest.TestCase):
             path = os.path.join(directory, 'f')
             with open(path, 'w'):
                 os.utime(path, (5, 5))
-            files = [{'name': 'f', 'path': path}, {'name': 'g', 'path': path + 'no'}, {'name': 'h', 'path': path + '2', 'st_mtime': 7}, {'name': 'o', 'path': directory}]
-            body = plan_of({'name': 'w', 'jobs': [{'name': 'a', 'command': 'c', 'input_files': ['f', 'g', 'h'], 'output_files': ['o']}], 'files': files}).body
+            files = [{'name': 'f', 'path': path}, {'name': 'g', 'path': path + 'no'},
+                     {'name': 'h', 'path': path + '2', 'st_mtime': 7}, {'name': 'o', 'path': directory}]
+            body = plan_of({'name': 'w', 'jobs': [{'name': 'a', 'command': 'c',
+                                                   'input_files': ['f', 'g', 'h'], 'output_files': ['o']}],
+                            'files': files}).body
             self.assertEqual([5, None, 7, None], [row.get('st_mtime') for row in body['files']])
 
     def test_the_summary_has_torcs_keys(self):
         recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'] == 'create SPEC --dry-run')['stdout']['summary']
         plan = plan_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:3"}}]}')
         self.assertEqual(set(recorded), set(plan.summary))
-        self.assertEqual((3, 1, ['j1', 'j2', 'j3'], False), tuple(plan.summary[key] for key in ('job_count', 'job_count_before_expansion', 'job_names', 'has_schedule_nodes_action')))
+        self.assertEqual((3, 1, ['j1', 'j2', 'j3'], False), tuple(plan.summary[key] for key in ('job_count',
+                'job_count_before_expansion', 'job_names', 'has_schedule_nodes_action')))
         with self.assertRaises(torc.BadInput) as caught:
             plan_of('{name: w, jobs: [{name: a, command: c}], x: 1}')
         self.assertEqual(1, caught.exception.details['summary']['job_count'])
@@ -2380,7 +2528,9 @@ class SpecTest(unittest.TestCase):
         self.assertEqual('j3', torc.PlannedJob(*json.loads(json.dumps(body))['jobs'][2]).name)
 
     def test_entangled_circles_are_told_once_and_separate_ones_each(self):
-        jobs = [{'name': f'{letter}{n}', 'command': 'c', 'depends_on_regexes': [f'^{other}{"" if letter != "s" else n}']} for letter, other in ('ab', 'ba') for n in range(50)]
+        jobs = [{'name': f'{letter}{n}', 'command': 'c',
+                 'depends_on_regexes': [f'^{other}{"" if letter != "s" else n}']} for letter, other in ('ab',
+                'ba') for n in range(50)]
         self.assertEqual(["1:24: job 'a0': waits for itself: a0 -> b0 -> a0"], problems_of({'name': 'w', 'jobs': jobs}))
         jobs = [{'name': f'x{n}', 'command': 'c', 'depends_on': [f'x{n ^ 1}']} for n in range(4)]
         self.assertEqual(2, len(problems_of({'name': 'w', 'jobs': jobs})))
@@ -2393,27 +2543,37 @@ class ExecutionPlanTest(unittest.TestCase):
         """Id, jobs that become ready, events before, schedulers of each event."""
         plan = torc.file_plan(plan_of(spec).body)
         self.assertEqual(plan['total_events'], len(plan['events']))
-        return [(event['id'], event['jobs_becoming_ready'], event['depends_on_events'], [row['scheduler'] for row in event['scheduler_allocations']]) for event in plan['events']]
+        return [(event['id'], event['jobs_becoming_ready'], event['depends_on_events'],
+                 [row['scheduler'] for row in event['scheduler_allocations']]) for event in plan['events']]
 
     def test_a_diamond_by_files(self):
         spec = {'name': 'w', 'files': [{'name': name, 'path': name} for name in 'fgh'], 'jobs': [
             {'name': 'pre', 'command': '${files.output.f}'}, {'name': 'work_1', 'command': '${files.input.f} ${files.output.g}'},
-            {'name': 'work_2', 'command': '${files.input.f} ${files.output.h}'}, {'name': 'post', 'command': '${files.input.g} ${files.input.h}'}]}
-        self.assertEqual([('start', ['pre'], [], []), ('after_pre', ['work_1', 'work_2'], ['start'], []), ('after_work_jobs', ['post'], ['after_pre'], [])], self.events(spec))
+            {'name': 'work_2', 'command': '${files.input.f} ${files.output.h}'},
+            {'name': 'post', 'command': '${files.input.g} ${files.input.h}'}]}
+        self.assertEqual([('start', ['pre'], [], []), ('after_pre', ['work_1', 'work_2'], ['start'], []),
+                          ('after_work_jobs', ['post'], ['after_pre'], [])], self.events(spec))
 
     def test_ids_are_unique(self):
         jobs = [{'name': f'job_{n}', 'command': 'c'} for n in range(4)]
-        jobs += [{'name': 'x', 'command': 'c', 'depends_on': ['job_0', 'job_1']}, {'name': 'y', 'command': 'c', 'depends_on': ['job_2', 'job_3']},
+        jobs += [{'name': 'x', 'command': 'c', 'depends_on': ['job_0', 'job_1']},
+                 {'name': 'y', 'command': 'c', 'depends_on': ['job_2', 'job_3']},
                  {'name': 'z', 'command': 'c', 'depends_on': ['x', 'job_0', 'y']}]
-        self.assertEqual(['start', 'after_job_jobs', 'after_job_jobs_2', 'after_job_0_and_2_more'], [event[0] for event in self.events({'name': 'w', 'jobs': jobs})])
+        self.assertEqual(['start', 'after_job_jobs', 'after_job_jobs_2', 'after_job_0_and_2_more'],
+                         [event[0] for event in self.events({'name': 'w', 'jobs': jobs})])
 
     def test_an_action_fires_when_all_of_its_jobs_are_ready(self):
         spec = {'name': 'w', 'slurm_schedulers': [{'name': name, 'account': 'a'} for name in 'rst'],
-                'jobs': [{'name': 'a', 'command': 'c'}, {'name': 'b', 'command': 'c', 'depends_on': ['a']}, {'name': 'c', 'command': 'c', 'depends_on': ['b']}],
-                'actions': [{'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes', 'scheduler': 'r', 'scheduler_type': 'slurm'},
-                            {'trigger_type': 'on_jobs_ready', 'jobs': ['a', 'b'], 'action_type': 'schedule_nodes', 'scheduler': 's', 'scheduler_type': 'slurm'},
-                            {'trigger_type': 'on_jobs_complete', 'jobs': ['a'], 'action_type': 'schedule_nodes', 'scheduler': 't', 'scheduler_type': 'slurm'}]}
-        self.assertEqual([('start', ['a'], [], ['r']), ('after_a', ['b'], ['start'], ['s']), ('after_b', ['c'], ['after_a'], [])], self.events(spec))
+                'jobs': [{'name': 'a', 'command': 'c'}, {'name': 'b', 'command': 'c', 'depends_on': ['a']},
+                         {'name': 'c', 'command': 'c', 'depends_on': ['b']}],
+                'actions': [{'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes',
+                             'scheduler': 'r', 'scheduler_type': 'slurm'},
+                            {'trigger_type': 'on_jobs_ready', 'jobs': ['a', 'b'],
+                             'action_type': 'schedule_nodes', 'scheduler': 's', 'scheduler_type': 'slurm'},
+                            {'trigger_type': 'on_jobs_complete', 'jobs': ['a'],
+                             'action_type': 'schedule_nodes', 'scheduler': 't', 'scheduler_type': 'slurm'}]}
+        self.assertEqual([('start', ['a'], [], ['r']), ('after_a', ['b'], ['start'], ['s']),
+                          ('after_b', ['c'], ['after_a'], [])], self.events(spec))
 
     def test_the_document_has_torcs_keys(self):
         recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'] == 'workflows execution-plan SPEC')['stdout']
@@ -2776,7 +2936,8 @@ class StoreTest(unittest.TestCase):
     def test_declared_types_say_how_values_are_spoken(self):
         store = self.open()
         with store.transaction():
-            number = store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't', 'metadata': {'a': [1, None]}, 'is_canceled': True})
+            number = store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't',
+                                               'metadata': {'a': [1, None]}, 'is_canceled': True})
         row = store.select('workflow', 'WHERE id = ?', (number,))[0]
         self.assertEqual(({'a': [1, None]}, True, False), (row['metadata'], row['is_canceled'], row['is_archived']))
         self.assertNotIn('description', row)
@@ -3150,7 +3311,8 @@ class ServiceTest(unittest.TestCase):
         planned = [torc.PlannedJob(
             name.rstrip('!'), more.get('command', 'true'), None, None, 0, place if sets[place] else None, more.get('handler'),
             not name.endswith('!'), False, [], [], [], []) for place, name in enumerate(names)]
-        body = {'workflow': dict({'name': 'w', 'user': 'u'}, **more.get('workflow', {})), 'files': [], 'user_data': [], 'resource_requirements': [],
+        body = {'workflow': dict({'name': 'w', 'user': 'u'}, **more.get('workflow', {})), 'files': [],
+                'user_data': [], 'resource_requirements': [],
                 'slurm_schedulers': [], 'failure_handlers': more.get('handlers', []), 'kinds': [[None, 0, None, None]],
                 'dependency_sets': sets, 'jobs': planned, 'actions': more.get('actions', [])}
         workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
@@ -3298,7 +3460,8 @@ class StateTest(ServiceTest):
     def operate(self, words: str, workflow_id: int, node_id: int, job_id: int, run_id: int = 1) -> Any:
         """Carry out an operation of the table."""
         verb, _, what = words.partition(' ')
-        result = {'job_id': job_id, 'workflow_id': workflow_id, 'run_id': run_id, 'compute_node_id': node_id, 'return_code': self.ENDS.get(what, 9),
+        result = {'job_id': job_id, 'workflow_id': workflow_id, 'run_id': run_id, 'compute_node_id': node_id,
+                  'return_code': self.ENDS.get(what, 9),
                   'exec_time_minutes': 1.0, 'completion_time': '2026-01-01T00:00:00Z', 'status': what}
         if verb == 'batch':
             entry = {'job_id': job_id, 'status': what, 'run_id': run_id, 'result': result}
@@ -3353,7 +3516,8 @@ class StateTest(ServiceTest):
         for status in self.COLUMNS:
             ids = self.job_in(status, begins='reset_workflow_status')
             for run_id in (0, 2, -1, torc.MAX_INTEGER):
-                for words in ('start', 'complete completed', 'complete failed', 'complete pending_failed', 'batch completed', 'retry', 'manage uninitialized',
+                for words in ('start', 'complete completed', 'complete failed', 'complete pending_failed',
+                              'batch completed', 'retry', 'manage uninitialized',
                               'manage ready', 'manage disabled'):
                     if words.split()[-1] == status and words.startswith('manage'):
                         continue    # it says what is so already
@@ -3362,8 +3526,10 @@ class StateTest(ServiceTest):
 
     def test_an_archived_workflow_goes_on_but_does_not_begin_again(self):
         for status, words, expected in (
-                ('pending', 'start', 'running'), ('running', 'complete completed', 'completed'), ('failed', 'retry', 'ready'), ('running', 'cancel', 'canceled'),
-                ('ready', 'delete', 'gone'), ('uninitialized', 'initialize', ''), ('failed', 'reinitialize', ''), ('failed', 'reset', ''), ('running', 'reset forced', '')):
+                ('pending', 'start', 'running'), ('running', 'complete completed', 'completed'),
+                ('failed', 'retry', 'ready'), ('running', 'cancel', 'canceled'),
+                ('ready', 'delete', 'gone'), ('uninitialized', 'initialize', ''),
+                ('failed', 'reinitialize', ''), ('failed', 'reset', ''), ('running', 'reset forced', '')):
             ids = self.job_in(status)
             self.call('archive_workflow', {'is_archived': True}, id=ids[0])
             with self.subTest(words):
@@ -3371,8 +3537,10 @@ class StateTest(ServiceTest):
 
     def test_a_canceled_workflow_starts_and_retries_nothing(self):
         for status, words, expected in (
-                ('pending', 'start', ''), ('failed', 'retry', ''), ('running', 'complete failed', 'canceled'), ('running', 'complete completed', 'canceled'),
-                ('ready', 'complete completed', ''), ('running', 'initialize', 'ready'), ('failed', 'reinitialize', 'failed'), ('running', 'cancel', 'canceled')):
+                ('pending', 'start', ''), ('failed', 'retry', ''), ('running', 'complete failed', 'canceled'),
+                ('running', 'complete completed', 'canceled'),
+                ('ready', 'complete completed', ''), ('running', 'initialize', 'ready'),
+                ('failed', 'reinitialize', 'failed'), ('running', 'cancel', 'canceled')):
             ids = self.job_in(status)
             self.call('cancel_workflow', id=ids[0])
             with self.subTest(words, status=status):
@@ -3390,7 +3558,8 @@ class StateTest(ServiceTest):
                 self.assertEqual('completed', found['apart'])
                 self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
                 ended, found = found['grandchild'], self.statuses(workflow_id)
-                self.assertEqual(['uninitialized'] * 2 + [ended, 'completed'], [found[name] for name in ('job', 'child', 'grandchild', 'apart')])
+                self.assertEqual(['uninitialized'] * 2 + [ended, 'completed'],
+                                 [found[name] for name in ('job', 'child', 'grandchild', 'apart')])
                 self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
                 found = self.statuses(workflow_id)
                 wait = 'canceled' if status == 'canceled' else 'blocked'    # what canceled it is still there
@@ -3407,11 +3576,14 @@ class StateTest(ServiceTest):
                 self.assertFalse(self.call('is_workflow_complete', id=workflow_id)['is_complete'])
                 self.operate('complete ' + status, workflow_id, node_id, job_id)
                 self.assertEqual((status, child), tuple(self.statuses(workflow_id)[name] for name in ('job', 'child')))
-                self.assertEqual([(status, 3)], [(row['status'], row['return_code']) for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']])
+                self.assertEqual([(status, 3)], [(row['status'],
+                                                  row['return_code']) for row in self.call('list_results',
+                        workflow_id=workflow_id, all_runs=True)['items']])
         workflow_id, node_id, job_id = self.job_in('pending_failed')
         self.call('reset_workflow_status', id=workflow_id)
         self.assertRefused('no result in run 2', 'complete_job', {
-            'job_id': job_id, 'workflow_id': workflow_id, 'run_id': 2, 'compute_node_id': node_id, 'return_code': 3, 'exec_time_minutes': 1.0,
+            'job_id': job_id, 'workflow_id': workflow_id, 'run_id': 2, 'compute_node_id': node_id,
+            'return_code': 3, 'exec_time_minutes': 1.0,
             'completion_time': '2026-01-01T00:00:00Z', 'status': 'failed'}, job_id=job_id, status='failed', run_id=2)
 
     def test_a_node_that_ended_stays_ended(self):
@@ -3435,7 +3607,9 @@ class StateTest(ServiceTest):
 
     def test_ephemeral_user_data_of_what_stays_done_is_kept(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        kept, cleared, lasting = (self.call('create_user_data', {'workflow_id': workflow_id, 'name': name, 'is_ephemeral': name != 'lasting'})['id']
+        kept, cleared, lasting = (self.call('create_user_data',
+                                            {'workflow_id': workflow_id, 'name': name,
+                                             'is_ephemeral': name != 'lasting'})['id']
                                   for name in ('kept', 'cleared', 'lasting'))
         for name, makes in (('good', [kept]), ('bad', [cleared, lasting])):
             self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'output_user_data_ids': makes})
@@ -3482,7 +3656,8 @@ class StateTest(ServiceTest):
     def test_a_whole_initialize_arms_everything_again_and_drops_recovery(self):
         workflow_id, node_id, job_id = self.job_in('completed')
         body = {'workflow_id': workflow_id, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
-        for trigger, more in (('on_workflow_start', {}), ('on_jobs_complete', {'job_ids': [job_id]}), ('on_workflow_complete', {}), ('on_workflow_start', {'is_recovery': True})):
+        for trigger, more in (('on_workflow_start', {}), ('on_jobs_complete', {'job_ids': [job_id]}),
+                              ('on_workflow_complete', {}), ('on_workflow_start', {'is_recovery': True})):
             made = self.call('create_workflow_action', dict(body, trigger_type=trigger, **more), id=workflow_id)
             self.call('claim_action', {'compute_node_id': node_id}, id=workflow_id, action_id=made['id'])
         for partial, expected in ((True, [True, True, False]), (False, [False, False, False])):
@@ -3501,7 +3676,8 @@ class ActionTest(ServiceTest):
     """Triggers: counted once for each job, taken once, armed again when the work is to be done again."""
 
     def action(self, trigger: str, jobs: Optional[List[int]] = None, persistent: bool = False) -> Dict[str, Any]:
-        return {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs, 'persistent': persistent}
+        return {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+                'job_indexes': jobs, 'persistent': persistent}
 
     def due(self, workflow_id: int, node_id: int) -> List[str]:
         return [action['trigger_type'] for action in self.sync(workflow_id, node_id, actions=list(torc.TRIGGERS))['actions']]
@@ -3526,7 +3702,9 @@ class ActionTest(ServiceTest):
         action = {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes'}
         refused = f'workflow {mine} has no slurm scheduler {scheduler_id}'
         with self.assertRaisesRegex(torc.Refused, refused):
-            self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': scheduler_id}), workflow_id=mine)
+            self.call('create_workflow_action', dict(action, workflow_id=mine,
+                                                     action_config={'scheduler_id': scheduler_id}),
+                      workflow_id=mine)
         made = self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': 0}), workflow_id=mine)
         with self.assertRaisesRegex(torc.Refused, refused):
             self.call('update_workflow_action', {'scheduler_id': scheduler_id}, workflow_id=mine, action_id=made['id'])
@@ -3600,7 +3778,8 @@ class ActionTest(ServiceTest):
 
     def test_a_partial_run_repeats_only_what_belongs_to_it(self):
         workflow_id = self.create('a:\nb:', actions=[
-            self.action('on_workflow_start'), self.action('on_jobs_complete', [0]), self.action('on_jobs_complete', [1]), self.action('on_workflow_complete')])
+            self.action('on_workflow_start'), self.action('on_jobs_complete', [0]),
+            self.action('on_jobs_complete', [1]), self.action('on_workflow_complete')])
         node_id = self.node(workflow_id)
         jobs = self.claim(workflow_id, node_id)
         self.sync(workflow_id, node_id, completions=[self.end(jobs['a']), self.end(jobs['b'], 'failed', 1)])
@@ -3819,7 +3998,8 @@ class ResetTest(ServiceTest):
 
     def test_changed_files_inputs_and_missing_outputs_are_found(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        inp, mid, out = (self.call('create_file', {'workflow_id': workflow_id, 'name': n, 'path': n, 'st_mtime': 5.0})['id'] for n in ('in', 'mid', 'out'))
+        inp, mid, out = (self.call('create_file', {'workflow_id': workflow_id, 'name': n, 'path': n,
+                                                   'st_mtime': 5.0})['id'] for n in ('in', 'mid', 'out'))
         data = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd', 'data': 1})['id']
         for name, reads, makes, asks in (('one', [inp], [mid], []), ('two', [mid], [out], []), ('three', [], [], [data])):
             self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'input_file_ids': reads,
@@ -3828,7 +4008,8 @@ class ResetTest(ServiceTest):
         self.drive(workflow_id, {})
 
         def changed(**times: Optional[float]) -> Dict[str, str]:
-            body = {'files': {str(file_id): times.get(name, 5.0) for name, file_id in (('inp', inp), ('mid', mid), ('out', out))}, 'dry_run': True}
+            body = {'files': {str(file_id): times.get(name, 5.0) for name, file_id in (('inp', inp),
+                    ('mid', mid), ('out', out))}, 'dry_run': True}
             return {row['job_name']: row['reason'] for row in self.call('check_changes', body, id=workflow_id)['changed']}
         self.assertEqual({}, changed())
         self.assertEqual({}, changed(inp=5.005))
@@ -3870,8 +4051,11 @@ class ResetTest(ServiceTest):
 
     def test_ephemeral_user_data_is_cleared_when_its_maker_runs_again(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        made, given = (self.call('create_user_data', {'workflow_id': workflow_id, 'name': n, 'is_ephemeral': True, 'data': 1})['id'] for n in ('made', 'given'))
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'output_user_data_ids': [made], 'input_user_data_ids': [given]})
+        made, given = (self.call('create_user_data', {'workflow_id': workflow_id, 'name': n,
+                                                      'is_ephemeral': True,
+                                                      'data': 1})['id'] for n in ('made', 'given'))
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x',
+                                 'output_user_data_ids': [made], 'input_user_data_ids': [given]})
         self.call('initialize_jobs', id=workflow_id)
         self.assertNotIn('data', self.call('get_user_data', id=made))
         self.assertEqual(1, self.call('get_user_data', id=given)['data'])
@@ -3880,7 +4064,8 @@ class ResetTest(ServiceTest):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         used, made = (self.call('create_file', {'workflow_id': workflow_id, 'name': n, 'path': n})['id'] for n in ('used', 'made'))
         data = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'input_file_ids': [used], 'output_file_ids': [made],
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x',
+                                 'input_file_ids': [used], 'output_file_ids': [made],
                                  'input_user_data_ids': [data]})
         self.call('initialize_jobs', id=workflow_id)
         self.assertEqual({'files': [used]}, self.call('list_required_existing_files', id=workflow_id))
@@ -4472,9 +4657,14 @@ class ProvenanceTest(ServiceTest):
     def make(self) -> Tuple[int, Dict[str, int]]:
         """A workflow of a job that reads and writes, and one that does neither: its id, and those of its files."""
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
-        files = {name: self.call('create_file', dict({'workflow_id': workflow_id, 'name': name, 'path': 'data/' + name}, **more))['id'] for name, more in (
-            ('in.csv', {'st_mtime': 1700000000.5}), ('cited', {'st_mtime': 1.0, 'identifier': 'https://doi.org/1'}), ('absent', {}), ('out.json', {}), ('log', {}))}
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x', 'input_file_ids': [files['in.csv'], files['cited']],
+        files = {name: self.call('create_file', dict({'workflow_id': workflow_id, 'name': name,
+                                                      'path': 'data/' + name},
+                                                     **more))['id'] for name, more in (
+            ('in.csv', {'st_mtime': 1700000000.5}), ('cited', {'st_mtime': 1.0,
+                                                               'identifier': 'https://doi.org/1'}),
+            ('absent', {}), ('out.json', {}), ('log', {}))}
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x',
+                                 'input_file_ids': [files['in.csv'], files['cited']],
                                  'output_file_ids': [files['out.json'], files['log']]})
         self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x'})
         return workflow_id, files
@@ -4485,7 +4675,8 @@ class ProvenanceTest(ServiceTest):
         jobs = self.claim(workflow_id, node_id)
         times = {str(files['out.json']): mtime, str(files['log']): mtime}
         self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['a']), file_times=times)])
-        self.sync(workflow_id, node_id, contents=[[files['out.json'], mtime, 6, 'c0de'], [files['log'], mtime - 1, 7, 'late'], [999, mtime, 1, 'x']])
+        self.sync(workflow_id, node_id, contents=[[files['out.json'], mtime, 6, 'c0de'],
+                                                  [files['log'], mtime - 1, 7, 'late'], [999, mtime, 1, 'x']])
         found = self.entities(workflow_id)
         self.assertNotIn('endTime', found[f"#torc-run-id-{self.call('get_workflow', id=workflow_id)['run_id']}"])
         self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['b']), file_times={})])
@@ -4493,18 +4684,25 @@ class ProvenanceTest(ServiceTest):
 
     def test_an_initialize_describes_run_program_and_input_files(self):
         workflow_id, files = self.make()
-        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de'], [files['cited'], 7.0, 1, 'old']]}, id=workflow_id)
+        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de'],
+                                                               [files['cited'], 7.0, 1, 'old']]},
+                  id=workflow_id)
         self.call('initialize_jobs', id=workflow_id)
         found = self.entities(workflow_id)
-        self.assertEqual({'#torc-workflow', '#software-torc-server-run-id-1', '#torc-run-id-1', 'data/in.csv', 'https://doi.org/1'}, set(found))
-        self.assertEqual({'@id': 'data/in.csv', '@type': ['File', 'prov:Entity'], 'name': 'in.csv', 'encodingFormat': 'text/csv', 'contentSize': 6, 'sha256': 'c0de',
+        self.assertEqual({'#torc-workflow', '#software-torc-server-run-id-1', '#torc-run-id-1', 'data/in.csv',
+                          'https://doi.org/1'}, set(found))
+        self.assertEqual({'@id': 'data/in.csv', '@type': ['File', 'prov:Entity'], 'name': 'in.csv',
+                          'encodingFormat': 'text/csv', 'contentSize': 6, 'sha256': 'c0de',
                           'dateModified': '2023-11-14T22:13:20.500Z'}, found['data/in.csv'])
-        self.assertEqual({'@id': 'https://doi.org/1', '@type': ['File', 'prov:Entity'], 'name': 'cited', 'encodingFormat': 'application/octet-stream',
+        self.assertEqual({'@id': 'https://doi.org/1', '@type': ['File', 'prov:Entity'], 'name': 'cited',
+                          'encodingFormat': 'application/octet-stream',
                           'dateModified': '1970-01-01T00:00:01.000Z', 'sameAs': {'@id': 'data/cited'}}, found['https://doi.org/1'])
         self.assertEqual({'@id': '#torc-workflow', '@type': ['SoftwareApplication', 'prov:Plan'], 'name': 'w'}, found['#torc-workflow'])
         agents = [{'@id': '#software-torc-run-id-1'}, {'@id': '#software-torc-server-run-id-1'}]
-        self.assertEqual({'@id': '#torc-run-id-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'w Run 1', 'startTime': torc.format_time(self.clock),
-                          'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0], 'prov:wasAssociatedWith': agents}, found['#torc-run-id-1'])
+        self.assertEqual({'@id': '#torc-run-id-1', '@type': ['CreateAction', 'prov:Activity'],
+                          'name': 'w Run 1', 'startTime': torc.format_time(self.clock),
+                          'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0],
+                          'prov:wasAssociatedWith': agents}, found['#torc-run-id-1'])
         self.assertEqual(['SoftwareApplication', 'prov:SoftwareAgent'], found['#software-torc-server-run-id-1']['@type'])
 
     def test_what_others_added_stays_and_the_hash_of_another_content_does_not(self):
@@ -4517,7 +4715,9 @@ class ProvenanceTest(ServiceTest):
         self.call('update_file', {'st_mtime': 1700000001.0}, id=files['in.csv'])
         self.call('initialize_jobs', id=workflow_id)
         found = self.entities(workflow_id)['data/in.csv']
-        self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z', None, None), tuple(found.get(key) for key in ('license', 'dateModified', 'sha256', 'contentSize')))
+        self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z', None, None),
+                         tuple(found.get(key) for key in ('license', 'dateModified', 'sha256',
+                                                          'contentSize')))
 
     def test_a_completed_job_describes_what_it_made_and_a_later_run_renews_it(self):
         workflow_id, files = self.make()
@@ -4532,11 +4732,15 @@ class ProvenanceTest(ServiceTest):
             agents = [{'@id': f'#software-torc-run-id-{run_id}'}, {'@id': f'#software-torc-server-run-id-{run_id}'}]
             made = {'@type': ['File', 'prov:Entity'], 'dateModified': torc.format_time(mtime), 'prov:wasGeneratedBy': action,
                     'prov:wasAttributedTo': run, 'prov:wasDerivedFrom': inputs}
-            self.assertEqual(dict(made, **{'@id': 'data/out.json', 'name': 'out.json', 'encodingFormat': 'application/json', 'contentSize': 6, 'sha256': 'c0de'}),
+            self.assertEqual(dict(made, **{'@id': 'data/out.json', 'name': 'out.json',
+                                           'encodingFormat': 'application/json', 'contentSize': 6,
+                                           'sha256': 'c0de'}),
                              found['data/out.json'])
-            self.assertEqual(dict(made, **{'@id': 'data/log', 'name': 'log', 'encodingFormat': 'application/octet-stream'}), found['data/log'])
+            self.assertEqual(dict(made, **{'@id': 'data/log', 'name': 'log',
+                                           'encodingFormat': 'application/octet-stream'}), found['data/log'])
             self.assertEqual({
-                '@id': '#job-1-attempt-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'a', 'isPartOf': run, 'prov:hadPlan': {'@id': '#torc-workflow'},
+                '@id': '#job-1-attempt-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'a',
+                'isPartOf': run, 'prov:hadPlan': {'@id': '#torc-workflow'},
                 'instrument': agents[0], 'prov:wasAssociatedWith': agents, 'object': inputs, 'prov:used': inputs,
                 'result': [{'@id': 'data/out.json'}, {'@id': 'data/log'}]}, found['#job-1-attempt-1'])
             self.assertEqual('2026-01-01T00:10:00.000Z', found[run['@id']]['endTime'])
@@ -4559,7 +4763,9 @@ class ProvenanceTest(ServiceTest):
         for job in self.call('list_jobs', workflow_id=workflow_id)['items']:
             result = dict(self.end(job), workflow_id=workflow_id, run_id=1, compute_node_id=node_id)
             self.call('complete_job', result, job_id=job['id'], status='completed', run_id=1)
-        self.assertEqual(dict(before, **{'#torc-run-id-1': dict(before['#torc-run-id-1'], endTime='2026-01-01T00:10:00.000Z')}), self.entities(workflow_id))
+        self.assertEqual(dict(before, **{'#torc-run-id-1': dict(before['#torc-run-id-1'],
+                                                                endTime='2026-01-01T00:10:00.000Z')}),
+                         self.entities(workflow_id))
 
     def test_a_file_of_an_absurd_time_stops_no_initialize(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
@@ -4588,9 +4794,11 @@ class ClaimTest(ServiceTest):
         table = rows_of(rows)
         needs = [{'name': f'r{place}', 'num_cpus': int(row['cpus']), 'memory': row['memory'], 'num_gpus': int(row['gpus'] or 0),
                   'num_nodes': int(row['nodes'] or 1), 'runtime': row['runtime']} for place, row in enumerate(table)]
-        kinds = [[place, int(row['priority'] or 0), int(row['scheduler']) if row['scheduler'] else None, row['labels'].split(',') if row['labels'] else None]
+        kinds = [[place, int(row['priority'] or 0), int(row['scheduler']) if row['scheduler'] else None,
+                  row['labels'].split(',') if row['labels'] else None]
                  for place, row in enumerate(table)]
-        jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, None, None, True, False, [], [], [], []) for place, row in enumerate(table)]
+        jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, None, None, True, False, [], [], [],
+                                []) for place, row in enumerate(table)]
         body = {'workflow': {'name': 'w', 'user': 'u'}, 'files': [], 'user_data': [], 'resource_requirements': needs,
                 'slurm_schedulers': [{'name': name, 'account': 'a'} for name in 'st'], 'failure_handlers': [], 'kinds': kinds,
                 'dependency_sets': [], 'jobs': jobs, 'actions': []}
@@ -4648,12 +4856,14 @@ class ClaimTest(ServiceTest):
             plain   1     1g      -     1      PT10M    -         -       -
             tagged  1     1g      -     1      PT10M    -         a,b     -
             ''')
-        node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0,
+        node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z',
+                'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0,
                 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True}
         nodes = [self.call('create_compute_node', dict(node, labels=labels))['id'] for labels in (None, ['b', 'a', 'c'], ['a'])]
 
         def left() -> List[bool]:
-            return [self.call('runner_sync', {'compute_node_id': node_id, 'run_id': 1, 'explain': True}, id=workflow_id)['has_jobs_for_node'] for node_id in nodes]
+            return [self.call('runner_sync', {'compute_node_id': node_id, 'run_id': 1, 'explain': True},
+                              id=workflow_id)['has_jobs_for_node'] for node_id in nodes]
         self.assertEqual([True, True, False], left())
         plain, tagged = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
         for job_id, wanted in ((tagged, [True, False, False]), (plain, [False, False, False])):
@@ -5103,7 +5313,9 @@ class CompletionTest(ServiceTest):
         with self.undone():
             self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job, run_id=0)))
             self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job)), 'one attempt, by two names of its run')
-            self.assertEqual([1], [row['run_id'] for row in self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']])
+            self.assertEqual([1], [row['run_id'] for row in self.call('list_results',
+                                                                      workflow_id=self.workflow_id,
+                                                                      all_runs=True)['items']])
         with self.undone():
             self.call('start_job', job_id=self.job['id'], run_id=0, compute_node_id=self.node_id)
             self.call('retry_job', job_id=self.job['id'], run_id=0, max_retries=2)
@@ -5297,7 +5509,8 @@ class NamesOfAttemptsTest(ServiceTest):
                 again = self.claim(workflow_id, node_id)['a']
                 self.assertEqual(2, again['attempt_id'])
                 answer = self.sync(workflow_id, node_id, completions=[self.end(first), self.end(again)])
-                self.assertEqual(([[first['id'], 2, 'completed']], [1]), (answer['accepted'], [error['attempt_id'] for error in answer['errors']]))
+                self.assertEqual(([[first['id'], 2, 'completed']], [1]),
+                                 (answer['accepted'], [error['attempt_id'] for error in answer['errors']]))
 
     def test_an_attempt_that_was_canceled_in_the_last_run_counts_for_none(self):
         workflow_id = self.create('a:')
@@ -5420,9 +5633,12 @@ class SpawnTest(ServiceTest):
     def test_generations_are_counted_for_each_lineage_and_capped(self):
         workflow_id = self.create('main:', workflow={'dynamic_jobs': {'max_iterations': 2}})
         main = self.start(workflow_id, self.node(workflow_id))['main']
-        self.assertEqual([1, 1, 2], [self.spawn(main, name, lineage=lineage)['iteration'] for name, lineage in (('a', 'L'), ('b', 'M_%__g000007'), ('c', 'L'))])
+        self.assertEqual([1, 1, 2], [self.spawn(main, name,
+                                                lineage=lineage)['iteration'] for name, lineage in (('a',
+                'L'), ('b', 'M_%__g000007'), ('c', 'L'))])
         self.assertEqual('L', self.named(workflow_id, 'c')['env']['TORC_ORCHESTRATOR_LINEAGE_ID'])
-        self.assertRefused("lineage 'L' has spawned 2 times, which is its limit", 'spawn_jobs', {'jobs': [{'name': 'd', 'command': 'x'}], 'lineage': 'L'}, id=main['id'])
+        self.assertRefused("lineage 'L' has spawned 2 times, which is its limit", 'spawn_jobs',
+                           {'jobs': [{'name': 'd', 'command': 'x'}], 'lineage': 'L'}, id=main['id'])
         self.assertEqual({'spawned_job_ids': [], 'iteration': 2}, self.spawn(main, lineage='L'))
         self.assertEqual(3, len(self.records(workflow_id)))
         for state in (1, {'end': [None]}):
@@ -5447,9 +5663,11 @@ class SpawnTest(ServiceTest):
         before = self.statuses(workflow_id), self.records(workflow_id)
         table = (
             ([{'name': 'a', 'command': 'x'}, {'name': 'a', 'command': 'y'}], "the name 'a' stands twice"),
-            ([{'name': 'a', 'command': 'x', 'depends_on': ['b']}, {'name': 'b', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a -> b -> a'),
+            ([{'name': 'a', 'command': 'x', 'depends_on': ['b']},
+              {'name': 'b', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a -> b -> a'),
             ([{'name': 'a', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a -> a'),
-            ([{'name': 'b', 'command': 'x'}, {'name': 'a', 'command': 'x', 'depends_on': ['nobody']}], "depends on 'nobody', which does not exist"),
+            ([{'name': 'b', 'command': 'x'}, {'name': 'a', 'command': 'x', 'depends_on': ['nobody']}],
+             "depends on 'nobody', which does not exist"),
             ([{'name': 'a', 'command': 'x', 'depends_on': ['twin']}], 'but 2 jobs are called so'),
             ([{'name': 'a', 'command': 'x', 'resource_requirements': 'huge'}], "has no resource requirements 'huge'"),
             ([{'name': 'a', 'command': 'x', 'priority': -1}], 'priority is -1'),
@@ -5464,7 +5682,9 @@ class SpawnTest(ServiceTest):
             with self.subTest(text):
                 self.assertRefused(text, 'spawn_jobs', {'jobs': jobs_wanted}, id=jobs['main']['id'])
         self.assertRefused('there is no field linage', 'spawn_jobs', {'jobs': [], 'linage': 'x'}, id=jobs['main']['id'])
-        self.assertRefused("has a job 'old' already, which lineage 'other'", 'spawn_jobs', {'jobs': [{'name': 'old', 'command': 'x'}], 'lineage': 'other'}, id=jobs['main']['id'])
+        self.assertRefused("has a job 'old' already, which lineage 'other'", 'spawn_jobs',
+                           {'jobs': [{'name': 'old', 'command': 'x'}], 'lineage': 'other'},
+                           id=jobs['main']['id'])
         self.assertRefused('is blocked; only a running job', 'spawn_jobs', {'jobs': []}, id=jobs['main']['id'] + 2)
         self.assertRefused('there is no job 999', 'spawn_jobs', {'jobs': []}, id=999)
         self.assertEqual(before, (self.statuses(workflow_id), self.records(workflow_id)))
@@ -5747,16 +5967,19 @@ class TaskTest(ServiceTest):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
         task = self.begin(workflow_id)
-        self.assertEqual({'id': 1, 'workflow_id': workflow_id, 'operation': 'initialize_jobs', 'status': 'queued', 'created_at_ms': 1700000000000}, task)
+        self.assertEqual({'id': 1, 'workflow_id': workflow_id, 'operation': 'initialize_jobs',
+                          'status': 'queued', 'created_at_ms': 1700000000000}, task)
         self.assertEqual({'task': task}, self.call('get_active_task_for_workflow', id=workflow_id))
         self.assertEqual({'a': 'uninitialized'}, self.statuses(workflow_id))
         self.clock += 1
         self.tend()
-        self.assertEqual(dict(task, status='succeeded', started_at_ms=1700000001000, finished_at_ms=1700000001000), self.call('get_task', id=1))
+        self.assertEqual(dict(task, status='succeeded', started_at_ms=1700000001000,
+                              finished_at_ms=1700000001000), self.call('get_task', id=1))
         self.assertEqual({'task': None}, self.call('get_active_task_for_workflow', id=workflow_id))
         self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
         event = self.call('list_events', workflow_id=workflow_id, category='tasks')['items'][0]['data']
-        self.assertEqual(('task_completed', 1, 'succeeded', 'tester'), (event['event_type'], event['task_id'], event['status'], event['user']))
+        self.assertEqual(('task_completed', 1, 'succeeded', 'tester'),
+                         (event['event_type'], event['task_id'], event['status'], event['user']))
 
     def test_a_workflow_has_one_at_a_time(self):
         workflow_id, other = self.create('a:'), self.create('b:')
@@ -5764,7 +5987,8 @@ class TaskTest(ServiceTest):
         self.assertEqual(task, self.begin(workflow_id, only_uninitialized=False))
         with self.assertRaises(torc.Conflict) as caught:
             self.begin(workflow_id, only_uninitialized=True)
-        self.assertEqual((409, {'existing_task_id': 1, 'existing_operation': 'initialize_jobs'}), (caught.exception.http, caught.exception.details))
+        self.assertEqual((409, {'existing_task_id': 1, 'existing_operation': 'initialize_jobs'}),
+                         (caught.exception.http, caught.exception.details))
         self.assertEqual(2, self.begin(other)['id'])
         self.tend()
         self.assertEqual(3, self.begin(workflow_id, only_uninitialized=True)['id'])
@@ -5791,7 +6015,8 @@ class TaskTest(ServiceTest):
 
     def test_a_task_that_the_database_refuses_is_tried_again_only_if_that_can_help(self):
         workflow_id = self.create('a:')
-        for error, status in ((sqlite3.OperationalError('database or disk is full'), 'queued'), (sqlite3.IntegrityError('FOREIGN KEY'), 'failed'),
+        for error, status in ((sqlite3.OperationalError('database or disk is full'), 'queued'),
+                              (sqlite3.IntegrityError('FOREIGN KEY'), 'failed'),
                               (sqlite3.InterfaceError('type'), 'failed')):
             with self.subTest(error=error), unittest.mock.patch.dict(torc.TASK_VERBS, initialize_jobs=unittest.mock.Mock(side_effect=error)):
                 task = self.begin(workflow_id)
@@ -5907,7 +6132,8 @@ class NodeTest(ServiceTest):
         nodes.append(self.call('create_compute_node', dict(silent, hostname='n3.cluster'))['id'])
         self.assertEqual([True, False, None, None], [self.call('get_compute_node', id=node_id).get('is_active') for node_id in nodes])
         self.assertEqual(1, self.call('get_workflow_status', id=workflow_id)['active_compute_nodes'])
-        for query, found in (({'is_active': True}, nodes[:1]), ({'is_active': False}, nodes[1:2]), ({'hostname': 'CLUST'}, nodes), ({'hostname': 'n2'}, nodes[2:3]),
+        for query, found in (({'is_active': True}, nodes[:1]), ({'is_active': False}, nodes[1:2]),
+                             ({'hostname': 'CLUST'}, nodes), ({'hostname': 'n2'}, nodes[2:3]),
                              ({'hostname': 'cluster', 'is_active': True}, nodes[:1]), ({'hostname': '%'}, [])):
             with self.subTest(query):
                 answer = self.call('list_compute_nodes', workflow_id=workflow_id, **query)
@@ -5919,7 +6145,8 @@ class NodeTest(ServiceTest):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         for runtime, labels in (('PT72H', []), ('PT1H', []), ('PT90H', ['gpu'])):
             needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': runtime, 'runtime': runtime})['id']
-            self.call('create_job', {'workflow_id': workflow_id, 'name': runtime, 'command': 'x', 'resource_requirements_id': needs, 'labels': labels})
+            self.call('create_job', {'workflow_id': workflow_id, 'name': runtime, 'command': 'x',
+                                     'resource_requirements_id': needs, 'labels': labels})
         self.call('initialize_jobs', id=workflow_id)
 
         def told() -> Tuple[int, Optional[int], Optional[int]]:
@@ -6202,9 +6429,11 @@ class UpdatesTest(ServiceTest):
         self.call('cancel_workflow', id=workflow_id)
         self.call('update_compute_node', {'is_active': False, 'duration_seconds': 5.0}, id=node_id)
         self.assertEqual([
-            ('workflow_started', 'info', None), ('compute_node_started', 'info', None), ('job_started', 'info', 'c'), ('job_terminated', 'warning', 'c'), ('job_retried', 'info', 'c'),
+            ('workflow_started', 'info', None), ('compute_node_started', 'info', None),
+            ('job_started', 'info', 'c'), ('job_terminated', 'warning', 'c'), ('job_retried', 'info', 'c'),
             ('job_started', 'info', 'a'), ('job_failed', 'error', 'a'), ('job_canceled', 'warning', 'b'), ('job_started', 'info', 'd'),
-            ('job_completed', 'info', 'd'), ('user_action', 'info', None), ('workflow_reinitialized', 'info', None), ('workflow_canceled', 'warning', None),
+            ('job_completed', 'info', 'd'), ('user_action', 'info', None),
+            ('workflow_reinitialized', 'info', None), ('workflow_canceled', 'warning', None),
             *[('job_canceled', 'warning', name) for name in 'abcd'], ('compute_node_stopped', 'info', None)], self.told())
 
     def test_what_is_told_of_jobs_and_nodes_has_the_known_keys(self):
@@ -6220,7 +6449,8 @@ class UpdatesTest(ServiceTest):
             ('compute_node_started', dict(node, num_cpus=4, memory_gb=8.0, num_gpus=0)),
             ('job_started', {'job_id': job['id'], 'job_name': 'a', 'compute_node_id': node_id, 'run_id': 1}),
             ('job_failed', {'job_id': job['id'], 'job_name': 'a', 'status': 'failed', 'return_code': 3, 'message': 'why'}),
-            ('compute_node_stopped', dict(node, duration_seconds=None))], [(item.event_type, item.data) for item in self.service.take_updates()])
+            ('compute_node_stopped', dict(node, duration_seconds=None))],
+            [(item.event_type, item.data) for item in self.service.take_updates()])
 
     def test_a_lost_node_is_told_once_with_what_it_had(self):
         workflow_id = self.create('a:')
@@ -6293,7 +6523,9 @@ class GroupTest(ServiceTest):
         self.assertEqual(('chemists', 'who mix', 2), (group['name'], group['description'], group['id']))
         self.assertNotIn('is_system', group)
         page = self.call('list_access_groups', limit=1)
-        self.assertEqual((['admin'], 2, True, 1, 0), ([item['name'] for item in page['items']], page['total_count'], page['has_more'], page['limit'], page['offset']))
+        self.assertEqual((['admin'], 2, True, 1, 0), ([item['name'] for item in page['items']],
+                                                      page['total_count'], page['has_more'], page['limit'],
+                                                      page['offset']))
         self.assertEqual(['chemists'], [item['name'] for item in self.call('list_access_groups', offset=1)['items']])
         self.assertRefused("there is an access group 'chemists' already", 'create_access_group', {'name': 'chemists'})
         self.assertRefused('at least 0', 'list_access_groups', limit=-1)
@@ -6306,8 +6538,11 @@ class GroupTest(ServiceTest):
         self.assertEqual('member', self.call('add_user_to_group', {'user_name': 'cy'}, group_id=self.group_id)['role'])
         self.assertEqual(['bob', 'cy'], [item['user_name'] for item in self.call('list_group_members', group_id=self.group_id)['items']])
         self.assertEqual(['chemists'], [item['name'] for item in self.call('list_user_groups', user_name='bob')['items']])
-        for text, body in (('bob is in access group 2 already', {'user_name': 'bob'}), ('one of member, admin', {'user_name': 'x', 'role': 'king'}),
-                           ('is not a valid group member', {'user_name': 'anonymous'}), ('is not a valid group member', {}), ('does not match 2 in the path', {'user_name': 'x', 'group_id': 1})):
+        for text, body in (('bob is in access group 2 already', {'user_name': 'bob'}),
+                           ('one of member, admin', {'user_name': 'x', 'role': 'king'}),
+                           ('is not a valid group member', {'user_name': 'anonymous'}),
+                           ('is not a valid group member', {}),
+                           ('does not match 2 in the path', {'user_name': 'x', 'group_id': 1})):
             with self.subTest(text):
                 self.assertRefused(text, 'add_user_to_group', body, group_id=self.group_id)
         self.assertEqual(member, self.call('remove_user_from_group', group_id=self.group_id, user_name='bob'))
@@ -6319,7 +6554,9 @@ class GroupTest(ServiceTest):
             with self.service.transaction():
                 torc.set_administrators(self.context, users)
             self.assertEqual(sorted(users), [item['user_name'] for item in self.call('list_group_members', group_id=1)['items']])
-        for name, body, more in (('add_user_to_group', {'user_name': 'x'}, {}), ('remove_user_from_group', None, {'user_name': 'bob'}), ('delete_access_group', None, {})):
+        for name, body, more in (('add_user_to_group', {'user_name': 'x'}, {}),
+                                 ('remove_user_from_group', None, {'user_name': 'bob'}),
+                                 ('delete_access_group', None, {})):
             with self.subTest(name), self.assertRaises(torc.Denied):
                 self.call(name, body, group_id=1, **more)
         self.assertRaises(torc.BadInput, torc.set_administrators, self.store, ['anonymous'])
@@ -6336,7 +6573,8 @@ class GroupTest(ServiceTest):
         self.assertEqual((self.workflow_id, self.group_id), (link['workflow_id'], link['group_id']))
         self.assertEqual(['chemists'], [item['name'] for item in self.call('list_workflow_groups', id=self.workflow_id)['items']])
         other = self.call('create_workflow', {'name': 'y', 'user': 'ann'})['id']
-        for wanted, names in (([self.workflow_id, first['id']], ['chemists']), ([self.workflow_id, first['id']], ['none', 'chemists']), ([], ['none']),
+        for wanted, names in (([self.workflow_id, first['id']], ['chemists']),
+                              ([self.workflow_id, first['id']], ['none', 'chemists']), ([], ['none']),
                               ([self.workflow_id, first['id'], other], [])):
             self.assertEqual(wanted, [item['id'] for item in self.call('list_workflows', access_group=names)['items']])
         self.assertRefused('already', 'add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
@@ -6355,7 +6593,8 @@ class GroupTest(ServiceTest):
         self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
         with self.service.transaction():
             torc.set_administrators(self.context, ['root'])
-        for user, has_access, reason in (('ann', True, 'owns it'), ('bob', True, 'is in a group'), ('cy', False, 'neither'), ('root', True, 'administrator'),
+        for user, has_access, reason in (('ann', True, 'owns it'), ('bob', True, 'is in a group'),
+                                         ('cy', False, 'neither'), ('root', True, 'administrator'),
                                          ('anonymous', False, 'anybody')):
             found = self.call('check_workflow_access', workflow_id=self.workflow_id, user_name=user)
             self.assertEqual((has_access, user, self.workflow_id), (found['has_access'], found['user_name'], found['workflow_id']))
@@ -6409,7 +6648,9 @@ class GroupTest(ServiceTest):
         self.call('add_user_to_group', {'user_name': 'ann', 'role': 'admin'}, group_id=self.group_id)
         self.service.knows_users, self.caller = True, 'bob'
         self.assertEqual('w', self.call('get_workflow', id=self.workflow_id)['name'])
-        for name, body, parameters in (('create_access_group', {'name': 'x'}, {}), ('add_user_to_group', {'user_name': 'bob'}, {'group_id': self.group_id}),
+        for name, body, parameters in (('create_access_group', {'name': 'x'}, {}),
+                                       ('add_user_to_group', {'user_name': 'bob'},
+                                        {'group_id': self.group_id}),
                                        ('add_workflow_to_group', None, {'workflow_id': self.workflow_id, 'group_id': self.group_id}),
                                        ('list_user_groups', None, {'user_name': 'ann'}), ('reload_auth', None, {})):
             with self.subTest(name):
@@ -6426,7 +6667,8 @@ class GroupTest(ServiceTest):
         before = self.store.rows('SELECT * FROM workflow_action'), self.store.value('SELECT count(*) FROM event')
         self.sync(mine, node_id, action_results=[{'action_id': action_id, 'success': True}])
         self.assertEqual(before, (self.store.rows('SELECT * FROM workflow_action'), self.store.value('SELECT count(*) FROM event')))
-        end = {'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00Z'}
+        end = {'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed',
+               'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00Z'}
         self.assertIn(f'workflow {mine} has no job {job_id}', self.sync(mine, node_id, completions=[end])['errors'][0]['message'])
         self.assertEqual({'b': 'ready'}, self.statuses(other))
 
@@ -6468,8 +6710,10 @@ class AdminSqlTest(ServiceTest):
 
     def test_nothing_is_left_that_would_fail_all_that_comes_after(self):
         self.create('a:')
-        for sql in ('UPDATE job SET id = 9223372036854775807 WHERE 1', 'UPDATE job SET id = 0 WHERE 1', "UPDATE workflow SET env = '5' WHERE 1",
-                    "UPDATE job_kind SET labels = '{}' WHERE 1", "UPDATE job_kind SET labels = '[1]' WHERE 1", "UPDATE job_kind SET labels = 'null' WHERE 1",
+        for sql in ('UPDATE job SET id = 9223372036854775807 WHERE 1', 'UPDATE job SET id = 0 WHERE 1',
+                    "UPDATE workflow SET env = '5' WHERE 1",
+                    "UPDATE job_kind SET labels = '{}' WHERE 1", "UPDATE job_kind SET labels = '[1]' WHERE 1",
+                    "UPDATE job_kind SET labels = 'null' WHERE 1",
                     "UPDATE job SET env = '[]' WHERE 1",
                     "INSERT INTO event (id, workflow_id, timestamp, data) VALUES (9223372036854775807, 1, 1, '{}')",
                     "INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, status) "
@@ -6572,14 +6816,24 @@ class AdminSqlTest(ServiceTest):
         self.create('a:')
         before = self.dump() + self.store.rows('SELECT name, sql FROM sqlite_master')
         for sql, text in (
-                ('CREATE TABLE x (a)', 'must not make x'), ('CREATE TABLE job (a)', 'must not make job'), ('CREATE TABLE IF NOT EXISTS job (a)', 'must not make job'),
-                ('CREATE TABLE sqlite_x (a)', 'reserved for internal use'), ('CREATE TEMP TABLE t_x (a)', 'must not make'), ('CREATE TABLE temp.t_x (a)', 'must not make'),
-                ('CREATE TEMP TABLE job (a)', 'must not make'), ('CREATE UNIQUE INDEX t_i ON job (name)', 'must not make t_i'), ('CREATE INDEX i ON job (name)', 'must not make i'),
-                ('CREATE VIEW t_v AS SELECT * FROM job', 'must not make t_v'), ('CREATE VIRTUAL TABLE t_f USING fts5 (a)', 'must not make t_f'),
-                ('CREATE TRIGGER t_t AFTER UPDATE ON job BEGIN SELECT 1; END', 'one statement'), ('CREATE TRIGGER t_t AFTER INSERT ON job BEGIN SELECT 1 END', 'must not make t_t'),
-                ('CREATE TABLE t_x (a REFERENCES job (id))', 't_x must not refer to job'), ('CREATE TABLE t_x (a REFERENCES job (id) ON DELETE CASCADE)', 'must not refer'),
-                ('CREATE TABLE t_x (a, FOREIGN KEY (a) REFERENCES later (id))', 't_x must not refer to later'), ('CREATE', 'incomplete input'),
-                ("CREATE TABLE t_x AS SELECT load_extension('x')", 'must not make'), ('DROP TABLE t_x', 'cannot begin'), ('ALTER TABLE t_x ADD a', 'cannot begin')):
+                ('CREATE TABLE x (a)', 'must not make x'), ('CREATE TABLE job (a)', 'must not make job'),
+                ('CREATE TABLE IF NOT EXISTS job (a)', 'must not make job'),
+                ('CREATE TABLE sqlite_x (a)', 'reserved for internal use'),
+                ('CREATE TEMP TABLE t_x (a)', 'must not make'),
+                ('CREATE TABLE temp.t_x (a)', 'must not make'),
+                ('CREATE TEMP TABLE job (a)', 'must not make'),
+                ('CREATE UNIQUE INDEX t_i ON job (name)', 'must not make t_i'),
+                ('CREATE INDEX i ON job (name)', 'must not make i'),
+                ('CREATE VIEW t_v AS SELECT * FROM job', 'must not make t_v'),
+                ('CREATE VIRTUAL TABLE t_f USING fts5 (a)', 'must not make t_f'),
+                ('CREATE TRIGGER t_t AFTER UPDATE ON job BEGIN SELECT 1; END', 'one statement'),
+                ('CREATE TRIGGER t_t AFTER INSERT ON job BEGIN SELECT 1 END', 'must not make t_t'),
+                ('CREATE TABLE t_x (a REFERENCES job (id))', 't_x must not refer to job'),
+                ('CREATE TABLE t_x (a REFERENCES job (id) ON DELETE CASCADE)', 'must not refer'),
+                ('CREATE TABLE t_x (a, FOREIGN KEY (a) REFERENCES later (id))',
+                 't_x must not refer to later'), ('CREATE', 'incomplete input'),
+                ("CREATE TABLE t_x AS SELECT load_extension('x')", 'must not make'),
+                ('DROP TABLE t_x', 'cannot begin'), ('ALTER TABLE t_x ADD a', 'cannot begin')):
             with self.subTest(sql):
                 with self.assertRaises(torc.Refused) as caught:
                     self.write(sql, dry_run=True)
@@ -6588,9 +6842,12 @@ class AdminSqlTest(ServiceTest):
         self.assertEqual({'a': 'ready'}, self.statuses(1))
 
     def test_errors_have_the_names_of_torc(self):
-        for body, kind in (({'sql': 'SELECT * FROM nowhere'}, 'QueryFailed'), ({'sql': 'INSERT INTO nowhere VALUES (1)', 'write': True}, 'ExecutionFailed'),
-                           ({'sql': 'DROP TABLE job', 'write': True}, 'InvalidStatement'), ({'sql': 'DELETE FROM job', 'write': True}, 'InvalidStatement'),
-                           ({'sql': 'CREATE TABLE t_x (a)'}, 'InvalidStatement'), ({'sql': 'CREATE TABLE x (a)', 'write': True}, 'ExecutionFailed'),
+        for body, kind in (({'sql': 'SELECT * FROM nowhere'}, 'QueryFailed'),
+                           ({'sql': 'INSERT INTO nowhere VALUES (1)', 'write': True}, 'ExecutionFailed'),
+                           ({'sql': 'DROP TABLE job', 'write': True}, 'InvalidStatement'),
+                           ({'sql': 'DELETE FROM job', 'write': True}, 'InvalidStatement'),
+                           ({'sql': 'CREATE TABLE t_x (a)'}, 'InvalidStatement'),
+                           ({'sql': 'CREATE TABLE x (a)', 'write': True}, 'ExecutionFailed'),
                            ({'sql': 'DELETE FROM nowhere WHERE 1', 'write': True, 'dry_run': True}, 'ExecutionFailed')):
             with self.subTest(body):
                 self.assertEqual(kind, self.kind(body))
@@ -6604,7 +6861,8 @@ class AdminSqlTest(ServiceTest):
         self.create('a:')
         for sql, text in (
                 ('SELECT 1', "'SELECT' cannot begin"), ('DROP TABLE job', 'cannot begin'),
-                ('ALTER TABLE job ADD x', 'cannot begin'), ('VACUUM', 'cannot begin'), ('REINDEX', 'cannot begin'), ('ANALYZE', 'cannot begin'),
+                ('ALTER TABLE job ADD x', 'cannot begin'), ('VACUUM', 'cannot begin'),
+                ('REINDEX', 'cannot begin'), ('ANALYZE', 'cannot begin'),
                 ('PRAGMA foreign_keys = OFF', 'cannot begin'), ("ATTACH 'x' AS x", 'cannot begin'), ('DETACH x', 'cannot begin'),
                 ('BEGIN', 'cannot begin'), ('COMMIT', 'cannot begin'), ('END', 'cannot begin'), ('ROLLBACK', 'cannot begin'),
                 ('SAVEPOINT verb', 'cannot begin'), ('RELEASE verb', 'cannot begin'), ('/**/COMMIT', 'cannot begin'),
@@ -6615,16 +6873,21 @@ class AdminSqlTest(ServiceTest):
                 ('DELETE FROM sqlite_master WHERE 1', 'SQLite refuses'),
                 ("DELETE FROM admin_audit_log WHERE id = 1", 'must not write to admin_audit_log'),
                 ("UPDATE identity SET id = 'x' WHERE 1", 'must not write to identity'),
-                ('UPDATE job SET name = 1', 'has no WHERE'), ('DELETE FROM job', 'has no WHERE'), ('DELETE FROM job -- WHERE', 'has no WHERE'),
+                ('UPDATE job SET name = 1', 'has no WHERE'), ('DELETE FROM job', 'has no WHERE'),
+                ('DELETE FROM job -- WHERE', 'has no WHERE'),
                 ("UPDATE job SET name = ' WHERE '", 'has no WHERE'), ('UPDATE job SET name = (SELECT 1 WHERE 1)', 'has no WHERE'),
-                ('WITH replace AS (SELECT 1 WHERE 1) DELETE FROM job', 'has no WHERE'), ('WITH a(x) AS (VALUES (1)) UPDATE job SET name = 2', 'has no WHERE'),
-                ('UPDATE job SET status = 11 WHERE id = 1', 'job.status would hold'), ("UPDATE job SET status = 'x' WHERE id = 1", 'job.status would hold'),
-                ("UPDATE job SET env = '{' WHERE id = 1", 'job.env would hold what cannot be read'), ("UPDATE job SET name = x'00' WHERE id = 1", 'job.name would hold'),
+                ('WITH replace AS (SELECT 1 WHERE 1) DELETE FROM job', 'has no WHERE'),
+                ('WITH a(x) AS (VALUES (1)) UPDATE job SET name = 2', 'has no WHERE'),
+                ('UPDATE job SET status = 11 WHERE id = 1', 'job.status would hold'),
+                ("UPDATE job SET status = 'x' WHERE id = 1", 'job.status would hold'),
+                ("UPDATE job SET env = '{' WHERE id = 1", 'job.env would hold what cannot be read'),
+                ("UPDATE job SET name = x'00' WHERE id = 1", 'job.name would hold'),
                 ("UPDATE job SET name = CAST(x'ff' AS TEXT) WHERE id = 1", 'job.name would hold what cannot be read'),
                 ("UPDATE job SET env = '{\"a\": 1e999}' WHERE id = 1", 'job.env would hold what cannot be read'),
                 ("UPDATE job SET env = '\"\\ud800\"' WHERE id = 1", 'job.env would hold what cannot be read'),
                 ("INSERT INTO file (workflow_id, name, path, st_mtime) VALUES (1, 'f', 'f', 9e999)", 'file.st_mtime would hold'),
-                ("UPDATE workflow SET run_id = 'x' WHERE id = 1", 'workflow.run_id would hold'), ('UPDATE job SET id = NULL WHERE id = 1', 'SQLite refuses'),
+                ("UPDATE workflow SET run_id = 'x' WHERE id = 1", 'workflow.run_id would hold'),
+                ('UPDATE job SET id = NULL WHERE id = 1', 'SQLite refuses'),
                 ('INSERT INTO job (workflow_id) VALUES (77)', 'SQLite refuses')):
             with self.subTest(sql), self.assertRaises(torc.Refused) as caught:
                 self.write(sql)
@@ -6643,9 +6906,13 @@ class AdminSqlTest(ServiceTest):
         with self.assertRaises(torc.Refused):
             self.write('UPDATE job SET gone = 1 WHERE 1')
         log = self.call('list_admin_audit_log')
-        self.assertEqual((5, [(True, 1), (True, 2), (True, 0), (True, 2)]), (log['total_count'], [(row['success'], row['rows_affected']) for row in log['items'][1:]]))
-        self.assertEqual({'id': 5, 'user_name': 'tester', 'timestamp': 1700000000000, 'sql_text': 'UPDATE job SET gone = 1 WHERE 1', 'is_write': True,
-                          'allow_full_table': False, 'committed': False, 'success': False, 'error': 'SQLite refuses the statement: no such column: gone'},
+        self.assertEqual((5, [(True, 1), (True, 2), (True, 0), (True, 2)]),
+                         (log['total_count'], [(row['success'],
+                                                row['rows_affected']) for row in log['items'][1:]]))
+        self.assertEqual({'id': 5, 'user_name': 'tester', 'timestamp': 1700000000000,
+                          'sql_text': 'UPDATE job SET gone = 1 WHERE 1', 'is_write': True,
+                          'allow_full_table': False, 'committed': False, 'success': False,
+                          'error': 'SQLite refuses the statement: no such column: gone'},
                          log['items'][0])
         page = self.call('list_admin_audit_log', limit=2, offset=1)
         self.assertEqual(([4, 3], True), ([row['id'] for row in page['items']], page['has_more']))
@@ -6691,11 +6958,13 @@ class AdminSqlTest(ServiceTest):
     def test_an_answer_too_large_is_refused(self):
         before, torc.MAX_SQL_ANSWER_BYTES = torc.MAX_SQL_ANSWER_BYTES, 1024 ** 2
         self.addCleanup(setattr, torc, 'MAX_SQL_ANSWER_BYTES', before)
-        self.assertRefused('the answer has more than 1 MiB', 'admin_sql', {'sql': 'SELECT zeroblob(600000) UNION ALL SELECT zeroblob(600000)'})
+        self.assertRefused('the answer has more than 1 MiB', 'admin_sql',
+                           {'sql': 'SELECT zeroblob(600000) UNION ALL SELECT zeroblob(600000)'})
 
     def test_the_words_are_read_in_time_that_grows_with_their_number(self):
         begun = time.process_time()
-        for sql in ('SELECT ' + '(' * 200000, 'UPDATE ' + '(a' * 200000 + ')' * 200000, "SELECT '" * 100000, 'SELECT ' + '/*' * 200000, 'WITH x' + '\n' * 300000):
+        for sql in ('SELECT ' + '(' * 200000, 'UPDATE ' + '(a' * 200000 + ')' * 200000, "SELECT '" * 100000,
+                    'SELECT ' + '/*' * 200000, 'WITH x' + '\n' * 300000):
             with self.assertRaises(torc.Refused):
                 self.write(sql)
         self.assertLess(time.process_time() - begun, 250 * cpu_unit_s())
@@ -6787,17 +7056,29 @@ class ApiTest(ServiceTest):
     def test_a_plan_of_another_program_is_checked_to_the_last_field(self):
         other = self.create('x:')
         table = (
-            (self.plan(job={0: 5}), 'jobs.name must be str'), (self.plan(job={0: 'a\x1b'}), 'control character'), (self.plan(job={0: 'x' * 2000}), '2,000 characters'),
-            (self.plan(job={1: 'a\0'}), 'cannot be stored'), (self.plan(job={3: {'A': None}}), 'must be text'), (self.plan(job={3: []}), 'jobs.env must be dict'),
-            (self.plan(job={4: -1}), 'between 0 and'), (self.plan(job={4: 7}), 'not a plan'), (self.plan(job={4: True}), 'jobs.kind must be int'),
+            (self.plan(job={0: 5}), 'jobs.name must be str'), (self.plan(job={0: 'a\x1b'}),
+                                                               'control character'),
+            (self.plan(job={0: 'x' * 2000}), '2,000 characters'),
+            (self.plan(job={1: 'a\0'}), 'cannot be stored'), (self.plan(job={3: {'A': None}}),
+                                                              'must be text'),
+            (self.plan(job={3: []}), 'jobs.env must be dict'),
+            (self.plan(job={4: -1}), 'between 0 and'), (self.plan(job={4: 7}), 'not a plan'),
+            (self.plan(job={4: True}), 'jobs.kind must be int'),
             (self.plan(job={5: 3}), 'not a plan'), (self.plan(job={9: [[1]]}), 'an integer'), (self.plan(job={9: [3]}), 'not a plan'),
-            (self.plan(jobs=[[1]]), 'lists of 13'), (self.plan(jobs=7), 'jobs must be a list'), (self.plan(dependency_sets=[[-1]]), 'no number -1'),
-            (self.plan(dependency_sets=[['x']]), 'must be an integer'), (self.plan(dependency_sets=[[5]]), 'no number 5'), (self.plan(kinds=[[None, 'x', None, None]]), 'a number'),
+            (self.plan(jobs=[[1]]), 'lists of 13'), (self.plan(jobs=7), 'jobs must be a list'),
+            (self.plan(dependency_sets=[[-1]]), 'no number -1'),
+            (self.plan(dependency_sets=[['x']]), 'must be an integer'),
+            (self.plan(dependency_sets=[[5]]), 'no number 5'),
+            (self.plan(kinds=[[None, 'x', None, None]]), 'a number'),
             (self.plan(kinds=[[None, 1e400, None, None]]), 'Infinity'), (self.plan(kinds=[[None, 0, None, ['a,b']]]), 'without commas'),
-            (self.plan(kinds=[[None, 0, None, 'abc']]), 'a list'), (self.plan(files=[{'name': [], 'path': 'p'}]), 'files[0].name must be text'),
-            (self.plan(files=[{'name': 'f'}]), 'not a plan'), (self.plan(workflow={'name': 'w', 'execution_config': 'x'}), 'must be an object'),
+            (self.plan(kinds=[[None, 0, None, 'abc']]), 'a list'),
+            (self.plan(files=[{'name': [], 'path': 'p'}]), 'files[0].name must be text'),
+            (self.plan(files=[{'name': 'f'}]), 'not a plan'), (self.plan(workflow={'name': 'w',
+                    'execution_config': 'x'}), 'must be an object'),
             (self.plan(workflow={'name': 'w', 'compute_node_wait_for_new_jobs_seconds': 'soon'}), 'must be an integer'),
-            (self.plan(failure_handlers=[{'name': 'h', 'rules': 'garbage'}]), 'is not JSON'), (self.plan(actions=[{'trigger_type': 'x', 'action_type': 'y', 'action_config': {}}]), 'unknown trigger_type'),
+            (self.plan(failure_handlers=[{'name': 'h', 'rules': 'garbage'}]), 'is not JSON'),
+            (self.plan(actions=[{'trigger_type': 'x', 'action_type': 'y', 'action_config': {}}]),
+             'unknown trigger_type'),
         )
         for body, text in table:
             with self.subTest(text):
@@ -6812,7 +7093,8 @@ class ApiTest(ServiceTest):
 
     def test_what_no_model_knows_is_not_stored(self):
         workflow_id = self.create('a:')
-        job = self.call('create_job', {'workflow_id': workflow_id, 'name': 'n', 'command': 'c', 'id': torc.MAX_INTEGER, 'input_hash': 'x', 'kind_id': 99})
+        job = self.call('create_job', {'workflow_id': workflow_id, 'name': 'n', 'command': 'c',
+                                       'id': torc.MAX_INTEGER, 'input_hash': 'x', 'kind_id': 99})
         self.assertLess(job['id'], 100)
         self.assertEqual(None, self.store.value('SELECT input_hash FROM job WHERE id = ?', (job['id'],)))
         self.call('create_job', {'workflow_id': workflow_id, 'name': 'm', 'command': 'c'})
@@ -6823,15 +7105,19 @@ class ApiTest(ServiceTest):
         job = self.claim(workflow_id, node_id)['a']
         end = self.end(job)
         table = (
-            {'started': [[1]]}, {'started': [[job['id'], 1, 'garbage']]}, {'started': [1]}, {'returned': [5]}, {'held': [None]}, {'held': [[{}, 1]]},
-            {'want': {'strategy': 'magic', 'limit': 1}}, {'want': {'strategy': 'resources', 'limit': 1}}, {'completions': [dict(end, exec_time_minutes=1e308)]},
+            {'started': [[1]]}, {'started': [[job['id'], 1, 'garbage']]}, {'started': [1]}, {'returned': [5]},
+            {'held': [None]}, {'held': [[{}, 1]]},
+            {'want': {'strategy': 'magic', 'limit': 1}}, {'want': {'strategy': 'resources', 'limit': 1}},
+            {'completions': [dict(end, exec_time_minutes=1e308)]},
             {'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 1, 'num_gpus': 0, 'memory_gb': 1e308}},
             {'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 1, 'num_gpus': 0, 'memory_gb': 1.0, 'num_nodes': 3 * 10 ** 8}},
-            {'completions': [dict(end, completion_time='soon')]}, {'completions': [dict(end, file_times={'x': 1.0})]}, {'completions': [None]},
+            {'completions': [dict(end, completion_time='soon')]},
+            {'completions': [dict(end, file_times={'x': 1.0})]}, {'completions': [None]},
         )
         for words in table:
             with self.subTest(**words):
-                status, value = self.ask('POST', f'/workflows/{workflow_id}/runner_sync', dict({'compute_node_id': node_id, 'run_id': 1}, **words))
+                status, value = self.ask('POST', f'/workflows/{workflow_id}/runner_sync',
+                                         dict({'compute_node_id': node_id, 'run_id': 1}, **words))
                 self.assertTrue(status == 422 or value.get('errors'), value)
         self.assertEqual({'a': 'pending'}, self.statuses(workflow_id))
 
@@ -6870,7 +7156,8 @@ class ApiTest(ServiceTest):
     def test_a_refused_request_leaves_the_others_of_its_turn_alone(self):
         with self.service.transaction():
             first = torc.answer_request(self.service, 'POST', torc.API_PREFIX + '/workflows', '', b'{"name": "w", "user": "u"}')
-            torc.answer_request(self.service, 'POST', torc.API_PREFIX + '/workflows/from_spec', '', b'{"workflow": {"name": "x", "user": "u"}}')
+            torc.answer_request(self.service, 'POST', torc.API_PREFIX + '/workflows/from_spec', '',
+                                b'{"workflow": {"name": "x", "user": "u"}}')
         self.assertEqual(200, first[0])
         self.assertEqual(['w'], self.store.ids('SELECT name FROM workflow'))
 
@@ -6915,7 +7202,9 @@ class ApiTest(ServiceTest):
             ('resource_requirements', 'resource_requirements', {'name': 'r', 'memory': '2g'}, {'num_cpus': 3}),
             ('slurm_scheduler', 'slurm_schedulers', {'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '01:00:00'}, {'nodes': 2}),
             ('local_scheduler', 'local_schedulers', {'memory': '1g', 'num_cpus': 2}, {'num_cpus': 4}),
-            ('compute_node', 'compute_nodes', {'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0,
+            ('compute_node', 'compute_nodes', {'hostname': 'h', 'pid': 1,
+                                               'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1,
+                                               'memory_gb': 1.0, 'num_gpus': 0,
                                                'num_nodes': 1, 'compute_node_type': 'local'}, {'pid': 2}),
             ('scheduled_compute_node', 'scheduled_compute_nodes', {'scheduler_id': 1, 'scheduler_config_id': 1, 'scheduler_type': 'slurm',
                                                                    'status': 'pending'}, {'status': 'active'}),
@@ -7012,7 +7301,8 @@ class FurtherOperationsTest(ServiceTest):
         torc.check_value('answer', '@TaskModel', task)
         self.assertEqual({'task': task}, self.good('GET', f'/workflows/{workflow_id}/active_task'))
         self.assertEqual(task, self.good('GET', '/tasks/1'))
-        self.bad(409, 'task 1 (initialize_jobs, with different parameters) of workflow 1 is not done yet', 'POST', f'/workflows/{workflow_id}/initialize_jobs',
+        self.bad(409, 'task 1 (initialize_jobs, with different parameters) of workflow 1 is not done yet',
+                 'POST', f'/workflows/{workflow_id}/initialize_jobs',
                  query='async=true&only_uninitialized=true')
 
     def test_spawned_jobs_come_by_http(self):
@@ -7020,7 +7310,8 @@ class FurtherOperationsTest(ServiceTest):
         node_id = self.node(workflow_id)
         job = self.claim(workflow_id, node_id)['main']
         self.good('PUT', f"/jobs/{job['id']}/start_job/1/{node_id}")
-        answer = self.good('POST', f"/jobs/{job['id']}/spawn_jobs", {'jobs': [{'name': 'a', 'command': 'x'}], 'lineage': None, 'state': None})
+        answer = self.good('POST', f"/jobs/{job['id']}/spawn_jobs",
+                           {'jobs': [{'name': 'a', 'command': 'x'}], 'lineage': None, 'state': None})
         self.assertEqual(1, answer['iteration'])
         self.bad(422, 'there is no field extra', 'POST', f"/jobs/{job['id']}/spawn_jobs", {'jobs': [], 'extra': 1})
         self.bad(422, 'control character', 'POST', f"/jobs/{job['id']}/spawn_jobs", {'jobs': [], 'lineage': 'a\n'})
@@ -7034,20 +7325,24 @@ class FurtherOperationsTest(ServiceTest):
         self.good('POST', path, ['17', 'z'])
         self.assertEqual(sorted([*names, 'z']), [row['worker'] for row in self.good('GET', path)])
         for name in (*names, 'z'):
-            self.assertEqual({'worker': name, 'workflow_id': workflow_id}, self.good('DELETE', path + '/' + urllib.parse.quote(name, safe='')))
+            self.assertEqual({'worker': name, 'workflow_id': workflow_id},
+                             self.good('DELETE', path + '/' + urllib.parse.quote(name, safe='')))
         self.assertEqual([], self.good('GET', path))
         self.bad(404, "no remote worker 'z'", 'DELETE', path + '/z')
         self.bad(422, 'cannot be stored', 'DELETE', path + '/%00')
         self.bad(404, 'no workflow 99', 'GET', '/workflows/99/remote_workers')
-        for body, text in ((None, 'the body must be a list'), ({}, 'the body must be a list'), ([1], 'the body[0] must be text'), ([''], 'is not a worker'),
-                           (['-oProxyCommand=x'], 'is not a worker'), (['u@-x'], 'is not a worker'), (['a b'], 'is not a worker'), (['a\0'], 'cannot be stored')):
+        for body, text in ((None, 'the body must be a list'), ({}, 'the body must be a list'),
+                           ([1], 'the body[0] must be text'), ([''], 'is not a worker'),
+                           (['-oProxyCommand=x'], 'is not a worker'), (['u@-x'], 'is not a worker'),
+                           (['a b'], 'is not a worker'), (['a\0'], 'cannot be stored')):
             with self.subTest(body=body):
                 self.bad(422, text, 'POST', path, body)
 
     def test_slurm_statistics_are_stored_once_for_each_attempt(self):
         workflow_id, other = self.create('a:\nb:'), self.create('c:')
         jobs = self.call('list_job_ids', id=workflow_id)['job_ids']
-        body = {'workflow_id': workflow_id, 'job_id': jobs[0], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '77', 'max_rss_bytes': 5, 'ave_cpu_seconds': 1.5}
+        body = {'workflow_id': workflow_id, 'job_id': jobs[0], 'run_id': 1, 'attempt_id': 1,
+                'slurm_job_id': '77', 'max_rss_bytes': 5, 'ave_cpu_seconds': 1.5}
         made = self.good('POST', '/slurm_stats', body)
         self.good('POST', '/slurm_stats', dict(body, attempt_id=2))
         self.bad(409, 'there is such a slurm stats already', 'POST', '/slurm_stats', body)
@@ -7111,12 +7406,14 @@ class FurtherOperationsTest(ServiceTest):
 
     def test_ro_crate_entities_are_unique_by_name_and_file(self):
         workflow_id, other = self.create('a:'), self.create('b:')
-        file_id, foreign = (self.call('create_file', {'workflow_id': number, 'name': 'f', 'path': 'p'})['id'] for number in (workflow_id, other))
+        file_id, foreign = (self.call('create_file', {'workflow_id': number, 'name': 'f',
+                                                      'path': 'p'})['id'] for number in (workflow_id, other))
         body = {'workflow_id': workflow_id, 'entity_id': 'p', 'entity_type': 'File', 'metadata': {'a': [1]}, 'file_id': file_id}
         made = self.good('POST', '/ro_crate_entities', body)
         path = f"/ro_crate_entities/{made['id']}"
         self.assertEqual(made, self.good('GET', path))
-        self.bad(422, 'RO-Crate entity already exists for this workflow/entity_id link', 'POST', '/ro_crate_entities', dict(body, file_id=None))
+        self.bad(422, 'RO-Crate entity already exists for this workflow/entity_id link', 'POST',
+                 '/ro_crate_entities', dict(body, file_id=None))
         self.bad(422, 'RO-Crate entity already exists for this workflow/file link', 'POST', '/ro_crate_entities', dict(body, entity_id='q'))
         self.bad(422, 'has no file', 'POST', '/ro_crate_entities', dict(body, entity_id='q', file_id=foreign))
         self.bad(422, 'metadata must be an object', 'POST', '/ro_crate_entities', dict(body, metadata='{}'))
@@ -7125,7 +7422,8 @@ class FurtherOperationsTest(ServiceTest):
         self.bad(422, 'has no file', 'PUT', f"/ro_crate_entities/{second['id']}", {'file_id': foreign})
         self.assertEqual({'b': 2}, self.good('PUT', path, {'metadata': {'b': 2}})['metadata'])
         everything = f'/workflows/{workflow_id}/ro_crate_entities'
-        for query, names in (('', ['p', 'q']), (f'file_id={file_id}', ['p']), ('entity_id=q', ['q']), ('sort_by=entity_id&reverse_sort=true', ['q', 'p'])):
+        for query, names in (('', ['p', 'q']), (f'file_id={file_id}', ['p']), ('entity_id=q', ['q']),
+                             ('sort_by=entity_id&reverse_sort=true', ['q', 'p'])):
             self.assertEqual(names, [item['entity_id'] for item in self.good('GET', everything, None, query)['items']])
         self.assertEqual({'message': f"Deleted RO-Crate entity {made['id']}"}, self.good('DELETE', path))
         self.bad(404, 'there is no ro crate entity', 'DELETE', path)
@@ -7135,12 +7433,15 @@ class FurtherOperationsTest(ServiceTest):
         workflow_id, other = self.create('a:'), self.create('b:')
         path = f'/workflows/{workflow_id}/actions'
         config = {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1}
-        action = self.good('POST', path, {'workflow_id': workflow_id, 'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes', 'action_config': config})
+        action = self.good('POST', path, {'workflow_id': workflow_id, 'trigger_type': 'on_workflow_start',
+                                          'action_type': 'schedule_nodes', 'action_config': config})
         own = f"{path}/{action['id']}"
         changed = self.good('PUT', own, {'num_allocations': 3, 'start_one_worker_per_node': True})
         self.assertEqual(dict(config, num_allocations=3, start_one_worker_per_node=True), changed['action_config'])
-        for body, text in (({}, 'must be an object of the keys'), ([1], 'must be an object of the keys'), ({'num_allocations': 'x'}, 'must be of type int'),
-                           ({'num_allocations': True}, 'must be of type int'), ({'nodes': 1}, "has no key 'nodes'"), (None, 'the body must be an object')):
+        for body, text in (({}, 'must be an object of the keys'), ([1], 'must be an object of the keys'),
+                           ({'num_allocations': 'x'}, 'must be of type int'),
+                           ({'num_allocations': True}, 'must be of type int'),
+                           ({'nodes': 1}, "has no key 'nodes'"), (None, 'the body must be an object')):
             with self.subTest(body=body):
                 self.bad(422, text, 'PUT', own, body)
         self.bad(404, 'has no action', 'PUT', f"/workflows/{other}/actions/{action['id']}", {'num_allocations': 1})
@@ -7148,7 +7449,9 @@ class FurtherOperationsTest(ServiceTest):
         self.assertEqual([changed], self.good('GET', path))
         self.good('DELETE', own)
         self.bad(404, 'has no action', 'DELETE', own)
-        commands = self.good('POST', path, {'workflow_id': workflow_id, 'trigger_type': 'on_worker_start', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}})
+        commands = self.good('POST', path, {'workflow_id': workflow_id, 'trigger_type': 'on_worker_start',
+                                            'action_type': 'run_commands',
+                                            'action_config': {'commands': ['x']}})
         self.assertEqual({'commands': ['y']}, self.good('PUT', f"{path}/{commands['id']}", {'commands': ['y']})['action_config'])
         self.bad(422, 'takes nothing else', 'PUT', f"{path}/{commands['id']}", {'num_allocations': 1})
 
@@ -7171,15 +7474,20 @@ class FurtherOperationsTest(ServiceTest):
     def test_what_ready_jobs_need_is_added_up(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         path = f'/workflows/{workflow_id}/ready_job_requirements'
-        self.assertEqual({'num_jobs': 0, 'num_cpus': 0, 'num_gpus': 0, 'memory_gb': 0.0, 'max_num_nodes': 0, 'max_runtime': 'PT0S'}, self.good('GET', path))
-        scheduler = self.call('create_slurm_scheduler', {'workflow_id': workflow_id, 'account': 'a', 'nodes': 1, 'walltime': '01:00:00'})['id']
+        self.assertEqual({'num_jobs': 0, 'num_cpus': 0, 'num_gpus': 0, 'memory_gb': 0.0, 'max_num_nodes': 0,
+                          'max_runtime': 'PT0S'}, self.good('GET', path))
+        scheduler = self.call('create_slurm_scheduler', {'workflow_id': workflow_id, 'account': 'a',
+                                                         'nodes': 1, 'walltime': '01:00:00'})['id']
         for name, needs, more in (('small', {'num_cpus': 2, 'memory': '512m', 'runtime': 'PT10M'}, {}),
-                                  ('big', {'num_cpus': 8, 'num_gpus': 1, 'num_nodes': 3, 'memory': '4g', 'runtime': 'P1DT1H'}, {'scheduler_id': scheduler})):
+                                  ('big', {'num_cpus': 8, 'num_gpus': 1, 'num_nodes': 3, 'memory': '4g',
+                                           'runtime': 'P1DT1H'}, {'scheduler_id': scheduler})):
             number = self.call('create_resource_requirements', dict(needs, workflow_id=workflow_id, name=name))['id']
             for place in range(2):
-                self.call('create_job', dict(more, workflow_id=workflow_id, name=f'{name}{place}', command='x', resource_requirements_id=number))
+                self.call('create_job', dict(more, workflow_id=workflow_id, name=f'{name}{place}',
+                                             command='x', resource_requirements_id=number))
         self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'num_jobs': 4, 'num_cpus': 20, 'num_gpus': 2, 'memory_gb': 9.0, 'max_num_nodes': 3, 'max_runtime': 'P1DT1H'}, self.good('GET', path))
+        self.assertEqual({'num_jobs': 4, 'num_cpus': 20, 'num_gpus': 2, 'memory_gb': 9.0, 'max_num_nodes': 3,
+                          'max_runtime': 'P1DT1H'}, self.good('GET', path))
         self.assertEqual({'num_jobs': 2, 'num_cpus': 16, 'num_gpus': 2, 'memory_gb': 8.0, 'max_num_nodes': 3, 'max_runtime': 'P1DT1H'},
                          self.good('GET', path, None, f'scheduler_config_id={scheduler}'))
 
@@ -7187,7 +7495,8 @@ class FurtherOperationsTest(ServiceTest):
         workflow_id = self.create('a:\nb:\nc:')
         scheduled = self.call('create_scheduled_compute_node', {'workflow_id': workflow_id, 'scheduler_id': 501, 'scheduler_config_id': 1,
                                                                 'scheduler_type': 'slurm', 'status': 'active'})['id']
-        nodes = [self.node(workflow_id, scheduler=scheduler) for scheduler in ({'scheduler_id': scheduled}, {'slurm_job_id': 502}, ['odd'], {'scheduler_id': {}})]
+        nodes = [self.node(workflow_id, scheduler=scheduler) for scheduler in ({'scheduler_id': scheduled},
+                {'slurm_job_id': 502}, ['odd'], {'scheduler_id': {}})]
         ids = {}
         for node_id in nodes[:3]:
             (job,) = self.claim(workflow_id, node_id, 1).values()
@@ -7195,8 +7504,10 @@ class FurtherOperationsTest(ServiceTest):
             self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:01Z']])
             if job['name'] == 'a':
                 self.sync(workflow_id, node_id, completions=[self.end(job)])
-        self.call('create_slurm_stats', {'workflow_id': workflow_id, 'job_id': ids['a'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '501'})
-        self.call('create_slurm_stats', {'workflow_id': workflow_id, 'job_id': ids['c'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '503'})
+        self.call('create_slurm_stats', {'workflow_id': workflow_id, 'job_id': ids['a'], 'run_id': 1,
+                                         'attempt_id': 1, 'slurm_job_id': '501'})
+        self.call('create_slurm_stats', {'workflow_id': workflow_id, 'job_id': ids['c'], 'run_id': 1,
+                                         'attempt_id': 1, 'slurm_job_id': '503'})
         path = f'/workflows/{workflow_id}/slurm_job_correlations'
         found = self.good('GET', path)
         self.assertEqual([('a', '501'), ('b', '502'), ('c', '503')], [(item['job_name'], item['slurm_job_id']) for item in found['items']])
@@ -7213,81 +7524,119 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'CheckChangesRequest': {'files': {'$file': 1.5}, 'dry_run': False},
     'ClaimActionRequest': {'compute_node_id': '$compute_node'},
     'ComputeNodeModel': {
-        'workflow_id': '$workflow', 'hostname': 'h', 'pid': 7, 'start_time': '2026-01-01T00:00:00Z', 'end_time': '2026-01-02T00:00:00Z', 'duration_seconds': 1.5,
-        'is_active': True, 'num_cpus': 4, 'memory_gb': 8, 'num_gpus': 1, 'num_nodes': 1, 'time_limit': 'PT1H', 'scheduler_config_id': '$slurm_scheduler',
-        'compute_node_type': 'slurm', 'scheduler': {'scheduler_id': '$scheduled_compute_node'}, 'labels': ['b', 'a'], 'sample_count': 3, 'peak_cpu_percent': 0.0,
+        'workflow_id': '$workflow', 'hostname': 'h', 'pid': 7, 'start_time': '2026-01-01T00:00:00Z',
+        'end_time': '2026-01-02T00:00:00Z', 'duration_seconds': 1.5,
+        'is_active': True, 'num_cpus': 4, 'memory_gb': 8, 'num_gpus': 1, 'num_nodes': 1, 'time_limit': 'PT1H',
+        'scheduler_config_id': '$slurm_scheduler',
+        'compute_node_type': 'slurm', 'scheduler': {'scheduler_id': '$scheduled_compute_node'},
+        'labels': ['b', 'a'], 'sample_count': 3, 'peak_cpu_percent': 0.0,
         'avg_cpu_percent': 1.5, 'peak_memory_bytes': 10, 'avg_memory_bytes': 5, 'identity': 'x', 'lease_s': 60},
-    'ComputeNodesResources': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'time_limit': 'PT1H', 'scheduler_config_id': '$slurm_scheduler',
+    'ComputeNodesResources': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1,
+                              'time_limit': 'PT1H', 'scheduler_config_id': '$slurm_scheduler',
                               'id': '$compute_node', 'labels': []},
     'EventModel': {'workflow_id': '$workflow', 'data': {'category': 'mine', 'n': [1, None]}},
     'FailureHandlerModel': {'workflow_id': '$workflow', 'name': 'new', 'rules': '[{"exit_codes": [1]}]'},
     'FileModel': {'workflow_id': '$workflow', 'name': 'new', 'path': 'new.csv', 'st_mtime': 2},
     'FilesModel': {'files': [{'workflow_id': '$workflow', 'name': 'new', 'path': 'new.csv'}]},
     'JobModel': {
-        'workflow_id': '$workflow', 'name': 'new', 'command': 'true', 'invocation_script': 'bash', 'env': {'A': '1'}, 'priority': 2, 'labels': ['b', 'a'],
+        'workflow_id': '$workflow', 'name': 'new', 'command': 'true', 'invocation_script': 'bash',
+        'env': {'A': '1'}, 'priority': 2, 'labels': ['b', 'a'],
         'resource_requirements_id': '$resource_requirements', 'scheduler_id': '$slurm_scheduler', 'failure_handler_id': '$failure_handler',
-        'depends_on_job_ids': ['$done'], 'input_file_ids': ['$file'], 'output_file_ids': ['$made_file'], 'input_user_data_ids': ['$user_data'],
+        'depends_on_job_ids': ['$done'], 'input_file_ids': ['$file'], 'output_file_ids': ['$made_file'],
+        'input_user_data_ids': ['$user_data'],
         'output_user_data_ids': ['$made_data'], 'cancel_on_blocking_job_failure': False, 'supports_termination': True},
     'JobsModel': {'jobs': [{'workflow_id': '$workflow', 'name': 'new', 'command': 'true', 'depends_on_job_ids': ['$done']}]},
     'LocalSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'memory': '1g', 'num_cpus': 2},
     'PlanModel': {
-        'workflow': {'name': 'planned'}, 'files': [{'name': 'f', 'path': 'f'}], 'user_data': [{'name': 'd', 'data': 1}], 'resource_requirements': [{'name': 'r'}],
-        'slurm_schedulers': [{'name': 's', 'account': 'a'}], 'failure_handlers': [{'name': 'h', 'rules': '[]'}], 'kinds': [[0, 0, 0, ['a']]],
-        'dependency_sets': [[0]], 'jobs': [['a', 'x', None, None, 0, None, 0, True, False, [0], [], [0], []], ['b', 'x', None, None, 0, 0, None, True, False, [], [], [], []]],
-        'actions': [{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': [1], 'persistent': False}]},
-    'ResourceRequirementsModel': {'workflow_id': '$workflow', 'name': 'new', 'num_cpus': 2, 'num_gpus': 1, 'num_nodes': 1, 'memory': '2g', 'runtime': 'PT2H'},
+        'workflow': {'name': 'planned'}, 'files': [{'name': 'f', 'path': 'f'}],
+        'user_data': [{'name': 'd', 'data': 1}], 'resource_requirements': [{'name': 'r'}],
+        'slurm_schedulers': [{'name': 's', 'account': 'a'}], 'failure_handlers': [{'name': 'h',
+                'rules': '[]'}], 'kinds': [[0, 0, 0, ['a']]],
+        'dependency_sets': [[0]], 'jobs': [['a', 'x', None, None, 0, None, 0, True, False, [0], [], [0], []],
+                                           ['b', 'x', None, None, 0, 0, None, True, False, [], [], [], []]],
+        'actions': [{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
+                     'action_config': {'commands': ['x']}, 'job_indexes': [1], 'persistent': False}]},
+    'ResourceRequirementsModel': {'workflow_id': '$workflow', 'name': 'new', 'num_cpus': 2, 'num_gpus': 1,
+                                  'num_nodes': 1, 'memory': '2g', 'runtime': 'PT2H'},
     'ResultModel': {
-        'workflow_id': '$workflow', 'job_id': '$running', 'run_id': 1, 'attempt_id': 1, 'compute_node_id': '$compute_node', 'return_code': 0, 'exec_time_minutes': 0,
-        'completion_time': '2026-01-01T00:00:00Z', 'status': 'completed', 'peak_memory_bytes': 5, 'avg_memory_bytes': 4, 'peak_cpu_percent': 99.5, 'avg_cpu_percent': 0.0},
-    'RoCrateEntityModel': {'workflow_id': '$workflow', 'entity_id': 'new', 'entity_type': 'File', 'file_id': '$file', 'metadata': {'a': [1, None]}},
+        'workflow_id': '$workflow', 'job_id': '$running', 'run_id': 1, 'attempt_id': 1,
+        'compute_node_id': '$compute_node', 'return_code': 0, 'exec_time_minutes': 0,
+        'completion_time': '2026-01-01T00:00:00Z', 'status': 'completed', 'peak_memory_bytes': 5,
+        'avg_memory_bytes': 4, 'peak_cpu_percent': 99.5, 'avg_cpu_percent': 0.0},
+    'RoCrateEntityModel': {'workflow_id': '$workflow', 'entity_id': 'new', 'entity_type': 'File',
+                           'file_id': '$file', 'metadata': {'a': [1, None]}},
     'RunnerSyncRequest': {
-        'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0, 'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
-        'held_actions': [], 'contents': [['$made_file', 1.5, 6, 'c0de']], 'actions': ['on_workflow_start'], 'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
-        'completions': [{'job_id': '$running', 'attempt_id': 1, 'return_code': 1, 'status': 'failed', 'exec_time_minutes': 1.5, 'completion_time': '2026-01-01T00:00:00Z',
-                         'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0, 'avg_cpu_percent': 1.0, 'retry': True, 'max_retries': 3,
+        'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
+        'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
+        'held_actions': [], 'contents': [['$made_file', 1.5, 6, 'c0de']], 'actions': ['on_workflow_start'],
+        'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
+        'completions': [{'job_id': '$running', 'attempt_id': 1, 'return_code': 1, 'status': 'failed',
+                         'exec_time_minutes': 1.5, 'completion_time': '2026-01-01T00:00:00Z',
+                         'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0,
+                         'avg_cpu_percent': 1.0, 'retry': True, 'max_retries': 3,
                          'file_times': {'$made_file': 1.5}, 'reason': 'm'}],
-        'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'depth': 1, 'time_limit': 'PT1H',
+        'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0,
+                 'num_nodes': 1, 'depth': 1, 'time_limit': 'PT1H',
                  'total': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0}, 'nodes': [[4, 1 << 33, 0]], 'sizes': [[4, 1 << 33, 0]],
                  'scheduler_config_id': '$slurm_scheduler', 'labels': [], 'strict': False}},
-    'ScheduledComputeNodesModel': {'workflow_id': '$workflow', 'scheduler_id': 77, 'scheduler_config_id': '$slurm_scheduler', 'scheduler_type': 'slurm', 'status': 'active'},
+    'ScheduledComputeNodesModel': {'workflow_id': '$workflow', 'scheduler_id': 77,
+                                   'scheduler_config_id': '$slurm_scheduler', 'scheduler_type': 'slurm',
+                                   'status': 'active'},
     'SetFileTimesRequest': {'files': {'$file': 1.5, '$made_file': None}, 'contents': [['$file', 1.5, 6, 'c0de']]},
-    'SlurmSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'account': 'a', 'gres': 'gpu:1', 'mem': '1g', 'nodes': 2, 'ntasks_per_node': 1, 'partition': 'p',
+    'SlurmSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'account': 'a', 'gres': 'gpu:1',
+                            'mem': '1g', 'nodes': 2, 'ntasks_per_node': 1, 'partition': 'p',
                             'qos': 'q', 'tmp': '1g', 'walltime': '01:00:00', 'extra': '-x', 'serialize_allocations': True},
-    'SlurmStatsModel': {'workflow_id': '$workflow', 'job_id': '$done', 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '55', 'max_rss_bytes': 1, 'max_vm_size_bytes': 2,
+    'SlurmStatsModel': {'workflow_id': '$workflow', 'job_id': '$done', 'run_id': 1, 'attempt_id': 1,
+                        'slurm_job_id': '55', 'max_rss_bytes': 1, 'max_vm_size_bytes': 2,
                         'max_disk_read_bytes': 3, 'max_disk_write_bytes': 4, 'ave_cpu_seconds': 0, 'node_list': 'n[1-2]'},
     'SpawnJobsRequest': {'lineage': 'line', 'state': {'n': 1}, 'jobs': [{
-        'name': 'child', 'command': 'x', 'resource_requirements': 'new', 'labels': ['a'], 'priority': 2, 'cancel_on_blocking_job_failure': True, 'depends_on': ['done']}]},
+        'name': 'child', 'command': 'x', 'resource_requirements': 'new', 'labels': ['a'], 'priority': 2,
+        'cancel_on_blocking_job_failure': True, 'depends_on': ['done']}]},
     'UserDataListModel': {'user_data': [{'workflow_id': '$workflow', 'name': 'new', 'data': [1]}]},
     'UserDataModel': {'workflow_id': '$workflow', 'name': 'new', 'data': {'a': [1, 'x', None]}, 'is_ephemeral': True},
-    'WorkflowActionModel': {'workflow_id': '$workflow', 'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+    'WorkflowActionModel': {'workflow_id': '$workflow', 'trigger_type': 'on_jobs_complete',
+                            'action_type': 'run_commands', 'action_config': {'commands': ['x']},
                             'job_ids': ['$running'], 'persistent': True, 'is_recovery': False},
     'WorkflowModel': {
-        'name': 'new', 'user': 'u', 'description': 'd', 'project': 'p', 'metadata': {'a': [1, {'b': None}]}, 'env': {'A': '1'}, 'submission_directory': '/tmp',
+        'name': 'new', 'user': 'u', 'description': 'd', 'project': 'p', 'metadata': {'a': [1, {'b': None}]},
+        'env': {'A': '1'}, 'submission_directory': '/tmp',
         'use_pending_failed': True, 'enable_ro_crate': False, 'dynamic_jobs': {'max_iterations': 3}, 'slurm_defaults': {'account': 'a'},
-        'compute_node_wait_for_new_jobs_seconds': 5, 'compute_node_ignore_workflow_completion': True, 'compute_node_min_time_for_new_jobs_seconds': 5,
+        'compute_node_wait_for_new_jobs_seconds': 5, 'compute_node_ignore_workflow_completion': True,
+        'compute_node_min_time_for_new_jobs_seconds': 5,
         'compute_node_wait_for_healthy_database_minutes': 5, 'compute_node_expiration_buffer_seconds': 5,
-        'execution_config': {'mode': 'direct', 'stdio': {'mode': 'combined', 'delete_on_success': True}, 'timeout_exit_code': 152, 'job_stdio_overrides': {'j': {'mode': 'none'}}},
-        'resource_monitor_config': {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True}, 'compute_node': {'enabled': True}}},
+        'execution_config': {'mode': 'direct', 'stdio': {'mode': 'combined', 'delete_on_success': True},
+                             'timeout_exit_code': 152, 'job_stdio_overrides': {'j': {'mode': 'none'}}},
+        'resource_monitor_config': {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True},
+                                    'compute_node': {'enabled': True}}},
 }
-GOOD_BODIES.update(AccessGroupModel={'name': 'new', 'description': 'd'}, UserGroupMembershipModel={'user_name': 'new', 'role': 'admin', 'group_id': '$group'})
-WORKFLOW_CHANGE = {key: value for key, value in GOOD_BODIES['WorkflowModel'].items() if key not in ('env', 'submission_directory', 'dynamic_jobs')}
+GOOD_BODIES.update(AccessGroupModel={'name': 'new', 'description': 'd'},
+                   UserGroupMembershipModel={'user_name': 'new', 'role': 'admin', 'group_id': '$group'})
+WORKFLOW_CHANGE = {key: value for key, value in GOOD_BODIES['WorkflowModel'].items() if key not in ('env',
+        'submission_directory', 'dynamic_jobs')}
 REQUESTS = {    # route -> parameters and body that differ from what its path, resource and model say
     'update_workflow': {'body': WORKFLOW_CHANGE}, 'apply_spec': {'workflow_id': '$idle_workflow'},
-    'start_job': {'job_id': '$pending'}, 'complete_job': {'job_id': '$running', 'status': 'completed'}, 'retry_job': {'job_id': '$failed', 'max_retries': 3},
+    'start_job': {'job_id': '$pending'}, 'complete_job': {'job_id': '$running', 'status': 'completed'},
+    'retry_job': {'job_id': '$failed', 'max_retries': 3},
     'manage_status_change': {'job_id': '$done', 'status': 'uninitialized'}, 'delete_job': {'job_id': '$ready'},
-    'update_job': {'job_id': '$ready', 'body': {'name': 'new', 'command': 'false', 'priority': 5, 'labels': ['x'], 'resource_requirements_id': '$resource_requirements'}},
-    'delete_jobs': {'workflow_id': '$idle_workflow'}, 'initialize_jobs': {'workflow_id': '$idle_workflow'}, 'reset_workflow_status': {'force': True},
+    'update_job': {'job_id': '$ready', 'body': {'name': 'new', 'command': 'false', 'priority': 5,
+                                                'labels': ['x'],
+                                                'resource_requirements_id': '$resource_requirements'}},
+    'delete_jobs': {'workflow_id': '$idle_workflow'}, 'initialize_jobs': {'workflow_id': '$idle_workflow'},
+    'reset_workflow_status': {'force': True},
     'reset_job_status': {'failed_only': True}, 'delete_resource_requirements': {'workflow_id': '$empty_workflow'},
     'create_failure_handler': {'body': dict(GOOD_BODIES['FailureHandlerModel'], name='other')},
     'delete_resource_requirement': {'row_id': '$spare_requirements'},
-    'spawn_jobs': {'job_id': '$running'}, 'get_active_task_for_workflow': {'workflow_id': '$tasked_workflow'}, 'update_workflow_action': {'body': {'commands': ['y']}},
+    'spawn_jobs': {'job_id': '$running'}, 'get_active_task_for_workflow': {'workflow_id': '$tasked_workflow'},
+    'update_workflow_action': {'body': {'commands': ['y']}},
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
-    'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'}, 'list_user_groups': {'user_name': 'mia'},
+    'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'},
+    'list_user_groups': {'user_name': 'mia'},
     'check_workflow_access': {'user_name': 'mia'}, 'explain_job': {'job_id': '$failed'},
     'list_workflow_statuses': {'ids': ['$workflow', '$idle_workflow']},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
-    'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5}, 'get_pending_actions': {'trigger_type': ['on_workflow_start']},
+    'list_jobs': {'include_relationships': True}, 'claim_jobs_based_on_resources': {'limit': 5},
+    'get_pending_actions': {'trigger_type': ['on_workflow_start']},
 }
 BASE_TYPES = {'name': 'str', 'time': 'str', 'rules': 'str', 'minutes': 'float', 'gigabytes': 'float', 'nodes': 'int', 'ordinal': 'int'}   # stricter forms of types of the interface
 PYTHON_TYPES = {'int': (int,), 'float': (int, float), 'bool': (bool,), 'str': (str,), 'object': (dict,)}
@@ -7341,7 +7690,8 @@ class LiveTest(ServiceTest):
             route = torc.OPERATIONS[op]
             body = dict(GOOD_BODIES[route.body] if body is None else body, **more)
             ids[noun] = self.call(op, self.resolve(body, ids), **({'id': ids['workflow']} if op == 'create_workflow_action' else {}))['id']
-        for noun in ('resource_requirements', 'file', 'user_data', 'failure_handler', 'slurm_scheduler', 'local_scheduler', 'scheduled_compute_node'):
+        for noun in ('resource_requirements', 'file', 'user_data', 'failure_handler', 'slurm_scheduler',
+                     'local_scheduler', 'scheduled_compute_node'):
             add(noun, f'create_{noun}')
         add('spare_requirements', 'create_resource_requirements', name='spare')
         add('made_file', 'create_file', name='made')
@@ -7350,7 +7700,8 @@ class LiveTest(ServiceTest):
         add('event', 'create_event')
         add('done', 'create_job', name='done', priority=9, depends_on_job_ids=[], labels=[])
         for job in ('failed', 'running', 'pending', 'ready'):
-            add(job, 'create_job', {'workflow_id': '$workflow', 'name': job, 'command': 'x', 'resource_requirements_id': '$resource_requirements'})
+            add(job, 'create_job', {'workflow_id': '$workflow', 'name': job, 'command': 'x',
+                                    'resource_requirements_id': '$resource_requirements'})
         add('blocked', 'create_job', {'workflow_id': '$workflow', 'name': 'blocked', 'command': 'x', 'depends_on_job_ids': ['$running'],
                                       'input_file_ids': ['$made_file'], 'input_user_data_ids': ['$made_data']})
         ids['job'] = ids['done']
@@ -7411,7 +7762,8 @@ class LiveTest(ServiceTest):
         """Ask for a route."""
         path = re.sub(r'{(\w+)}', lambda match: urllib.parse.quote(str(parameters[match.group(1)]), safe=''), route.path)
         query = {name: value for name, value in parameters.items() if '{' + name + '}' not in route.path}
-        words = urllib.parse.urlencode({name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}, doseq=True)
+        words = urllib.parse.urlencode({name: str(value).lower() if isinstance(value,
+                bool) else value for name, value in query.items()}, doseq=True)
         return self.ask(route.method, path, body, words)
 
     def error_text(self, value: Any) -> str:
@@ -7489,7 +7841,8 @@ WRONG = {   # type of MODELS -> values that it must refuse
     'int': ['x', '1', 1.5, True, [], {}, 2 ** 63, -2 ** 63 - 1, 10 ** 4000, float('nan'), float('inf')],
     'float': ['x', '1.5', True, [], {}, 2 ** 64, float('nan'), float('inf'), float('-inf')],
     'bool': [0, 1, 'true', [], {}],
-    'str': UNTEXT, 'name': UNTEXT + ['a\nb', '\x1b[31m', 'x' * 1001, 'a\x85b', 'a\u2028b', '', ' '], 'time': UNTEXT + ['', 'soon', '2026-13-01T00:00:00Z', '2026-01-01', '5'],
+    'str': UNTEXT, 'name': UNTEXT + ['a\nb', '\x1b[31m', 'x' * 1001, 'a\x85b', 'a\u2028b', '', ' '],
+    'time': UNTEXT + ['', 'soon', '2026-13-01T00:00:00Z', '2026-01-01', '5'],
     'rules': UNTEXT + ['', 'x', '{}', '[1]', '[', 'NaN', '[{"a": "\\u0000"}]', '[{"a": 1e999}]'],
     'minutes': ['x', True, [], -1, -0.5, 1e300, float('nan')], 'gigabytes': ['x', True, [], -1, 1e300, float('nan')],
     'nodes': ['x', 1.5, True, -1, 10 ** 9, 2 ** 70],
@@ -7502,14 +7855,20 @@ WRONG = {   # type of MODELS -> values that it must refuse
     'planned_jobs': [5, {}, [[1]], 'x'], 'planned_kind': [5, [], [None, 'x', None, None], 'x'],
 }
 WRONG_FOR_FIELD = { # field -> further values that it must refuse
-    'memory': ['1.5g', '-1g', '', 'x', '9' * 30 + 't', '1gb'], 'runtime': ['1h', '', '5', 'PT-1H', 'P' + '9' * 30 + 'Y'], 'time_limit': ['1h', '', '5'],
-    'num_cpus': [0, -1], 'labels': [[''], [' a'], ['a,b'], ['a\nb'], ['a\x85b']], 'env': [{'1A': 'x'}, {'': 'x'}, {'A=B': 'x'}, {'A B': 'x'}], 'priority': [-1],
-    'trigger_type': ['on_monday', ''], 'action_type': ['dance', ''], 'action_config': [5, {}, {'commands': []}, {'commands': [5]}], 'max_iterations': [0, -1],
+    'memory': ['1.5g', '-1g', '', 'x', '9' * 30 + 't', '1gb'],
+    'runtime': ['1h', '', '5', 'PT-1H', 'P' + '9' * 30 + 'Y'], 'time_limit': ['1h', '', '5'],
+    'num_cpus': [0, -1], 'labels': [[''], [' a'], ['a,b'], ['a\nb'], ['a\x85b']],
+    'env': [{'1A': 'x'}, {'': 'x'}, {'A=B': 'x'}, {'A B': 'x'}], 'priority': [-1],
+    'trigger_type': ['on_monday', ''], 'action_type': ['dance', ''],
+    'action_config': [5, {}, {'commands': []}, {'commands': [5]}], 'max_iterations': [0, -1],
     'status': ['happy', '', 'COMPLETED'], 'files': [{'x': 1.0}, {'-1': 1.0}, {'': 1.0}],
 }
 STRICT_FIELDS = {   # further values hold for these models only; elsewhere the field is plain text or a plain number
-    'memory': ['ResourceRequirementsModel'], 'runtime': ['ResourceRequirementsModel'], 'time_limit': ['ComputeNodesResources', 'RunnerWant'],
-    'num_cpus': ['ResourceRequirementsModel'], 'files': ['CheckChangesRequest', 'SetFileTimesRequest'], 'labels': ['JobModel', 'ComputeNodesResources', 'RunnerWant', 'SpawnJobModel'], 'status': ['JobModel', 'ResultModel', 'RunnerEnd', 'JobCompletionEntry'],
+    'memory': ['ResourceRequirementsModel'], 'runtime': ['ResourceRequirementsModel'],
+    'time_limit': ['ComputeNodesResources', 'RunnerWant'],
+    'num_cpus': ['ResourceRequirementsModel'], 'files': ['CheckChangesRequest', 'SetFileTimesRequest'],
+    'labels': ['JobModel', 'ComputeNodesResources', 'RunnerWant', 'SpawnJobModel'],
+    'status': ['JobModel', 'ResultModel', 'RunnerEnd', 'JobCompletionEntry'],
 }
 WRONG_WORDS = {     # type of a parameter -> texts that it must refuse
     'int': ['x', '1.5', '', ' ', '1 ', '0x1', '1_0', '1e3', '\uff11', '9' * 19, '-' + '9' * 19, '9' * 5000, 'null', 'a\0'],
@@ -7547,7 +7906,9 @@ def mistakes(kind: str, good: Any, path: str, owner: str) -> Iterator[Tuple[str,
         yield from ((place, [wrong]) for place, wrong in mistakes(kind[1:-1], inner, path, owner))
     elif kind[0] == '{':
         yield from ((path, wrong) for wrong in (5, 'x', [], True))
-        key, inner = next(iter(good.items())) if isinstance(good, dict) and good else ('5' if field in ('files', 'file_times') else 'A', None)
+        key, inner = next(iter(good.items())) if isinstance(good,
+                                                            dict) and good else ('5' if field in ('files',
+                'file_times') else 'A', None)
         yield from ((place, {key: wrong}) for place, wrong in mistakes(kind[1:-1].rstrip('?'), inner, path, owner))
     elif kind[1:] in torc.ENUMS:
         yield from ((path, wrong) for wrong in (5, 'x', [], {}, True))
@@ -7728,7 +8089,8 @@ class MistakeTest(LiveTest):
 
     def test_a_body_that_is_no_body_of_json_is_refused(self):
         before = self.dump()
-        bodies = (b'', b' ', b'{', b'nul', b'\xff\xfe', b'[' * 100000, b'{"a":' * 100000, b'{"a": 1, "a": 2}', b'"\\ud800', b'{"a": Infinity}', b'{"a": -NaN}', b'\x00',
+        bodies = (b'', b' ', b'{', b'nul', b'\xff\xfe', b'[' * 100000, b'{"a":' * 100000, b'{"a": 1, "a": 2}',
+                  b'"\\ud800', b'{"a": Infinity}', b'{"a": -NaN}', b'\x00',
                   b'9' * 2000000, b'[1,]', b"{'a': 1}", b'\xef\xbb\xbf{}')
         for route in torc.ROUTES:
             for body in bodies if route.body else ():
@@ -7758,14 +8120,19 @@ class Undone(Exception):
 
 class MatrixTest(ServiceTest):
     """Every operation, asked by everybody, where access is enforced."""
-    NAMES = {'anonymous': 'anonymous', 'stranger': 'eve', 'member': 'mia', 'group admin': 'gus', 'owner': 'ann', 'administrator': 'root', 'server owner': 'tester'}
+    NAMES = {'anonymous': 'anonymous', 'stranger': 'eve', 'member': 'mia', 'group admin': 'gus',
+             'owner': 'ann', 'administrator': 'root', 'server owner': 'tester'}
     ALL, OWNERS = set(NAMES), {'administrator', 'server owner'}
     # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
     WHO = {
-        'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'snapshot_database': ALL, 'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'},
+        'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'snapshot_database': ALL,
+        'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'},
+        'create_workflow_from_spec': ALL - {'anonymous'},
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
-        'get_access_group': OWNERS | {'group admin'}, 'list_group_members': OWNERS | {'group admin'}, 'add_user_to_group': OWNERS | {'group admin'},
-        'remove_user_from_group': OWNERS | {'group admin'}, 'list_user_groups': OWNERS | {'member'}, 'check_workflow_access': OWNERS | {'member'},
+        'get_access_group': OWNERS | {'group admin'}, 'list_group_members': OWNERS | {'group admin'},
+        'add_user_to_group': OWNERS | {'group admin'},
+        'remove_user_from_group': OWNERS | {'group admin'}, 'list_user_groups': OWNERS | {'member'},
+        'check_workflow_access': OWNERS | {'member'},
         'add_workflow_to_group': OWNERS | {'owner', 'group admin'}, 'remove_workflow_from_group': OWNERS | {'owner', 'group admin'},
         'list_workflow_statuses': ALL,      # each caller's own, as list_workflows
     }
@@ -7801,7 +8168,8 @@ class MatrixTest(ServiceTest):
 
     def sample(self, model: str, is_partial: bool = False) -> Dict[str, Any]:
         """A body with the required fields of a model, about the workflow."""
-        scalars = {'int': 1, 'float': 1.0, 'bool': True, 'str': '1', 'name': 'n', 'object': {}, 'time': '2026-01-01T00:00:00Z', 'minutes': 1.0, 'gigabytes': 1.0,
+        scalars = {'int': 1, 'float': 1.0, 'bool': True, 'str': '1', 'name': 'n', 'object': {},
+                   'time': '2026-01-01T00:00:00Z', 'minutes': 1.0, 'gigabytes': 1.0,
                    'nodes': 1, 'ordinal': 1, 'rules': '[]', 'any': {}, 'planned_jobs': []}
         body = {name: self.workflow_id if name == 'workflow_id' else self.group_id if name == 'group_id' else scalars[field.type] if field.type in scalars
                 else self.sample(field.type[1:]) if field.type[1:] in torc.MODELS else torc.ENUMS[field.type[1:]][0] if field.type[1:] in torc.ENUMS
@@ -7812,11 +8180,13 @@ class MatrixTest(ServiceTest):
 
     def ask(self, caller: str, route: Any, workflow_id: int, row_id: int = 1) -> Tuple[int, Any]:
         """Ask as somebody; nothing of it stays."""
-        values = dict({name: row_id for name in re.findall(r'{(\w+)}', route.path)}, workflow_id=workflow_id, group_id=self.group_id, user_name='mia', status='completed', run_id=1)
+        values = dict({name: row_id for name in re.findall(r'{(\w+)}', route.path)}, workflow_id=workflow_id,
+                      group_id=self.group_id, user_name='mia', status='completed', run_id=1)
         path = torc.API_PREFIX + re.sub(r'{(\w+)}', lambda match: str(values[match.group(1)]), route.path)
         query = '&'.join(f'{name}={workflow_id}' for name, field in torc.parse_model(route.query).items() if field.is_required)
         body = b'' if not route.body else json.dumps({'-': {}, '[': []}[route.body[0]] if route.body[0] in '-[' else self.sample(route.body.lstrip('?'), route.body[0] == '?')).replace(
-            f'"workflow_id": {self.workflow_id}', f'"workflow_id": {workflow_id}').replace('"user": "1"', f'"user": "{self.NAMES[caller]}"').encode()
+            f'"workflow_id": {self.workflow_id}', f'"workflow_id": {workflow_id}').replace('"user": "1"',
+                    f'"user": "{self.NAMES[caller]}"').encode()
         with contextlib.suppress(Undone), self.service.transaction():
             answer = torc.answer_request(self.service, route.method, path, query, body, self.NAMES[caller], caller == 'server owner')
             raise Undone
@@ -7838,18 +8208,23 @@ class MatrixTest(ServiceTest):
         for route in torc.ROUTES:
             if route.name not in torc.OPEN_OPERATIONS:
                 with self.subTest(route=route.name):
-                    (status, value), (other, told) = self.ask('stranger', route, self.workflow_id, 1), self.ask('stranger', route, 987654, 987654)
+                    (status, value), (other, told) = self.ask('stranger', route, self.workflow_id,
+                                                              1), self.ask('stranger', route, 987654, 987654)
                     self.assertEqual((status, re.sub(r'\d+', 'N', json.dumps(value))), (other, re.sub(r'\d+', 'N', json.dumps(told))))
 
     def test_lists_hold_what_one_may_see_whatever_is_asked(self):
         route = torc.OPERATIONS['list_workflows']
-        for caller, wanted in (('anonymous', []), ('stranger', [self.own_id]), ('member', [self.workflow_id]), ('owner', [self.workflow_id]),
+        for caller, wanted in (('anonymous', []), ('stranger', [self.own_id]), ('member', [self.workflow_id]),
+                               ('owner', [self.workflow_id]),
                                ('administrator', [self.workflow_id, self.own_id]), ('server owner', [self.workflow_id, self.own_id])):
             with self.service.transaction():
-                found = torc.answer_request(self.service, 'GET', torc.API_PREFIX + route.path, '', b'', self.NAMES[caller], caller == 'server owner')[1]
+                found = torc.answer_request(self.service, 'GET', torc.API_PREFIX + route.path, '', b'',
+                                            self.NAMES[caller], caller == 'server owner')[1]
                 self.assertEqual((wanted, len(wanted)), ([item['id'] for item in found['items']], found['total_count']), caller)
-                for query in ('user=ann', 'user=eve', 'name=w', 'access_group=g', 'description=', 'is_archived=false', 'sort_by=user&limit=1'):
-                    page = torc.answer_request(self.service, 'GET', torc.API_PREFIX + route.path, query, b'', self.NAMES[caller], caller == 'server owner')[1]
+                for query in ('user=ann', 'user=eve', 'name=w', 'access_group=g', 'description=',
+                              'is_archived=false', 'sort_by=user&limit=1'):
+                    page = torc.answer_request(self.service, 'GET', torc.API_PREFIX + route.path, query, b'',
+                                               self.NAMES[caller], caller == 'server owner')[1]
                     self.assertLessEqual({item['id'] for item in page['items']}, set(wanted), (caller, query))
                     self.assertLessEqual(page['total_count'], len(wanted))
 
@@ -7858,22 +8233,27 @@ class MatrixTest(ServiceTest):
         asked = (
             ('PUT', f'/files/{file_id}', {'workflow_id': self.own_id}), ('PUT', f'/jobs/{job_id}', {'workflow_id': self.own_id}),
             ('POST', '/jobs', {'workflow_id': self.workflow_id, 'name': 'x', 'command': 'c', 'input_file_ids': [file_id + 1]}),
-            ('POST', '/bulk_files', {'files': [{'workflow_id': self.workflow_id, 'name': 'x', 'path': 'x'}, {'workflow_id': self.own_id, 'name': 'y', 'path': 'y'}]}),
+            ('POST', '/bulk_files', {'files': [{'workflow_id': self.workflow_id, 'name': 'x', 'path': 'x'},
+                                               {'workflow_id': self.own_id, 'name': 'y', 'path': 'y'}]}),
             ('POST', '/bulk_jobs', {'jobs': [{'workflow_id': self.own_id, 'name': 'y', 'command': 'y'}]}),
         )
         with self.service.transaction():
             self.store.insert('file', {'workflow_id': self.own_id, 'name': 'f', 'path': 'p'})
             for method, path, body in asked:
                 with self.subTest(path=path):
-                    status, value = torc.answer_request(self.service, method, torc.API_PREFIX + path, '', json.dumps(body).encode(), 'ann', False)
+                    status, value = torc.answer_request(self.service, method, torc.API_PREFIX + path, '',
+                                                        json.dumps(body).encode(), 'ann', False)
                     self.assertIn(status, (403, 422), value)
             body = json.dumps({'workflow_id': self.own_id, 'name': 'x'}).encode()
             for caller, status in (('ann', 403), ('eve', 403), ('root', 422)):      # both workflows count, that of the row and that of the body
-                self.assertEqual(status, torc.answer_request(self.service, 'PUT', f'{torc.API_PREFIX}/files/{file_id}', '', body, caller, False)[0], caller)
+                self.assertEqual(status, torc.answer_request(self.service, 'PUT',
+                                                             f'{torc.API_PREFIX}/files/{file_id}', '', body,
+                                                             caller, False)[0], caller)
             self.assertEqual([(file_id, self.workflow_id), (file_id + 1, self.own_id)], self.store.rows('SELECT id, workflow_id FROM file'))
 
 
-OFFICIAL_TYPES = {'Int': 'integer', 'Str': 'string', 'Bool': 'boolean', 'Float': 'number', 'Object': 'object', 'object': 'object', 'Any': 'any'}
+OFFICIAL_TYPES = {'Int': 'integer', 'Str': 'string', 'Bool': 'boolean', 'Float': 'number', 'Object': 'object',
+                  'object': 'object', 'Any': 'any'}
 OTHER_ANSWERS = {   # operation -> our answer; the official interface says only 'object', or a part of it
     'cancel_workflow': 'WorkflowModel', 'initialize_jobs': 'MessageResponse', 'reset_workflow_status': 'WorkflowModel',
     'delete_workflow': 'DeletedWorkflow',       # a WorkflowModel with a message
@@ -7967,13 +8347,16 @@ class OpenApiTest(ServiceTest):
                 continue
             method, path, operation = self.operations[official['op']]
             with self.subTest(official['op']):
-                self.assertEqual((official['method'], official['path'].replace('{workflow_id}', '{id}'), [official['group']]), (method, path, operation['tags']))
+                self.assertEqual((official['method'], official['path'].replace('{workflow_id}', '{id}'),
+                                  [official['group']]), (method, path, operation['tags']))
                 query = {row['name'] for row in operation['parameters'] if row['in'] == 'query'}
                 others = MORE_QUERY.get(official['op'], set())
                 self.assertEqual(others, query ^ set(official['query']))
                 body = operation.get('requestBody')
-                self.assertEqual(official_type(official['body']) if official['body'] else None, self.content(body).replace('Partial', '') if body else None)
-                self.assertEqual(OTHER_ANSWERS.get(official['op'], official_type(official['returns'])), self.content(operation['responses']['200']))
+                self.assertEqual(official_type(official['body']) if official['body'] else None,
+                                 self.content(body).replace('Partial', '') if body else None)
+                self.assertEqual(OTHER_ANSWERS.get(official['op'], official_type(official['returns'])),
+                                 self.content(operation['responses']['200']))
                 self.assertEqual('202' in official['codes'], '202' in operation['responses'])
 
     def test_models_are_the_official_ones(self):
@@ -7987,7 +8370,8 @@ class OpenApiTest(ServiceTest):
             required = schemas[model].get('required', [])
             ours = {name: schema_type(schema) + '!' * (name in required) for name, schema in schemas[model]['properties'].items()}
             theirs = {row['name']: official_type(row['type']) + '!' * row['required'] for row in rows}
-            differences.update({f'{model}.{name}': (theirs.get(name), ours.get(name)) for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)})
+            differences.update({f'{model}.{name}': (theirs.get(name), ours.get(name)) for name in {**ours,
+                    **theirs} if theirs.get(name) != ours.get(name)})
         self.assertEqual({}, {place: types for place, types in differences.items() if OTHER_FIELDS.get(place) != types})
 
     def test_what_is_not_required_may_be_null(self):
@@ -8023,7 +8407,8 @@ def label_sets_fit(item: Dict[str, Any], value: str, world: Any) -> bool:
 
 FILTERS = {     # (route, parameter) -> whether an item passes; others compare with the field of their name. `world`: job id -> job
     ('list_compute_nodes', 'hostname'): contains('hostname'),
-    ('list_workflows', 'description'): contains('description'), ('list_jobs', 'name'): contains('name'), ('list_jobs', 'command'): contains('command'),
+    ('list_workflows', 'description'): contains('description'), ('list_jobs', 'name'): contains('name'),
+    ('list_jobs', 'command'): contains('command'),
     ('list_files', 'path'): contains('path'), ('list_user_data', 'name'): contains('name'), ('list_events', 'category'): category_is,
     ('list_events', 'after_timestamp'): lambda item, value, world: item['timestamp'] > value, ('list_jobs', 'labels'): label_sets_fit,
     ('list_jobs', 'needs_file_id'): lambda item, value, world: value in world[item['id']].get('input_file_ids', ()),
@@ -8032,15 +8417,20 @@ FILTERS = {     # (route, parameter) -> whether an item passes; others compare w
     ('list_jobs', 'origin_is_set'): lambda item, value, world: ('origin' in item) == value,
     ('list_jobs', 'include_relationships'): lambda item, value, world: True,
     ('list_files', 'produced_by_job_id'): relates('output_file_ids'),
-    ('list_files', 'is_output'): lambda item, value, world: not value or any(item['id'] in job.get('output_file_ids', ()) for job in world.values()),
-    ('list_user_data', 'consumer_job_id'): relates('input_user_data_ids'), ('list_user_data', 'producer_job_id'): relates('output_user_data_ids'),
+    ('list_files',
+     'is_output'): lambda item, value, world: not value or any(item['id'] in job.get('output_file_ids',
+            ()) for job in world.values()),
+    ('list_user_data', 'consumer_job_id'): relates('input_user_data_ids'),
+    ('list_user_data', 'producer_job_id'): relates('output_user_data_ids'),
     ('list_resource_requirements', 'job_id'): lambda item, value, world: world.get(value, {}).get('resource_requirements_id') == item['id'],
-    ('list_resource_requirements', 'runtime'): lambda item, value, world: value in (item['runtime'], str(torc.parse_duration(item['runtime']))),
+    ('list_resource_requirements', 'runtime'): lambda item, value, world: value in (item['runtime'],
+            str(torc.parse_duration(item['runtime']))),
     ('list_compute_nodes', 'scheduled_compute_node_id'): lambda item, value, world: item.get('scheduler') == {'scheduler_id': value},
     ('list_results', 'all_runs'): lambda item, value, world: value or item['id'] == max(row['id'] for row in world['results']['rows'] if row['job_id'] == item['job_id']),
 }
 UNSORTABLE = {  # fields of a model that its lists cannot be sorted by
-    'schedule_compute_nodes', 'access_groups', 'input_file_ids', 'output_file_ids', 'input_user_data_ids', 'output_user_data_ids', 'depends_on_job_ids', 'identity',
+    'schedule_compute_nodes', 'access_groups', 'input_file_ids', 'output_file_ids', 'input_user_data_ids',
+    'output_user_data_ids', 'depends_on_job_ids', 'identity',
     'lease_s', 'identifier', 'job_ids'}
 ODD_TEXTS = ['', '%', '_', 'a', 'A', "a'b", 'a"b', 'mine', 'PT7200S', '7200', 'ä']
 
@@ -8060,7 +8450,8 @@ class ListTest(LiveTest):
                 for place, body in enumerate((good, bare, other)):
                     name = {'name': f"A'{place % twins}\"%_ä"} if 'name' in body else {}
                     self.request(route, {}, dict(body, **name))
-        for data in ({'x': {'category': 'mine'}}, {'category': ['mine']}, ['category', 'mine'], {'category': 'a"b'}, {'category': 'ä'}, 'category":"mine', {'category': 5}):
+        for data in ({'x': {'category': 'mine'}}, {'category': ['mine']}, ['category', 'mine'],
+                     {'category': 'a"b'}, {'category': 'ä'}, 'category":"mine', {'category': 5}):
             self.call('create_event', {'workflow_id': workflow_id, 'data': data})
         self.clock += 5
         self.call('create_file', {'workflow_id': workflow_id, 'name': 'x', 'path': 'elsewhere/Apart'})
@@ -8076,7 +8467,9 @@ class ListTest(LiveTest):
             self.call('create_job', {'workflow_id': workflow_id, 'name': f'J{place}', 'command': '%',
                                      'labels': labels, 'priority': place % 2})
         self.call('retry_job', id=self.ids['failed'], run_id=1, max_retries=5)
-        self.call('create_result', self.resolve(dict(GOOD_BODIES['ResultModel'], job_id='$failed', attempt_id=2, return_code=7, run_id=2, compute_node_id=other), self.ids))
+        self.call('create_result', self.resolve(dict(GOOD_BODIES['ResultModel'], job_id='$failed',
+                                                     attempt_id=2, return_code=7, run_id=2,
+                                                     compute_node_id=other), self.ids))
         self.call('archive_workflow', {'is_archived': True}, id=self.call('create_workflow', {'name': 'old', 'user': 'somebody'})['id'])
         jobs = self.call('list_jobs', workflow_id=workflow_id, include_relationships=True)['items']
         self.known = {job['id']: job for job in jobs}   # type: Dict[Any, Any]
@@ -8141,7 +8534,8 @@ class ListTest(LiveTest):
 
     def test_every_filter_lets_pass_what_it_says(self):
         for route in self.routes():
-            whole, names = self.ask_list(route)['items'], set(torc.parse_model(route.query)) - {'workflow_id', 'offset', 'limit', 'sort_by', 'reverse_sort'}
+            whole, names = self.ask_list(route)['items'], set(torc.parse_model(route.query)) - {'workflow_id',
+                    'offset', 'limit', 'sort_by', 'reverse_sort'}
             passed = collections.Counter()  # type: Dict[str, int]
             for name in sorted(names - set(LIST_FILTERS_OF_OTHERS)):
                 passes = FILTERS.get((route.name, name), lambda item, value, world, name=name: item.get(name) == value)
@@ -8418,7 +8812,8 @@ class StateFilesTest(WorldTest):
         torc.prepare_database_directory(self.world.path('new', 'er', 'torc.db'))
         self.assertEqual(0o700, os.stat(self.world.path('new', 'er')).st_mode & 0o777)
         self.world.write('file', '')
-        self.assertRaisesRegex(torc.BadInput, 'cannot make the directory', torc.prepare_database_directory, self.world.path('file', 'torc.db'))
+        self.assertRaisesRegex(torc.BadInput, 'cannot make the directory', torc.prepare_database_directory,
+                               self.world.path('file', 'torc.db'))
 
     def test_a_connection_file_counts_while_its_process_lives(self) -> None:
         options = torc.ServerOptions(self.database)
@@ -8427,7 +8822,8 @@ class StateFilesTest(WorldTest):
             self.assertEqual(0o600, os.stat(self.database + '.connection').st_mode & 0o777)
             self.assertEqual((os.getpid(), 'http://127.0.0.1:1/torc-service/v1', self.database + '.token'),
                              (found['pid'], found['url'], found['token_file']))
-            for change, lives in (({'start_ticks': found['start_ticks'] + 1}, False), ({'boot_id': 'other'}, False), ({'pid': 2 ** 22 + 5}, False),
+            for change, lives in (({'start_ticks': found['start_ticks'] + 1}, False),
+                                  ({'boot_id': 'other'}, False), ({'pid': 2 ** 22 + 5}, False),
                                   ({'pid': None}, False), ({'host': 'elsewhere'}, None),
                                   ({'pid_namespace': 1}, None),
                                   ({'pid_namespace': 1, 'boot_id': 'other'}, False), ({}, True)):
@@ -8451,7 +8847,8 @@ class StateFilesTest(WorldTest):
         torc.open_listener('127.0.0.1', 0, False).close()
         with contextlib.closing(torc.open_listener('127.0.0.1', 0, True)) as listener:
             self.assertFalse(listener.get_inheritable())
-            self.assertRaisesRegex(torc.Conflict, '--port 0 takes any free one', torc.open_listener, '127.0.0.1', listener.getsockname()[1], True)
+            self.assertRaisesRegex(torc.Conflict, '--port 0 takes any free one', torc.open_listener,
+                                   '127.0.0.1', listener.getsockname()[1], True)
         self.assertRaisesRegex(torc.BadInput, 'no address', torc.open_listener, 'no such name', 0, True)
         self.assertRaises(torc.TorcError, torc.open_listener, '127.0.0.1', 70000, True)
 
@@ -8806,7 +9203,8 @@ class SignerTest(unittest.TestCase):
         ours, theirs = (torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id') for _ in range(2))
         first, second = (ours.sign_request('GET', f'/{number}?', b'') for number in range(2))
         self.assertEqual('', theirs.check_request(second, 'GET', '/1?'))
-        for method, target, value in (('PUT', '/0?', first), ('GET', '/0?a', first), ('GET', '/1?', first), ('GET', '/0?', first[:-1]), ('GET', '/0?', '')):
+        for method, target, value in (('PUT', '/0?', first), ('GET', '/0?a', first), ('GET', '/1?', first),
+                                      ('GET', '/0?', first[:-1]), ('GET', '/0?', '')):
             self.assertEqual('', theirs.check_request(value, method, target))
         self.assertEqual(hashlib.sha256(b'').hexdigest(), theirs.check_request(first, 'GET', '/0?'))
         self.assertEqual('', theirs.check_request(first, 'GET', '/0?'))
@@ -8828,8 +9226,10 @@ class TlsFilesTest(WorldTest):
             os.chmod(self.world.write(name, text), 0o604 if name == 'open.pem' else 0o600)
         path = self.world.path
         for certificate, key, kind, text in (
-                ('none.pem', 'key.pem', torc.BadInput, 'cannot read .*none.pem.*: No such file'), ('good.pem', 'none.pem', torc.BadInput, 'cannot read .*none.pem: No such file'),
-                ('good.pem', 'open.pem', torc.Denied, 'other users can read the key .*chmod o='), ('empty.pem', 'key.pem', torc.BadInput, 'PEM form'),
+                ('none.pem', 'key.pem', torc.BadInput, 'cannot read .*none.pem.*: No such file'),
+                ('good.pem', 'none.pem', torc.BadInput, 'cannot read .*none.pem: No such file'),
+                ('good.pem', 'open.pem', torc.Denied, 'other users can read the key .*chmod o='),
+                ('empty.pem', 'key.pem', torc.BadInput, 'PEM form'),
                 ('good.pem', 'empty.pem', torc.BadInput, 'PEM form'), ('key.pem', 'good.pem', torc.BadInput, 'PEM form')):
             if key == 'good.pem':
                 os.chmod(good.certificate, 0o600)
@@ -8846,7 +9246,8 @@ class TlsFilesTest(WorldTest):
                              ('secret.pem', 'pkcs8', '-topk8', '-passout', 'pass:secret', '-in', good.key)):
             subprocess.run(['openssl', *words, '-out', self.world.path(name)], check=True, stderr=subprocess.DEVNULL)
             os.chmod(self.world.path(name), 0o600)
-        self.assertRaisesRegex(torc.BadInput, 'is not that of the certificate', torc.open_tls, good.certificate, self.world.path('another.pem'))
+        self.assertRaisesRegex(torc.BadInput, 'is not that of the certificate', torc.open_tls,
+                               good.certificate, self.world.path('another.pem'))
         self.assertRaisesRegex(torc.BadInput, 'is encrypted: `openssl pkey', torc.open_tls, good.certificate, self.world.path('secret.pem'))
 
 
@@ -8958,7 +9359,8 @@ class PartsOfServerTest(WorldTest):
                         self.assertRaises(torc.Denied, access.identify, head, None, 0.0)
                         continue
                     found = access.identify(head, None, 0.0)
-                    self.assertEqual(expected, (found.user, found.is_owner, found.signer is not None, bool(found.refusal), found.login is not None))
+                    self.assertEqual(expected, (found.user, found.is_owner, found.signer is not None,
+                                                bool(found.refusal), found.login is not None))
 
     def test_a_signed_request_is_known_once_and_its_sender_is_the_owner(self) -> None:
         access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id', 8080)
@@ -9015,7 +9417,9 @@ class AccessTest(unittest.TestCase):
         basic = base64.b64encode(f'anybody:{self.TOKEN}'.encode()).decode()
         for field, status in ((f'Bearer {self.TOKEN}', 200), (f'bearer {self.TOKEN}', 200), (f'Basic {basic}', 200), ('', 401),
                               ('Bearer', 401), (f'Bearer {self.TOKEN}x', 401), (f'Bearer {self.TOKEN[1:]}', 401), ('Basic ???', 401),
-                              (f'Digest {self.TOKEN}', 401), ('Basic ' + base64.b64encode(self.TOKEN.encode()).decode(), 401), (self.TOKEN, 401)):
+                              (f'Digest {self.TOKEN}', 401),
+                              ('Basic ' + base64.b64encode(self.TOKEN.encode()).decode(), 401),
+                              (self.TOKEN, 401)):
             with self.subTest(field=field):
                 self.assertEqual(status, self.verdict(authorization=field))
 
@@ -9028,7 +9432,8 @@ class AccessTest(unittest.TestCase):
             self.assertEqual(401, self.verdict(path))
 
     def test_only_our_own_names_are_answered_to(self) -> None:
-        for host, status in (('127.0.0.1:8080', 200), ('localhost', 200), ('LOCALHOST.:1', 200), ('[::1]:80', 200), ('node1:9', 200), ('', 400),
+        for host, status in (('127.0.0.1:8080', 200), ('localhost', 200), ('LOCALHOST.:1', 200),
+                             ('[::1]:80', 200), ('node1:9', 200), ('', 400),
                              ('evil.example', 403), ('127.0.0.1.evil.example', 403), ('localhost:port', 400), ('[::1', 400), ('a b', 403),
                              ('127.0.0.2', 403), ('::1', 400)):
             with self.subTest(host=host):
@@ -9036,9 +9441,11 @@ class AccessTest(unittest.TestCase):
                 self.assertEqual(status, self.verdict('/healthz', host=host))
 
     def test_pages_of_other_sites_are_refused(self) -> None:
-        for fields, status in (({'origin': 'http://127.0.0.1:80', 'host': '127.0.0.1:80'}, 200), ({'origin': 'http://127.0.0.1:81', 'host': '127.0.0.1:80'}, 403),
+        for fields, status in (({'origin': 'http://127.0.0.1:80', 'host': '127.0.0.1:80'}, 200),
+                               ({'origin': 'http://127.0.0.1:81', 'host': '127.0.0.1:80'}, 403),
                                ({'origin': 'null'}, 403), ({'origin': 'https://127.0.0.1'}, 403), ({'sec_fetch_site': 'same-origin'}, 200),
-                               ({'sec_fetch_site': 'none'}, 200), ({'sec_fetch_site': 'cross-site'}, 403), ({'sec_fetch_site': 'same-site'}, 403)):
+                               ({'sec_fetch_site': 'none'}, 200), ({'sec_fetch_site': 'cross-site'}, 403),
+                               ({'sec_fetch_site': 'same-site'}, 403)):
             with self.subTest(fields=fields):
                 self.assertEqual(status, self.verdict(token='', **fields))
 
@@ -9098,8 +9505,10 @@ class TokenServerTest(WorldTest):
 
 # Lines of password files that other programs made. The password of all but the last is U*U.
 BCRYPT_LINES = (
-    'plain:$2a$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW', 'apache:$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW',
-    'rust:$2b$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW', 'pound:$2b$05$/OK.fbVrR/bpIqNJ5ianF.Sa7shbm4.OzKpvFnX1pQLmQW96oUlCq')
+    'plain:$2a$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW',
+    'apache:$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW',
+    'rust:$2b$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW',
+    'pound:$2b$05$/OK.fbVrR/bpIqNJ5ianF.Sa7shbm4.OzKpvFnX1pQLmQW96oUlCq')
 
 
 class PasswordFileTest(WorldTest):
@@ -9109,8 +9518,10 @@ class PasswordFileTest(WorldTest):
         need('bcrypt', torc.find_bcrypt(), 'a libcrypt that knows bcrypt')
         users = torc.parse_users('# ours\n\n' + '\n'.join(BCRYPT_LINES), 'f')
         self.assertEqual(['plain', 'apache', 'rust', 'pound'], list(users))
-        for user, password, is_right in (('plain', b'U*U', True), ('apache', b'U*U', True), ('rust', b'U*U', True), ('rust', b'U*', False), ('rust', b'', False),
-                                         ('rust', b'U*U\0more', False), ('rust', b'U*UU', False), ('pound', b'\xa3', True), ('pound', b'\xa4', False)):
+        for user, password, is_right in (('plain', b'U*U', True), ('apache', b'U*U', True),
+                                         ('rust', b'U*U', True), ('rust', b'U*', False), ('rust', b'', False),
+                                         ('rust', b'U*U\0more', False), ('rust', b'U*UU', False),
+                                         ('pound', b'\xa3', True), ('pound', b'\xa4', False)):
             with self.subTest(user=user, password=password):
                 self.assertIs(is_right, torc.matches_password(users[user], password))
 
@@ -9141,9 +9552,13 @@ class PasswordFileTest(WorldTest):
 
     def test_a_line_that_cannot_be_checked_is_reported_with_its_number_and_cure(self) -> None:
         good = torc.hash_password(b'open-sesame', 4)
-        for text, wanted in (('ann', '1: user .ann.: it is not USER:HASH'), (f'a:{good}\nann:$apr1$x$y', '2: user .ann.: its hash is neither'), ('ann:', 'neither'),
-                             (f'a:{good}\na:{good}', '2: user .a.: the user stands in two lines'), ('ann:$scrypt$ln=30,r=8,p=1$AAAA$AAAA', 'too much memory'),
-                             ('ann:$scrypt$ln=4,r=8,p=1$A$AAAA', 'malformed'), ('ann:$2y$99$' + 'a' * 53, 'neither'), ('ann:$2y$05$' + 'a' * 52, 'neither'),
+        for text, wanted in (('ann', '1: user .ann.: it is not USER:HASH'),
+                             (f'a:{good}\nann:$apr1$x$y', '2: user .ann.: its hash is neither'),
+                             ('ann:', 'neither'),
+                             (f'a:{good}\na:{good}', '2: user .a.: the user stands in two lines'),
+                             ('ann:$scrypt$ln=30,r=8,p=1$AAAA$AAAA', 'too much memory'),
+                             ('ann:$scrypt$ln=4,r=8,p=1$A$AAAA', 'malformed'),
+                             ('ann:$2y$99$' + 'a' * 53, 'neither'), ('ann:$2y$05$' + 'a' * 52, 'neither'),
                              ('ann:$2a$31$' + 'a' * 53, 'takes too long'), ('ann:$2b$17$' + 'a' * 53, 'takes too long'),
                              ('ann:$scrypt$ln=17,r=8,p=5$AAAA$AAAA', 'takes too long'),
                              ('ann:$scrypt$ln=17,r=16,p=999999$AAAA$AAAA', 'takes too long')):
@@ -9207,7 +9622,8 @@ class PasswordServerTest(WorldTest):
 
     def start(self, known_s: float = 60.0, **how: Any) -> None:
         """Serve."""
-        self.server = ServerThread(self.world.path(f'{len(os.listdir(self.world.directory))}.db'), self.TOKEN, users=torc.Users(self.path, known_s), **how)
+        self.server = ServerThread(self.world.path(f'{len(os.listdir(self.world.directory))}.db'), self.TOKEN,
+                                   users=torc.Users(self.path, known_s), **how)
         self.addCleanup(self.server.stop)
 
     @staticmethod
@@ -9239,10 +9655,15 @@ class PasswordServerTest(WorldTest):
 
     @slow
     def test_who_is_let_in(self) -> None:
-        for authorization, status in ((self.login('ann', 'open-sesame'), 200), (self.login('bob', 'long:enough'), 200), (self.login('ann', 'open-sesam'), 401),
-                                      (self.login('ann', ''), 401), (self.login('ann', 'open-sesame '), 401), (self.login('Ann', 'open-sesame'), 401),
-                                      (self.login('nobody', 'open-sesame'), 401), (self.login('', 'open-sesame'), 401), ('Basic ???', 401), ('', 401),
-                                      (f'Bearer {self.TOKEN}', 200), (self.login('x', self.TOKEN), 200), ('Bearer open-sesame', 401), (f'Bearer {self.TOKEN[1:]}', 401),
+        for authorization, status in ((self.login('ann', 'open-sesame'), 200),
+                                      (self.login('bob', 'long:enough'), 200),
+                                      (self.login('ann', 'open-sesam'), 401),
+                                      (self.login('ann', ''), 401), (self.login('ann', 'open-sesame '), 401),
+                                      (self.login('Ann', 'open-sesame'), 401),
+                                      (self.login('nobody', 'open-sesame'), 401),
+                                      (self.login('', 'open-sesame'), 401), ('Basic ???', 401), ('', 401),
+                                      (f'Bearer {self.TOKEN}', 200), (self.login('x', self.TOKEN), 200),
+                                      ('Bearer open-sesame', 401), (f'Bearer {self.TOKEN[1:]}', 401),
                                       (self.login('ann', 'open-sesame\0'), 401), ('Basic ' + base64.b64encode(b'\xff:\xff').decode(), 401)):
             with self.subTest(authorization=authorization):
                 answer = self.ask(authorization)
@@ -9284,7 +9705,8 @@ class PasswordServerTest(WorldTest):
         ask('POST', '/access_groups/2/members', '{"user_name":"bob"}')
         ask('POST', '/workflows/1/access_groups/2')
         changed = self.world.read('users').replace('bob:', f"bob:{torc.hash_password(b'another one', 4)}\n# ")
-        for take in (lambda: self.world.write('users', changed) and ask('POST', '/admin/reload-auth'), lambda: ask('DELETE', '/access_groups/2/members/bob')):
+        for take in (lambda: self.world.write('users', changed) and ask('POST', '/admin/reload-auth'),
+                     lambda: ask('DELETE', '/access_groups/2/members/bob')):
             readers = [Reader(self.server.port, '/workflows/1/events/stream', authorization=field) for field in (owner, bob)]
             for reader in readers:
                 self.addCleanup(reader.close)
@@ -9367,7 +9789,8 @@ class PasswordServerTest(WorldTest):
                 return time.monotonic() - began
 
         for server in (self.server, token_only):
-            for authorization, is_late in (('', False), ('Bearer wrong', True), ('Basic ???', True), (f'Torc-HMAC {"0" * 64} {"0" * 64}', True)):
+            for authorization, is_late in (('', False), ('Bearer wrong', True), ('Basic ???', True),
+                                           (f'Torc-HMAC {"0" * 64} {"0" * 64}', True)):
                 with self.subTest(authorization=authorization):
                     # on a busy machine an answer may be late by chance, but not always
                     tries = (wait_s(server, authorization) for _ in range(1 if is_late else 20))
@@ -9451,7 +9874,8 @@ class PasswordServerTest(WorldTest):
 
     def test_the_anonymous_are_let_in_by_an_option_and_a_wrong_password_is_not_anonymous(self) -> None:
         self.start(lets_anonymous=True, enforces_access=True)
-        for authorization, status in (('', 200), (self.login('ann', 'wrong'), 401), ('Bearer wrong', 401), ('Basic ???', 401), (self.login('ann', 'open-sesame'), 200)):
+        for authorization, status in (('', 200), (self.login('ann', 'wrong'), 401), ('Bearer wrong', 401),
+                                      ('Basic ???', 401), (self.login('ann', 'open-sesame'), 200)):
             with self.subTest(authorization=authorization):
                 self.assertEqual([status], statuses(self.ask(authorization)))
         self.assertEqual([403], statuses(self.ask('', 'POST', body=b'{"name":"w","user":"ann"}')))
@@ -9580,8 +10004,10 @@ class CheckQueueTest(unittest.TestCase):
         self.assertIsNone(self.queue.take())
 
     def test_addresses_that_one_host_has_many_of_are_one(self) -> None:
-        for address, peer in (('127.0.0.1', '127.0.0.1'), ('127.9.9.9', '127.0.0.1'), ('::1', '127.0.0.1'), ('::ffff:127.0.0.1', '127.0.0.1'), ('10.1.2.3', '10.1.2.3'),
-                              ('::ffff:10.1.2.3', '10.1.2.3'), ('2001:db8:1:2:3:4:5:6', '2001:db8:1:2::/64'), ('fe80::1%eth0', 'fe80::/64')):
+        for address, peer in (('127.0.0.1', '127.0.0.1'), ('127.9.9.9', '127.0.0.1'), ('::1', '127.0.0.1'),
+                              ('::ffff:127.0.0.1', '127.0.0.1'), ('10.1.2.3', '10.1.2.3'),
+                              ('::ffff:10.1.2.3', '10.1.2.3'), ('2001:db8:1:2:3:4:5:6', '2001:db8:1:2::/64'),
+                              ('fe80::1%eth0', 'fe80::/64')):
             self.assertEqual(peer, torc.peer_of(address))
 
 
@@ -9708,7 +10134,8 @@ class StreamTest(WorldTest):
             self.tell(severity + '!', severity)
         self.tell('end', 'error')
         heard = {level: [word.rstrip('!') for word in reader.types('end')[1:-1]] for level, reader in readers.items()}
-        self.assertEqual({'debug': list(torc.SEVERITIES), 'info': list(torc.SEVERITIES[1:]), 'warning': ['warning', 'error'], 'error': ['error'],
+        self.assertEqual({'debug': list(torc.SEVERITIES), 'info': list(torc.SEVERITIES[1:]),
+                          'warning': ['warning', 'error'], 'error': ['error'],
                           'nonsense': list(torc.SEVERITIES[1:]), '': list(torc.SEVERITIES[1:])}, heard)
 
     def test_who_comes_back_gets_what_was_missed_once(self) -> None:
@@ -9823,7 +10250,8 @@ class StreamTest(WorldTest):
 
     def test_what_is_not_committed_is_not_sent(self) -> None:
         reader = self.read()
-        node = {'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0,
+        node = {'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': 1,
+                'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0,
                 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'}
         store, failures = self.server.server.store, [sqlite3.OperationalError('database or disk is full')]
 
@@ -10103,7 +10531,8 @@ class LongBodyTest(WorldTest):
 
     def jobs(self, count: int, **more: Any) -> Dict[str, Any]:
         """A body of so many jobs."""
-        return {'jobs': [dict({'workflow_id': self.workflow_id, 'name': f'job {number}', 'command': 'true'}, **more) for number in range(count)]}
+        return {'jobs': [dict({'workflow_id': self.workflow_id, 'name': f'job {number}', 'command': 'true'},
+                              **more) for number in range(count)]}
 
     def hold(self) -> Any:
         """From now on the thread of a long request waits for the event that is returned; self.is_held tells that it does."""
@@ -10118,7 +10547,8 @@ class LongBodyTest(WorldTest):
         return gate
 
     def test_it_does_what_a_short_one_does(self) -> None:
-        more = {'env': {'A': 'gr\u00fc\u00df \U0001f600 "\\\n'}, 'labels': ['x', 'y'], 'priority': 7, 'cancel_on_blocking_job_failure': False, 'unknown': [1.5, None]}
+        more = {'env': {'A': 'gr\u00fc\u00df \U0001f600 "\\\n'}, 'labels': ['x', 'y'], 'priority': 7,
+                'cancel_on_blocking_job_failure': False, 'unknown': [1.5, None]}
         long = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
         self.json('DELETE', f'/jobs?workflow_id={self.workflow_id}')
         self.set_constant('MAX_BODY_BYTES', 10 ** 6)
@@ -10133,10 +10563,14 @@ class LongBodyTest(WorldTest):
         wrong = self.jobs(100)
         wrong['jobs'][77]['priority'] = 'high'
         for method, path, body, status, text in (
-                ('POST', '/bulk_jobs', wrong, 422, 'jobs[77].priority must be an integer'), ('POST', '/bulk_jobs', b'[],' * 1000, 400, 'the body is not JSON'),
-                ('POST', '/bulk_jobs', b'[' * 5000, 400, 'the body is not JSON'), ('POST', '/bulk_jobs', b'\xff' * 3000, 400, 'the body is not JSON'),
-                ('POST', '/bulk_jobs', b'{"jobs":["' + b'x' * 3000, 400, 'the body is not JSON'), ('POST', '/bulk_jobs', [1] * 3000, 422, 'the body must be an object'),
-                ('GET', '/bulk_jobs', self.jobs(100), 405, 'takes POST'), ('POST', '/workflows/77/apply_spec', self.jobs(100), 422, 'workflow is missing'),
+                ('POST', '/bulk_jobs', wrong, 422, 'jobs[77].priority must be an integer'),
+                ('POST', '/bulk_jobs', b'[],' * 1000, 400, 'the body is not JSON'),
+                ('POST', '/bulk_jobs', b'[' * 5000, 400, 'the body is not JSON'),
+                ('POST', '/bulk_jobs', b'\xff' * 3000, 400, 'the body is not JSON'),
+                ('POST', '/bulk_jobs', b'{"jobs":["' + b'x' * 3000, 400, 'the body is not JSON'),
+                ('POST', '/bulk_jobs', [1] * 3000, 422, 'the body must be an object'),
+                ('GET', '/bulk_jobs', self.jobs(100), 405, 'takes POST'),
+                ('POST', '/workflows/77/apply_spec', self.jobs(100), 422, 'workflow is missing'),
                 ('POST', '/bulk_jobs', self.jobs(100, name='same'), 422, 'same')):
             with self.subTest(text):
                 found, value = self.ask(method, path, body)
@@ -10469,7 +10903,8 @@ class ServerTest(WorldTest):
             self.assertEqual([413], statuses(read_all(client)))
 
     def test_rubbish_is_answered_and_cut_off(self) -> None:
-        for status, data in ((400, b'\x16\x03\x01\x02\x00\x01\x00'), (400, b'\0' * 100), (414, b'GET /' + b'x' * 20000), (400, b'GET / HTTP/1.1\nHost: x\n\r\n\r\n'),
+        for status, data in ((400, b'\x16\x03\x01\x02\x00\x01\x00'), (400, b'\0' * 100),
+                             (414, b'GET /' + b'x' * 20000), (400, b'GET / HTTP/1.1\nHost: x\n\r\n\r\n'),
                              (431, b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000), (431, http_request(path='/', x='y' * 70000)),
                              (501, http_request('POST', '/', transfer_encoding='chunked') + b'5\r\nGET /\r\n0\r\n\r\n')):
             with self.subTest(data=data[:30]):
@@ -10582,13 +11017,15 @@ class AdminServerTest(WorldTest):
     def test_where_everybody_may_ask_nobody_is_an_administrator(self) -> None:
         server = ServerThread(self.world.path('open.db'))
         self.addCleanup(server.stop)
-        for method, path, body in (('GET', '/admin/api-stats', b''), ('GET', '/admin/audit-log', b''), ('GET', '/admin/api-events/stream', b''),
+        for method, path, body in (('GET', '/admin/api-stats', b''), ('GET', '/admin/audit-log', b''),
+                                   ('GET', '/admin/api-events/stream', b''),
                                    ('POST', '/admin/sql', b'{"sql": "SELECT 1"}')):
             answer = server.ask(http_request(method, torc.API_PREFIX + path, body))
             self.assertEqual([403], statuses(answer), answer)
 
     def test_requests_are_shown_without_their_credentials(self) -> None:
-        plain, full = (Reader(self.server.port, '/admin/api-events/stream' + query, authorization=self.field) for query in ('', '?include_bodies=true'))
+        plain, full = (Reader(self.server.port, '/admin/api-events/stream' + query,
+                              authorization=self.field) for query in ('', '?include_bodies=true'))
         self.addCleanup(plain.close)
         self.addCleanup(full.close)
         self.server.ask(self.request('POST', '/workflows?x=1', b'{"name":"secret","user":"u"}', x_span_id='span1', cookie='a=hidden'))
@@ -10622,7 +11059,8 @@ class AdminServerTest(WorldTest):
     def test_sql_has_a_transaction_of_its_own(self) -> None:
         workflow = self.request('POST', '/workflows', {'name': 'w', 'user': 'u'})
         sql = self.request('POST', '/admin/sql/', {'sql': "UPDATE workflow SET description = 'd' WHERE id = 1", 'write': True})
-        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]), data.partition(b'\r\n\r\n')[2], torc.Identity('tester', True))
+        parsed = [torc.Request(torc.parse_head(data.partition(b'\r\n\r\n')[0]),
+                               data.partition(b'\r\n\r\n')[2], torc.Identity('tester', True))
                   for data in (workflow, sql, workflow)]
         self.server.stop()
         with contextlib.closing(torc.Store(self.server.database)) as store:
@@ -10834,7 +11272,8 @@ class TurnTest(WorldTest):
 
     def test_requests_that_cannot_be_done_together_are_tried_alone(self) -> None:
         self.store.failures = 2
-        self.assertEqual([200] * 9 + [503], sorted(self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))))
+        self.assertEqual([200] * 9 + [503], sorted(self.ask_all(http_request('POST',
+                '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))))
         self.assertEqual(9, self.store.value('SELECT count(*) FROM workflow'))
 
     def test_the_loop_sleeps_when_there_is_nothing_to_do(self) -> None:
@@ -10877,7 +11316,8 @@ class TurnTest(WorldTest):
         """A workflow runs to its end in a shell that was limited so."""
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
         command = limit + '; exec "$0" "$1" -s run w.yaml'
-        process = subprocess.Popen(['bash', '-c', command, sys.executable, torc.__file__], cwd=self.world.directory, env=self.world.environment,
+        process = subprocess.Popen(['bash', '-c', command, sys.executable, torc.__file__],
+                                   cwd=self.world.directory, env=self.world.environment,
                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         out = process.communicate(timeout=60)[0].decode()
         self.assertEqual(0, process.returncode, out)
@@ -10950,7 +11390,8 @@ class ServeTest(WorldTest):
         self.world.write('empty.db', '')
         words = [program, 'run', '--host', '127.0.0.1', '--port', '0', '--database', 'empty.db', '--shutdown-on-stdin-eof']
         with open(self.world.path('err'), 'wb') as err:
-            process = subprocess.Popen(words, cwd=self.world.directory, env=self.world.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err)
+            process = subprocess.Popen(words, cwd=self.world.directory, env=self.world.environment,
+                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err)
         with process.stdout:
             lines = iter(process.stdout.readline, b'')
             port = next(int(line.partition(b'=')[2]) for line in lines if line.startswith(b'TORC_SERVER_PORT='))
@@ -10967,8 +11408,10 @@ class ServeTest(WorldTest):
 
     def test_it_takes_the_flags_and_variables_of_torcs_server(self) -> None:
         for words, env, name in (
-                (('-d', 'a.db'), {}, 'a.db'), ((), {'DATABASE_URL': 'sqlite:b.db'}, 'b.db'), ((), {'DATABASE_URL': 'sqlite://c%20d.db?mode=rwc'}, 'c d.db'),
-                ((), {'DATABASE_URL': f'sqlite://{self.world.path("e.db")}'}, 'e.db'), (('--database', 'sqlite:f.db'), {'DATABASE_URL': 'sqlite:g.db'}, 'f.db'),
+                (('-d', 'a.db'), {}, 'a.db'), ((), {'DATABASE_URL': 'sqlite:b.db'}, 'b.db'),
+                ((), {'DATABASE_URL': 'sqlite://c%20d.db?mode=rwc'}, 'c d.db'),
+                ((), {'DATABASE_URL': f'sqlite://{self.world.path("e.db")}'}, 'e.db'),
+                (('--database', 'sqlite:f.db'), {'DATABASE_URL': 'sqlite:g.db'}, 'f.db'),
                 ((), {'DATABASE_URL': 'postgres://h/x'}, os.path.join('..', 'home', 'state', 'torc', 'torc.db'))):
             server = self.world.start('serve', 'run', '-u', 'localhost', '-p', 0, '-t', 4, '-c', '0.5', '-l', 'WARN', *words,
                                       env=dict(env, TORC_COMPLETION_CHECK_INTERVAL_SECS='5'))
@@ -10976,15 +11419,20 @@ class ServeTest(WorldTest):
             self.assertIsNotNone(connection_of(self.world.path(name)), words)
             server.send(signal.SIGTERM)
             self.assertEqual('', self.assertExit(0, server.finish(10)).err)
-        for words, env, text in ((('service', 'install'), {}, "'service' is not there"), (('export',), {}, "'export' is not there"), (('--https',), {}, '--tls-cert FILE'),
+        for words, env, text in ((('service', 'install'), {}, "'service' is not there"),
+                                 (('export',), {}, "'export' is not there"),
+                                 (('--https',), {}, '--tls-cert FILE'),
                                  (('--tls-key', 'x'), {}, '--tls-cert FILE'), (('--daemon', '-d', ':memory:'), {}, '--log-dir'),
-                                 ((), {'TORC_SERVER_SNAPSHOT_KEEP': 'x'}, 'from 1'), (('--pid-file', 'no/such/place', '-d', 'a.db', '-p', 0), {}, '--pid-file'),
+                                 ((), {'TORC_SERVER_SNAPSHOT_KEEP': 'x'}, 'from 1'),
+                                 (('--pid-file', 'no/such/place', '-d', 'a.db', '-p', 0), {}, '--pid-file'),
                                  (('--log-dir', 'a.db'), {}, '--log-dir')):
             self.assertExit(2, self.world.cli('serve', *words, env=env), text)
 
     def test_a_database_in_memory_is_copied_when_wanted_and_gone_at_the_end(self) -> None:
         copies, database = self.world.path('copy.db'), ''
-        server = self.world.start('serve', '-d', ':memory:', '--no-auth', '-p', 0, env={'TORC_SERVER_SNAPSHOT_PATH': 'copy.db', 'TORC_SERVER_SNAPSHOT_KEEP': '3'})
+        server = self.world.start('serve', '-d', ':memory:', '--no-auth', '-p', 0,
+                                  env={'TORC_SERVER_SNAPSHOT_PATH': 'copy.db',
+                                       'TORC_SERVER_SNAPSHOT_KEEP': '3'})
         url = self.world.wait(lambda: re.search(r'serving (http\S+)\n', server.out), 20, 'the server', [server]).group(1)
         database = re.search(r'serving (\S+/torc\.db) at', server.err).group(1)
         with self.world.inside():
@@ -11063,12 +11511,14 @@ class ServeTest(WorldTest):
             self.assertEqual(['w'], store.ids('SELECT name FROM workflow'))
 
     def test_a_daemon_answers_before_its_command_returns_and_leaves_nothing_but_its_log(self) -> None:
-        outcome = self.assertExit(0, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--daemon', '--pid-file', 'my.pid', '--log-dir', 'logs', '--json-logs'))
+        outcome = self.assertExit(0, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--daemon', '--pid-file',
+                                                    'my.pid', '--log-dir', 'logs', '--json-logs'))
         pid = int(self.world.read('my.pid'))
         found = connection_of(self.world.path('my.db'))
         self.assertEqual((pid, f"torc: serving {found['url']}\nTORC_SERVER_PORT={torc.parse_url(found['url']).port}\n"), (found['pid'], outcome.out))
         self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--daemon'), 'in use by another torc.py')
-        self.assertExit(3, self.world.cli('serve', '-d', 'your.db', '-p', 0, '--daemon', '--pid-file', 'no/such/place'), 'did not start', 'with --pid-file')
+        self.assertExit(3, self.world.cli('serve', '-d', 'your.db', '-p', 0, '--daemon', '--pid-file',
+                                          'no/such/place'), 'did not start', 'with --pid-file')
         for name in ('your.db', 'your.db.log', 'your.db.token'):
             os.unlink(self.world.path(name))
         os.kill(pid, signal.SIGTERM)
@@ -11256,7 +11706,8 @@ class MemoryDatabaseTest(WorldTest):
 
     def test_what_was_lost_with_the_memory_is_reported(self) -> None:
         shutil.rmtree(os.path.dirname(self.leave_behind(boot_id='another')))
-        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'was in memory, which was lost with its server: changes after', 'No workflows found')
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'),
+                        'was in memory, which was lost with its server: changes after', 'No workflows found')
         self.assertEqual('', self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list')).err)
 
     def test_what_is_in_another_hosts_memory_is_not_abandoned_unasked(self) -> None:
@@ -11350,9 +11801,11 @@ class MemoryDatabaseTest(WorldTest):
                                               self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1)).json()['items']])
 
     def test_its_options_are_refused_where_they_do_nothing(self) -> None:
-        for words, text in ((('-s', '--in-memory', 'jobs', 'list', 1), '--in-memory is for run, exec, serve'), (('--in-memory', 'exec', '-c', 'true'), 'goes with -s'),
+        for words, text in ((('-s', '--in-memory', 'jobs', 'list', 1), '--in-memory is for run, exec, serve'),
+                            (('--in-memory', 'exec', '-c', 'true'), 'goes with -s'),
                             (('-s', '--snapshot-interval-seconds', 5, 'exec', '-c', 'true'), 'goes with --in-memory'),
-                            (('serve', '-d', ':memory:', '--in-memory'), 'give one with -d FILE'), (('-s', '--snapshot-interval-seconds', 0, 'run', 'x'), 'less than 1')):
+                            (('serve', '-d', ':memory:', '--in-memory'), 'give one with -d FILE'),
+                            (('-s', '--snapshot-interval-seconds', 0, 'run', 'x'), 'less than 1')):
             self.assertExit(2, self.world.cli(*words), text)
         self.world.serve('-d', 'my.db')
         self.assertExit(0, self.world.cli('--db', 'my.db', '--in-memory', 'exec', '-c', 'true'), 'is served already, and not from memory')
@@ -11538,7 +11991,8 @@ class WireTest(unittest.TestCase):
                 self.assertEqual((404, b'body'), self.ask(answer))
 
     def test_what_is_no_answer_is_an_error(self) -> None:
-        for answer in (b'', b'SSH-2.0-OpenSSH_9.2\r\n\r\n', b'HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort', b'HTTP/1.1 200 OK\r\n\r\n',
+        for answer in (b'', b'SSH-2.0-OpenSSH_9.2\r\n\r\n',
+                       b'HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort', b'HTTP/1.1 200 OK\r\n\r\n',
                        b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n'):
             with self.subTest(answer=answer), self.assertRaises((OSError, ValueError)):
                 self.ask(answer)
@@ -11556,7 +12010,8 @@ class WireTest(unittest.TestCase):
                 torc.parse_event(b'data: ' + text)
 
     def test_addresses(self) -> None:
-        for url, parts in (('http://h:8080/torc-service/v1', (False, 'h', 8080, '/torc-service/v1')), ('http://h', (False, 'h', 80, '/torc-service/v1')),
+        for url, parts in (('http://h:8080/torc-service/v1', (False, 'h', 8080, '/torc-service/v1')),
+                           ('http://h', (False, 'h', 80, '/torc-service/v1')),
                            ('https://[::1]:9/proxy/x/', (True, '::1', 9, '/proxy/x'))):
             self.assertEqual(parts, torc.parse_url(url)[1:])
         for url in ('', 'h:8080', 'ftp://h', 'http://', 'http://h:x', 'http://h:99999', 'http://u:secret@h', 'http://h/a b', 'http://h/\n'):
@@ -11565,10 +12020,14 @@ class WireTest(unittest.TestCase):
 
     def test_errors_come_back_as_what_they_were(self) -> None:
         for status, body, kind, text in (
-                (404, b'{"error":{"error":"NotFound","message":"no job 1"}}', torc.NotFound, 'no job 1'), (409, b'{"error":{"message":"m"}}', torc.Conflict, 'm'),
-                (422, b'{"error":{"error":"BadInput","message":"m","field":"f"}}', torc.BadInput, 'm'), (422, b'{"error":{"message":"m"}}', torc.Refused, 'm'),
-                (422, b'{"error":{"error":"Refused","message":"m"}}', torc.Refused, 'm'), (401, b'Unauthorized', torc.Denied, 'answered 401 Unauthorized'),
-                (403, b'', torc.Denied, '403'), (400, b'{"error":"text"}', torc.BadInput, 'text'), (503, b'{"error":{"message":"full"}}', torc.Unreachable, 'full'),
+                (404, b'{"error":{"error":"NotFound","message":"no job 1"}}', torc.NotFound, 'no job 1'),
+                (409, b'{"error":{"message":"m"}}', torc.Conflict, 'm'),
+                (422, b'{"error":{"error":"BadInput","message":"m","field":"f"}}', torc.BadInput, 'm'),
+                (422, b'{"error":{"message":"m"}}', torc.Refused, 'm'),
+                (422, b'{"error":{"error":"Refused","message":"m"}}', torc.Refused, 'm'),
+                (401, b'Unauthorized', torc.Denied, 'answered 401 Unauthorized'),
+                (403, b'', torc.Denied, '403'), (400, b'{"error":"text"}', torc.BadInput, 'text'),
+                (503, b'{"error":{"message":"full"}}', torc.Unreachable, 'full'),
                 (500, b'<html>', torc.Unreachable, '500'), (200, b'<html>', torc.Unreachable, '502'), (302, b'', torc.Refused, '302'),
                 (200, b'[' * 60000, torc.Unreachable, '502'), (400, b'[' * 60000, torc.BadInput, '400')):
             with self.subTest(status=status, body=body), self.assertRaisesRegex(kind, text) as caught:
@@ -11676,7 +12135,8 @@ class RelayTest(WorldTest):
             self.assertEqual(3000, len(client.create_jobs({'jobs': jobs})['jobs']))
             self.assertEqual(3000, sum(1 for _ in client.pages('list_jobs', workflow_id=workflow_id, name='', limit=700)))
             self.assertRaisesRegex(torc.NotFound, 'no job 77777', client.get_job, 77777)
-            self.assertRaisesRegex(torc.BadInput, 'are allowed here', client.create_workflow, {'name': 'x' * (torc.MAX_BODY_BYTES + 1), 'user': 'u'})
+            self.assertRaisesRegex(torc.BadInput, 'are allowed here', client.create_workflow,
+                                   {'name': 'x' * (torc.MAX_BODY_BYTES + 1), 'user': 'u'})
             pending = client.begin('ping')
             self.assertEqual({'status': 'ok'}, pending.finish())
             self.set_constant('KEEP_ALIVE_S', 0.05)
@@ -11692,19 +12152,23 @@ class RelayTest(WorldTest):
             self.assertNotIn(base64.b64encode(self.token.encode())[:40], said)
 
     def test_what_is_altered_on_the_way_is_not_done_and_no_altered_answer_is_accepted(self) -> None:
-        for way, old, new in (('request', b'"good"', b'"evil"'), ('request', b'POST ', b'PUT  '), ('request', b'/workflows ', b'/workflowz '), ('request', b'HMAC ', b'HMAB '),
+        for way, old, new in (('request', b'"good"', b'"evil"'), ('request', b'POST ', b'PUT  '),
+                              ('request', b'/workflows ', b'/workflowz '), ('request', b'HMAC ', b'HMAB '),
                               ('request', b'content-length: 26', b'content-length: 25')):
             with self.subTest(old=old), self.connect() as client:
                 self.swap(way, old, new)
-                self.assertRaisesRegex(torc.Unreachable, 'no answer from', client.create_workflow, {'name': 'good', 'user': 'u'}, deadline_s=5)
+                self.assertRaisesRegex(torc.Unreachable, 'no answer from', client.create_workflow,
+                                       {'name': 'good', 'user': 'u'}, deadline_s=5)
                 self.relay.alter_request = lambda data: data
         self.assertEqual([], self.names())
         with self.connect() as client:
             client.create_workflow({'name': 'good', 'user': 'u'})
-        for old, new in ((b'"good"', b'"evil"'), (b'HTTP/1.1 200 OK', b'HTTP/1.1 404 OK'), (b'torc-signature', b'torx-signature'), (b'"count":1', b'"count":2')):
+        for old, new in ((b'"good"', b'"evil"'), (b'HTTP/1.1 200 OK', b'HTTP/1.1 404 OK'),
+                         (b'torc-signature', b'torx-signature'), (b'"count":1', b'"count":2')):
             with self.subTest(old=old), self.connect() as client:
                 self.swap('answer', old, new)
-                self.assertRaisesRegex(torc.Unreachable, 'not signed by the server of the token', lambda: client.begin('list_workflows').finish())
+                self.assertRaisesRegex(torc.Unreachable, 'not signed by the server of the token',
+                                       lambda: client.begin('list_workflows').finish())
                 self.relay.alter_answer = lambda data: data
 
     def test_an_answer_of_another_request_is_not_accepted(self) -> None:
@@ -11789,7 +12253,8 @@ class RelayTest(WorldTest):
               - name: call_back
                 command: {shlex.quote(sys.executable)} {shlex.quote(stub_path())} -f json jobs list $TORC_WORKFLOW_ID
             """)
-        for path in (self.world.path('my.db.connection'), *glob.glob(os.path.join(self.world.root, 'home', 'state', 'torc', 'servers', '*'))):
+        for path in (self.world.path('my.db.connection'), *glob.glob(os.path.join(self.world.root, 'home',
+                'state', 'torc', 'servers', '*'))):
             torc.write_atomically(path, read_text(path).replace(f':{relay.target}/', f':{relay.port}/').encode())
         outcome = self.assertExit(0, self.world.cli('run', 'w.yaml'), '1 completed')
         self.assertIn('call_back', self.assertExit(0, self.world.cli('logs', 1, 'call_back')).out, str(outcome))
@@ -11851,9 +12316,12 @@ class AddressTest(WorldTest):
         there = dict(here, host='login2', candidates=['http://login2:8080/torc-service/v1', 'http://10.0.0.7:8080/torc-service/v1'])
         for server, url, expected in (
                 (here, 'http://127.0.0.1:8080/torc-service/v1', True), (here, 'http://127.0.0.1:8080/torc-service/v1/', True),
-                (here, 'http://127.0.0.1:8080', True), (here, 'http://localhost:8080/torc-service/v1', True), (here, 'http://LOCALHOST:8080/', True),
-                (here, 'http://[::1]:8080', True), (here, f'http://{own}:8080/torc-service/v1', True), (here, 'http://127.0.0.1:8081', False),
-                (here, 'https://127.0.0.1:8080', False), (here, 'http://192.0.2.1:8080', False), (here, 'http://no-such-host.invalid:8080', False),
+                (here, 'http://127.0.0.1:8080', True), (here, 'http://localhost:8080/torc-service/v1', True),
+                (here, 'http://LOCALHOST:8080/', True),
+                (here, 'http://[::1]:8080', True), (here, f'http://{own}:8080/torc-service/v1', True),
+                (here, 'http://127.0.0.1:8081', False),
+                (here, 'https://127.0.0.1:8080', False), (here, 'http://192.0.2.1:8080', False),
+                (here, 'http://no-such-host.invalid:8080', False),
                 (there, 'http://login2:8080', True), (there, 'http://10.0.0.7:8080/', True), (there, 'http://localhost:8080', False)):
             with self.subTest(url, host=server['host']):
                 self.assertEqual(expected, torc.serves_address(server, torc.parse_url(url)))
@@ -11861,7 +12329,8 @@ class AddressTest(WorldTest):
     def test_an_exported_address_needs_no_token_file_whichever_name_it_has(self) -> None:
         url = self.world.serve('-d', 'my.db')
         port = torc.parse_url(url).port
-        for address in (f'http://localhost:{port}/torc-service/v1', f'http://localhost:{port}/torc-service/v1/', f'http://127.0.0.1:{port}'):
+        for address in (f'http://localhost:{port}/torc-service/v1',
+                        f'http://localhost:{port}/torc-service/v1/', f'http://127.0.0.1:{port}'):
             self.assertExit(0, self.world.cli('workflows', 'list', env={'TORC_API_URL': address}))
         self.assertExit(0, self.world.cli('exec', '-c', f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} workflows list',
                                           env={'TORC_API_URL': f'http://localhost:{port}/'}))
@@ -11875,7 +12344,9 @@ class AddressTest(WorldTest):
         with torc.connection_file(torc.ServerOptions(database), [f'http://127.0.0.1:{port}{torc.API_PREFIX}'], 'x'):
             found = torc.find_server_file(f'http://localhost:{port}')
             self.assertEqual(database + '.token', found['token_file'])
-            self.assertRaises(torc.Unreachable, torc.Client(url=f'http://localhost:{port}', token_file=found['token_file']).reconnect, wait_s=0)
+            self.assertRaises(torc.Unreachable, torc.Client(url=f'http://localhost:{port}',
+                                                            token_file=found['token_file']).reconnect,
+                              wait_s=0)
         impostor.stop()
         self.assertIn(b'GET /healthz?challenge=', impostor.heard)
         self.assertNotIn(token.encode(), impostor.heard)
@@ -11912,7 +12383,9 @@ class FindServerTest(WorldTest):
         self.assertNotIn('is stored in', outcome.err)
 
     def test_where_a_workflow_is_stored_is_shown_unless_that_is_usual(self) -> None:
-        for words, text in ((('--db', 'my.db', '-o', 'a'), f"the database {self.world.path('elsewhere', 'my.db')}\n"), (('--db', 'my.db', '-q', '-o', 'a'), ''), (('-s',), '')):
+        for words, text in ((('--db', 'my.db', '-o', 'a'),
+                             f"the database {self.world.path('elsewhere', 'my.db')}\n"),
+                            (('--db', 'my.db', '-q', '-o', 'a'), ''), (('-s',), '')):
             self.assertEqual(f'Workflow 1 (hello) is stored in {text}' if text else '',
                              ''.join(re.findall('.*is stored in.*\n', self.assertExit(0, self.cli('run', '../w.yaml', *words)).err)))
 
@@ -11946,8 +12419,10 @@ class FindServerTest(WorldTest):
     def test_of_several_servers_one_is_to_be_chosen(self) -> None:
         first, url = self.world.serve('-d', 'a.db'), self.world.serve('-d', 'b.db')
         self.assertExit(0, self.cli('--db', '../a.db', 'workflows', 'new', '-n', 'of a'))
-        outcome = self.assertExit(2, self.cli('delete', 1, '--no-prompts'), 'several servers are registered', '--url URL', 'TORC_API_URL', '--db FILE', '-s:')
-        self.assertEqual({f"    {first}  {self.world.path('a.db')}", f"    {url}  {self.world.path('b.db')}"}, set(outcome.err.splitlines()[1:]))
+        outcome = self.assertExit(2, self.cli('delete', 1, '--no-prompts'), 'several servers are registered',
+                                  '--url URL', 'TORC_API_URL', '--db FILE', '-s:')
+        self.assertEqual({f"    {first}  {self.world.path('a.db')}", f"    {url}  {self.world.path('b.db')}"},
+                         set(outcome.err.splitlines()[1:]))
         self.assertEqual([['of a'], ['of a'], [], []], [self.names(*words) for words in (
             ('--db', '../a.db'), ('--url', first), ('--url', url), ('--db', '../b.db'))])
         self.assertExit(0, self.cli('workflows', 'list', env={'TORC_API_URL': url}))
@@ -12013,7 +12488,8 @@ class FindServerTest(WorldTest):
         self.kill()
         os.unlink(self.world.path('my.db'))
         self.assertEqual(['local'], [item['name'] for item in self.assertExit(
-            0, self.cli('-f', 'json', 'workflows', 'list'), 'was killed and the database deleted: it is no longer registered').json()['items']])
+            0, self.cli('-f', 'json', 'workflows', 'list'),
+            'was killed and the database deleted: it is no longer registered').json()['items']])
         self.assertEqual('', self.assertExit(0, self.cli('workflows', 'list')).err)
 
     def test_a_killed_server_whose_directory_is_not_there_is_not_forgotten(self) -> None:
@@ -12025,10 +12501,12 @@ class FindServerTest(WorldTest):
     def test_a_server_of_another_host_is_not_judged_by_our_processes_and_not_replaced(self) -> None:
         self.kill()
         (path, server), = torc.list_registrations().items()
-        for url, text in ((server['url'], 'runs on host login2 and answers there only'), ('http://192.0.2.1:1/x', 'cannot be reached (http://192.0.2.1')):
+        for url, text in ((server['url'], 'runs on host login2 and answers there only'),
+                          ('http://192.0.2.1:1/x', 'cannot be reached (http://192.0.2.1')):
             torc.write_atomically(path, json.dumps(dict(server, host='login2', url=url, candidates=[url])).encode())
             script = 'import sys, torc; torc.FIND_DEADLINE_S = torc.CONNECT_DEADLINE_S = 0.1; sys.exit(torc.main(sys.argv[1:]))'
-            done = subprocess.run([sys.executable, '-c', script, 'delete', '1', '--no-prompts'], cwd=self.world.path('elsewhere'), stderr=subprocess.PIPE,
+            done = subprocess.run([sys.executable, '-c', script, 'delete', '1', '--no-prompts'],
+                                  cwd=self.world.path('elsewhere'), stderr=subprocess.PIPE,
                                   env=dict(self.world.environment, PYTHONPATH=HERE), encoding='utf-8')
             self.assertEqual(3, done.returncode, done.stderr)
             for words in (text, 'to forget the server:  ', ' --db '):
@@ -12045,10 +12523,13 @@ class FindServerTest(WorldTest):
         url = self.world.serve('-d', 'my.db')
         self.assertExit(0, self.cli('run', '../w.yaml'))
         place = f"workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url})"
-        for words, text in ((('cancel', 1), f'Cancel {place}?'), (('workflows', 'init', 1), f'Forget all results of {place}, and start it again?'),
+        for words, text in ((('cancel', 1), f'Cancel {place}?'),
+                            (('workflows', 'init', 1), f'Forget all results of {place}, and start it again?'),
                             (('delete', 1), f"Delete workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url}) with all jobs and results?"),
-                            (('workflows', 'reset-status', 1), f'Reset the status of all jobs of {place}?'), (('jobs', 'delete-all', 1), f'Delete all jobs of {place}?'),
-                            (('jobs', 'reset-status', 1), f'Reset the status of 1 jobs of {place}?'), (('user-data', 'delete-all', 1), f'Delete all user data of {place}?')):
+                            (('workflows', 'reset-status', 1), f'Reset the status of all jobs of {place}?'),
+                            (('jobs', 'delete-all', 1), f'Delete all jobs of {place}?'),
+                            (('jobs', 'reset-status', 1), f'Reset the status of 1 jobs of {place}?'),
+                            (('user-data', 'delete-all', 1), f'Delete all user data of {place}?')):
             self.assertExit(2, self.cli(*words), f'confirmation required ("{text}"')
         self.assertIn(f'workflow 1 (hello) of the server {url}?"', self.cli('--url', url, 'cancel', 1).err)
         self.assertExit(0, self.cli('cancel', 1, '--no-prompts'), f'Canceled {place}. ')
@@ -12108,11 +12589,13 @@ class TlsClientTest(WorldTest):
 
     def test_the_wrong_scheme_is_reported(self) -> None:
         url = self.serve('good', '--db', 'my.db')
-        self.assertExit(2, self.world.cli('--url', url.replace('https', 'http'), 'ping', env={'TORC_TOKEN_FILE': self.world.path('my.db.token')}),
+        self.assertExit(2, self.world.cli('--url', url.replace('https', 'http'), 'ping',
+                                          env={'TORC_TOKEN_FILE': self.world.path('my.db.token')}),
                         'write https:// in the address')
         url = self.world.serve('--db', 'your.db')
         self.assertExit(3, self.world.cli('--url', url.replace('http', 'https'), 'ping'), 'write http:// in the address')
-        self.assertExit(2, self.world.cli('--url', url.replace('http', 'https'), '--tls-ca-cert', 'none.pem', 'ping'), 'cannot use the certificates in none.pem')
+        self.assertExit(2, self.world.cli('--url', url.replace('http', 'https'), '--tls-ca-cert', 'none.pem',
+                                          'ping'), 'cannot use the certificates in none.pem')
 
     def test_large_bodies_and_streams_pass(self) -> None:
         self.serve('good', '--db', 'my.db')
@@ -12236,12 +12719,15 @@ class ClientTest(WorldTest):
         client = self.connect()
         number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
         job = client.create_job(body={'workflow_id': number, 'name': 'j', 'command': 'true'})['id']
-        for answer in (client.update_job(job, {'priority': 1}), client.update_job({'priority': 1}, id=job), client.update_job({'priority': 1}, job_id=job),
+        for answer in (client.update_job(job, {'priority': 1}), client.update_job({'priority': 1}, id=job),
+                       client.update_job({'priority': 1}, job_id=job),
                        client.update_job(job, body={'priority': 1})):
             self.assertEqual((job, 1), (answer['id'], answer['priority']))
         self.assertEqual('disabled', client.manage_status_change(job, 'disabled', 0)['status'])
         self.assertEqual('w', client.get_workflow(number)['name'])
-        self.assertRaisesRegex(torc.BadInput, 'get_workflow takes at most 1 values without a name: workflow_id', client.get_workflow, number, 5)
+        self.assertRaisesRegex(torc.BadInput,
+                               'get_workflow takes at most 1 values without a name: workflow_id',
+                               client.get_workflow, number, 5)
         self.assertRaisesRegex(torc.BadInput, 'ping takes at most 0 values without a name', client.ping, 1)
 
     def test_wrong_parameters_are_refused_alike_at_both_doors(self) -> None:
@@ -12386,7 +12872,8 @@ class ClientTest(WorldTest):
     def test_whoever_took_the_port_does_not_get_the_token(self) -> None:
         database = self.world.path('torc.db')
         token = torc.keep_token(database + '.token')
-        for answer in (torc.format_answer(200, b'{"status":"ok"}'), torc.format_answer(200, b'{"proof":"%s"}' % (b'0' * 64)), b'', b'SSH-2.0-x\r\n\r\n',
+        for answer in (torc.format_answer(200, b'{"status":"ok"}'),
+                       torc.format_answer(200, b'{"proof":"%s"}' % (b'0' * 64)), b'', b'SSH-2.0-x\r\n\r\n',
                        torc.format_answer(200, b'[]'), torc.format_answer(200, b'[' * 60000)):
             impostor = Impostor(answer, answer)
             with torc.connection_file(torc.ServerOptions(database), [impostor.url], 'x'):
@@ -12416,12 +12903,15 @@ class ClientTest(WorldTest):
         torc.keep_token(database + '.token')
         impostor = Impostor(answer)
         with torc.connection_file(torc.ServerOptions(database), [impostor.url], 'x'):
-            self.assertRaises(torc.Unreachable, torc.Client(database=database, credentials=torc.Credentials('open-sesame', 'gate=1')).reconnect, wait_s=0)
+            self.assertRaises(torc.Unreachable, torc.Client(database=database,
+                                                            credentials=torc.Credentials('open-sesame',
+                    'gate=1')).reconnect, wait_s=0)
         impostor.stop()
         self.assertIn(b'GET /healthz', impostor.heard)
         self.assertNotIn(shown, impostor.heard)
         self.assertNotIn(b'gate=1', impostor.heard)
-        self.assertRaisesRegex(torc.BadInput, 'give --url too', torc.Client.connect, database=database, credentials=torc.Credentials('secret'))
+        self.assertRaisesRegex(torc.BadInput, 'give --url too', torc.Client.connect, database=database,
+                               credentials=torc.Credentials('secret'))
         os.environ['TORC_API_URL'] = impostor.url
         self.assertRaisesRegex(torc.BadInput, 'no header field', torc.Client.connect, credentials=torc.Credentials('', 'a\r\nb: c'))
         os.environ['USER'] = 'a:b'
@@ -12480,7 +12970,8 @@ class ClientTest(WorldTest):
                   "    client = torc.Client.connect(needs_server=True)\n"
                   "    client.create_workflow({'name': 'w', 'user': 'u'})\n"
                   "    client.close()\n")
-        processes = [subprocess.Popen([sys.executable, '-B', '-c', script, HERE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8')
+        processes = [subprocess.Popen([sys.executable, '-B', '-c', script, HERE], stdout=subprocess.PIPE,
+                                      stderr=subprocess.PIPE, encoding='utf-8')
                      for _ in range(3)]
         self.assertEqual([('', '')] * 3, [process.communicate(timeout=60) for process in processes])
         self.world.wait(lambda: not connection_of(os.path.abspath(torc.EMBEDDED_DATABASE)), 10, 'the last server to leave')
@@ -12522,13 +13013,15 @@ class ClientStreamTest(WorldTest):
         events = self.stream(client)
         for round in range(5):
             self.tell('a', count=3)
-            self.assertEqual([('a', number) for number in range(3)], [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
+            self.assertEqual([('a', number) for number in range(3)],
+                             [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
             server = self.server.server
             server.tick = lambda store: [server.connections.close(one) for one in list(server.connections.all) if one.reader] and False
             server.tick_at = 0.0
             self.server.ask(http_request())
             self.tell('b', count=3)
-            self.assertEqual([('b', number) for number in range(3)], [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
+            self.assertEqual([('b', number) for number in range(3)],
+                             [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
             self.assertEqual({'status': 'ok'}, client.ping())       # a stream has a connection of its own
 
     def test_it_ends_when_its_time_is_over(self) -> None:
@@ -12553,7 +13046,8 @@ class ClientStreamTest(WorldTest):
             torc.parse_event(b'data: {')
 
     def test_what_is_no_stream_is_an_error_and_not_waited_for(self) -> None:
-        for answer, kind in ((b'HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}', torc.Unreachable), (b'HTTP/1.1 403 No\r\ncontent-length: 0\r\n\r\n', torc.Denied)):
+        for answer, kind in ((b'HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}', torc.Unreachable),
+                             (b'HTTP/1.1 403 No\r\ncontent-length: 0\r\n\r\n', torc.Denied)):
             other = Impostor(answer)
             self.addCleanup(other.stop)
             with contextlib.closing(torc.Client.connect(url=other.url)) as client, self.assertRaises(kind):
@@ -12893,7 +13387,9 @@ class FiguresTest(unittest.TestCase):
         figures = torc.UsageFigures(100.0)
         for now, size in ((100.25, 100), (101.0, 100), (110.0, 300)):
             figures.add(now, 0.0, size)
-        self.assertEqual({'peak_memory_bytes': 300, 'avg_memory_bytes': round((100 + 9 * 200 + 10 * 300) / 20)}, figures.at_end(20.0, 0.0, 0))
+        self.assertEqual({'peak_memory_bytes': 300,
+                          'avg_memory_bytes': round((100 + 9 * 200 + 10 * 300) / 20)},
+                         figures.at_end(20.0, 0.0, 0))
 
     def test_what_wait4_knows_corrects_the_samples(self):
         figures = torc.UsageFigures(0.0)
@@ -12922,7 +13418,8 @@ class FiguresTest(unittest.TestCase):
         nodes[0].sample()
         self.assertEqual({'sample_count': 2, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 25.0, 'peak_memory_bytes': 3 << 28,
                           'avg_memory_bytes': 5 << 27}, nodes[0].fields())
-        self.assertEqual((None, None, 1 << 29), tuple(nodes[1].fields()[key] for key in ('peak_cpu_percent', 'avg_cpu_percent', 'peak_memory_bytes')))
+        self.assertEqual((None, None, 1 << 29), tuple(nodes[1].fields()[key] for key in ('peak_cpu_percent',
+                'avg_cpu_percent', 'peak_memory_bytes')))
 
     CONFIGURATIONS = '''
         config                                                                       jobs   series  node   series
@@ -12955,7 +13452,8 @@ class OomCounterTest(unittest.TestCase):
     def find(self, cgroup: str, *mounts: str) -> str:
         """The file, below the root, with {} in mount points as the root."""
         self.proc.write('self/cgroup', cgroup)
-        self.proc.write('self/mountinfo', ''.join(f'25 1 0:1 {mount}\n'.replace('{}', self.proc.root.replace(' ', '\\040')) for mount in mounts))
+        self.proc.write('self/mountinfo', ''.join(f'25 1 0:1 {mount}\n'.replace('{}',
+                self.proc.root.replace(' ', '\\040')) for mount in mounts))
         return torc.find_oom_file(self.proc.root)[len(self.proc.root):]
 
     def test_it_is_that_of_our_control_group_or_of_the_next_one_above(self):
@@ -13001,7 +13499,9 @@ class SeriesTest(WorldTest):
     def series(self) -> Any:
         """One that writes into a list."""
         self.written, self.errands, self.errors = [], [], []    # type: List[Any], List[Any], List[str]
-        return torc.Series(300.0, self.written.append, lambda work: self.errands.append(self.Errand(work)) or self.errands[-1], self.errors.append)
+        return torc.Series(300.0, self.written.append,
+                           lambda work: self.errands.append(self.Errand(work)) or self.errands[-1],
+                           self.errors.append)
 
     def test_the_first_samples_are_written_at_once_and_later_ones_at_the_interval(self):
         series = self.series()
@@ -13036,7 +13536,8 @@ class SeriesTest(WorldTest):
     def test_the_file_has_torcs_tables(self):
         path = self.world.path('x.db')
         for at in (5, 6):
-            torc.write_series(path, {'names': [(1, 'a')], 'jobs': [(1, at, 50.0, 1000, 2)], 'node': [(at, 10.0, 5, 9)], 'summary': [(at, 1.0, 1.0, 5, 4)]})
+            torc.write_series(path, {'names': [(1, 'a')], 'jobs': [(1, at, 50.0, 1000, 2)],
+                                     'node': [(at, 10.0, 5, 9)], 'summary': [(at, 1.0, 1.0, 5, 4)]})
         with contextlib.closing(sqlite3.connect(path)) as connection:
             tables = {name: [row[1] for row in connection.execute(f'PRAGMA table_info({name})')]
                       for name, in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")}
@@ -13044,7 +13545,8 @@ class SeriesTest(WorldTest):
                 'job_resource_samples': ['job_id', 'timestamp', 'cpu_percent', 'memory_bytes', 'num_processes'],
                 'job_metadata': ['job_id', 'job_name'],
                 'system_resource_samples': ['id', 'timestamp', 'cpu_percent', 'memory_bytes', 'total_memory_bytes'],
-                'system_resource_summary': ['id', 'sample_count', 'peak_cpu_percent', 'avg_cpu_percent', 'peak_memory_bytes', 'avg_memory_bytes']}, tables)
+                'system_resource_summary': ['id', 'sample_count', 'peak_cpu_percent', 'avg_cpu_percent',
+                                            'peak_memory_bytes', 'avg_memory_bytes']}, tables)
             counts = [connection.execute(f'SELECT count(*) FROM {name}').fetchone()[0] for name in tables]
             self.assertEqual([2, 1, 2, 1], [counts[list(tables).index(name)] for name in (
                 'job_resource_samples', 'job_metadata', 'system_resource_samples', 'system_resource_summary')])
@@ -14025,7 +14527,8 @@ class CommandTextTest(unittest.TestCase):
     """What the shell gets."""
 
     def test_an_invocation_script_wraps_or_precedes_the_command(self):
-        for script, text in ((None, 'run x'), ('  ', 'run x'), ('time ', 'time run x'), ('module load a\nexport B=1\n\n', 'module load a\nexport B=1\nrun x')):
+        for script, text in ((None, 'run x'), ('  ', 'run x'), ('time ', 'time run x'),
+                             ('module load a\nexport B=1\n\n', 'module load a\nexport B=1\nrun x')):
             with self.subTest(script):
                 self.assertEqual(text, torc.compose_command(script, 'run x'))
 
@@ -14335,7 +14838,8 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertEqual(30, torc.Pace(torc.RunnerOptions(poll_interval_s=60)).next_wait_s(True, has_children=False))
 
     def test_the_first_rule_that_names_the_code_wins_then_the_first_for_all(self):
-        rules = [{'match_all_exit_codes': True, 'max_retries': 1}, {'exit_codes': [3], 'max_retries': 2}, {'exit_codes': [3], 'max_retries': 9}]
+        rules = [{'match_all_exit_codes': True, 'max_retries': 1}, {'exit_codes': [3], 'max_retries': 2},
+                 {'exit_codes': [3], 'max_retries': 9}]
         self.assertEqual(2, torc.find_rule(rules, 3)['max_retries'])
         self.assertEqual(1, torc.find_rule(rules, 4)['max_retries'])
         self.assertIsNone(torc.find_rule(rules[1:], 4))
@@ -14646,7 +15150,8 @@ class LinkTest(PartTest):
                          tuple(second[key] for key in ('completions', 'started', 'returned')))
         self.assertEqual((None, [[2, 1], [1, 1]]), (first.get('held'), second['held']))
         self.assertEqual(('online', [], []), (link.state, link.started, link.returned))
-        self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
+        self.assertEqual(['no answer from the server, trying again: nobody there',
+                          'the server answers again after 0s'], self.progress.messages)
 
     def test_what_comes_up_while_a_request_is_out_goes_with_the_next(self):
         link, arrived = self.link({}, {}), []   # type: Any, List[int]
@@ -14962,7 +15467,8 @@ class JobPartsTest(PartTest):
         dispatcher.act(time.monotonic())
         self.assertEqual({'j1': 'reported', 'j2': 'running'}, self.states())
         completion = self.attempts.of('reported')[0].completion
-        self.assertEqual((1, 'failed', 'cannot be started: variable bad'), tuple(completion[key] for key in ('return_code', 'status', 'reason')))
+        self.assertEqual((1, 'failed', 'cannot be started: variable bad'),
+                         tuple(completion[key] for key in ('return_code', 'status', 'reason')))
 
     def test_a_lease_that_ends_at_a_start_leaves_the_job_claimed(self):
         dispatcher = self.build()
@@ -15076,7 +15582,9 @@ class JobPartsTest(PartTest):
         self.claim(1)
         dispatcher.act(time.monotonic())
         self.starter.finish('j1')
-        self.completions.on_answer(self.attempts.of('reported'), {'accepted': [], 'errors': [{'job_id': 1, 'attempt_id': 1, 'message': 'too late'}]})
+        self.completions.on_answer(self.attempts.of('reported'),
+                                   {'accepted': [], 'errors': [{'job_id': 1, 'attempt_id': 1,
+                                                                'message': 'too late'}]})
         self.assertEqual(({}, {}, False), (self.states(), self.completions.counts, bool(self.attempts.by_state['reported'])))
 
     # -------- actions --------
@@ -15173,8 +15681,10 @@ class JobPartsTest(PartTest):
                 self.attempts = torc.Attempts()
                 self.build(options={'is_persistent': row['persistent'] == 'yes'}, compute_node_wait_for_new_jobs_seconds=int(row['limit']),
                            compute_node_ignore_workflow_completion=row['ignores'] == 'yes')
-                shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}), self.dispatcher, self.scripts, self.digests, self.server)
-                self.server.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True, 'pending_actions': int(row['pending'])}
+                shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}),
+                                         self.dispatcher, self.scripts, self.digests, self.server)
+                self.server.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 3,
+                                      'claimable': True, 'pending_actions': int(row['pending'])}
                 self.pace.worked_at = clock.now - float(row['idle'])
                 self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
                 self.server.sent_at = clock.now
@@ -15203,7 +15713,8 @@ class JobPartsTest(PartTest):
                 self.server.answer = dict(idle, **answer)
                 self.pace.on_end()
                 rules.look()
-                self.assertEqual('' if reason not in ('cancel', 'complete') else reason, shutdown.reason, 'no request was sent since the start')
+                self.assertEqual('' if reason not in ('cancel', 'complete') else reason, shutdown.reason,
+                                 'no request was sent since the start')
                 self.server.sent_at = time.monotonic()
                 rules.look()
                 self.assertEqual(reason, shutdown.reason)
@@ -15238,7 +15749,8 @@ class DirectStarterTest(PartTest):
                 scripts.stop(signal.SIGTERM, 10)
             self.world.wait(lambda: launcher.act(time.monotonic()) or process in ended, 20, 'its end')
         self.assertEqual((['one', 'two'], [0, 143], {}),
-                         (self.world.read('out/actions_wf1_r1.log').split(), [process.end.return_code for process in ended], scripts.running))
+                         (self.world.read('out/actions_wf1_r1.log').split(),
+                          [process.end.return_code for process in ended], scripts.running))
 
 
 # ======== 16d. Runner's monitor ========
@@ -15344,7 +15856,8 @@ class MonitorRunTest(RunnerCase):
                 self.assertEqual(1, self.run_it(workflow_id).completed)
         self.assertEqual(1, self.run_it(self.create(self.grow(100, 0.3))).completed, 'the implicit requirements are no limit')
         job = {'command': self.grow(100, 0.3), 'resource_requirements': 'r'}
-        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r', 'num_cpus': 1}])).completed, 'nor are those without memory')
+        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r',
+                'num_cpus': 1}])).completed, 'nor are those without memory')
 
     def test_the_return_code_is_oom_exit_code_and_a_failure_handler_takes_it(self):
         rules = [{'name': 'h', 'rules': [{'exit_codes': [99], 'max_retries': 2}]}]
@@ -15546,7 +16059,9 @@ class KernelKillTest(RunnerCase):
                                 self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner'))
         self.world.started.append(runner)
         outcome = runner.finish()
-        self.assertExit(1, outcome, 'failed greedy (return code 99): killed by the kernel for lack of memory (', 'failed killed (return code 137): killed by SIGKILL\n')
+        self.assertExit(1, outcome,
+                        'failed greedy (return code 99): killed by the kernel for lack of memory (',
+                        'failed killed (return code 137): killed by SIGKILL\n')
         self.world.leave()
 
 
@@ -15563,7 +16078,8 @@ class RunnerTest(RunnerCase):
                          r'\A[0-9T:.Z-]+ INFO Action failed: a\\nINFO forged\\x9b value=b\\n\tc\\u202e\n\Z')
 
     def test_a_diamond_runs_in_order_and_is_reported(self):
-        self.create('echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']}, {'command': 'echo b >> order', 'depends_on': ['j1']},
+        self.create('echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']},
+                    {'command': 'echo b >> order', 'depends_on': ['j1']},
                     {'command': 'echo c >> order', 'depends_on': ['j2', 'j3']})
         outcome = self.run_it(poll_interval_s=60)
         self.assertEqual((4, 0, True, 'complete'), (outcome.completed, outcome.failed, outcome.is_complete, outcome.reason))
@@ -15575,7 +16091,8 @@ class RunnerTest(RunnerCase):
     def test_the_log_has_the_words_of_the_pages_and_is_private(self):
         self.create('exit 3')
         self.run_it()
-        for words in ('Job runner starting workflow_id=1 ', ' execution_mode=Direct limit_resources=true', 'Job started workflow_id=1 job_id=1 run_id=1 ',
+        for words in ('Job runner starting workflow_id=1 ', ' execution_mode=Direct limit_resources=true',
+                      'Job started workflow_id=1 job_id=1 run_id=1 ',
                       'Job completed workflow_id=1 job_id=1 run_id=1 attempt_id=1 return_code=3 status=failed ', 'Workflow complete workflow_id=1'):
             self.assertIn(words, self.log())
         path, = glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*')
@@ -15654,7 +16171,8 @@ class RunnerTest(RunnerCase):
         self.create({'command': 'env', 'env': {'MINE': 'job', 'TORC_JOB_ID': 'mine'}}, env={'SHARED': 'all', 'MINE': 'workflow'})
         self.run_it(env={'TORC_PASSWORD': 'sesame', 'OUTER': 'yes'})
         found = dict(line.split('=', 1) for line in self.stdio().splitlines() if '=' in line)
-        wanted = {'MINE': 'job', 'SHARED': 'all', 'OUTER': 'yes', 'TORC_WORKFLOW_ID': '1', 'TORC_JOB_ID': '1', 'TORC_JOB_NAME': 'j1', 'TORC_RUN_ID': '1',
+        wanted = {'MINE': 'job', 'SHARED': 'all', 'OUTER': 'yes', 'TORC_WORKFLOW_ID': '1', 'TORC_JOB_ID': '1',
+                  'TORC_JOB_NAME': 'j1', 'TORC_RUN_ID': '1',
                   'TORC_ATTEMPT_ID': '1', 'TORC_API_URL': StoreClient.url, 'TORC_TOKEN_FILE': StoreClient.token_file,
                   'TORC_OUTPUT_DIR': self.world.path('out')}
         self.assertEqual(wanted, {name: found.get(name) for name in wanted})
@@ -15763,7 +16281,8 @@ class RunnerTest(RunnerCase):
         self.create(*({'command': 'echo a', 'stdio': own} for own in ({'mode': 'separate'}, {}, {'delete_on_success': False})), 'echo b',
                     execution_config={'stdio': {'mode': 'combined', 'delete_on_success': True}})
         self.run_it()
-        self.assertEqual([f'job_wf1_j{number}_r1_a1.{end}' for number in (1, 2, 3) for end in 'eo'], sorted(os.listdir(self.world.path('out', 'job_stdio'))))
+        self.assertEqual([f'job_wf1_j{number}_r1_a1.{end}' for number in (1, 2, 3) for end in 'eo'],
+                         sorted(os.listdir(self.world.path('out', 'job_stdio'))))
 
     # -------- output that is capped --------
 
@@ -15829,7 +16348,8 @@ class RunnerTest(RunnerCase):
             self.assertFalse(cap.is_written([stream], now))
             self.assertTrue(woken.wait(20))
             self.assertTrue(cap.is_written([stream], now))
-            self.assertEqual(('abc', 'stdout was cut off at 3B of 6B (--max-output-bytes)'), (self.world.read('kept'), stream.describe_cut()))
+            self.assertEqual(('abc', 'stdout was cut off at 3B of 6B (--max-output-bytes)'),
+                             (self.world.read('kept'), stream.describe_cut()))
             with self.assertRaises(BrokenPipeError):
                 os.write(pipe, b'more')
 
@@ -15874,7 +16394,8 @@ class RunnerTest(RunnerCase):
 
     def test_a_persistent_runner_leaves_when_no_job_of_its_labels_is_left(self):
         self.create({'command': 'true', 'labels': ['big']}, {'command': 'true', 'depends_on': ['j1'], 'labels': ['big']}, 'true',
-                    compute_node_wait_for_new_jobs_seconds=1, execution_config={'mode': 'direct', 'sigterm_lead_seconds': 0, 'sigkill_headroom_seconds': 0})
+                    compute_node_wait_for_new_jobs_seconds=1, execution_config={'mode': 'direct',
+                            'sigterm_lead_seconds': 0, 'sigkill_headroom_seconds': 0})
         outcome = self.run_it(labels=['big', 'more'], is_persistent=True, end_time=time.time() + 30)
         self.assertEqual((2, False, 'idle'), (outcome.completed, outcome.is_complete, outcome.reason))
         self.assertEqual({'j1': 'completed', 'j2': 'completed', 'j3': 'ready'}, self.statuses())
@@ -15915,7 +16436,8 @@ class RunnerTest(RunnerCase):
         self.assertIn('the recovery script ended with return code 5', outcome.failed_jobs[0][3])
 
     def test_max_retries_counts_attempts(self):
-        self.create({'command': 'exit 1', 'failure_handler': 'fix'}, failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True}]}])
+        self.create({'command': 'exit 1', 'failure_handler': 'fix'},
+                    failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True}]}])
         self.assertEqual(1, self.run_it().failed)
         self.assertEqual([1, 2, 3], [row[1] for row in self.results()])
 
@@ -15926,7 +16448,8 @@ class RunnerTest(RunnerCase):
         self.assertFalse(outcome.is_complete)
 
     def test_actions_of_all_six_triggers_run_in_their_order(self):
-        triggers = ('on_workflow_start', 'on_worker_start', 'on_jobs_ready', 'on_jobs_complete', 'on_workflow_complete', 'on_worker_complete')
+        triggers = ('on_workflow_start', 'on_worker_start', 'on_jobs_ready', 'on_jobs_complete',
+                    'on_workflow_complete', 'on_worker_complete')
         actions = [dict({'trigger_type': trigger, 'action_type': 'run_commands', 'commands': [f'echo {trigger} >> order', 'pwd >> where']},
                         **({'jobs': ['j2']} if 'jobs' in trigger else {})) for trigger in triggers]
         self.create('echo job >> out/order', {'command': 'echo job >> out/order', 'depends_on': ['j1']}, actions=actions)
@@ -15939,11 +16462,13 @@ class RunnerTest(RunnerCase):
 
     def test_jobs_start_after_the_actions_that_come_with_them(self):
         self.create('true', {'command': 'test -e out/made', 'depends_on': ['j1']},
-                    actions=[{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'commands': ['sleep 0.3; echo > made'], 'jobs': ['j2']}])
+                    actions=[{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
+                              'commands': ['sleep 0.3; echo > made'], 'jobs': ['j2']}])
         self.assertEqual(2, self.run_it().completed)
 
     def test_an_action_stops_at_its_first_failure_and_says_so(self):
-        self.create('true', actions=[{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands', 'commands': ['echo a', 'exit 3', 'echo > never']}])
+        self.create('true', actions=[{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands',
+                                      'commands': ['echo a', 'exit 3', 'echo > never']}])
         self.assertEqual(1, self.run_it().completed)
         self.assertFalse(os.path.exists(self.world.path('out', 'never')))
         self.assertTrue(any('command 2 ended with return code 3: exit 3' in text for text in self.progress.messages), self.progress.messages)
@@ -16620,7 +17145,8 @@ class TerminationTest(RunnerCase):
         self.assertRegex(killed, r'^INFO Job SIGKILL workflow_id=1 job_id=1 pid=\d+$')
 
     def test_signals_that_come_in_pairs_kill_nothing(self):
-        pairs = ((signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGHUP), (signal.SIGXCPU, signal.SIGXCPU), (signal.SIGINT, signal.SIGTERM))
+        pairs = ((signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGHUP),
+                 (signal.SIGXCPU, signal.SIGXCPU), (signal.SIGINT, signal.SIGTERM))
         for number, pair in enumerate(pairs):
             with self.subTest(pair):
                 ready = f'ready{number}'
@@ -16652,7 +17178,9 @@ class TerminationTest(RunnerCase):
                              (outcome.terminated, outcome.failed, statuses))
 
     def test_what_an_action_does_at_the_end_of_the_time_ends_before_it(self):
-        self.create('sleep 1000', actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['echo > acted; sleep 1000']}],
+        self.create('sleep 1000', actions=[{'trigger_type': 'on_worker_complete',
+                                            'action_type': 'run_commands',
+                                            'commands': ['echo > acted; sleep 1000']}],
                     execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 0},
                     resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
         end = time.time() + 3.5
@@ -16788,7 +17316,8 @@ class TableTest(unittest.TestCase):
         self.assertEqual([[-9, '-9']], torc.table_cells(heading, [{'return_code': -9, 'reason': '-9'}]))
 
     def test_cells_are_one_line_each(self):
-        for value, text in ((None, ''), (True, 'true'), (False, 'false'), (1.25, '1.25'), ({'a': 1}, '{"a":1}'), ([1, 2], '[1,2]'), ('x', 'x')):
+        for value, text in ((None, ''), (True, 'true'), (False, 'false'), (1.25, '1.25'),
+                            ({'a': 1}, '{"a":1}'), ([1, 2], '[1,2]'), ('x', 'x')):
             self.assertEqual(text, torc.format_cell(value))
 
     def test_a_record_leaves_out_what_is_empty(self):
@@ -16805,7 +17334,8 @@ class TableTest(unittest.TestCase):
         self.assertEqual('{"a":"é\\u009b\\u202e"}\n', torc.format_json_document({'a': 'é\x9b\u202e'}, is_line=True))
 
     def test_help_in_two_columns_gives_a_long_word_its_own_line(self):
-        self.assertEqual('  a    x\n  bcd  y\n  much too long\n       z\n', torc.format_rows([('a', 'x'), ('bcd', 'y'), ('much too long', 'z')], limit=3))
+        self.assertEqual('  a    x\n  bcd  y\n  much too long\n       z\n',
+                         torc.format_rows([('a', 'x'), ('bcd', 'y'), ('much too long', 'z')], limit=3))
 
     def test_times_are_shown_in_local_time_and_other_texts_as_they_are(self):
         self.assertRegex(torc.format_local_time('2026-11-21T09:28:54.436Z'), r'\A2026-11-2[012] \d\d:\d\d:54 [-+]\d{4}\Z')
@@ -16869,7 +17399,8 @@ class StatusReportTest(unittest.TestCase):
 
     def test_the_verdict_follows_from_the_counts(self):
         table = ((status_of(completed=2), 'complete'), (status_of(completed=1, canceled=1), 'failed'), (status_of(ready=1), 'running'),
-                 (status_of(uninitialized=1), 'running'), (dict(status_of(ready=1), is_canceled=True), 'canceled'), (status_of(), 'complete'))
+                 (status_of(uninitialized=1), 'running'), (dict(status_of(ready=1), is_canceled=True),
+                                                           'canceled'), (status_of(), 'complete'))
         for status, kind in table:
             self.assertEqual(kind, torc.verdict_of(status)[0], status)
 
@@ -16994,11 +17525,13 @@ class StyleTest(unittest.TestCase):
 GIB = 2 ** 30
 
 
-def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1, name: str = 'small', code: int = 0,
+def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
+            name: str = 'small', code: int = 0,
             minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
     """A job, what it asked for, and its result."""
     needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
-    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes, 'status': 'failed' if code else 'completed',
+    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
+              'status': 'failed' if code else 'completed',
               'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
     return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
 
@@ -17013,7 +17546,8 @@ class UseTest(unittest.TestCase):
 
     def test_each_resource_is_compared_in_its_unit(self):
         self.assertEqual(
-            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'), 'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
+            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
+             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
             self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
         self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
                          self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
@@ -17042,7 +17576,8 @@ class UseTest(unittest.TestCase):
         for line in textwrap.dedent(table).strip().splitlines()[1:]:
             code, minutes, peak, flags = line.split(None, 3)
             with self.subTest(line):
-                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes), peak=None if peak == '-' else int(float(peak) * GIB)))
+                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
+                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
                 said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
                         'runtime' if found.get('likely_runtime_violation') else None]
                 self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
@@ -17120,14 +17655,17 @@ class CorrectionTest(unittest.TestCase):
         chance = random.Random(11)
         for trial in range(300):
             factor = chance.choice((1.0, 1.2, 1.5, 3.0))
-            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16), f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
-                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB), cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
+            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
+                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
+                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
+                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
             for use in uses:
                 use.needs.update(uses[0].needs)
             plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
             new = {item.resource: item.new for _, items in plan for item in items}
             with self.subTest(trial):
-                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes', 'peak_cpu_percent', 'exec_time_minutes')]
+                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
+                        'peak_cpu_percent', 'exec_time_minutes')]
                 self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
                 self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
                 self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
@@ -17164,17 +17702,27 @@ MORE_ERROR_LINES = (
     ('Out of memory', 'fork: Cannot allocate memory'), ('Out of memory', '2026-11-22T10:00:00Z WARNING OOM violation detected: workflow_id=1'),
     ('Out of memory', 'Out of memory: Killed process 77 (x) total-vm:1kB'), ('Time limit', 'CPU time limit exceeded (core dumped)'),
     ('Not found', "ModuleNotFoundError: No module named 'numpy'"), ('Not found', './x: error while loading shared libraries: libz.so.1'),
-    ('Not found', 'sh: 1: gromacs: not found'), ('Not found', "cat: x: No such file or directory"), ('Permission', "PermissionError: [Errno 13] Permission denied: 'x'"),
-    ('Disk full', 'OSError: [Errno 28] No space left on device'), ('Crash', 'Bus error'), ('Crash', '*** stack smashing detected ***: terminated'),
+    ('Not found', 'sh: 1: gromacs: not found'), ('Not found', "cat: x: No such file or directory"),
+    ('Permission', "PermissionError: [Errno 13] Permission denied: 'x'"),
+    ('Disk full', 'OSError: [Errno 28] No space left on device'), ('Crash', 'Bus error'),
+    ('Crash', '*** stack smashing detected ***: terminated'),
     ('Panic', 'panic: runtime error: index out of range'), ('Exception', 'ValueError: 3'), ('Exception', 'my.own.SolverException'),
-    ('Exception', 'Error in eval(expr) : object not found'), ('Exception', 'forrtl: severe (24): end-of-file'), ('Error', 'make: *** [all] Error 2'),
-    ('Error', 'x.c:1:5: error: unknown type'), ('Error', '[ERROR] it broke'), ('Error', 'Error: no such option: --x'), ('Error', 'FATAL: database is locked'))
+    ('Exception', 'Error in eval(expr) : object not found'), ('Exception',
+                                                              'forrtl: severe (24): end-of-file'),
+    ('Error', 'make: *** [all] Error 2'),
+    ('Error', 'x.c:1:5: error: unknown type'), ('Error', '[ERROR] it broke'),
+    ('Error', 'Error: no such option: --x'), ('Error', 'FATAL: database is locked'))
 BENIGN_LINES = (
-    '0 errors', 'No errors found.', 'validation error: 0.013', 'mean squared error: 3', 'ERROR: 0', 'errors=0 failures=0', 'timeout=30', 'walltime 01:00:00',
-    'connection timeout set to 30 s', 'task FAILED over to node 2', 'tests FAILED: 0', 'killed 3 birds', 'the out-of-sample score', 'oomph', 'CANCELLED orders: 4',
-    'test_error_handling ... ok', 'memory limit: 8 GB', 'loading error_model.bin', 'Traceback (most recent call last):', 'no exception was raised',
-    'INFO retrying: connection refused', '2026-11-22 10:00:00 DEBUG no such file or directory, making it', 'found 0 items not found', 'gpu memory 12 GB',
-    '2026-11-22T10:00:00.000Z INFO Job completed workflow_id=1 job_id=1 return_code=0 status=completed', 'critical path: 3 jobs', 'Severe weather: 0.3')
+    '0 errors', 'No errors found.', 'validation error: 0.013', 'mean squared error: 3', 'ERROR: 0',
+    'errors=0 failures=0', 'timeout=30', 'walltime 01:00:00',
+    'connection timeout set to 30 s', 'task FAILED over to node 2', 'tests FAILED: 0', 'killed 3 birds',
+    'the out-of-sample score', 'oomph', 'CANCELLED orders: 4',
+    'test_error_handling ... ok', 'memory limit: 8 GB', 'loading error_model.bin',
+    'Traceback (most recent call last):', 'no exception was raised',
+    'INFO retrying: connection refused', '2026-11-22 10:00:00 DEBUG no such file or directory, making it',
+    'found 0 items not found', 'gpu memory 12 GB',
+    '2026-11-22T10:00:00.000Z INFO Job completed workflow_id=1 job_id=1 return_code=0 status=completed',
+    'critical path: 3 jobs', 'Severe weather: 0.3')
 
 
 class FindingsTest(unittest.TestCase):
@@ -17188,7 +17736,8 @@ class FindingsTest(unittest.TestCase):
         return [finding.kind.name for finding in findings.kept]
 
     def test_each_class_finds_its_message(self):
-        self.assertEqual([kind.name for kind in torc.ERROR_CLASSES], sorted(ERROR_LINES, key=[kind.name for kind in torc.ERROR_CLASSES].index))
+        self.assertEqual([kind.name for kind in torc.ERROR_CLASSES],
+                         sorted(ERROR_LINES, key=[kind.name for kind in torc.ERROR_CLASSES].index))
         for name, line in [*ERROR_LINES.items(), *MORE_ERROR_LINES]:
             with self.subTest(line):
                 self.assertEqual([name], self.classes(line))
@@ -17206,7 +17755,8 @@ class FindingsTest(unittest.TestCase):
                 findings.read(data[start:start + size])
             findings.read(b'')
             with self.subTest(size):
-                self.assertEqual([(2, 'Killed', 'Killed'), (5, 'Out of memory', 'MemoryError'), (7, 'Permission', 'last: Permission denied')],
+                self.assertEqual([(2, 'Killed', 'Killed'), (5, 'Out of memory', 'MemoryError'),
+                                  (7, 'Permission', 'last: Permission denied')],
                                  [(finding.line, finding.kind.name, finding.text) for finding in findings.kept])
 
     def test_many_errors_of_a_file_are_counted_and_some_are_kept(self):
@@ -17217,8 +17767,10 @@ class FindingsTest(unittest.TestCase):
         self.assertIn('  and 480 more\n', torc.format_findings([('a.e', findings)]))
 
     def test_a_file_belongs_to_the_workflow_in_its_name(self):
-        for name, number in (('job_wf1_j1_r1_a1.o', 1), ('job_wf10_j1_r1_a1.o', 10), ('job_runner_h_wf12_r1.log', 12), ('resource_metrics_wf3.db', 3),
-                             ('wf7.tar.gz', 7), ('swf1_x', None), ('job_wf_j1', None), ('torc.db', None), ('job_runner_nwf1_wf2_r1.log', 2)):
+        for name, number in (('job_wf1_j1_r1_a1.o', 1), ('job_wf10_j1_r1_a1.o', 10),
+                             ('job_runner_h_wf12_r1.log', 12), ('resource_metrics_wf3.db', 3),
+                             ('wf7.tar.gz', 7), ('swf1_x', None), ('job_wf_j1', None), ('torc.db', None),
+                             ('job_runner_nwf1_wf2_r1.log', 2)):
             self.assertEqual(number, torc.workflow_in_name(name), name)
 
     def test_logs_are_told_from_other_files(self):
@@ -17249,7 +17801,8 @@ SERIES_TABLES = '''
 SERIES_BEGIN = 1795362000
 
 
-def write_series(path: str, jobs: Dict[int, Tuple[str, Sequence[Sequence[Any]]]], nodes: Sequence[Sequence[Any]] = (), summary: Sequence[Any] = ()) -> str:
+def write_series(path: str, jobs: Dict[int, Tuple[str, Sequence[Sequence[Any]]]],
+                 nodes: Sequence[Sequence[Any]] = (), summary: Sequence[Any] = ()) -> str:
     """A monitor's database: job -> name and (second, CPU percent, bytes, processes)."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
@@ -17311,7 +17864,9 @@ class PlotTest(WorldTest):
         ramp = [(second, 50.0 + second, second * 2 ** 20, 1 + second // 50) for second in range(0, 101, 10)]
         jobs = {1: ('first', ramp), 2: ('second <b>&"\x1b[31m', ramp[:3])}
         nodes = [(second, 40.0, 4 * GIB, 16 * GIB) for second in range(0, 101, 10)]
-        return write_series(self.world.path('series', name), **dict({'jobs': jobs, 'nodes': nodes, 'summary': (11, 90.0, 40.0, 5 * GIB, 4 * GIB)}, **how))
+        return write_series(self.world.path('series', name), **dict({'jobs': jobs, 'nodes': nodes,
+                                                                     'summary': (11, 90.0, 40.0, 5 * GIB,
+                4 * GIB)}, **how))
 
     def plot(self, *paths: str, **how: Any) -> Dict[str, PlotPage]:
         """Pages by name, parsed."""
@@ -17324,7 +17879,8 @@ class PlotTest(WorldTest):
 
     def test_there_is_a_page_for_each_job_all_jobs_and_the_nodes(self):
         pages = self.plot()
-        self.assertEqual(['cpu_all_jobs', 'job_1', 'job_2', 'memory_all_jobs', 'summary', 'system_summary', 'system_timeline'], sorted(pages))
+        self.assertEqual(['cpu_all_jobs', 'job_1', 'job_2', 'memory_all_jobs', 'summary', 'system_summary',
+                          'system_timeline'], sorted(pages))
         for name, page in pages.items():
             with self.subTest(name):
                 self.assertEqual(([], []), (page.faults, page.open_tags))
@@ -17381,7 +17937,9 @@ class PlotTest(WorldTest):
         self.assertEqual((6, 3), (len(page.of('polyline')), len(page.of('circle'))))    # the last is a point of its own
 
     def test_attempts_on_several_nodes_are_lines_of_their_own(self):
-        other = self.series('resource_metrics_g_wf1_r1.db', jobs={1: ('first', [(500, 10.0, GIB, 1), (510, 20.0, GIB, 1)])}, nodes=[], summary=())
+        other = self.series('resource_metrics_g_wf1_r1.db', jobs={1: ('first',
+                                                                      [(500, 10.0, GIB, 1),
+                (510, 20.0, GIB, 1)])}, nodes=[], summary=())
         pages = self.plot(self.series(), other)
         self.assertEqual(6, len(pages['job_1'].of('polyline')))
         self.assertTrue({'h_wf1_r1: peak 150%', 'g_wf1_r1: peak 20%'} <= set(pages['job_1'].words))
@@ -17406,7 +17964,8 @@ class PlotTest(WorldTest):
         traces = figures['job_1.json']['data']
         self.assertEqual(['CPU (100% is one core): h_wf1_r1', 'Memory: h_wf1_r1', 'Memory: asked for: 1 GB', 'Processes: h_wf1_r1'],
                          [trace['name'] for trace in traces])
-        self.assertEqual((['2026-11-22T15:40:00.000Z', '2026-11-22T15:40:10.000Z'], [0, 10 * 2 ** 20]), (traces[1]['x'][:2], traces[1]['y'][:2]))
+        self.assertEqual((['2026-11-22T15:40:00.000Z', '2026-11-22T15:40:10.000Z'], [0, 10 * 2 ** 20]),
+                         (traces[1]['x'][:2], traces[1]['y'][:2]))
         self.assertEqual([GIB, GIB], traces[2]['y'])
         self.assertEqual({'data', 'layout'}, set(figures['summary.json']))
 
@@ -17565,7 +18124,8 @@ RECORDED = (
     ('events create WF -d JSON', "events create 1 -d '{\"category\": \"x\", \"n\": 1}'"),
     ('events get-latest-event WF', 'events get-latest-event 1'),
     ('workflows reinit WF --dry-run', 'workflows reinit 1 --dry-run'),
-    ('jobs reset-status --return-code 3 --workflow-id WF --no-prompts --reinit', 'jobs reset-status --return-code 3 --workflow-id 1 --no-prompts --reinit'),
+    ('jobs reset-status --return-code 3 --workflow-id WF --no-prompts --reinit',
+     'jobs reset-status --return-code 3 --workflow-id 1 --no-prompts --reinit'),
     ('jobs delete J', 'jobs delete 6'),
     ('workflows reinit WF', 'workflows reinit 1'),
     ('workflows reset-status WF --failed-only --no-prompts', 'workflows reset-status 1 --failed-only --no-prompts'),
@@ -17601,7 +18161,8 @@ RECORDED = (
     ('delete WF WF2 99999999', 'delete 1 2'),
 )
 # Keys that are not asked for: a job's and node's measurements need a monitor; ro_crate and the like come with their sections.
-NOT_YET = {'peak_memory_bytes', 'peak_memory_formatted', 'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent', 'compute_node_id', 'executed_at', 'executed_by',
+NOT_YET = {'peak_memory_bytes', 'peak_memory_formatted', 'avg_memory_bytes', 'peak_cpu_percent',
+           'avg_cpu_percent', 'compute_node_id', 'executed_at', 'executed_by',
            'st_mtime', 'access_groups', 'producer_job_id', 'producer_job_name', 'consumer_job_id', 'consumer_job_name', 'wait_for_new_jobs'}
 
 
@@ -17614,7 +18175,8 @@ def missing_keys(recorded: Any, ours: Any, place: str = '') -> List[str]:
         return found + [path for key in recorded if key in ours for path in missing_keys(recorded[key], ours[key], f'{place}.{key}')]
     if isinstance(recorded, list) and isinstance(ours, list):
         return missing_keys(recorded[0], ours[0], place + '[]') if recorded and ours else []
-    return [] if isinstance(recorded, dict) == isinstance(ours, dict) and isinstance(recorded, list) == isinstance(ours, list) else [place + ' (kind)']
+    return [] if isinstance(recorded, dict) == isinstance(ours, dict) and isinstance(recorded,
+            list) == isinstance(ours, list) else [place + ' (kind)']
 
 
 class CommandTest(WorldTest):
@@ -17690,7 +18252,8 @@ class WhichWorkflowTest(CommandTest):
         terminal = io.StringIO(typed)
         terminal.isatty = lambda: True
         parsed = torc.parse_command_line(['status'])
-        session = torc.Session(dict(parsed.options, db=self.world.path('torc_output', 'torc.db'), **options), io.StringIO(), io.StringIO(), terminal)
+        session = torc.Session(dict(parsed.options, db=self.world.path('torc_output', 'torc.db'), **options),
+                               io.StringIO(), io.StringIO(), terminal)
         session.command = parsed.command
         self.addCleanup(session.close)
         return session
@@ -17711,7 +18274,8 @@ class WhichWorkflowTest(CommandTest):
 
     def test_a_question_needs_a_terminal_or_its_flag(self):
         self.make()
-        for line in ('cancel 1', 'delete 1', 'workflows reset-status 1', 'jobs delete-all 1', 'jobs reset-status 1', 'user-data delete-all 1'):
+        for line in ('cancel 1', 'delete 1', 'workflows reset-status 1', 'jobs delete-all 1',
+                     'jobs reset-status 1', 'user-data delete-all 1'):
             outcome = self.assertExit(2, self.world.main(*line.split()), '--no-prompts')
             self.assertEqual('', outcome.out)
         self.assertEqual(1, len(self.json('workflows list')['items']))
@@ -17755,7 +18319,8 @@ class ObjectTest(CommandTest):
 
     def test_an_unknown_id_is_exit_4(self):
         self.make()
-        for line in ('jobs get 99', 'files get 99', 'results delete 99', 'workflows get 99', 'cancel 99 --no-prompts', 'logs 99 a', 'logs 1 nope', 'run 99'):
+        for line in ('jobs get 99', 'files get 99', 'results delete 99', 'workflows get 99',
+                     'cancel 99 --no-prompts', 'logs 99 a', 'logs 1 nope', 'run 99'):
             self.assertExit(4, self.world.main(*line.split()))
 
     def test_labels_and_priority_of_a_job_change(self):
@@ -17792,7 +18357,8 @@ class ObjectTest(CommandTest):
         client.initialize_jobs(workflow_id=1)
         client.claim_next_jobs(workflow_id=1, limit=1)
         client.close()
-        self.assertExit(4, self.world.main('jobs', 'delete', 2, 1), 'jobs are pending or running: prep; wait for their end, or cancel the workflow')
+        self.assertExit(4, self.world.main('jobs', 'delete', 2, 1),
+                        'jobs are pending or running: prep; wait for their end, or cancel the workflow')
         self.assertEqual(5, len(self.json('jobs list 1')['items']))
         self.assertEqual([2, 3], [job['id'] for job in self.json('jobs delete 2 3 2')['items']])
 
@@ -17800,7 +18366,9 @@ class ObjectTest(CommandTest):
         self.make()
         self.world.write('commands.txt', '# two\necho 1\n\n  echo 2\n')
         self.assertEqual(2, self.json('jobs create-from-file 1 commands.txt --memory-per-job 2g')['jobs_created'])
-        self.assertEqual([('job6', 'echo 1'), ('job7', 'echo 2')], [(job['name'], job['command']) for job in self.json('jobs list 1 --offset 5')['items']])
+        self.assertEqual([('job6', 'echo 1'), ('job7', 'echo 2')],
+                         [(job['name'],
+                           job['command']) for job in self.json('jobs list 1 --offset 5')['items']])
         self.world.write('empty.txt', '# none\n')
         self.assertExit(2, self.world.main('jobs', 'create-from-file', 1, 'empty.txt'), 'holds no command')
 
@@ -17853,7 +18421,8 @@ class MonitorTest(CommandTest):
         self.world.write('events.jsonl', 'kept\n')
         monitor = self.start_monitor('--filename', 'events.jsonl')     # a server is started for it
         self.assertExit(1, self.world.cli('run', 1))
-        wanted = [('workflow_started', None), ('compute_node_started', None), ('job_started', 'a'), ('job_completed', 'a'), ('job_started', 'b'),
+        wanted = [('workflow_started', None), ('compute_node_started', None), ('job_started', 'a'),
+                  ('job_completed', 'a'), ('job_started', 'b'),
                   ('job_failed', 'b'), ('job_canceled', 'c'), ('compute_node_stopped', None)]
         self.world.wait(lambda: wanted[-1] in self.events('\n'.join(monitor.lines())), 10, 'the end of the run', [monitor])
         monitor.send(signal.SIGINT)
@@ -17870,12 +18439,16 @@ class MonitorTest(CommandTest):
         with self.world.inside(), contextlib.closing(torc.Client.connect(database=self.world.path('my.db'))) as client:
             client.create_workflow({'name': 'w', 'user': 'u'})
             monitor = self.world.start('--db', 'my.db', 'events', 'monitor', 1)
-            self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and monitor.lines(), 20, 'the monitor', [monitor])
+            self.world.wait(lambda: client.archive_workflow({'is_archived': False},
+                                                            workflow_id=1) and monitor.lines(), 20,
+                            'the monitor', [monitor])
             self.world.server.kill()
             self.world.serve('--db', 'my.db', '--port', port)
             self.world.wait(lambda: 'missed while the server was away' in monitor.err, 20, 'the monitor to notice', [monitor])
             before = len(monitor.lines())
-            self.world.wait(lambda: client.archive_workflow({'is_archived': False}, workflow_id=1) and len(monitor.lines()) > before, 20, 'more', [monitor])
+            self.world.wait(lambda: client.archive_workflow({'is_archived': False},
+                                                            workflow_id=1) and len(monitor.lines()) > before,
+                            20, 'more', [monitor])
         monitor.send(signal.SIGTERM)
         monitor.finish()
 
@@ -17924,7 +18497,8 @@ class AdminCommandTest(CommandTest):
             self.assertEqual(expected, self.json('workflows get 1').get('description'))
         self.assertExit(0, self.world.main('--no-prompts', 'admin', 'sql', '--write', 'DELETE FROM event WHERE 0'), '0 rows changed')
         self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET description = 1'), 'has no WHERE')
-        self.assertExit(0, self.world.main('admin', 'sql', '--write', '-y', '--allow-full-table', 'UPDATE workflow SET description = 1'), '1 rows changed')
+        self.assertExit(0, self.world.main('admin', 'sql', '--write', '-y', '--allow-full-table',
+                                           'UPDATE workflow SET description = 1'), '1 rows changed')
         self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET user = NULL WHERE 1'), 'NOT NULL')
         log = self.json('admin list-audit-log')
         self.assertEqual([False, True, True, True], [row['success'] for row in log['items']])
@@ -17935,7 +18509,8 @@ class AdminCommandTest(CommandTest):
     def test_a_server_can_do_without(self):
         self.world.serve('--db', 'my.db', '--disable-admin-sql-writes')
         self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'))
-        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', '--write', '-y', 'DELETE FROM job WHERE 1'), 'SQL that writes is switched off')
+        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', '--write', '-y',
+                                           'DELETE FROM job WHERE 1'), 'SQL that writes is switched off')
         self.assertIn('request', self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'api-stats')).out)
         self.world.server.send(signal.SIGTERM)
         self.world.server.finish(10)
@@ -18186,7 +18761,8 @@ class TaskCommandTest(CommandTest):
         return self.json('workflows get 1')['run_id']
 
     def test_init_waits_for_its_task_or_does_not(self):
-        self.assertEqual({'error': None, 'message': 'Initializing task completed', 'status': 'success', 'task_id': 1, 'task_operation': 'initialize_jobs',
+        self.assertEqual({'error': None, 'message': 'Initializing task completed', 'status': 'success',
+                          'task_id': 1, 'task_operation': 'initialize_jobs',
                           'task_status': 'succeeded', 'workflow_id': 1}, self.json('workflows init 1'))
         self.assertEqual({'message': 'Reinitialize task created', 'status': 'success', 'task_id': 2, 'task_operation': 'initialize_jobs',
                           'task_status': 'queued', 'workflow_id': 1}, self.json('workflows reinit 1 --async'))
@@ -18201,7 +18777,8 @@ class TaskCommandTest(CommandTest):
             self.assertEqual(1, self.json(line)['task_id'])
         self.assertEqual(run_id, self.run_id())
         answer = self.json('workflows reinit 1 --wait-timeout 0.05', 1)
-        self.assertEqual(('error', 'queued', True), (answer['status'], answer['task_status'], 'is still queued: wait on with' in answer['error']))
+        self.assertEqual(('error', 'queued', True), (answer['status'], answer['task_status'],
+                                                     'is still queued: wait on with' in answer['error']))
         outcome = self.assertExit(1, self.world.main('-f', 'json', 'tasks', 'wait', 1, '--timeout', '0.05'), 'torc: task 1 is still queued')
         self.assertEqual('queued', outcome.json()['status'])
         self.work(True)
@@ -18227,7 +18804,8 @@ class ActionCommandTest(CommandTest):
         self.make()
         answer = self.json("workflows update-action 1 2 --num-allocations 4 --start-one-worker-per-node yes --json '{\"num_allocations\": 9, \"max_parallel_jobs\": 3}'")
         config = answer['action_config']
-        self.assertEqual((4, True, 3, 'slurm'), tuple(config[key] for key in ('num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs', 'scheduler_type')))
+        self.assertEqual((4, True, 3, 'slurm'), tuple(config[key] for key in ('num_allocations',
+                'start_one_worker_per_node', 'max_parallel_jobs', 'scheduler_type')))
         self.assertEqual('Updated action 2\n', self.text('workflows update-action 1 2 --scheduler-type slurm'))
         self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2), 'nothing to change: give one of --scheduler-id')
         self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2, '--json', '[1]'), '--json requires an object')
@@ -18348,7 +18926,8 @@ class WorkflowTest(CommandTest):
         self.assertExit(1, self.world.cli('run', 'w.yaml'))
         client = self.world.connect()
         self.addCleanup(client.close)
-        node = {'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1,
+        node = {'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z',
+                'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1,
                 'compute_node_type': 'local', 'is_active': True}
         client.create_compute_node(node)
         client.close()
@@ -18358,7 +18937,8 @@ class WorkflowTest(CommandTest):
     def test_a_finished_workflow_is_not_run_again_unasked(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')
         self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        outcome = self.assertExit(1, self.world.cli('run', 1), 'Workflow 1 has nothing left to do: 1 failed', 'reset-status 1 --failed-only -r')
+        outcome = self.assertExit(1, self.world.cli('run', 1), 'Workflow 1 has nothing left to do: 1 failed',
+                                  'reset-status 1 --failed-only -r')
         self.assertEqual('', outcome.out)
         self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '--failed-only', '--no-prompts'))
         self.assertExit(1, self.world.cli('run', 1), '1 failed')    # reset, not initialized: run does it
@@ -18465,7 +19045,8 @@ class UsedResourcesTest(CommandTest):
 
     def needs(self) -> List[Tuple[str, int, str, str]]:
         """The requirements as they are."""
-        return [(item['name'], item['num_cpus'], item['memory'], item['runtime']) for item in self.json('resource-requirements list 1')['items']]
+        return [(item['name'], item['num_cpus'], item['memory'],
+                 item['runtime']) for item in self.json('resource-requirements list 1')['items']]
 
     def test_what_jobs_used_is_compared_with_what_they_asked_for(self):
         found = self.json('workflows check-resources 1')
@@ -18494,10 +19075,12 @@ class UsedResourcesTest(CommandTest):
         done = self.json('workflows correct-resources 1')
         self.assertEqual(dict(planned, dry_run=False), done)
         self.assertEqual((2, 2, 1, 1, 1, 1), tuple(done[key] for key in (
-            'resource_requirements_updated', 'memory_corrections', 'cpu_corrections', 'downsize_memory_corrections', 'downsize_cpu_corrections',
+            'resource_requirements_updated', 'memory_corrections', 'cpu_corrections',
+            'downsize_memory_corrections', 'downsize_cpu_corrections',
             'downsize_runtime_corrections')))
         up, down = done['adjustments']
-        self.assertEqual(('upscale', [1, 2], ['train', 'bad'], '100m', '308m', 256 * 2 ** 20, 1, 4, 302.0, False), tuple(up[key] for key in (
+        self.assertEqual(('upscale', [1, 2], ['train', 'bad'], '100m', '308m', 256 * 2 ** 20, 1, 4, 302.0,
+                          False), tuple(up[key] for key in (
             'direction', 'job_ids', 'job_names', 'original_memory', 'new_memory', 'max_peak_memory_bytes', 'original_cpus', 'new_cpus',
             'max_peak_cpu_percent', 'runtime_adjusted')))
         self.assertEqual(('downscale', '64g', '3g', 8, 6, 'PT10H', 'PT1M'), tuple(down[key] for key in (
@@ -18513,13 +19096,15 @@ class UsedResourcesTest(CommandTest):
             found = self.json('workflows correct-resources 1 --dry-run ' + options)['adjustments']
             self.assertEqual(expected, [(item['direction'], item['new_memory']) for item in found], options)
         self.assertEqual('error', self.json('workflows correct-resources 1 --job-ids 99', 4)['status'])
-        for line, message in (('correct-resources 1 --cpu-multiplier 0.5', "'0.5' is not a multiplier"), ('check-resources 1 -f csv', 'has no CSV form'),
+        for line, message in (('correct-resources 1 --cpu-multiplier 0.5', "'0.5' is not a multiplier"),
+                              ('check-resources 1 -f csv', 'has no CSV form'),
                               ('check-resources 1 --min-over-utilization few', "'few' is not a number of percent"),
                               ('correct-resources 1 --runtime-multiplier nan', "'nan' is not a multiplier")):
             self.assertIn(message, self.assertExit(2, self.world.main('workflows', *line.split())).err)
 
     def test_plots_show_what_the_jobs_of_a_workflow_asked_for(self):
-        path = write_series(self.world.path('m', 'resource_metrics_h_wf1_r1.db'), {1: ('train', [(0, 50.0, 2 ** 27, 1), (10, 50.0, 2 ** 27, 1)])})
+        path = write_series(self.world.path('m', 'resource_metrics_h_wf1_r1.db'),
+                            {1: ('train', [(0, 50.0, 2 ** 27, 1), (10, 50.0, 2 ** 27, 1)])})
         self.assertEqual('plots/p_job_1.html\nplots/p_summary.html\n', self.text(f'plot-resources {shlex.quote(path)} -o plots -p p -w 1'))
         self.assertIn('asked for: 100 MB', self.world.read('plots/p_job_1.html'))
         self.assertNotIn('asked for: 100 MB', self.world.read(self.text(f'plot-resources {shlex.quote(path)}').split()[0]))
@@ -18560,10 +19145,12 @@ class BundleTest(CommandTest):
         super().setUp()
         self.make('name: logged\njobs: [{name: good, command: "true"}]\n')
         for name, text in (
-                ('job_stdio/job_wf1_j1_r1_a1.o', 'fine\n'), ('job_stdio/job_wf1_j1_r1_a1.e', ''), ('job_stdio/job_wf1_j2_r1_a1.o', '0 errors\n'),
+                ('job_stdio/job_wf1_j1_r1_a1.o', 'fine\n'), ('job_stdio/job_wf1_j1_r1_a1.e', ''),
+                ('job_stdio/job_wf1_j2_r1_a1.o', '0 errors\n'),
                 ('job_stdio/job_wf1_j2_r1_a1.e', 'x: Permission denied\n'), ('job_runner_g_wf1_r1.log', ERROR_LINES['Failed job'] + '\n'),
                 *((name, 'Killed\n') for name in (
-                    'job_stdio/job_wf10_j1_r1_a1.o', 'job_runner_h_wf10_r1.log', 'job_runner_h_wf1_r1.log.1', 'offline_journal/offline_results_wf1_r1_h.db',
+                    'job_stdio/job_wf10_j1_r1_a1.o', 'job_runner_h_wf10_r1.log', 'job_runner_h_wf1_r1.log.1',
+                    'offline_journal/offline_results_wf1_r1_h.db',
                     'resource_utilization/resource_metrics_h_wf1_r1.db', 'actions_wf1_r1.log', 'secret_wf1'))):
             self.world.write('torc_output/' + name, text)
         os.remove(self.world.path('torc_output', 'secret_wf1'))
@@ -18575,7 +19162,8 @@ class BundleTest(CommandTest):
         self.world.write('to/wf1.tar.gz', 'old')
         found = self.json('logs bundle 1 --bundle-dir to')
         own = {f'job_stdio/job_wf1_j{job}_r1_a1.{kind}' for job in (1, 2) for kind in 'oe'}
-        own |= {'torc_output/job_runner_g_wf1_r1.log', 'torc_output/job_runner_h_wf1_r1.log.1', 'torc_output/actions_wf1_r1.log', 'offline_journal/offline_results_wf1_r1_h.db',
+        own |= {'torc_output/job_runner_g_wf1_r1.log', 'torc_output/job_runner_h_wf1_r1.log.1',
+                'torc_output/actions_wf1_r1.log', 'offline_journal/offline_results_wf1_r1_h.db',
                 'resource_utilization/resource_metrics_h_wf1_r1.db', 'bundle_metadata.json'}
         with tarfile.open(self.world.path('to', 'wf1.tar.gz')) as bundle:
             self.assertEqual(own, set(bundle.getnames()))
@@ -18619,7 +19207,8 @@ class BundleTest(CommandTest):
         self.assertEqual({'Failed job': 1, 'Permission': 1, 'Killed': 2}, there['classes'])
         for key in ('files_parsed', 'errors', 'warnings', 'classes'):
             self.assertEqual(here[key], there[key], key)
-        self.assertIn({'file': 'job_stdio/job_wf1_j2_r1_a1.e', 'line': 1, 'class': 'Permission', 'severity': 'error', 'message': 'x: Permission denied'},
+        self.assertIn({'file': 'job_stdio/job_wf1_j2_r1_a1.e', 'line': 1, 'class': 'Permission',
+                       'severity': 'error', 'message': 'x: Permission denied'},
                       here['items'])
         self.assertIn('job_stdio/job_wf1_j2_r1_a1.e (job 2, run 1, attempt 1):\n  [ERROR] Line 1: Permission - x: Permission denied\n',
                       self.text('logs analyze wf1.tar.gz'))
@@ -18652,7 +19241,8 @@ class BundleTest(CommandTest):
             self.assertIn(self.world.main('logs', 'analyze', 'bad.tar.gz').code, (0, 2))
 
     def test_both_are_commands_beside_logs(self):
-        for words, name in ((['logs', 'bundle', '1'], 'logs bundle'), (['logs', 'analyze', 'x'], 'logs analyze'), (['logs', '1', 'bundle'], 'logs'),
+        for words, name in ((['logs', 'bundle', '1'], 'logs bundle'),
+                            (['logs', 'analyze', 'x'], 'logs analyze'), (['logs', '1', 'bundle'], 'logs'),
                             (['logs'], 'logs'), (['-f', 'json', 'logs', 'bundle'], 'logs bundle')):
             self.assertEqual(name, torc.parse_command_line(words).command.name)
         self.assertIn('See also: logs bundle, logs analyze\n', self.text('logs -h'))
@@ -18744,8 +19334,11 @@ class RunTest(CommandTest):
         self.assertFalse(os.path.exists(self.world.path('torc_output')))
 
     def test_exec_tells_what_it_cannot_do(self):
-        table = (('exec', 'nothing to run'), ('exec -c a --param i', 'write NAME=VALUE'), ('exec -c a --param i=1 --param i=2', 'stands twice'),
-                 ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''), ('exec w.yaml', "'w.yaml' is a workflow file: run it with `torc.py run w.yaml`"), ('exec echo a', "'echo' is no option: give a command with -c, as one word, or after --"),
+        table = (('exec', 'nothing to run'), ('exec -c a --param i', 'write NAME=VALUE'),
+                 ('exec -c a --param i=1 --param i=2', 'stands twice'),
+                 ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''),
+                 ('exec w.yaml', "'w.yaml' is a workflow file: run it with `torc.py run w.yaml`"),
+                 ('exec echo a', "'echo' is no option: give a command with -c, as one word, or after --"),
                  ('exec -c a b.KDL -- c', 'torc.py run b.KDL'), ('exec -c a --generate-plots', 'time-series'),
                  ('exec -c a --param i=@nope', 'nope'), ('exec -C nope', 'cannot read nope'))
         for line, text in table:
@@ -18759,7 +19352,8 @@ class RunTest(CommandTest):
         self.assertEqual("error: job 'job1': command must not be empty: write true for a job that does nothing\n", outcome.err)
 
     def test_names_in_braces_that_no_parameter_has_are_told_once(self):
-        outcome = self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {i} {seed}', '-c', 'echo {i} ${HOME} {a,b}', '--param', 'seeds=1:2'))
+        outcome = self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {i} {seed}', '-c',
+                                                     'echo {i} ${HOME} {a,b}', '--param', 'seeds=1:2'))
         self.assertEqual('warning: {i} is no parameter and stays as it is; for a parameter give --param i=VALUES\n'
                          "warning: {seed} is no parameter and stays as it is, did you mean 'seeds'?\n", outcome.err)
         self.assertEqual('', self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {i:03d}', '--param', 'i=1:2')).err)
@@ -18773,11 +19367,14 @@ class RunTest(CommandTest):
     def test_options_that_are_not_carried_out_yet_are_told_at_once(self):
         arguments = torc.Argument('-a --later', '', 'wait', is_pending=True), torc.Argument('-b --now', '', 'go')
         command = torc.Command('x', lambda session, args: 0, 'try', arguments, 'x')
-        for args, said in (({'later': True, 'now': True}, ['accepted, but not in effect in this version: --later']), ({'later': None, 'now': True}, []),
+        for args, said in (({'later': True, 'now': True},
+                            ['accepted, but not in effect in this version: --later']),
+                           ({'later': None, 'now': True}, []),
                            ({'later': 'off', 'now': None}, [])):
             self.assertEqual(said, list(torc.ineffective_arguments(command, args)))
         self.assertIn('wait; not in effect yet\n', torc.format_arguments(arguments))
-        outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', '--monitor', 'time-series', '--generate-plots', '-i', '5'))
+        outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', '--monitor',
+                                                     'time-series', '--generate-plots', '-i', '5'))
         self.assertEqual('', outcome.err)
 
     def test_a_run_tells_once_what_is_not_carried_out_yet(self):
@@ -18797,7 +19394,8 @@ class RunTest(CommandTest):
 
     def test_a_stored_action_that_is_not_carried_out_yet_is_told_by_run(self):
         self.make()
-        self.assertIn('warning: accepted, but not in effect in this version: action_type: schedule_nodes\n', self.assertExit(1, self.world.cli('run', 1)).err)
+        self.assertIn('warning: accepted, but not in effect in this version: action_type: schedule_nodes\n',
+                      self.assertExit(1, self.world.cli('run', 1)).err)
 
     def test_a_dry_run_of_create_tells_everything_and_creates_nothing(self):
         self.world.write('bad.yaml', 'name: w\njobs: [{name: a, comand: x}, {name: a, command: y, depends_on: [zz]}]\n')
@@ -18831,7 +19429,8 @@ class RunTest(CommandTest):
 
     def test_the_exit_code_follows_from_what_was_run(self):
         good = torc.RunOutcome(1, 0, 0, 0, [], True, False, None, '', 1.0)
-        for changes, code in (({}, 0), ({'failed': 1}, 1), ({'terminated': 1}, 1), ({'canceled': 1}, 1), ({'is_canceled': True}, 1), ({'interrupted_by': 2}, 130)):
+        for changes, code in (({}, 0), ({'failed': 1}, 1), ({'terminated': 1}, 1), ({'canceled': 1}, 1),
+                              ({'is_canceled': True}, 1), ({'interrupted_by': 2}, 130)):
             self.assertEqual(code, torc.outcome_exit(good._replace(**changes)), changes)
 
     def test_the_exit_code_follows_from_all_jobs_of_the_workflow_whoever_ran_them(self):
@@ -18922,7 +19521,8 @@ class PasswordCommandTest(CommandTest):
         self.assertIn('zoe:$apr1$kept$asitis\n', self.world.read('users'))
         self.assertNotEqual(before, self.world.read('users'))
         self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('users')).st_mode))
-        self.assertExit(2, self.world.main('htpasswd', 'list', '-f', 'users'), 'users:2: user \'zoe\': its hash is neither bcrypt nor scrypt')
+        self.assertExit(2, self.world.main('htpasswd', 'list', '-f', 'users'),
+                        'users:2: user \'zoe\': its hash is neither bcrypt nor scrypt')
         self.assertExit(0, self.world.main('htpasswd', 'remove', '-f', 'users', 'zoe'))
         self.assertEqual(['ann', 'bob'], self.json('htpasswd list -f users')['items'])
         self.assertEqual('ann\nbob\n', self.text('htpasswd list -f users'))
@@ -18937,8 +19537,12 @@ class PasswordCommandTest(CommandTest):
             self.assertRegex(self.feed('open-sesame', 'hash', '-c', '4', *words).out, wanted)
 
     def test_what_cannot_be_a_user_or_a_password_is_refused(self):
-        for password, user, text in (('short', 'ann', 'at least 8 characters'), ('open-sesame', 'a:b', 'not a valid user name'), ('open-sesame', '#a', 'not a valid user name'),
-                                     ('open-sesame', 'a\x1bb', 'not a valid user name'), ('open-sesame', '', 'not a valid user name'), ('open-sesame', 'anonymous', 'cannot be a user')):
+        for password, user, text in (('short', 'ann', 'at least 8 characters'),
+                                     ('open-sesame', 'a:b', 'not a valid user name'),
+                                     ('open-sesame', '#a', 'not a valid user name'),
+                                     ('open-sesame', 'a\x1bb', 'not a valid user name'),
+                                     ('open-sesame', '', 'not a valid user name'),
+                                     ('open-sesame', 'anonymous', 'cannot be a user')):
             self.assertExit(2, self.feed(password, 'add', '-f', 'users', '-c', '4', user), text)
         self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '3', 'ann'), 'not between 4 and 16')
         self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'no/users', '-c', '4', 'ann'), 'cannot write no/users')
@@ -18950,12 +19554,14 @@ class PasswordCommandTest(CommandTest):
         self.assertNotIn('open-sesame', self.world.read('users') + outcome.out + outcome.err)
 
     def test_on_a_terminal_it_is_asked_for_twice_and_not_shown(self):
-        for typed, code, text in (('open-sesame\nopen-sesame\n', 0, 'Added user ann'), ('open-sesame\nopen-sesama\n', 2, 'the two passwords differ'),
+        for typed, code, text in (('open-sesame\nopen-sesame\n', 0, 'Added user ann'),
+                                  ('open-sesame\nopen-sesama\n', 2, 'the two passwords differ'),
                                   ('\x04', 2, 'no password was given')):
             ours, theirs = os.openpty()
             with contextlib.ExitStack() as stack:
                 stack.callback(os.close, ours)
-                process = subprocess.Popen([sys.executable, stub_path(), 'htpasswd', 'add', '-f', 'users', '-c', '4', 'ann'], cwd=self.world.directory, stdin=theirs,
+                process = subprocess.Popen([sys.executable, stub_path(), 'htpasswd', 'add', '-f', 'users',
+                                            '-c', '4', 'ann'], cwd=self.world.directory, stdin=theirs,
                                            stdout=theirs, stderr=theirs, env=self.world.environment, start_new_session=True)
                 os.close(theirs)
                 said = b''
@@ -18997,7 +19603,8 @@ class PasswordServeTest(CommandTest):
         self.assertExit(4, self.as_user('cy', 'status', 1), 'user or password is wrong')
         reload = self.world.cli('htpasswd', 'remove', '-f', 'users', 'nobody', '--reload-auth')
         self.assertExit(4, reload, 'has no user')
-        self.assertExit(0, self.world.cli('htpasswd', 'add', '-f', 'users', '-p', 'word of dan', '-c', '4', 'dan', '--reload-auth', '--url', self.world.url,
+        self.assertExit(0, self.world.cli('htpasswd', 'add', '-f', 'users', '-p', 'word of dan', '-c', '4',
+                                          'dan', '--reload-auth', '--url', self.world.url,
                                           '--server-password', 'word of bob', env={'TORC_USERNAME': 'bob'}), '4 users')
         self.assertExit(4, self.as_user('cy', 'status', 1), 'cy has no access to workflow 1')
         self.assertExit(0, self.as_user('bob', 'access-groups', 'add-user', 2, 'cy'))
@@ -19016,17 +19623,21 @@ class PasswordServeTest(CommandTest):
         self.world.environment.update(TORC_ADMIN_USERS='')
         self.world.serve()
         self.assertEqual([], self.json('access-groups list-members 1')['items'])
-        self.assertExit(2, self.world.main('serve', '--port', 0, env={'TORC_CREDENTIAL_CACHE_TTL_SECS': 'soon'}), "TORC_CREDENTIAL_CACHE_TTL_SECS is 'soon'")
+        self.assertExit(2, self.world.main('serve', '--port', 0,
+                                           env={'TORC_CREDENTIAL_CACHE_TTL_SECS': 'soon'}),
+                        "TORC_CREDENTIAL_CACHE_TTL_SECS is 'soon'")
         self.assertExit(2, self.world.main('serve', '--require-auth', '--no-auth'), 'contradict each other')
         self.assertExit(2, self.world.main('serve', '--auth-file', 'nousers', '--port', 0), 'there is no password file nousers')
-        self.assertExit(2, self.world.main('serve', '--db', 'x.db', '--auth-file', 'users', '--no-auth', '--host', '0.0.0.0', '--port', 0), '--no-auth would let everybody')
+        self.assertExit(2, self.world.main('serve', '--db', 'x.db', '--auth-file', 'users', '--no-auth',
+                                           '--host', '0.0.0.0', '--port', 0), '--no-auth would let everybody')
         self.assertExit(2, self.world.main('serve', '--admin-user', 'a:b', '--port', 0), 'not a valid user name')
 
     def test_beside_a_password_file_no_auth_lets_the_anonymous_in(self):
         self.world.serve('--auth-file', 'users', '--no-auth')
         as_anybody = {'TORC_API_URL': self.world.url, 'TORC_TOKEN_FILE': ''}
         with http_connection(self.world.url) as connection:
-            for field, status in (('', 200), ('Basic ' + base64.b64encode(b'ann:word of ann').decode(), 200), ('Basic ' + base64.b64encode(b'ann:x').decode(), 401)):
+            for field, status in (('', 200), ('Basic ' + base64.b64encode(b'ann:word of ann').decode(), 200),
+                                  ('Basic ' + base64.b64encode(b'ann:x').decode(), 401)):
                 connection.request('GET', '/torc-service/v1/workflows', headers={'Authorization': field} if field else {})
                 answer = connection.getresponse()
                 self.assertEqual((status, True), (answer.status, bool(answer.read())))
@@ -19037,7 +19648,8 @@ class PasswordServeTest(CommandTest):
         env = {'TORC_USERNAME': 'ann'}
         self.assertExit(0, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of ann\n', env=env))
         self.assertExit(4, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of bob\n', env=env))
-        self.assertExit(0, self.world.cli('--url', self.world.url, '--password', 'word of ann', 'ping', env=env), 'others on this machine can see')
+        self.assertExit(0, self.world.cli('--url', self.world.url, '--password', 'word of ann', 'ping',
+                                          env=env), 'others on this machine can see')
         self.assertExit(2, self.world.cli('--password', 'word of ann', 'status', 1, env=env), 'give --url too')
 
 
@@ -19291,12 +19903,18 @@ class ParserTest(unittest.TestCase):
 
     def test_amounts_may_say_their_unit(self):
         table = (
-            ('run 1 --time-limit PT2H', 'time_limit', 7200), ('run 1 --time-limit 2h30m', 'time_limit', 9000), ('run 1 --time-limit 1:00:00', 'time_limit', 3600),
-            ('run 1 -p 5', 'poll_interval', 5.0), ('run 1 -p 0.5s', 'poll_interval', 0.5), ('run 1 --claim-backoff-max-secs 5m', 'claim_backoff_max_secs', 300.0),
-            ('run 1 --memory-gb 1.5', 'memory_gb', 1.5), ('run 1 --memory-gb 512MB', 'memory_gb', 0.5), ('tasks wait 1 --timeout 2m', 'timeout', 120.0),
-            ('events monitor 1 -d 2', 'duration', 2.0), ('events monitor 1 -d 90s', 'duration', 1.5), ('admin api-stats --window 1h', 'window', 3600),
-            ('resource-requirements update 1 -m 8GB -r 30m', 'memory', '8g'), ('resource-requirements update 1 -m 8GB -r 30m', 'runtime', 'PT30M'),
-            ('jobs create-from-file 1 f --memory-per-job 8GiB --runtime-per-job 1d', 'memory_per_job', '8g'), ('jobs update 1 --runtime 2h', 'runtime', 'PT2H'))
+            ('run 1 --time-limit PT2H', 'time_limit', 7200), ('run 1 --time-limit 2h30m', 'time_limit', 9000),
+            ('run 1 --time-limit 1:00:00', 'time_limit', 3600),
+            ('run 1 -p 5', 'poll_interval', 5.0), ('run 1 -p 0.5s', 'poll_interval', 0.5),
+            ('run 1 --claim-backoff-max-secs 5m', 'claim_backoff_max_secs', 300.0),
+            ('run 1 --memory-gb 1.5', 'memory_gb', 1.5), ('run 1 --memory-gb 512MB', 'memory_gb', 0.5),
+            ('tasks wait 1 --timeout 2m', 'timeout', 120.0),
+            ('events monitor 1 -d 2', 'duration', 2.0), ('events monitor 1 -d 90s', 'duration', 1.5),
+            ('admin api-stats --window 1h', 'window', 3600),
+            ('resource-requirements update 1 -m 8GB -r 30m', 'memory', '8g'),
+            ('resource-requirements update 1 -m 8GB -r 30m', 'runtime', 'PT30M'),
+            ('jobs create-from-file 1 f --memory-per-job 8GiB --runtime-per-job 1d', 'memory_per_job', '8g'),
+            ('jobs update 1 --runtime 2h', 'runtime', 'PT2H'))
         for line, key, value in table:
             self.assertEqual(value, self.parse(line).args[key], line)
 
@@ -19374,7 +19992,8 @@ class BorderTest(WorldTest):
         self.assertIn('run FILE', err)
 
     def test_help_and_version_are_results(self):
-        for words, text in ((('--help',), 'Commands:'), (('-h',), 'Groups:'), (('help',), 'Manual:'), (('--version',), f'torc {torc.__version__}'),
+        for words, text in ((('--help',), 'Commands:'), (('-h',), 'Groups:'), (('help',), 'Manual:'),
+                            (('--version',), f'torc {torc.__version__}'),
                             (('jobs', 'list', '--help'), 'Usage: torc.py jobs list [WF] [options]'), (('jobs', '-h'), 'Commands of jobs:'),
                             (('logs', '-h'), 'ids or names of jobs')):
             code, out, err = self.main(*words)
@@ -19699,7 +20318,8 @@ class TriggerTest(FlowTest):
         actions = ''.join(f'''
               - {{trigger_type: {trigger}, action_type: run_commands, commands: ["echo {trigger} >> \\"$TORC_WORKFLOW_SUBMISSION_DIR/log\\""]{more}}}'''
                           for trigger, more in (('on_workflow_start', ''), ('on_worker_start', ''), ('on_jobs_ready', ', jobs: [second]'),
-                                                ('on_jobs_complete', ', jobs: [first, second]'), ('on_worker_complete', ''), ('on_workflow_complete', '')))
+                                                ('on_jobs_complete', ', jobs: [first, second]'),
+                                                ('on_worker_complete', ''), ('on_workflow_complete', '')))
         self.run_text(f'''
             name: triggers
             jobs:
@@ -19711,7 +20331,8 @@ class TriggerTest(FlowTest):
         log = self.world.read('log').split()
         self.assertEqual(sorted(torc.TRIGGERS + ('first', 'second', 'third')), sorted(log))
         order = {word: log.index(word) for word in log}
-        for before, after in (('on_workflow_start', 'first'), ('on_worker_start', 'first'), ('first', 'on_jobs_ready'), ('on_jobs_ready', 'on_jobs_complete'),
+        for before, after in (('on_workflow_start', 'first'), ('on_worker_start', 'first'),
+                              ('first', 'on_jobs_ready'), ('on_jobs_ready', 'on_jobs_complete'),
                               ('second', 'on_jobs_complete'), ('third', 'on_workflow_complete'), ('third', 'on_worker_complete')):
             self.assertLess(order[before], order[after], f'{before} before {after}: {log}')
         self.assertTrue(all(action['executed'] for action in self.ask_json('workflows', 'list-actions', 1)['actions']))
@@ -19798,7 +20419,8 @@ class AgainTest(FlowTest):
             found = {item['entity_id']: item['metadata'] for item in client.list_ro_crate_entities(1)['items']}
         runs = [int(name[len('#torc-run-id-'):]) for name, metadata in found.items() if name.startswith('#torc-run-id-') and 'endTime' in metadata]
         self.assertEqual({'@id': f'#torc-run-id-{max(runs)}'}, found['end.txt']['prov:wasAttributedTo'])
-        return {name: (known[metadata['contentSize'], metadata['sha256']], max(runs)) for name, metadata in found.items() if metadata['@type'][0] == 'File'}
+        return {name: (known[metadata['contentSize'], metadata['sha256']],
+                       max(runs)) for name, metadata in found.items() if metadata['@type'][0] == 'File'}
 
     def test_reinit_makes_a_missing_output_again(self):
         self.world.write('raw.txt', '1')
@@ -20261,7 +20883,9 @@ class InterruptTest(FlowTest):
         jobs = 'name: w\njobs:\n' + ''.join(
             '  - {name: %s, command: "until test -e %s; do sleep 0.02; done"}\n' % (name, name) for name in ('one', 'two'))
         runner = self.world.start('run', '-p', 0.2, '--claim-backoff-max-secs', 0.2, '--num-cpus', 2, self.world.write('spec.yaml', jobs))
-        self.world.wait(lambda: os.path.exists(self.world.path('torc_output', 'job_stdio', 'job_wf1_j2_r1_a1.o')), 20, 'both jobs', [runner])
+        self.world.wait(lambda: os.path.exists(self.world.path('torc_output', 'job_stdio',
+                                                               'job_wf1_j2_r1_a1.o')), 20, 'both jobs',
+                        [runner])
         first = self.server_pid()
         os.kill(first, signal.SIGKILL)
         self.world.wait(lambda: self.server_pid() not in (0, first), 20, 'a new server', [runner])
@@ -20422,7 +21046,8 @@ class SecretsTest(FlowTest):
         self.world.serve('--auth-file', self.password_file(), '--log-level', 'debug')
         spec = self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "env; cat /proc/$$/environ /proc/$$/cmdline"}, {name: b, command: "exit 3"}]\n')
         outcome = self.world.cli('--log-level', 'debug', 'run', '-p', 0.2, spec, env={
-            'TORC_API_URL': self.world.url, 'TORC_USERNAME': 'ann', 'TORC_PASSWORD': 'open-sesame', 'TORC_COOKIE_HEADER': 'gate=shibboleth'})
+            'TORC_API_URL': self.world.url, 'TORC_USERNAME': 'ann', 'TORC_PASSWORD': 'open-sesame',
+            'TORC_COOKIE_HEADER': 'gate=shibboleth'})
         self.assertExit(1, outcome)
         words = [b'open-sesame', b'shibboleth', base64.b64encode(b'ann:open-sesame')]
         found = dict(self.artefacts(), out=outcome.out.encode(), err=outcome.err.encode())
@@ -20510,7 +21135,8 @@ class WrongInputTest(FlowTest):
               - {name: b, command: x, depends_on: [zzz]}
               - {name: b, command: x, priority: high}
             ''')
-        outcome = self.assertExit(2, self.world.main('create', '--dry-run', path), 'comand', 'zzz', 'priority', 'spec.yaml:3:', 'spec.yaml:4:', 'spec.yaml:5:')
+        outcome = self.assertExit(2, self.world.main('create', '--dry-run', path), 'comand', 'zzz',
+                                  'priority', 'spec.yaml:3:', 'spec.yaml:4:', 'spec.yaml:5:')
         self.assertFalse(os.path.exists(self.world.path('torc_output')), str(outcome))
         answer = self.world.main('-f', 'json', 'create', '--dry-run', path)
         self.assertEqual(2, answer.code)
@@ -20518,7 +21144,8 @@ class WrongInputTest(FlowTest):
         self.assertGreaterEqual(len(answer.json()['errors']), 3)
 
     def test_usage_errors_are_exit_2(self):
-        for argv in (['no-such-command'], ['run'], ['jobs', 'list', 'one'], ['run', '--num-cpus', 'many', '1'], ['-f', 'xml', 'status'], ['run', '-p', '-1', '1']):
+        for argv in (['no-such-command'], ['run'], ['jobs', 'list', 'one'],
+                     ['run', '--num-cpus', 'many', '1'], ['-f', 'xml', 'status'], ['run', '-p', '-1', '1']):
             self.assertExit(2, self.world.main(*argv))
 
     def test_unknown_ids_are_exit_4(self):
@@ -20640,7 +21267,8 @@ class RecordedSpecTest(FlowTest):
         if name not in self.LABELS:
             return [self.world.start('run', *size, name, cwd=folder)]
         created = self.world.cli('-f', 'json', 'create', name, cwd=folder).json()['workflow_id']
-        return [self.world.start('run', *size, *flags, created, cwd=folder) for flags in (('--persistent',), ('--label', self.LABELS[name], '--persistent'))]
+        return [self.world.start('run', *size, *flags, created, cwd=folder) for flags in (('--persistent',),
+                ('--label', self.LABELS[name], '--persistent'))]
 
     def make_programs(self) -> str:
         """Programs that specs call and this machine may lack, and a sleep that takes no time."""
@@ -20700,9 +21328,11 @@ def stored_shape(client: Any, workflow_id: int) -> Dict[str, Any]:
     found['jobs'] = items('list_jobs', include_relationships=True)
     found['failure_handlers'] = list(client.pages('list_failure_handlers', id=workflow_id))
     names = {kind: {item['id']: item['name'] for item in rows} for kind, rows in found.items()}
-    relations = (('depends_on', 'depends_on_job_ids', 'jobs'), ('input_files', 'input_file_ids', 'files'), ('output_files', 'output_file_ids', 'files'),
+    relations = (('depends_on', 'depends_on_job_ids', 'jobs'), ('input_files', 'input_file_ids', 'files'),
+                 ('output_files', 'output_file_ids', 'files'),
                  ('input_user_data', 'input_user_data_ids', 'user_data'), ('output_user_data', 'output_user_data_ids', 'user_data'),
-                 ('resource_requirements', 'resource_requirements_id', 'resource_requirements'), ('scheduler', 'scheduler_id', 'slurm_schedulers'),
+                 ('resource_requirements', 'resource_requirements_id', 'resource_requirements'),
+                 ('scheduler', 'scheduler_id', 'slurm_schedulers'),
                  ('failure_handler', 'failure_handler_id', 'failure_handlers'))
     for job in found['jobs']:
         for name, key, kind in relations:
@@ -20854,7 +21484,8 @@ class SurroundingsTest(FlowTest):
         self.run_text('name: w\njobs: [{name: a, command: "true"}, {name: b, command: exit 1}]\n', code=1)
         self.assertExit(0, self.world.main('jobs', 'reset-status', 1, 2, '--no-prompts'))
         self.assertExit(1, self.world.cli('run', 1))
-        self.assertEqual([('a', 1, 1, 0, 'completed'), ('a', 1, 2, 0, 'completed'), ('b', 1, 1, 1, 'failed'), ('b', 1, 2, 1, 'failed')], self.results(1))
+        self.assertEqual([('a', 1, 1, 0, 'completed'), ('a', 1, 2, 0, 'completed'), ('b', 1, 1, 1, 'failed'),
+                          ('b', 1, 2, 1, 'failed')], self.results(1))
 
     def test_a_database_that_is_removed_under_its_server_ends_it_loudly(self):
         self.world.serve()
@@ -20920,7 +21551,8 @@ class Ledger:
         assert statuses == {'completed': self.count + 1}, statuses
         keys = collections.Counter((row['job_id'], row['run_id'], row['attempt_id']) for row in results)
         assert set(keys.values()) == {1}, [key for key, times in keys.items() if times > 1]
-        assert {(row['return_code'], row['status']) for row in results} == {(0, 'completed')}, [row for row in results if row['return_code']]
+        assert {(row['return_code'], row['status']) for row in results} == {(0,
+                'completed')}, [row for row in results if row['return_code']]
         assert len(results) == self.count + 1 == self.done() + 1, (len(results), self.done())
         for process in self.world.started:
             if not process.has_ended():
@@ -21282,7 +21914,8 @@ class Nursery:
     def __init__(self, world: World, *flags: Any) -> None:
         self.flags, self.pid = ['serve', '--db', 'torc.db', *map(str, flags)], 0
         self.log = open(os.path.join(world.root, 'logs', 'nursery'), 'wb')
-        self.process = subprocess.Popen([sys.executable, '-B', '-c', self.CODE, os.path.dirname(stub_path())], cwd=world.directory, env=world.environment,
+        self.process = subprocess.Popen([sys.executable, '-B', '-c', self.CODE, os.path.dirname(stub_path())],
+                                        cwd=world.directory, env=world.environment,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log)
 
     def start(self, port: int = 0) -> None:
@@ -21378,7 +22011,8 @@ class Clerk(threading.Thread):
     def register(self) -> int:
         """Become a compute node."""
         return self.insist('create_compute_node', {
-            'workflow_id': self.workflow_id, 'hostname': 'clerk', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z', 'num_cpus': 64, 'memory_gb': 64.0,
+            'workflow_id': self.workflow_id, 'hostname': 'clerk', 'pid': os.getpid(),
+            'start_time': '2026-11-21T12:00:00.000Z', 'num_cpus': 64, 'memory_gb': 64.0,
             'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True})['id']
 
     def claim(self) -> List[Dict[str, Any]]:
@@ -21425,7 +22059,8 @@ class Clerk(threading.Thread):
             body = {'compute_node_id': self.node_id, 'run_id': 1, 'completions': ends, 'held': [],
                     'started': [[job['id'], job['attempt_id'], '2026-11-21T12:00:00.000Z'] for job in held]}
             if not self.is_leaving.is_set():
-                body['want'] = {'strategy': 'resources', 'limit': self.chance.randint(1, 6), 'num_cpus': 64, 'memory_gb': 64.0, 'num_gpus': 0, 'num_nodes': 1}
+                body['want'] = {'strategy': 'resources', 'limit': self.chance.randint(1, 6), 'num_cpus': 64,
+                                'memory_gb': 64.0, 'num_gpus': 0, 'num_nodes': 1}
             answer = self.insist('runner_sync', body, workflow_id=self.workflow_id)
             assert not answer['errors'] and len(answer['accepted']) == len(held), answer
             for job in held:
@@ -21505,20 +22140,30 @@ def check_book(client: Any, workflow_id: int, book: Book) -> str:
 # -------- a server that is sent rubbish --------
 
 EVIL_VALUES = (
-    None, True, False, 0, -1, 1, 3, 2 ** 31, 2 ** 63 - 1, 2 ** 63, -2 ** 63 - 1, 10 ** 40, 1.5, -0.5, 1e308, float('nan'), float('inf'), '', ' ', 'x', '\0', '\ud800', '\x1b[2J',
-    'A' * 3000, '\u0663', '-1', '1e3', 'true', 'null', '2026-11-21T12:00:00Z', '0000-00-00T99:99:99Z', 'P1Y', 'PT99999999999H', '1k', '-5g', '../../etc/passwd',
-    "'; DROP TABLE job; --", '%s%n{0}', [], [[]], [None], [1, 'a'], ['x'] * 500, {}, {'': None}, {'id': 1}, {'a': {'b': [{}]}}, 'ready', 'completed', '*', '(' * 50)
-EVIL_TEXTS = ('', '0', '-1', '1', '+1', '1.0', '9223372036854775807', '9223372036854775808', '%00', '%zz', '%ff%fe', '%ED%A0%80', '..', '%2e%2e%2f', '%2F', 'A' * 1000, 'ab' * 6000, 'true', 'yes', 'null',
+    None, True, False, 0, -1, 1, 3, 2 ** 31, 2 ** 63 - 1, 2 ** 63, -2 ** 63 - 1, 10 ** 40, 1.5, -0.5, 1e308,
+    float('nan'), float('inf'), '', ' ', 'x', '\0', '\ud800', '\x1b[2J',
+    'A' * 3000, '\u0663', '-1', '1e3', 'true', 'null', '2026-11-21T12:00:00Z', '0000-00-00T99:99:99Z', 'P1Y',
+    'PT99999999999H', '1k', '-5g', '../../etc/passwd',
+    "'; DROP TABLE job; --", '%s%n{0}', [], [[]], [None], [1, 'a'], ['x'] * 500, {}, {'': None}, {'id': 1},
+    {'a': {'b': [{}]}}, 'ready', 'completed', '*', '(' * 50)
+EVIL_TEXTS = ('', '0', '-1', '1', '+1', '1.0', '9223372036854775807', '9223372036854775808', '%00', '%zz',
+              '%ff%fe', '%ED%A0%80', '..', '%2e%2e%2f', '%2F', 'A' * 1000, 'ab' * 6000, 'true', 'yes', 'null',
               '%D9%A3', "'%22%3B--", 'ready', 'name', 'id', 'a=b=c', '[]', '%5B1%5D', '1,2', '1%0d%0aX:y')
 EVIL_BODIES = (
-    b'{', b'[', b'nul', b'{"a":1,"a":2}', b'NaN', b'[1e999]', b'-Infinity', b'\xff\xfe{}', b'\xef\xbb\xbf{}', '{"name":"x"}'.encode('utf-16'), b'"\\ud800"', b'{"\\u0000":1}', b'\0', b'[' * 100000,
-    b'{"a":' * 5000, b'1' * 5000, b'"' + b'x' * 100000 + b'"', b'{"name":"\xff"}', b'0x1', b"{'a':1}", b'{} {}', b'// {}', b'[]', b'""', b'0', b'true', b'null', b' ', b'{}')
-EVIL_FIELDS = ('Transfer-Encoding: chunked', 'Content-Length: -1', 'Content-Length: 99999999999', 'Content-Length: 5\r\nContent-Length: 6', 'Content-Length: 0x10', 'Expect: wonders',
-               'Host: evil.example', 'Connection: close', 'Connection: upgrade\r\nUpgrade: websocket', 'no colon', ' folded: 1', 'X: ' + 'y' * 70000, 'Origin: http://evil.example',
-               'Authorization: Basic ???', 'Authorization: Bearer wrong', 'Last-Event-ID: x', 'Range: bytes=0-1', 'Content-Type: text/plain', 'Accept: text/event-stream',
+    b'{', b'[', b'nul', b'{"a":1,"a":2}', b'NaN', b'[1e999]', b'-Infinity', b'\xff\xfe{}', b'\xef\xbb\xbf{}',
+    '{"name":"x"}'.encode('utf-16'), b'"\\ud800"', b'{"\\u0000":1}', b'\0', b'[' * 100000,
+    b'{"a":' * 5000, b'1' * 5000, b'"' + b'x' * 100000 + b'"', b'{"name":"\xff"}', b'0x1', b"{'a':1}",
+    b'{} {}', b'// {}', b'[]', b'""', b'0', b'true', b'null', b' ', b'{}')
+EVIL_FIELDS = ('Transfer-Encoding: chunked', 'Content-Length: -1', 'Content-Length: 99999999999',
+               'Content-Length: 5\r\nContent-Length: 6', 'Content-Length: 0x10', 'Expect: wonders',
+               'Host: evil.example', 'Connection: close', 'Connection: upgrade\r\nUpgrade: websocket',
+               'no colon', ' folded: 1', 'X: ' + 'y' * 70000, 'Origin: http://evil.example',
+               'Authorization: Basic ???', 'Authorization: Bearer wrong', 'Last-Event-ID: x',
+               'Range: bytes=0-1', 'Content-Type: text/plain', 'Accept: text/event-stream',
                '\r\n'.join(f'x{number}: 1' for number in range(120)), 'X-Span-Id: \x01', 'Content-Encoding: gzip')
 FAIR_VALUES = {     # of the types of MODELS
-    'int': 1, 'float': 1.0, 'bool': True, 'str': 'text', 'any': {'a': 1}, 'object': {'a': 1}, 'name': 'name', 'time': '2026-11-21T12:00:00.000Z', 'minutes': 1.0, 'gigabytes': 4.0, 'nodes': 1,
+    'int': 1, 'float': 1.0, 'bool': True, 'str': 'text', 'any': {'a': 1}, 'object': {'a': 1}, 'name': 'name',
+    'time': '2026-11-21T12:00:00.000Z', 'minutes': 1.0, 'gigabytes': 4.0, 'nodes': 1,
     'rules': [{'exit_codes': [9]}], 'attempt': [1, 1], 'start': [1, 1, '2026-11-21T12:00:00.000Z']}
 FUZZ_SPEC = """
 name: fuzz
@@ -21612,7 +22257,8 @@ class Fuzzer:
             return self.chance.choice(EVIL_BODIES)
         if not route.body:
             return b'' if self.chance.random() < 0.8 else self.chance.choice(EVIL_BODIES)
-        body = self.fair('@' + route.body.lstrip('?-'), '', 0) if route.body.lstrip('?-') else copy.deepcopy(self.chance.choice(EVIL_VALUES))
+        body = self.fair('@' + route.body.lstrip('?-'), '',
+                         0) if route.body.lstrip('?-') else copy.deepcopy(self.chance.choice(EVIL_VALUES))
         for _ in range({'fair': 0, 'body': self.chance.randint(1, 2)}.get(what, 0)):
             body = self.spoil(body)
         return json.dumps(body).encode()
@@ -21620,7 +22266,8 @@ class Fuzzer:
     def request(self, route: Any) -> Tuple[bytes, bool]:
         """Bytes of a request to a route, and whether its framing is right."""
         what = self.chosen((40, 'body'), (12, 'path'), (14, 'query'), (10, 'text'), (4, 'method'), (10, 'frame'), (10, 'fair'))
-        method = self.chance.choice(['GET', 'POST', 'PUT', 'DELETE', 'PATCH', 'OPTIONS', 'HEAD', 'TRACE', 'BREW']) if what == 'method' else route.method
+        method = self.chance.choice(['GET', 'POST', 'PUT', 'DELETE', 'PATCH', 'OPTIONS', 'HEAD', 'TRACE',
+                                     'BREW']) if what == 'method' else route.method
         target = self.path_of(route, what == 'path') + self.query_of(route, what == 'query')
         body = self.body_of(route, what)
         fields = [f'Host: 127.0.0.1:{self.port}', f'Authorization: Bearer {self.token}', f'Content-Length: {len(body)}']
@@ -21736,7 +22383,8 @@ def renew_prey(client: Any, plan: Any, fuzzer: Fuzzer) -> None:
             client.delete_workflow(id=workflow['id'])
     workflow_id = client.create_workflow_from_spec(plan)['workflow_id']
     client.initialize_jobs(id=workflow_id)
-    node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-11-21T12:00:00.000Z', 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}
+    node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-11-21T12:00:00.000Z',
+            'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}
     node_id = client.create_compute_node(dict(node, compute_node_type='local', is_active=True))['id']
     first, second, *_ = (job['id'] for job in client.claim_next_jobs(id=workflow_id, limit=3)['jobs'])
     client.start_job(job_id=second, run_id=1, compute_node_id=node_id)
@@ -22149,7 +22797,8 @@ class OutputOwnerTest(WorldTest):
             self.assertNotIn('Created', outcome.err)
         self.assertExit(0, self.world.cli('--db', 'b.db', 'create', 'b.yaml'))
         self.assertExit(4, self.world.cli('--db', 'b.db', 'run', 1), 'belongs to another database')
-        self.assertEqual({'uninitialized'}, {job['status'] for job in self.world.cli('--db', 'b.db', '-f', 'json', 'jobs', 'list', 1).json()['items']})
+        self.assertEqual({'uninitialized'}, {job['status'] for job in self.world.cli('--db', 'b.db', '-f',
+                'json', 'jobs', 'list', 1).json()['items']})
         self.assertEqual('from a\n', self.text())
         self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 1, '-o', 'of_b'))
         self.assertExit(0, self.world.cli('run', 'a.yaml'))
@@ -22668,7 +23317,8 @@ class OutputCapTest(FlowTest):
     def test_a_job_whose_output_a_full_disk_lost_has_failed_with_that_reason_whatever_its_return_code(self):
         small = self.world.path('small')
         with small_disk(small, '400k'):
-            outcome = self.assertExit(1, self.world.cli('exec', '-o', small + '/out', '--max-output-bytes', '100m', '-c', 'head -c 900000 /dev/zero; exit 0'))
+            outcome = self.assertExit(1, self.world.cli('exec', '-o', small + '/out', '--max-output-bytes',
+                                                        '100m', '-c', 'head -c 900000 /dev/zero; exit 0'))
         self.assertIn('job1 ended with return code 1: stdout could not be written: No space left on device', outcome.err)
 
     def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
@@ -22775,7 +23425,8 @@ def log_in_beside(world: World, count: int, seed: int) -> str:
             client.sendall(http_request(authorization=f'Basic {login}'))
             return statuses(read_answers(client, 1)) == [200]
     told = []
-    for names in (['ann'], ['bob', 'carl', 'dora'], [f'user{random.Random(f"{seed} {number}").randrange(10 ** 6)}' for number in range(70)]):
+    for names in (['ann'], ['bob', 'carl', 'dora'],
+                  [f'user{random.Random(f"{seed} {number}").randrange(10 ** 6)}' for number in range(70)]):
         waits = sorted(guess_beside(port, names, 70, try_right, count))
         assert len(waits) == count, f'{len(waits)} of {count} with guesses for {names[:3]}'
         told.append(f'{len(set(names))} names: {len(waits)} of {count}, median {waits[count // 2]:.2f} s, worst {waits[-1]:.2f} s')
@@ -22834,7 +23485,8 @@ def send_long_bodies(world: World, kinds: Sequence[Any], uploads: int) -> str:
         began = time.monotonic()
 
         def upload() -> None:
-            request = http_request('POST', torc.API_PREFIX + '/bulk_jobs', authorization=f'Bearer {token}', content_length=str(150 * 2 ** 20))
+            request = http_request('POST', torc.API_PREFIX + '/bulk_jobs', authorization=f'Bearer {token}',
+                                   content_length=str(150 * 2 ** 20))
             for piece in [request] + [b'[],' * 2 ** 18] * 60:
                 for client in clients:
                     with contextlib.suppress(OSError):      # refused
@@ -22877,8 +23529,10 @@ class Traces:
     def spec(self, jobs: Sequence[Dict[str, Any]], **fields: Any) -> str:
         """A workflow file of such jobs, which take a GPU if they ask for `gpu`."""
         listed = [dict({'name': f'j{number}'}, **job) for number, job in enumerate(jobs, 1)]
-        needs = [{'name': name, 'num_cpus': 1, 'num_gpus': gpus, 'memory': '1m', 'runtime': 'PT1M'} for name, gpus in (('cpu', 0), ('gpu', 1))]
-        return self.world.write('traced.json', json.dumps(dict({'name': 'traced', 'jobs': listed, 'resource_requirements': needs}, **fields)))
+        needs = [{'name': name, 'num_cpus': 1, 'num_gpus': gpus, 'memory': '1m',
+                  'runtime': 'PT1M'} for name, gpus in (('cpu', 0), ('gpu', 1))]
+        return self.world.write('traced.json', json.dumps(dict({'name': 'traced', 'jobs': listed,
+                                                                'resource_requirements': needs}, **fields)))
 
     def rows(self) -> Dict[Tuple[int, ...], Tuple[float, Optional[float], str]]:
         """(job, run, attempt) -> begin, end if it came to it, GPUs."""
@@ -22895,7 +23549,9 @@ class Traces:
         """Each attempt began once and is known, none overlap more than the node had, all ended as they should."""
         with contextlib.closing(self.world.connect(database=database)) as client:
             found = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1))
-            results = [(row['job_id'], row['run_id'], row['attempt_id']) for row in client.pages('list_results', workflow_id=1, all_runs=True)]
+            results = [(row['job_id'], row['run_id'],
+                        row['attempt_id']) for row in client.pages('list_results', workflow_id=1,
+                                                                   all_runs=True)]
             twice = [row for row in client.pages('list_results', workflow_id=1, all_runs=True) if row['return_code'] == 99]
         assert dict(found) == statuses, found
         assert len(results) == len(set(results)) and not twice, (results, twice)
@@ -22937,7 +23593,8 @@ class RunnerNursery:
     def __init__(self, world: World) -> None:
         self.world = world
         self.log = open(os.path.join(world.root, 'logs', 'runners'), 'wb')
-        self.process = subprocess.Popen([sys.executable, '-B', '-c', self.CODE, os.path.dirname(stub_path())], cwd=world.directory, env=world.environment,
+        self.process = subprocess.Popen([sys.executable, '-B', '-c', self.CODE, os.path.dirname(stub_path())],
+                                        cwd=world.directory, env=world.environment,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log)
 
     def start(self, *words: Any) -> Tuple[int, int]:
@@ -23223,14 +23880,18 @@ def set_clocks(world: World, rounds: int, seed: int) -> str:
         with contextlib.closing(sqlite3.connect(':memory:')), unittest.mock.patch.object(torc, 'time', clock), world.inside():
             client, watcher = StoreClient(database), Watcher()
             try:
-                jobs = [{'name': f'j{index}', 'command': 'sleep 0.02', 'depends_on': [f'j{index - 1}'] if index > 4 else []} for index in range(1, 9)]
+                jobs = [{'name': f'j{index}', 'command': 'sleep 0.02',
+                         'depends_on': [f'j{index - 1}'] if index > 4 else []} for index in range(1, 9)]
                 document = torc.read_document(json.dumps({'name': 'w', 'jobs': jobs, 'execution_config': {
                     'mode': 'direct', 'sigterm_lead_seconds': 5, 'sigkill_headroom_seconds': 5}}).encode(), '', 'json')
-                workflow_id = client.call('create_workflow_from_spec', json.loads(json.dumps(torc.read_plan(document, '.').body)))['workflow_id']
+                workflow_id = client.call('create_workflow_from_spec',
+                                          json.loads(json.dumps(torc.read_plan(document,
+                        '.').body)))['workflow_id']
                 client.call('initialize_jobs', workflow_id=workflow_id)
                 clock.chance, chance = random.Random(0), clock.chance
                 clock.chance.random = lambda: 1.0       # the time limit is stated before the clock is set
-                options = torc.RunnerOptions(output_dir=f'out {number}', num_cpus=4, memory_gb=1.0, num_gpus=0, poll_interval_s=0.1, end_time=clock.time() + 600)
+                options = torc.RunnerOptions(output_dir=f'out {number}', num_cpus=4, memory_gb=1.0,
+                                             num_gpus=0, poll_interval_s=0.1, end_time=clock.time() + 600)
                 real, clock.jumps = torc.Shutdown.__init__, 0
 
                 def begin(this: Any, *rest: Any) -> None:
@@ -23266,7 +23927,8 @@ def spoil_output(world: World, rounds: int, seed: int) -> str:
 
         def work() -> int:
             world.directory = folder
-            outcome = world.main('--db', f'db/{number}.db', 'run', '-p', 0.1, '--num-cpus', 2, '-o', 'out', spec, env={'HOME': folder, 'XDG_STATE_HOME': folder})
+            outcome = world.main('--db', f'db/{number}.db', 'run', '-p', 0.1, '--num-cpus', 2, '-o', 'out',
+                                 spec, env={'HOME': folder, 'XDG_STATE_HOME': folder})
             with open(os.path.join(folder, 'said'), 'w') as file:
                 file.write(outcome.err)
             return outcome.code
@@ -23330,8 +23992,10 @@ def fill_output(world: World, rounds: int, seed: int) -> str:
 
 
 FLOODS = {      # commands that write so many MB, each as it pleases
-    'zeros': 'head -c {0}000000 /dev/zero', 'rubbish': 'head -c {0}000000 /dev/urandom', 'one line': 'yes | tr -d "\\n" | head -c {0}000000',
-    'lines': 'seq {0}00000 | head -c {0}000000', 'errors': 'head -c {0}000000 /dev/zero >&2; exit 3', 'a closed stdout': 'exec >&-; head -c {0}000000 /dev/zero',
+    'zeros': 'head -c {0}000000 /dev/zero', 'rubbish': 'head -c {0}000000 /dev/urandom',
+    'one line': 'yes | tr -d "\\n" | head -c {0}000000',
+    'lines': 'seq {0}00000 | head -c {0}000000', 'errors': 'head -c {0}000000 /dev/zero >&2; exit 3',
+    'a closed stdout': 'exec >&-; head -c {0}000000 /dev/zero',
     'a last line without end': 'head -c {0}000000 /dev/zero | tr "\\0" x; exit 4',
 }
 
@@ -23342,7 +24006,8 @@ def flood_output(world: World, rounds: int, seed: int) -> str:
     for number in range(rounds):
         size, names = chance.randint(20, 100), list(FLOODS)
         shutil.rmtree(world.path('out'), ignore_errors=True)
-        spec = world.write('w.json', json.dumps({'name': 'w', 'jobs': [{'name': 'before', 'command': 'touch ready; until test -e go; do sleep 0.02; done'}] + [
+        spec = world.write('w.json', json.dumps({'name': 'w', 'jobs': [{'name': 'before',
+                'command': 'touch ready; until test -e go; do sleep 0.02; done'}] + [
             {'name': name, 'command': FLOODS[name].format(size), 'depends_on': ['before']} for name in names]}))
         run = world.start('--db', f'flood {number}.db', 'run', '-p', '0.1', '--num-cpus', 2, '-o', 'out', spec)
         world.wait(lambda: os.path.exists(world.path('ready')), 30, 'the runner', [run])
@@ -23529,8 +24194,10 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
     seed = random.SystemRandom().randrange(10 ** 9) if seed is None else seed
     print(f'seed {seed}: repeat with --seed {seed}')
     count, kills, many, requests, rounds = (200, 2, 20, 2000, 2) if is_quick else (1000, 5, 300, 20000, 30)
-    works = ((f'kill -9 of serve, {kills} times in {count} jobs of two runners', lambda world: kill_lasting_server(world, count, kills, seed)),
-             (f'kill -9 of an embedded server, {kills} times in {count} jobs', lambda world: kill_embedded_server(world, count, kills, seed)),
+    works = ((f'kill -9 of serve, {kills} times in {count} jobs of two runners',
+              lambda world: kill_lasting_server(world, count, kills, seed)),
+             (f'kill -9 of an embedded server, {kills} times in {count} jobs',
+              lambda world: kill_embedded_server(world, count, kills, seed)),
              (f'two runners share {count} jobs', lambda world: share_jobs(world, count)),
              (f'kill -9 of serve, {many} times under six clients', lambda world: kill_under_clerks(world, many, seed)),
              (f'{requests:,} malformed requests', lambda world: fuzz(world, requests, seed)),
@@ -23625,8 +24292,11 @@ PAUSES = {
 }
 
 # Words that belong to no file of this project: where it is made, and by whose tools. Split, so that this list is not found.
-FOREIGN_WORDS = ['py' + 'pi.org', 'crates' + '.io', 'npm' + 'js', 'deb.deb' + 'ian', 'proxy.go' + 'lang', 'mav' + 'en.org', 'anth' + 'ropic', 'open' + 'ai',
-                 'chat' + 'gpt', 'co' + 'pilot', '/wo' + 'rk/', '/.lib' + 'rary', 'CONTR' + 'ACT.md', 'DEVELO' + 'PERS.md', 'DES' + 'IGN.md', 'STY' + 'LE.md', 'farm-' + 'bench', 'farm-' + 'studio', 'BUGS' + '.md']
+FOREIGN_WORDS = ['py' + 'pi.org', 'crates' + '.io', 'npm' + 'js', 'deb.deb' + 'ian', 'proxy.go' + 'lang',
+                 'mav' + 'en.org', 'anth' + 'ropic', 'open' + 'ai',
+                 'chat' + 'gpt', 'co' + 'pilot', '/wo' + 'rk/', '/.lib' + 'rary', 'CONTR' + 'ACT.md',
+                 'DEVELO' + 'PERS.md', 'DES' + 'IGN.md', 'STY' + 'LE.md', 'farm-' + 'bench',
+                 'farm-' + 'studio', 'BUGS' + '.md']
 
 
 class Ruler(NamedTuple):
@@ -23834,7 +24504,8 @@ class CodeLaws(unittest.TestCase):
         self.assertEqual([], found)
 
     def test_text_never_becomes_code_nor_a_shells_words(self):
-        names = {'eval', 'exec', 'compile', '__import__', 'pickle', 'marshal', 'shelve', 'load_extension', 'enable_load_extension', 'system', 'popen', 'getoutput'}
+        names = {'eval', 'exec', 'compile', '__import__', 'pickle', 'marshal', 'shelve', 'load_extension',
+                 'enable_load_extension', 'system', 'popen', 'getoutput'}
         bad = [node for node in self.torc.walk(ast.Call) if getattr(node.func, 'id', '') in names or
                getattr(node.func, 'attr', '') in names and getattr(getattr(node.func, 'value', None), 'id', '') not in ('re', 'py_compile')]
         bad += [node for node in self.torc.walk(ast.Import) if names & {alias.name for alias in node.names}]
@@ -23861,7 +24532,8 @@ class CodeLaws(unittest.TestCase):
 
     def test_nothing_below_main_ends_the_program(self):
         calls = [node for node in self.torc.walk(ast.Attribute, ast.Name)
-                 if getattr(node, 'id', '') == 'SystemExit' or getattr(node, 'attr', '') == 'exit' and getattr(node.value, 'id', '') == 'sys']
+                 if getattr(node, 'id', '') == 'SystemExit' or getattr(node, 'attr',
+                         '') == 'exit' and getattr(node.value, 'id', '') == 'sys']
         self.assertEqual([], [self.torc.place(node) for node in calls if self.torc.section(node.lineno) != 'Main'])
 
     def test_what_it_starts_of_itself_is_forked_and_not_compiled_again(self):
@@ -23887,7 +24559,8 @@ class CodeLaws(unittest.TestCase):
     def test_every_import_is_used(self):
         for source in (self.torc, self.tests):
             used = {node.id for node in source.walk(ast.Name)}
-            imported = {(alias.asname or alias.name).split('.')[0] for node in source.walk(ast.Import, ast.ImportFrom) for alias in node.names}
+            imported = {(alias.asname or alias.name).split('.')[0] for node in source.walk(ast.Import,
+                    ast.ImportFrom) for alias in node.names}
             comments = ' '.join(re.findall(r'# type: (.*)', source.text))
             self.assertEqual([], sorted(name for name in imported - used if name not in comments), source.path)
 
@@ -23997,7 +24670,8 @@ class CodeLaws(unittest.TestCase):
         for path in (TORC, os.path.abspath(__file__)):
             code = 'import sys; compile(sys.stdin.buffer.read(), sys.argv[1], "exec")'
             with open(path, 'rb') as source:
-                done = subprocess.run([found[0], '-W', 'error', '-c', code, path], stdin=source, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding='utf-8')
+                done = subprocess.run([found[0], '-W', 'error', '-c', code, path], stdin=source,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding='utf-8')
             self.assertEqual((0, ''), (done.returncode, done.stdout))
 
     def test_importing_does_nothing(self):
@@ -24013,7 +24687,8 @@ class CodeLaws(unittest.TestCase):
             assert not set(sys.modules) & {'asyncio', 'concurrent.futures', 'unittest'}, 'it costs time at every start'
             ''')
         with tempfile.TemporaryDirectory() as directory:
-            done = subprocess.run([sys.executable, '-B', '-W', 'error', '-c', code, HERE], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            done = subprocess.run([sys.executable, '-B', '-W', 'error', '-c', code, HERE], cwd=directory,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                   encoding='utf-8')
         self.assertEqual((0, ''), (done.returncode, done.stdout))
 
@@ -24061,7 +24736,9 @@ def reference_parts() -> Dict[str, str]:
         'fields': format_field_markdown().strip(),
         'commands': table_markdown(('command', 'what it does', 'example'), (
             (f'`{row.name}`', row.help, f'`torc.py {row.example}`') for row in torc.COMMANDS)),
-        'environment': table_markdown(('variable', 'set by', 'meaning'), ((f'`{row.name}`', row.set_by, row.meaning) for row in torc.ENVIRONMENT)),
+        'environment': table_markdown(('variable', 'set by', 'meaning'),
+                                      ((f'`{row.name}`', row.set_by,
+                                        row.meaning) for row in torc.ENVIRONMENT)),
         'exits': table_markdown(('code', 'meaning'), ((row.code, row.meaning) for row in torc.EXITS)),
         'statuses': table_markdown(('status', 'meaning'), ((f'`{row.name}`', row.meaning) for row in torc.STATUSES)),
     }
@@ -24208,7 +24885,8 @@ class CommandExampleLaws(WorldTest):
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
         write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
-        for line in ("events create 1 -d '{}'", 'access-groups create physicists', 'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
+        for line in ("events create 1 -d '{}'", 'access-groups create physicists',
+                     'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
                      'access-groups create geologists', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
             self.assertExit(0, self.world.main(*shlex.split(line)))
         self.assertEqual({}, self.world.leave())      # the database is whole when its server has left
@@ -24387,7 +25065,8 @@ class HostileTextLaws(WorldTest):
     }
     MORE = (
         'workflows check-resources 1 --all --include-failed', 'workflows correct-resources 1', 'workflows correct-resources 1 --job-ids 77',
-        'logs bundle {}', 'logs bundle 1 --bundle-dir {}', 'logs bundle 1 -o {}', 'logs analyze {}', 'logs analyze wf1.tar.gz', 'plot-resources {} -o {}',
+        'logs bundle {}', 'logs bundle 1 --bundle-dir {}', 'logs bundle 1 -o {}', 'logs analyze {}',
+        'logs analyze wf1.tar.gz', 'plot-resources {} -o {}',
         'plot-resources torc_output/resource_utilization/resource_metrics_wf1_r1.db -w 1 -p {}',
         'status 2', 'status', 'logs 1', 'logs 1 1', 'logs 1 2', 'logs 1 --failed', 'logs 1 {}', 'jobs get 1',
         'jobs get 2', 'jobs list 1', 'results list 1',
@@ -24578,7 +25257,8 @@ class HostileTextLaws(WorldTest):
         ours, theirs = os.openpty()
         self.addCleanup(os.close, ours)
         process = subprocess.Popen(World.command(words), cwd=self.world.directory,
-                                   env=dict(self.world.environment, TERM='xterm'), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+                                   env=dict(self.world.environment, TERM='xterm'), stdin=theirs,
+                                   stdout=theirs, stderr=theirs, start_new_session=True)
         os.close(theirs)
         os.write(ours, typed.encode())
         said = b''
@@ -24753,7 +25433,8 @@ def measured(argv: Sequence[str], directory: str, codes: Sequence[int] = (0,)) -
     """Run a program to its end, then wait for its orphans. Returns its times and its stdout."""
     with tempfile.TemporaryFile() as out:
         begun = time.perf_counter()
-        process = subprocess.Popen(argv, cwd=directory, env=bench_environment(directory), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(argv, cwd=directory, env=bench_environment(directory),
+                                   stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - begun
         process.returncode = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
@@ -24802,7 +25483,8 @@ def make_runs(counts: Sequence[int], recipe: str) -> Callable[[str], List[List[s
         lines = ['all: ' + ' '.join(f'stage{stage}' for stage in range(len(counts)))]
         for stage, count in enumerate(counts):
             names = ' '.join(f's{stage}_{number}' for number in range(1, count + 1))
-            lines += [f'stage{stage}: {names}', f'{names}: {f"stage{stage - 1}" if stage else ""}', f'\t{recipe}', f'.PHONY: stage{stage} {names}']
+            lines += [f'stage{stage}: {names}', f'{names}: {f"stage{stage - 1}" if stage else ""}',
+                      f'\t{recipe}', f'.PHONY: stage{stage} {names}']
         write_file(directory, 'Makefile', '\n'.join(lines) + '\n')
         return [['make', '-s', '-j2', 'all']]
     return commands
@@ -24820,7 +25502,8 @@ def staged_spec(counts: Sequence[int]) -> str:
 def contest_of(title: str, counts: Sequence[int], rounds: int, pythons: Dict[str, str]) -> Contest:
     """The same jobs by xargs, make and torc.py."""
     files = "sh -c 'true >out/@.o 2>out/@.e'"
-    rivals = [Contestant('xargs -P2, output files', xargs_runs(counts, files)), Contestant('xargs -P2, no files', xargs_runs(counts, 'true')),
+    rivals = [Contestant('xargs -P2, output files', xargs_runs(counts, files)),
+              Contestant('xargs -P2, no files', xargs_runs(counts, 'true')),
               Contestant('make -j2, output files', make_runs(counts, '@true >out/$@.o 2>out/$@.e'))]
     ours = [Contestant(f'torc.py {name}', torc_runs(python, staged_spec(counts))) for name, python in pythons.items()]
     return Contest(title, sum(counts), rounds, rivals + ours)
@@ -24955,7 +25638,9 @@ def server_figures(python: str, is_quick: bool) -> List[Tuple[str, str]]:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         stem = os.path.join(directory, 'serve')
-        server = Background([python, TORC, 'serve', '--port', '0', '--db', os.path.join(directory, 'torc.db')], directory, bench_environment(directory), stem)
+        server = Background([python, TORC, 'serve', '--port', '0', '--db',
+                             os.path.join(directory, 'torc.db')], directory, bench_environment(directory),
+                            stem)
         try:
             url = wait_for_line(server)
             with open(glob.glob(os.path.join(directory, '*.token'))[0]) as file:
@@ -25088,10 +25773,12 @@ class Caller:
             self.jobs = [job['id'] for job in json.loads(answer.decode())['jobs']]
             assert self.jobs, 'no jobs are left'
         moment = '2026-11-21T12:00:00.000Z'
-        ends = [{'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.01, 'completion_time': moment} for job_id in self.jobs]
+        ends = [{'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed',
+                 'exec_time_minutes': 0.01, 'completion_time': moment} for job_id in self.jobs]
         want = {'strategy': 'resources', 'limit': 1, 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}
         self.send('POST', f'/workflows/{self.load.workflow_id}/runner_sync', {
-            'compute_node_id': self.load.node_id, 'run_id': 1, 'completions': ends, 'started': [[job_id, 1, moment] for job_id in self.jobs], 'want': want})
+            'compute_node_id': self.load.node_id, 'run_id': 1, 'completions': ends,
+            'started': [[job_id, 1, moment] for job_id in self.jobs], 'want': want})
 
 
 LOADS = (('GET /ping', Caller.ask_ping), ('claim, then complete', Caller.ask_pair), ('runner_sync: one end, one claim', Caller.ask_sync))
@@ -25118,7 +25805,8 @@ class Load:
         self.workflow_id = wire.ask('POST', '/workflows/from_spec', plan_body(count))['workflow_id']
         wire.ask('POST', f'/workflows/{self.workflow_id}/initialize_jobs')
         self.node_id = wire.ask('POST', '/compute_nodes', {
-            'workflow_id': self.workflow_id, 'hostname': 'bench', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z', 'is_active': True,
+            'workflow_id': self.workflow_id, 'hostname': 'bench', 'pid': os.getpid(),
+            'start_time': '2026-11-21T12:00:00.000Z', 'is_active': True,
             'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
         wire.close()
 
@@ -25159,7 +25847,8 @@ def load_figures(python: str, is_tls: bool, is_quick: bool) -> List[Tuple[str, s
             key, certificate = write_file(directory, 'key.pem', TLS_KEY), write_file(directory, 'good.pem', TLS_CERTIFICATES['good'])
             os.chmod(key, 0o600)
             flags, tls = ['--tls-cert', certificate, '--tls-key', key], ssl.create_default_context(cafile=certificate)
-        server = Background([python, TORC, 'serve', '--port', '0', '--db', os.path.join(directory, 'torc.db'), *flags], directory, bench_environment(directory),
+        server = Background([python, TORC, 'serve', '--port', '0', '--db', os.path.join(directory, 'torc.db'),
+                             *flags], directory, bench_environment(directory),
                             os.path.join(directory, 'serve'))
         try:
             url = wait_for_line(server)
