@@ -46,6 +46,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     16b. Runner's link
     16c. Runner's parts
     16d. Runner's monitor
+    16e. Runner's loop
     19. Rendering
     20. Commands
     20a. Workflows
@@ -15755,64 +15756,6 @@ class DirectStarterTest(PartTest):
 
 # ======== 16d. Runner's monitor ========
 
-class LoopTest(PartTest):
-    """What turns the parts."""
-
-    def runner(self, *answers: Any) -> Any:
-        """A runner that has called no server."""
-        self.client = ScriptedClient(*answers)
-        launcher = self.launcher()
-        wakeup = torc.Wakeup()
-        self.addCleanup(wakeup.close)
-        return torc.Runner(self.context({'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}), self.client, launcher, wakeup)
-
-    def test_a_runner_is_put_together_without_a_server(self):
-        runner = self.runner()
-        self.assertEqual(([], []), (self.client.calls, self.client.requests))
-        self.assertTrue(all(part.due() >= 0 for part in runner.parts))
-
-    def test_no_part_holds_the_runner(self):
-        runner = self.runner()
-        seen, waiting = set(), list(runner.parts)
-        while waiting:
-            thing = waiting.pop()
-            if id(thing) not in seen and type(thing).__module__ == 'torc' and not isinstance(thing, tuple):
-                seen.add(id(thing))
-                self.assertIsNot(runner, thing)
-                waiting += [value for name, value in getattr(thing, '__dict__', {}).items() if name != 'call']
-        self.assertGreater(len(seen), 10)
-
-    def test_a_part_that_is_due_ends_the_wait_and_acts_in_each_turn(self):
-        class Sampler:
-            """Due ten times a second."""
-
-            def __init__(self) -> None:
-                self.next_at, self.samples = time.monotonic(), []   # type: float, List[float]
-
-            def due(self) -> float:
-                """The next sample."""
-                return self.next_at
-
-            def act(self, now: float) -> None:
-                """Take a sample, if it is time."""
-                if now >= self.next_at:
-                    self.samples.append(now)
-                    self.next_at = now + 0.1
-        runner = self.runner()
-        runner.link.poll_at = runner.link.lease_ends_at = math.inf
-        sampler = Sampler()
-        runner.parts.append(sampler)
-        turns, until = 0, time.monotonic() + 5
-        while len(sampler.samples) < 4 and time.monotonic() < until:
-            runner.turn()
-            runner.wait()
-            turns += 1
-        pauses = [after - before for before, after in zip(sampler.samples, sampler.samples[1:])]
-        self.assertEqual(3, len(pauses))
-        self.assertGreaterEqual(min(pauses), 0.1)
-        self.assertLess(turns, 12)
-
-
 class MonitorRunTest(RunnerCase):
     """What a runner measures, and what it does about memory limits, with real jobs."""
     GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
@@ -16063,6 +16006,66 @@ class KernelKillTest(RunnerCase):
                         'failed greedy (return code 99): killed by the kernel for lack of memory (',
                         'failed killed (return code 137): killed by SIGKILL\n')
         self.world.leave()
+
+
+# ======== 16e. Runner's loop ========
+
+class LoopTest(PartTest):
+    """What turns the parts."""
+
+    def runner(self, *answers: Any) -> Any:
+        """A runner that has called no server."""
+        self.client = ScriptedClient(*answers)
+        launcher = self.launcher()
+        wakeup = torc.Wakeup()
+        self.addCleanup(wakeup.close)
+        return torc.Runner(self.context({'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}), self.client, launcher, wakeup)
+
+    def test_a_runner_is_put_together_without_a_server(self):
+        runner = self.runner()
+        self.assertEqual(([], []), (self.client.calls, self.client.requests))
+        self.assertTrue(all(part.due() >= 0 for part in runner.parts))
+
+    def test_no_part_holds_the_runner(self):
+        runner = self.runner()
+        seen, waiting = set(), list(runner.parts)
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) not in seen and type(thing).__module__ == 'torc' and not isinstance(thing, tuple):
+                seen.add(id(thing))
+                self.assertIsNot(runner, thing)
+                waiting += [value for name, value in getattr(thing, '__dict__', {}).items() if name != 'call']
+        self.assertGreater(len(seen), 10)
+
+    def test_a_part_that_is_due_ends_the_wait_and_acts_in_each_turn(self):
+        class Sampler:
+            """Due ten times a second."""
+
+            def __init__(self) -> None:
+                self.next_at, self.samples = time.monotonic(), []   # type: float, List[float]
+
+            def due(self) -> float:
+                """The next sample."""
+                return self.next_at
+
+            def act(self, now: float) -> None:
+                """Take a sample, if it is time."""
+                if now >= self.next_at:
+                    self.samples.append(now)
+                    self.next_at = now + 0.1
+        runner = self.runner()
+        runner.link.poll_at = runner.link.lease_ends_at = math.inf
+        sampler = Sampler()
+        runner.parts.append(sampler)
+        turns, until = 0, time.monotonic() + 5
+        while len(sampler.samples) < 4 and time.monotonic() < until:
+            runner.turn()
+            runner.wait()
+            turns += 1
+        pauses = [after - before for before, after in zip(sampler.samples, sampler.samples[1:])]
+        self.assertEqual(3, len(pauses))
+        self.assertGreaterEqual(min(pauses), 0.1)
+        self.assertLess(turns, 12)
 
 
 class RunnerTest(RunnerCase):
