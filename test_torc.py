@@ -13784,6 +13784,12 @@ class LauncherTest(WorldTest):
     LONG = '# ' + 'x' * 300000 + '\n'
     SHELLS = ('bash', 'dash')
 
+    def test_an_output_that_cannot_be_passed_on_is_an_error(self):
+        beyond = resource.getrlimit(resource.RLIMIT_NOFILE)[0] + 1
+        with self.assertRaises(OSError) as caught:
+            self.launcher.spawn([b'/bin/true'], [], [beyond, 2])
+        self.assertEqual(errno.EBADF, caught.exception.errno)
+
     def test_a_command_longer_than_an_argument_may_be_runs_as_a_short_one_does(self):
         commands = (
             'echo "$0 [$BASH_SOURCE] $# $- $TORC_COMMAND"; cat; readlink /proc/self/fd/0; exit 3',

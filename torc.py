@@ -18179,14 +18179,14 @@ class Spawner:
         """
         library, actions = self.library, self.actions
         library.posix_spawn_file_actions_init(actions)
-        for number, descriptor in enumerate((self.devnull, *outputs)):
-            library.posix_spawn_file_actions_adddup2(actions, descriptor, number)
-        if source is not None:
-            library.posix_spawn_file_actions_adddup2(actions, source, COMMAND_DESCRIPTOR)
+        pairs = [*enumerate((self.devnull, *outputs)), *([(COMMAND_DESCRIPTOR, source)] if source else ())]
+        # glibc refuses a descriptor above the limit: what would start then writes to our own output.
+        code = max(library.posix_spawn_file_actions_adddup2(actions, descriptor, number)
+                   for number, descriptor in pairs)
         pid = ctypes.c_int()
-        code = library.posix_spawn(ctypes.byref(pid), argv[0], actions, self.attributes,
-                                   self.text_array(len(argv) + 1)(*argv),
-                                   self.text_array(len(environment) + 1)(*environment))
+        code = code or library.posix_spawn(ctypes.byref(pid), argv[0], actions, self.attributes,
+                                           self.text_array(len(argv) + 1)(*argv),
+                                           self.text_array(len(environment) + 1)(*environment))
         library.posix_spawn_file_actions_destroy(actions)
         if code:
             raise OSError(code, os.strerror(code), os.fsdecode(argv[0]))
