@@ -13784,6 +13784,16 @@ class LauncherTest(WorldTest):
     LONG = '# ' + 'x' * 300000 + '\n'
     SHELLS = ('bash', 'dash')
 
+    def test_a_zombie_that_nobody_reaps_holds_up_no_clean_up(self):
+        launched = self.start('sleep 1000')
+        mark = launched.mark
+        self.addCleanup(self.launcher.act, 0.0)
+        os.kill(launched.pid, signal.SIGKILL)
+        self.world.wait(lambda: ') Z ' in read_text(f'/proc/{launched.pid}/stat'), 5, 'a zombie')
+        began = time.monotonic()
+        torc.kill_family({}, [mark], began + 8, [os.getpid()])
+        self.assertLess(time.monotonic() - began, 4)
+
     def test_an_output_that_cannot_be_passed_on_is_an_error(self):
         beyond = resource.getrlimit(resource.RLIMIT_NOFILE)[0] + 1
         with self.assertRaises(OSError) as caught:
@@ -15448,6 +15458,25 @@ class JobPartsTest(PartTest):
         self.starter.finish('j1')
         dispatcher.act(time.monotonic())
         self.assertEqual({'j2': 'running', 'j3': 'running', 'j1': 'reported'}, self.states())
+
+    def test_an_end_whose_output_is_not_written_yet_is_not_made_an_interruption(self):
+        dispatcher = self.build(num_cpus=3)
+        self.claim(1, 2, 3)
+        dispatcher.act(time.monotonic())
+        give_up_at = time.monotonic() + 30
+        stream = types.SimpleNamespace(name='stdout', is_over=False, give_up_at=give_up_at, error='', remark='')
+        self.server.context.cap = types.SimpleNamespace(is_written=lambda streams, now: stream.is_over)
+        for attempt in self.attempts.of('running'):
+            attempt.streams = [stream]
+        for name, return_code in (('j1', 3), ('j2', 128 + signal.SIGTERM), ('j3', 137)):
+            attempt, = (attempt for attempt in self.attempts.of('running') if attempt.name == name)
+            attempt.stopped_for = 'memory' if name == 'j3' else ''
+            self.starter.finish(name, return_code)
+        self.assertEqual({'j1': 'ended', 'j2': 'ended', 'j3': 'ended'}, self.states())
+        self.assertEqual(give_up_at, self.completions.due())
+        ended = self.attempts.of('ended')
+        dispatcher.stop('interrupt', 5, signal.SIGTERM)
+        self.assertEqual(['', 'interrupt', 'memory'], [attempt.stopped_for for attempt in ended])
 
     def test_what_cannot_start_in_time_goes_back(self):
         dispatcher = self.build(num_cpus=1)

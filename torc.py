@@ -9894,7 +9894,7 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optio
 
 
 def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
-                      held_actions: Set[int]) -> None:
+                   held_actions: Set[int]) -> None:
     """Requeue claims and actions that the node does not report holding: the answer to a request was lost."""
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
@@ -17287,7 +17287,8 @@ def kill_control_group(directory: str) -> None:
                 file.write('1')     # since Linux 5.14: all at once, so that none escapes by forking
                 continue
             with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.procs')) as file:
-                for pid in file.read().split():
+                # 0: of another namespace of pids (cgroups(7)); it would mean our own group
+                for pid in filter(int, file.read().split()):
                     os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.005)
 
@@ -17321,20 +17322,28 @@ def find_ancestors(pid: int) -> List[int]:
     return found
 
 
-def hunt(parents: Sequence[int], marks: Sequence[Mark], limit_s: float) -> bool:
+def hunt(parents: Sequence[int], marks: Sequence[Mark], limit_s: float,
+         dead: Optional[Set[Tuple[int, int]]] = None) -> bool:
     """Kill children of some processes that carry a mark, until a look finds none; whether there were any.
 
     So is ended what forks and ends faster than all of /proc can be read: at each moment something of it has
-    been adopted, be it a zombie. What was adopted last stands last.
+    been adopted, be it a zombie. What was adopted last stands last. `dead`: what earlier calls have killed.
     """
-    until, found, dead = time.monotonic() + limit_s, False, set()   # type: float, bool, Set[int]
+    until, found, seen = time.monotonic() + limit_s, False, set()   # type: float, bool, Set[int]
+    dead = set() if dead is None else dead
     while time.monotonic() < until:
         count = len(dead)
         for pid in itertools.chain(*(reversed(read_proc_children(parent)) for parent in parents)):
-            number = -1 if pid in dead else read_mark_number(pid)   # a zombie has limits, too
+            if pid in seen:
+                continue
+            # Before the mark: the number may change hands meanwhile, where others reap. A zombie has none.
+            ticks = read_process_start_ticks(pid)
+            number = read_mark_number(pid)      # a zombie has limits, too
             if any(number >> mark.shift == mark.number for mark in marks):
-                signal_process(pid, read_process_start_ticks(pid) or -1, signal.SIGKILL)
-                dead.add(pid)
+                if ticks:
+                    signal_process(pid, ticks, signal.SIGKILL)
+                seen.add(pid)
+                dead.add((pid, ticks))
         if count == len(dead):
             break
         found = True
@@ -17347,13 +17356,13 @@ def kill_family(sessions: Dict[int, float], marks: Sequence[Mark], until: float,
 
     `parents`: who may adopt its members.
     """
-    quiet = looks = 0
+    quiet, looks, dead = 0, 0, set()    # type: int, int, Set[Tuple[int, int]]
     while quiet < 2 and (looks < 2 or time.monotonic() < until):
         looks += 1
         family = freeze_family(sessions, marks)
         for pid, ticks in family.items():
             signal_process(pid, ticks, signal.SIGKILL)
-        quiet = 0 if hunt(parents, marks, FREEZE_S) or family else quiet + 1
+        quiet = 0 if hunt(parents, marks, FREEZE_S, dead) or family else quiet + 1
         time.sleep(SWEEP_INTERVAL_S)
 
 
@@ -17383,7 +17392,8 @@ def find_leftovers() -> Dict[int, int]:
     for pid in map(int, filter(str.isdigit, os.listdir('/proc') if os.path.isdir('/proc/self') else ())):
         number = read_mark_number(pid)
         ticks = read_process_start_ticks(pid) if number >= MARK_BIT else 0
-        if ticks and is_runner_dead(number >> SERIAL_BITS):
+        # Once more: the number may have changed hands in between.
+        if ticks and is_runner_dead(number >> SERIAL_BITS) and read_mark_number(pid) == number:
             with contextlib.suppress(OSError):      # it has ended
                 if os.stat(f'/proc/{pid}').st_uid == os.geteuid():
                     found[pid] = ticks
@@ -18776,8 +18786,12 @@ class Launcher:
     def give_up(self) -> List[Process]:
         """Processes that SIGKILL could not end (uninterruptible sleep), taken as ended."""
         now = time.monotonic()
-        lost = [process for process in self.running.values() if now >= process.give_up_at
-                and read_process_start_ticks(process.pid) and self.may_give_up(process, [process.pid])]
+        lost = []
+        for process in self.running.values():
+            if now >= process.give_up_at and not read_process_start_ticks(process.pid):
+                process.give_up_at = now + UNKILLABLE_SWEEP_S   # a zombie, until its last thread has ended
+            elif now >= process.give_up_at and self.may_give_up(process, [process.pid]):
+                lost.append(process)
         self.has_lost = self.has_lost or bool(lost)
         for process in lost:
             del self.running[process.pid]
@@ -19697,6 +19711,7 @@ class OutputCap:
         os.set_blocking(self.writer, False)
         self.changed = collections.deque()      # type: collections.deque  # streams that are new, or ended
         self.is_closed = False
+        self.last_at = math.inf     # monotonic; nothing is waited for any longer
         self.thread = threading.Thread(target=self.work, name='output', daemon=True)
         self.thread.start()
 
@@ -19713,7 +19728,7 @@ class OutputCap:
         left = [stream for stream in streams if not stream.is_over]
         for stream in left:
             if math.isinf(stream.give_up_at):
-                stream.give_up_at = now + OUTPUT_DRAIN_S
+                stream.give_up_at = min(now + OUTPUT_DRAIN_S, max(now, self.last_at))
                 self.tell(stream)
             elif now >= stream.give_up_at:
                 stream.error = 'the disk does not answer'
@@ -20415,6 +20430,11 @@ class OutputWatch:
             output.notice = ''
 
 
+def may_share_signal(end: ProcessEnd) -> bool:
+    """Whether a signal ended a process that whoever stops the runner may have sent to both."""
+    return (end.signal_number or end.return_code - 128) in SHARED_SIGNALS
+
+
 class DirectStarter:
     """Runs each attempt as a process of this node. A starter of another kind has the same public names."""
 
@@ -20463,9 +20483,8 @@ class DirectStarter:
         """
         context, end, process = self.context, attempt.end, attempt.process
         until = process.started + end.wall_s + SHARED_SIGNAL_S
-        is_shared = (end.signal_number or end.return_code - 128) in SHARED_SIGNALS
-        if is_shared and not attempt.stopped_for and time.monotonic() < until:
-            self.judge_at = until
+        if may_share_signal(end) and not attempt.stopped_for and time.monotonic() < until:
+            self.judge_at = min(self.judge_at, until)
             return None
         verdict = judge_end(end, attempt.stopped_for, context.stop_signal,
                             context.config['timeout_exit_code'], attempt.stopped_by)
@@ -20689,7 +20708,9 @@ class Completions:
 
     def due(self) -> float:
         """Whoever lets a judgement wait knows until when."""
-        return self.starter.judge_at if self.attempts.by_state['ended'] else math.inf
+        ended = self.attempts.by_state['ended']
+        times = [stream.give_up_at for attempt in ended for stream in attempt.streams if not stream.is_over]
+        return min([self.starter.judge_at, *times]) if ended else math.inf
 
     def act(self, now: float) -> None:
         """Judge what could not be judged before."""
@@ -21012,8 +21033,9 @@ class Dispatcher:
     def stop(self, reason: str, lead_s: float, signal_number: Optional[int]) -> None:
         """Ask all jobs to end; SIGKILL follows after `lead_s`. A judgement that waits for a signal has it."""
         name, attempts = signal.Signals(self.context.stop_signal).name, self.attempts.of(*STARTED)
-        for attempt in self.attempts.of('ended') if signal_number else ():
-            self.set_stopping(attempt, reason, signal_number)
+        for attempt in self.attempts.of('ended') if signal_number else ():      # others wait for their output
+            if not attempt.stopped_for and may_share_signal(attempt.end):
+                self.set_stopping(attempt, reason, signal_number)
         for attempt in attempts:
             if attempt.process.end is None:     # otherwise only its leftovers live
                 if not attempt.stopped_for:
@@ -21280,6 +21302,8 @@ class Shutdown:
             self.end = dispatcher.end = time.monotonic() + context.options.end_time - time.time()
             self.last_at = link.end = launcher.last_at = self.end - min(headroom_s / 2, LEAVE_S)
             self.stop_at = self.end - headroom_s - config['sigterm_lead_seconds']
+            if context.cap is not None:
+                context.cap.last_at = self.last_at
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
@@ -21394,8 +21418,8 @@ class ExitRules:
         if link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
             context.log.write('Workflow complete', workflow_id=context.workflow_id)
             shutdown.leave('complete')
-        elif not (shutdown.launcher.children or shutdown.dispatcher.policy.backlog or link.has_updates) \
-                and link.sent_at > link.pace.ended_at:
+        elif not (shutdown.launcher.children or shutdown.dispatcher.policy.backlog or link.has_updates
+                  or shutdown.dispatcher.attempts.by_state['ended']) and link.sent_at > link.pace.ended_at:
             self.look_while_idle()
 
     def look_for_cancel(self) -> None:
@@ -21611,7 +21635,7 @@ class Runner:
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
         if self.link.state == 'offline':
-            lost = [attempt.name for attempt in self.attempts.of('judged', 'recovering', 'reported')]
+            lost = [attempt.name for attempt in self.attempts.of('ended', 'judged', 'recovering', 'reported')]
             named = f" {len(lost)} ended jobs could not be reported: {', '.join(lost[:5])}." if lost else ''
             raise Unreachable(f'{self.link.error}.{named} See {self.context.output.path}')
         counts, answer, shutdown = self.completions.counts, self.link.answer, self.shutdown
@@ -21663,6 +21687,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         stack.callback(wakeup.close)
         launcher = Launcher()
         stack.callback(launcher.close)
+        leftovers = format_leftovers(end_leftovers())   # before the node is measured: they hold memory
         num_gpus, problems = ask_for_gpus(options, launcher, wakeup)
         context = NodeContext(workflow, options, output, log, progress)
         if options.max_output_bytes is not None:
@@ -21675,9 +21700,8 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         for problem in problems:
             context.say(problem, 'warning')
         stack.callback(runner.link.exempt_server)
-        leftovers = format_leftovers(end_leftovers())
         if leftovers:
-            runner.context.say(leftovers, 'warning')
+            context.say(leftovers, 'warning')
         runner.run()
     return runner.outcome()
 
