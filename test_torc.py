@@ -19236,7 +19236,7 @@ class BundleTest(CommandTest):
             self.assertIn('give another place with --bundle-dir', outcome.err)
         self.assertEqual(['wf1.tar.gz'], os.listdir(self.world.path('to')))
         self.assertExit(4, self.world.main('logs', 'bundle', 9))
-        self.assertIn('no log of workflow 1 is in', self.assertExit(0, self.world.main('logs', 'bundle', 1, '-o', 'to')).err)
+        self.assertIn('no log of workflow 1 is in', self.assertExit(4, self.world.main('logs', 'bundle', 1, '-o', 'to')).err)
 
     def test_a_bundle_and_its_directory_tell_the_same(self):
         self.text('logs bundle 1')

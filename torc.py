@@ -24971,11 +24971,11 @@ def cmd_logs_bundle(session: Session, args: Arguments) -> int:
             sizes = [add_directory(bundle, session, os.path.join(directory, name), workflow['id'])
                      for name in BUNDLED_DIRECTORIES]
             found = describe_bundle(workflow, [size for group in sizes for size in group])
+            if not found['files_collected']:
+                raise NotFound(f"no log of workflow {workflow['id']} is in {directory}; {WHERE_OUTPUT_IS}")
             data = format_json_document(found).encode('utf-8', 'replace')
             add_member(bundle, 'bundle_metadata.json', len(data), time.time(), io.BytesIO(data))
     count, total = found['files_collected'], found['total_size_bytes']
-    if not count:
-        session.report(f"torc: no log of workflow {workflow['id']} is in {directory}; {WHERE_OUTPUT_IS}")
     lines = [f'  File: {path}', f'  Files collected: {count}', f'  Total size: {total} bytes']
     session.answer(dict(found, file=path), format_lines(['Log bundle created successfully:', *lines]))
     return 0
