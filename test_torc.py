@@ -669,6 +669,7 @@ class HarnessTest(unittest.TestCase):
                              [lines[-3], lines[-1]])
             self.assertEqual((0, 0), (in_terminal.wait(10), without.wait(10)))
 
+    @slow
     def test_a_worker_that_ends_hangs_or_stops_fails_its_test_and_the_rest_is_run(self):
         class First(unittest.TestCase):
             @classmethod
@@ -1607,6 +1608,7 @@ class FormatsTest(unittest.TestCase):
                          'w.yaml:2:16: a mapping value is not allowed here: put a text that '
                          "contains ': ' in quotes, or check the indentation\n    command: echo x: y\n                   ^")
 
+    @slow
     def test_hostile_input_is_refused_in_linear_time(self):
         many = 20000
         laughs = 'a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n' + ''.join(f'a{i}: &a{i} [{",".join(["*a%d" % (i - 1)] * 10)}]\n' for i in range(1, 30))
@@ -3083,6 +3085,7 @@ class StoreTest(unittest.TestCase):
         self.assertEqual(before, os.path.getsize(self.path))
         self.assertEqual(['first', 'second'], self.open().ids(self.BY_AGE))
 
+    @slow
     def test_what_cannot_be_read_any_more_is_not_called_saved(self):
         store = self.open()
         for _ in range(40):
@@ -4231,6 +4234,7 @@ class ApplySpecTest(ServiceTest):
         ({'files': [*SPEC['files'], {'name': 'new', 'path': 'new'}]}, {'file added': ['new']}),
     )
 
+    @slow
     def test_what_changes_the_outcome_of_a_completed_job_lets_it_run_again_and_nothing_else(self):
         workflow_id = self.make()
         ids = self.job_ids(workflow_id)
@@ -4621,6 +4625,7 @@ class ApplySpecTest(ServiceTest):
         found = stored_shape(asker, workflow_id)
         return dict(found, actions=sorted(found['actions'], key=json.dumps))
 
+    @slow
     def test_any_edit_makes_the_workflow_that_a_new_one_would_be_and_runs_what_it_must(self):
         """Random pairs of specs: the rows are those of a new workflow; a model says what is to run."""
         for seed in range(25):
@@ -9873,6 +9878,7 @@ class PasswordServerTest(WorldTest):
         self.assertEqual(([422], True), (statuses(answer), b'cannot be used' in answer))
         self.assertEqual([200], statuses(self.ask(self.login('ann', 'another word'))))
 
+    @slow
     def test_the_anonymous_are_let_in_by_an_option_and_a_wrong_password_is_not_anonymous(self) -> None:
         self.start(lets_anonymous=True, enforces_access=True)
         for authorization, status in (('', 200), (self.login('ann', 'wrong'), 401), ('Bearer wrong', 401),
@@ -10375,6 +10381,7 @@ class SpoolTest(WorldTest):
             answer = read_all(client)
         self.assertEqual(([503], True), (statuses(answer), b'no room for a body of 4.0MB' in answer))
 
+    @slow
     def test_twelve_bodies_that_never_end_cost_no_memory(self) -> None:
         need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
         found = self.world.serve('-d', self.world.path('my.db'))
@@ -10699,6 +10706,7 @@ class LongBodyTest(WorldTest):
         with self.assertRaisesRegex(torc.Unreachable, 'the answer cannot be kept: No such file'):
             torc.NamelessFile(self.world.path('gone'))
 
+    @slow
     def test_a_child_that_dies_is_an_error_and_the_next_body_is_read(self) -> None:
         read, os_kill = torc.read_long_body, os.kill
         torc.read_long_body = lambda *_: os_kill(os.getpid(), signal.SIGKILL)
@@ -10842,6 +10850,7 @@ class ServerTest(WorldTest):
             answer = read_answers(client, 20)
         self.assertEqual([b'w%d' % number for number in range(20)], re.findall(rb'"name":"(w\d+)"', answer))
 
+    @slow
     def test_a_flood_of_pipelined_requests_is_bounded(self) -> None:
         requests, count = http_request() * 500, 10
         with self.server.connect() as client:
@@ -10951,6 +10960,7 @@ class ServerTest(WorldTest):
             quiet.sendall(http_request())
             self.assertEqual([200], statuses(read_answers(quiet, 1)))
 
+    @slow
     def test_a_reader_that_does_not_read_is_closed_and_delays_nobody(self) -> None:
         body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1000000}}).encode()
         self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
@@ -12152,6 +12162,7 @@ class RelayTest(WorldTest):
             self.assertNotIn(self.token.encode(), said)
             self.assertNotIn(base64.b64encode(self.token.encode())[:40], said)
 
+    @slow
     def test_what_is_altered_on_the_way_is_not_done_and_no_altered_answer_is_accepted(self) -> None:
         for way, old, new in (('request', b'"good"', b'"evil"'), ('request', b'POST ', b'PUT  '),
                               ('request', b'/workflows ', b'/workflowz '), ('request', b'HMAC ', b'HMAB '),
@@ -12181,6 +12192,7 @@ class RelayTest(WorldTest):
             self.relay.alter_answer = lambda data: first
             self.assertRaises(torc.Unreachable, client.begin('archive_workflow', {'is_archived': True}, workflow_id=1).finish)
 
+    @slow
     def test_what_was_sent_once_is_done_once(self) -> None:
         with self.connect() as client:
             self.relay.asked = b''
@@ -12199,6 +12211,7 @@ class RelayTest(WorldTest):
             self.world.wait(lambda: b' 401 ' in self.relay.answered, 10, 'the refusal')
         self.assertEqual(['w'], self.names())
 
+    @slow
     def test_an_altered_event_is_not_shown(self) -> None:
         with self.connect() as client:
             workflow_id = client.create_workflow({'name': 'w', 'user': 'u'})['id']
@@ -12788,6 +12801,7 @@ class ClientTest(WorldTest):
         self.assertRaisesRegex(torc.NotFound, 'no server and no database', torc.Client.find().check_exists)
         self.assertFalse(os.path.exists('torc_output'))
 
+    @slow
     def test_the_order_in_which_servers_are_found(self) -> None:
         lasting = self.start_lasting(torc.default_database())
         embedded = self.connect(database=torc.EMBEDDED_DATABASE, needs_server=True)
@@ -12815,6 +12829,7 @@ class ClientTest(WorldTest):
         self.world.started.append(process)
         return self.world.wait(lambda: connection_of(database), 20, 'the server', [process])
 
+    @slow
     def test_a_lasting_server_that_died_is_waited_for_and_not_replaced(self) -> None:
         database = self.world.path('torc.db')
         self.start_lasting(database)
@@ -13706,6 +13721,7 @@ class LauncherTest(WorldTest):
         self.launcher.pipe = self.launcher.pipe[0], os.open(os.devnull, os.O_WRONLY)
         self.assertEqual(137, self.end_of(job).return_code)
 
+    @slow
     def test_a_node_on_which_guardians_cannot_live_is_not_kept_busy(self):
         killed = set()
 
@@ -14253,6 +14269,7 @@ class GuardianTest(WorldTest):
         self.assertTrue(all(map(torc.read_process_start_ticks, pids)))
         return pids
 
+    @slow
     def test_what_a_runner_in_a_job_leaves_ends_with_the_outer_one_also_without_guardians_of_its_own(self):
         inner = ('setsid /bin/sh -c "(env -i '
                  'setsid /bin/sh -c \'echo \\$\\$ > hidden; exec sleep 1000\' &)"; '
@@ -14280,6 +14297,7 @@ class GuardianTest(WorldTest):
         self.assertTrue(torc.read_process_start_ticks(live) and torc.read_process_start_ticks(runner))
         self.assertEqual({}, torc.find_leftovers())
 
+    @slow
     def test_run_serve_and_jobs_list_end_what_an_earlier_runner_left_and_say_so(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
         commands = ('run w.yaml', 'jobs list 1', '-f json jobs list 1', 'serve --port 0')
@@ -14414,6 +14432,7 @@ os.execv("/bin/sleep", ["sleep", "1000"])'; """
             self.assertEqual([], [path for path in glob.glob(group + '/*') if os.path.isdir(path)])
             self.assertExit(0, self.world.cli('jobs', 'list', 1))
 
+    @slow
     def test_a_set_user_id_program_does_not_outlive_its_runner(self):
         need('root', os.getuid() == 0, 'becomes another user')
         os.chmod(self.world.root, 0o755)
@@ -15827,6 +15846,7 @@ class MonitorRunTest(RunnerCase):
                                      r'.* WARNING Killing OOM job workflow_id=1 job_id=1\n')
         self.assertFalse(torc.read_process_start_ticks(int(self.world.read('hidden'))))
 
+    @slow
     def test_without_a_limit_a_monitor_or_limit_resources_nothing_is_killed(self):
         for fields in ({'execution_config': {'limit_resources': False}}, {'resource_monitor': {'enabled': False}}):
             with self.subTest(fields):
@@ -19722,6 +19742,7 @@ class InstallTest(WorldTest):
         """The compiled modules."""
         return [name for name in self.files() if name.endswith('.pyc')]
 
+    @slow
     def test_it_is_compiled_once_and_does_what_the_script_does(self):
         self.assertExit(0, self.install(), f'Installed torc {torc.__version__} as {self.launcher}',
                         'is not on your PATH')
@@ -19741,6 +19762,7 @@ class InstallTest(WorldTest):
                          'it was compiled again')
         self.assertEqual(1, len(self.compiled()))
 
+    @slow
     def test_it_is_compiled_for_the_launcher_whatever_the_flags_of_its_installation(self):
         self.assertExit(0, self.run_program([sys.executable, '-OO', TORC, 'install', '--prefix',
                                              self.prefix]))
@@ -19756,6 +19778,7 @@ class InstallTest(WorldTest):
         self.assertEqual(2, done.returncode)
         self.assertIn(b'install from a file that is there', done.stderr)
 
+    @slow
     def test_arguments_exits_and_streams_pass_through(self):
         self.assertExit(0, self.install())
         self.assertExit(2, self.run_program([self.launcher, 'nonsense']), "there is no command 'nonsense'",
@@ -23329,6 +23352,7 @@ class OutputCapTest(FlowTest):
         self.world.wait(lambda: self.world.read('pid').strip() and os.path.exists(path) and os.path.getsize(path) == 1000, 20, 'output', [runner])
         return runner, int(self.world.read('pid'))
 
+    @slow
     def test_no_job_outlives_a_runner_that_caps_its_output(self):
         runner, pid = self.start_talker()
         os.kill(runner.pid, signal.SIGKILL)
@@ -23359,6 +23383,7 @@ class OutputCapTest(FlowTest):
                                                         '100m', '-c', 'head -c 900000 /dev/zero; exit 0'))
         self.assertIn('job1 ended with return code 1: stdout could not be written: No space left on device', outcome.err)
 
+    @slow
     def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
         small = self.world.path('small')
         spec = self.world.write('fill.yaml', '''
