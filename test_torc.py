@@ -42,17 +42,28 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     11b. Steps
     12a. Monitor
     13. Launcher
+    14. Slurm
+    14a. Partitions
+    14b. Allocation plan
+    14c. Submission
+    14d. Slurm steps
+    14e. Accounting
     16. Runner
     16b. Runner's link
     16c. Runner's parts
     16d. Runner's monitor
-    16e. Runner's loop
+    16e. Runner's steps
+    16f. Runner's accounting
+    16g. Runner's allocation
+    16h. Runner's loop
     19. Rendering
     20. Commands
     20a. Workflows
     20b. Logs
     20c. Runs
-    20d. Service
+    20d. Allocations
+    20e. Clusters
+    20f. Service
     21. Main
 Without a number: End to end, Faults, Laws, Bench, and what runs the tests.
 """
@@ -14592,6 +14603,24 @@ class CommandTextTest(unittest.TestCase):
         self.assertEqual('', torc.read_last_line(None))
 
 
+# ======== 14. Slurm ========
+
+
+# ======== 14a. Partitions ========
+
+
+# ======== 14b. Allocation plan ========
+
+
+# ======== 14c. Submission ========
+
+
+# ======== 14d. Slurm steps ========
+
+
+# ======== 14e. Accounting ========
+
+
 # ======== 16. Runner ========
 
 class StoreClient:
@@ -16063,7 +16092,16 @@ class KernelKillTest(RunnerCase):
         self.world.leave()
 
 
-# ======== 16e. Runner's loop ========
+# ======== 16e. Runner's steps ========
+
+
+# ======== 16f. Runner's accounting ========
+
+
+# ======== 16g. Runner's allocation ========
+
+
+# ======== 16h. Runner's loop ========
 
 class LoopTest(PartTest):
     """What turns the parts."""
@@ -19545,7 +19583,13 @@ class RunTest(CommandTest):
         self.assertExit(0, self.world.cli('run', 1, '--time-limit', 'PT5M'))
 
 
-# ======== 20d. Service ========
+# ======== 20d. Allocations ========
+
+
+# ======== 20e. Clusters ========
+
+
+# ======== 20f. Service ========
 
 class PasswordCommandTest(CommandTest):
     """htpasswd: files of passwords."""

@@ -57,12 +57,21 @@ Sections (grep '^# ==' torc.py):
     12. Processes
     12a. Monitor
     13. Launcher
+    14. Slurm
+    14a. Partitions
+    14b. Allocation plan
+    14c. Submission
+    14d. Slurm steps
+    14e. Accounting
     16. Runner
     16a. Output
     16b. Runner's link
     16c. Runner's parts
     16d. Runner's monitor
-    16e. Runner's loop
+    16e. Runner's steps
+    16f. Runner's accounting
+    16g. Runner's allocation
+    16h. Runner's loop
     19. Rendering
     19a. Reports
     19b. Plots
@@ -70,8 +79,10 @@ Sections (grep '^# ==' torc.py):
     20a. Workflows
     20b. Logs
     20c. Runs
-    20d. Service
-    20e. Arguments
+    20d. Allocations
+    20e. Clusters
+    20f. Service
+    20g. Arguments
     21. Main
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
@@ -18867,9 +18878,48 @@ class Shell:
             os.close(source)
 
 
+# ======== 14. Slurm: its programs, what they print, and their states ========
+#
+# Owns how Slurm's programs are called, and reads what they print. Invariants:
+#
+# * Every call has a time limit, and an environment without the user's own settings for these programs. A
+#   runner never waits for one: it asks through Launcher.query.
+# * squeue is asked for all allocations at once, sstat and sacct for all steps of one: never once a job.
+# * Each program can be replaced: TORC_FAKE_SRUN names the one to call instead of srun, and so on.
+
+
+# ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
+#
+# A profile describes a cluster's partitions: their nodes, limits, and how they are chosen. Two are built in;
+# more stand in the user's configuration; else sinfo(1) and scontrol(1) are asked.
+
+
+# ======== 14b. Allocation plan: schedulers and actions for the jobs of a workflow ========
+#
+# Pure functions from jobs and a profile to allocations: how many there are, how large and how long they are,
+# and when they are submitted.
+
+
+# ======== 14c. Submission: sbatch scripts, and how they become allocations ========
+#
+# The record of an allocation exists before sbatch(1) runs, and its comment names the record: a reply that is
+# lost is found again, and nothing is submitted twice.
+
+
+# ======== 14d. Slurm steps: srun's command line, and what the end of a step means ========
+#
+# Pure functions. The exit code of srun(1) is evidence, not proof: what the job itself has left, what srun
+# said, and the state in the accounting decide together.
+
+
+# ======== 14e. Accounting: what sstat and sacct say of steps ========
+#
+# Pure functions from their output to the fields of results and of slurm_stats.
+
+
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
-# A runner is one node at work for one workflow: a loop (16e) over parts (16b-16d), each of which says when
+# A runner is one node at work for one workflow: a loop (16h) over parts (16b-16g), each of which says when
 # it is due and acts in each turn. Here stand the values that they share. Each attempt of a job has one state,
 # changed by Attempts.change alone along ATTEMPT_STATES; its completion stands in the attempt, nowhere else.
 
@@ -21208,7 +21258,25 @@ class Monitor:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-# ======== 16e. Runner's loop: turns, signals, and when to leave ========
+# ======== 16e. Runner's steps: jobs as Slurm steps ========
+#
+# A starter with the same public names as DirectStarter: behind each attempt stands a step, started by
+# srun(1).
+
+
+# ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
+#
+# A part of a runner (see 16c). One squeue names all new steps, one sstat samples all, one sacct reads all
+# that have ended. None is waited for.
+
+
+# ======== 16g. Runner's allocation: the runner inside a Slurm job ========
+#
+# Finds the record of its allocation, its nodes and its end, and follows changes of the end. Also what the
+# first runner of an allocation does for the others: the record's status, and queued allocations without work.
+
+
+# ======== 16h. Runner's loop: turns, signals, and when to leave ========
 #
 # One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one
 # request that carries ends and starts to the server and brings work back; start; wait. Only two things block:
@@ -26013,7 +26081,19 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
     return monitor
 
 
-# ======== 20d. Service: commands of those who run a server, and `install` ========
+# ======== 20d. Allocations: commands about Slurm ========
+#
+# What a user does with Slurm jobs: `submit`, `slurm ...`, `scheduled-compute-nodes ...`, `explain`.
+# Where a runner does the same, both call a function of an earlier section.
+
+
+# ======== 20e. Clusters: commands that plan allocations ========
+#
+# `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
+# and submit nothing.
+
+
+# ======== 20f. Service: commands of those who run a server, and `install` ========
 #
 # Password files, access groups, `serve`, and the installed command. Password files are changed
 # here, on disk; a server that uses one reads it again when asked to. `serve` only gathers
@@ -26305,7 +26385,7 @@ def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> i
     return 0
 
 
-# ======== 20e. Arguments: what commands take ========
+# ======== 20g. Arguments: what commands take ========
 #
 # An Argument is a row: names, value, meaning, parser, count. Parsers are functions from a word to
 # a value that raise ValueError with what is wrong. Arguments of several commands have a name
