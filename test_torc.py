@@ -1027,7 +1027,7 @@ class PlainToolsTest(unittest.TestCase):
             ('much', '', '1:2:3:4', '5m3d'), 'is not a walltime: write HH:MM:SS, D-HH:MM:SS, or such as 30m, 2h or 1d12h'))
 
     def test_slurms_memory_as_people_write_it_becomes_slurms(self):
-        self.check_texts(torc.normalize_slurm_memory, torc.parse_slurm_memory, '''
+        self.check_texts(torc.normalize_slurm_memory, torc.parse_requested_memory, '''
             text        kept
             0           same
             4096        same
@@ -1039,7 +1039,7 @@ class PlainToolsTest(unittest.TestCase):
             1.5k        2K
             100 bytes   1K
             ''')
-        self.assertEqual(8 * 1024 ** 3, torc.parse_slurm_memory(torc.normalize_slurm_memory('8GiB')))
+        self.assertEqual(8 * 1024 ** 3, torc.parse_requested_memory(torc.normalize_slurm_memory('8GiB')))
         self.check_refusals(torc.normalize_slurm_memory, {'much': 'is not an amount of memory for Slurm: write such as 240G or 4096 (megabytes)'})
 
     def test_times(self):
@@ -14604,6 +14604,54 @@ class CommandTextTest(unittest.TestCase):
 
 
 # ======== 14. Slurm ========
+
+
+class SlurmTextTest(unittest.TestCase):
+    """What Slurm's programs print, in every form that is on record, and what is none."""
+
+    def check_table(self, parse: Callable[[str], Any], rows: Sequence[Tuple[str, Any]]) -> None:
+        """Each text gives its value."""
+        for text, value in rows:
+            with self.subTest(text=text):
+                self.assertEqual(value, parse(text))
+
+    def test_memory(self):
+        self.check_table(torc.parse_slurm_memory, (
+            ('', None), ('0', 0), ('1024', 1024), ('512K', 512 * 1024), ('2M', 2 * 1024 ** 2), ('1G', 1024 ** 3), ('1T', 1024 ** 4),
+            ('1.50M', 1572864), ('2.5G', 2684354560), ('64704K', 64704 * 1024), ('12k', 12288), ('0.09M', 94371), ('16?', None),
+            ('x', None), ('-1K', None), ('1e3', None), ('9' * 400, None), ('100Mn', 100 * 1024 ** 2), ('4Gc', 4 * 1024 ** 3)))
+
+    def test_cpu_time(self):
+        self.check_table(torc.parse_slurm_cpu_time, (
+            ('', None), ('00:01:30', 90), ('1-02:30:00', 95400), ('00:00:01.5', 1.5), ('01:30', 90), ('00:02.243', 2.243),
+            ('12:34.567', 754.567), ('100:00:00', 360000), ('UNLIMITED', None), ('Partition_Limit', None), ('INVALID', None), ('9', None)))
+
+    def test_points_in_time(self):
+        local = time.mktime((2026, 11, 21, 0, 11, 56, 0, 0, -1))
+        self.check_table(torc.parse_slurm_instant, (
+            ('1763683916', 1763683916), ('2026-11-21T00:11:56', local), ('Unknown', None), ('N/A', None), ('', None), ('None', None),
+            ('NONE', None), ('9' * 30, None), ('2026-99-21T00:11:56', None)))
+
+    def test_node_lists(self):
+        self.check_table(torc.expand_node_list, (
+            ('node1', ['node1']), ('node[1-3,7],gpu01', ['node1', 'node2', 'node3', 'node7', 'gpu01']), ('n[08-10]', ['n08', 'n09', 'n10']),
+            ('r[1-2]c[1-2]', ['r1c1', 'r1c2', 'r2c1', 'r2c2']), ('x[1-2]-ib', ['x1-ib', 'x2-ib']), ('', []), ('(null)', []),
+            ('None assigned', []), ('n[1', ['n1']), ('n[a-b]', ['na'])))
+        self.assertEqual(torc.MAX_LISTED_NODES, len(torc.expand_node_list('n[1-99999999999]')))
+
+    def test_states(self):
+        self.check_table(torc.parse_slurm_state, (
+            ('RUNNING', 'RUNNING'), ('CANCELLED by 1000', 'CANCELLED'), ('OUT_OF_ME+', 'OUT_OF_MEMORY'), ('completed', 'COMPLETED'),
+            ('COMP', ''), ('', ''), ('SOMETHING', ''), ('REQUEUE+', '')))
+
+    def test_rows_of_output_without_the_chatter_of_a_site(self):
+        text = 'sbatch: welcome\n7|RUNNING|a|b\n\n8| PENDING |x'
+        self.assertEqual([['7', 'RUNNING', 'a|b'], ['8', 'PENDING', 'x']], torc.read_slurm_rows(text, 3))
+
+    def test_a_query_is_free_of_what_the_user_and_an_outer_job_have_set(self):
+        given = {'SQUEUE_FORMAT': '%i', 'SBATCH_ACCOUNT': 'a', 'SLURM_JOB_ID': '1', 'SLURM_CONF': '/c', 'HOME': '/h', 'SLURMD_NODENAME': 'n'}
+        self.assertEqual({'SQUEUE_FORMAT': None, 'SBATCH_ACCOUNT': None, 'SLURM_JOB_ID': None, 'SLURMD_NODENAME': None,
+                          'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}, torc.query_variables(given))
 
 
 # ======== 14a. Partitions ========

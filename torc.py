@@ -3195,7 +3195,7 @@ def is_signal(text: str) -> bool:
     return 'SIG' + text.replace('SIG', '', 1) in signal.Signals.__members__
 
 
-def parse_slurm_memory(text: str) -> int:
+def parse_requested_memory(text: str) -> int:
     """Slurm's memory text, such as 240G or 4096 (megabytes) -> bytes; 0 means all of a node."""
     match = SLURM_MEMORY.match(text.strip())
     if not match:
@@ -3209,7 +3209,7 @@ def normalize_slurm_memory(text: str) -> str:
     if not SLURM_MEMORY.match(text.strip()) and WRITTEN_MEMORY.match(text.strip()):
         kilobytes = math.ceil(parse_memory(normalize_memory(text)) / 1024)
         text = normalize_memory(f'{kilobytes} k').upper()
-    parse_slurm_memory(text)
+    parse_requested_memory(text)
     return text
 
 
@@ -4680,7 +4680,7 @@ def incompatibility(requirements: Block, scheduler: Block) -> str:
     if parse_duration(runtime) > parse_walltime(walltime):
         return f'runtime {runtime} is longer than walltime {walltime} of {name}'
     memory, available = requirements.value('memory'), scheduler.get('mem')
-    if available and 0 < parse_slurm_memory(available) < parse_memory(memory):
+    if available and 0 < parse_requested_memory(available) < parse_memory(memory):
         return f'memory {memory} is more than mem {available} of {name}'
     gpus, gres = requirements.value('num_gpus'), (scheduler.get('gres') or '').strip()
     if gres and gpus > count_gpus(gres):
@@ -18549,16 +18549,25 @@ class Launcher:
 
     # ---- starting ----
 
-    def start(self, argv: Sequence[bytes], variables: Dict[str, str], descriptors: Sequence[int], name: str,
-              on_end: Callable[[Process], Any] = bool, check: Callable[[], Any] = bool) -> Process:
+    def start(self, argv: Sequence[bytes], variables: Dict[str, Optional[str]], descriptors: Sequence[int],
+              name: str, on_end: Callable[[Process], Any] = bool,
+              check: Callable[[], Any] = bool) -> Process:
         """Start a program by its path, with variables over our environment. `name` makes its mark unique.
+
+        A variable that is None is removed.
 
         `descriptors`: its stdout, its stderr, and perhaps one more, of at least two digits, which it may read
         as COMMAND_DESCRIPTOR. `check` is called at the last moment; it may raise an OSError in place of the
         start. OSError if it cannot be started, ValueError if it cannot be passed to the system (NUL, lone
         surrogate).
         """
-        entries = {**self.environment, **dict(itertools.starmap(encode_variable, variables.items()))}
+        entries = dict(self.environment)
+        for variable, value in variables.items():
+            if value is None:
+                entries.pop(encode_text(variable), None)
+            else:
+                key, entry = encode_variable(variable, value)
+                entries[key] = entry
         if b'\0' in b''.join(argv):
             raise ValueError('the command contains a NUL character')
         serial = next(self.serials)
@@ -18579,7 +18588,8 @@ class Launcher:
         self.children[process] = None
         return process
 
-    def query(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any]) -> None:
+    def query(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any],
+              variables: Optional[Dict[str, Optional[str]]] = None) -> None:
         """Run another program without waiting for it: `on_reply` gets its Reply from a later `act`, once.
 
         It is killed when its time is over. Its output goes to files without a name, so that it never waits
@@ -18592,7 +18602,7 @@ class Launcher:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
             on_end = functools.partial(self.on_query_end, argv, limit_s, on_reply)
-            process = self.start(list(map(encode_text, [path, *argv[1:]])), {},
+            process = self.start(list(map(encode_text, [path, *argv[1:]])), variables or {},
                                  [file.fileno() for file in files], f'query-{argv[0]}', on_end)
         except (OSError, ValueError) as error:
             stack.close()
@@ -18887,6 +18897,210 @@ class Shell:
 # * squeue is asked for all allocations at once, sstat and sacct for all steps of one: never once a job.
 # * Each program can be replaced: TORC_FAKE_SRUN names the one to call instead of srun, and so on.
 
+SLURM_PROGRAMS = ('sbatch', 'srun', 'squeue', 'sstat', 'sacct', 'scancel', 'sinfo', 'scontrol')
+# A controller that limits rates makes its clients wait, silently (Slurm 23.02, rl_enable); one that is down
+# is given up by them after 9 to 18 s (22.05).
+SLURM_QUERY_S = 60.0
+# Settings of users, and of a job around us, that change what these programs do or print.
+SLURM_SETTINGS = re.compile(r'(?:SBATCH|SQUEUE|SACCT|SSTAT|SINFO|SCANCEL|SALLOC|SRUN|SLURM|SLURMD)_')
+KEPT_SETTINGS = frozenset(('SLURM_CONF', 'SLURM_CONF_SERVER', 'SLURM_JWT'))     # how Slurm is reached
+
+
+def slurm_program(name: str) -> str:
+    """What to call for one of SLURM_PROGRAMS: TORC_FAKE_NAME if it is set."""
+    return os.environ.get('TORC_FAKE_' + name.upper()) or name
+
+
+def has_slurm_program(name: str) -> bool:
+    """Whether it is there to be called."""
+    return shutil.which(slurm_program(name)) is not None
+
+
+def slurm_argv(name: str, *words: Any) -> List[str]:
+    """A call of one of SLURM_PROGRAMS."""
+    return [slurm_program(name), *map(str, words)]
+
+
+def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
+    """Variables for a call whose output is read; None removes one. Times are seconds since the epoch.
+
+    SLURM_TIME_FORMAT counts for all programs (slurm_make_time_str, since before 20.11).
+    """
+    removed = [name for name in environment if SLURM_SETTINGS.match(name) and name not in KEPT_SETTINGS]
+    return {**dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
+
+
+def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S) -> Reply:
+    """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
+    environment = {**os.environ, **query_variables()}
+    given = {name: value for name, value in environment.items() if value is not None}
+    try:
+        done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
+    except (OSError, ValueError) as error:
+        return Reply(COMMAND_NOT_FOUND, '', f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
+    code = done.returncode if done.returncode >= 0 else 128 - done.returncode
+    return Reply(code, done.stdout.decode('utf-8', 'replace'), done.stderr.decode('utf-8', 'replace'))
+
+
+def is_unknown_job(reply: Reply) -> bool:
+    """Whether a job is not known any more, or never was: the code is that of all errors (squeue 22.05)."""
+    return reply.code != 0 and 'Invalid job id specified' in reply.err
+
+
+def is_slurm_away(reply: Reply) -> bool:
+    """Whether a call failed for a reason that passes: it says nothing of any job."""
+    return reply.code != 0 and not is_unknown_job(reply)
+
+
+def explain_reply(reply: Reply) -> str:
+    """What a failed call said, in one line."""
+    lines = [line.strip() for line in (reply.err or reply.out).splitlines() if line.strip()]
+    return printable('; '.join(lines[-2:]))[:MAX_REASON_CHARACTERS] or f'exit code {reply.code}'
+
+
+# -------- what they print --------
+
+SLURM_SIZE = re.compile(r'([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]?)[Bcn]?\Z', re.IGNORECASE)
+SLURM_CPU_TIME = re.compile(r'(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]*)?)\Z')
+SLURM_INSTANT = re.compile(r'[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\Z')
+MAX_LISTED_NODES = 100000       # of one list: a range is a few characters
+
+
+def parse_slurm_memory(text: str) -> Optional[int]:
+    """Memory as sstat and sacct print it, '64704K', '1.5G', '1024' (bytes) -> bytes; None if it is none."""
+    match = SLURM_SIZE.match(text.strip())
+    if not match:
+        return None
+    exponent = ' KMGTPE'.index(match.group(2).upper() or ' ')
+    value = float(match.group(1)) * 1024 ** exponent
+    return int(value) if value <= MAX_INTEGER else None
+
+
+def parse_slurm_cpu_time(text: str) -> Optional[float]:
+    """Time as sstat and sacct print it, '1-02:30:00', '00:01:30', '01:30.250' -> seconds; None if none."""
+    match = SLURM_CPU_TIME.match(text.strip())
+    if not match:
+        return None
+    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    value = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    return value if value <= MAX_INTEGER else None
+
+
+def parse_slurm_instant(text: str) -> Optional[float]:
+    """A point in time, seconds since the epoch or local time -> seconds; None for 'Unknown', 'N/A'."""
+    text = text.strip()
+    if text.isdigit():
+        return float(text) if int(text) <= MAX_INTEGER else None
+    if not SLURM_INSTANT.match(text):
+        return None
+    try:
+        return time.mktime(time.strptime(text, '%Y-%m-%dT%H:%M:%S'))
+    except (ValueError, OverflowError):
+        return None
+
+
+def split_node_list(text: str) -> List[str]:
+    """'node[1-3,7],gpu01' -> ['node[1-3,7]', 'gpu01']: the commas outside of brackets separate."""
+    words, depth = [''], 0
+    for character in text.strip():
+        depth += (character == '[') - (character == ']')
+        if character == ',' and depth <= 0:
+            words.append('')
+        else:
+            words[-1] += character
+    return [word for word in words if word]
+
+
+def expand_node_word(word: str) -> Iterator[str]:
+    """'node[1-3,7]' -> 'node1', 'node2', ...; also with several pairs of brackets. Zeros before stay."""
+    before, bracket, rest = word.partition('[')
+    if not bracket:
+        yield word
+        return
+    inner, _, after = rest.partition(']')
+    for part in inner.split(','):
+        first, dash, last = part.strip().partition('-')
+        numbers = [first]   # what is no range of numbers stays as it is
+        if dash and first.isdigit() and last.isdigit():
+            numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+        for number in numbers:
+            yield from expand_node_word(before + number + after)
+
+
+def expand_node_list(text: str) -> List[str]:
+    """'node[1-3,7],gpu01' -> the names, in its order; [] for '', '(null)', 'None assigned'."""
+    if text.strip() in ('', '(null)', 'None', 'None assigned', 'N/A', 'Unknown'):
+        return []
+    names = itertools.chain.from_iterable(map(expand_node_word, split_node_list(text)))
+    return list(itertools.islice(names, MAX_LISTED_NODES))
+
+
+def read_slurm_rows(text: str, num_fields: int) -> List[List[str]]:
+    """Rows of output separated by '|'; what has fewer fields is a site's chatter. The last takes the rest."""
+    rows = [line.split('|', num_fields - 1) for line in text.splitlines()]
+    return [[cell.strip() for cell in row] for row in rows if len(row) == num_fields]
+
+
+# -------- states --------
+
+
+class SlurmState(Row):
+    """One state of a Slurm job or step (squeue(1), JOB STATE CODES; sacct(1))."""
+    is_pending: bool    # has not begun, or will begin again
+    is_live: bool       # has nodes, and perhaps processes on them
+    meaning: str
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return not (self.is_pending or self.is_live)
+
+
+SLURM_STATES = {
+    'PENDING':       SlurmState(True,  False, 'waits in the queue'),
+    'CONFIGURING':   SlurmState(True,  True,  'waits for its nodes to be made ready'),
+    'REQUEUED':      SlurmState(True,  True,  'was put back into the queue'),
+    'REQUEUE_FED':   SlurmState(True,  False, 'was put back into the queue of another cluster'),
+    'REQUEUE_HOLD':  SlurmState(True,  False, 'was put back into the queue, and is held'),
+    'RESV_DEL_HOLD': SlurmState(True,  False, 'is held: its reservation was deleted'),
+    'SPECIAL_EXIT':  SlurmState(True,  False, 'was put back into the queue in a special state, and is held'),
+    'POWER_UP_NODE': SlurmState(True,  True,  'waits for its nodes to be switched on'),
+    'RUNNING':       SlurmState(False, True,  'runs'),
+    'COMPLETING':    SlurmState(False, True,  'is ending'),
+    'EXPEDITING':    SlurmState(True,  False, 'was put back into the queue with the highest priority'),
+    'RESIZING':      SlurmState(False, True,  'changes its size'),
+    'SIGNALING':     SlurmState(False, True,  'is being signaled'),
+    'STAGE_OUT':     SlurmState(False, True,  'is staging out files'),
+    'STOPPED':       SlurmState(False, True,  'was stopped (SIGSTOP)'),
+    'SUSPENDED':     SlurmState(False, True,  'is suspended'),
+    'COMPLETED':     SlurmState(False, False, 'ended with exit code 0'),
+    'FAILED':        SlurmState(False, False, 'ended with another exit code'),
+    'CANCELLED':     SlurmState(False, False, 'was canceled by a user or administrator'),
+    'TIMEOUT':       SlurmState(False, False, 'reached its time limit'),
+    'DEADLINE':      SlurmState(False, False, 'reached its deadline'),
+    'OUT_OF_MEMORY': SlurmState(False, False, 'was killed for lack of memory'),
+    'NODE_FAIL':     SlurmState(False, False, 'lost a node'),
+    'PREEMPTED':     SlurmState(False, False, 'was preempted by a job of higher priority'),
+    'BOOT_FAIL':     SlurmState(False, False, 'could not boot its nodes'),
+    'LAUNCH_FAILED': SlurmState(False, False, 'could not be launched'),
+    'RECONFIG_FAIL': SlurmState(False, False, 'could not have its nodes reconfigured'),
+    'REVOKED':       SlurmState(False, False, 'was taken over by another cluster'),
+}
+
+
+def parse_slurm_state(text: str) -> str:
+    """'CANCELLED by 1000', 'OUT_OF_ME+' -> a name of SLURM_STATES; '' for what is none."""
+    words = text.split()
+    if not words:
+        return ''
+    word = words[0].upper().rstrip('+')
+    found = [name for name in SLURM_STATES if name == word]
+    found = found or [name for name in SLURM_STATES if word != words[0].upper() and name.startswith(word)]
+    return found[0] if len(found) == 1 else ''
+
 
 # ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
 #
@@ -18914,7 +19128,8 @@ class Shell:
 
 # ======== 14e. Accounting: what sstat and sacct say of steps ========
 #
-# Pure functions from their output to the fields of results and of slurm_stats.
+# Pure functions from their output to the fields of results and of slurm_stats. A figure that is zero or
+# missing was mostly not gathered: it never replaces one that is known.
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
