@@ -9020,7 +9020,9 @@ class NodeLifeTest(unittest.TestCase):
                 ('in a container with pids of its own', (host, own, f'{boot}/{ticks + 1}/1'), None),
                 ('nobody has said', (host, own, ''), None),
                 ('a number alone', (host, own, f'{boot}/0'), None),
-                ('a number alone, not in use', (host, 2 ** 22 + 1, f'{boot}/0'), False)):
+                ('a number alone, not in use', (host, 2 ** 22 + 1, f'{boot}/0'), False),
+                ('no system has such a number', (host, 2 ** 40, f'{boot}/{ticks}'), False),
+                ('a digit that is none', (host, own, f'{boot}/²/²'), None)):
             with self.subTest(case):
                 self.assertIs(expected, torc.node_lives(*runner))
         with unreadable:

@@ -12205,7 +12205,7 @@ def pid_exists(pid: int) -> bool:
     """Whether a process has this number."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):     # no system has a number that large
         return False
     except PermissionError:     # another user's
         pass
@@ -12215,10 +12215,10 @@ def pid_exists(pid: int) -> bool:
 def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
     """Whether a runner exists; None: unknown here. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE."""
     boot_id, start_ticks, namespace = (identity.split('/') + ['', ''])[:3]
-    if not start_ticks.isdigit():
+    if not start_ticks.isdecimal():     # for int() a digit such as ² is none
         return None
     lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks),
-                           'pid_namespace': int(namespace) if namespace.isdigit() else None})
+                           'pid_namespace': int(namespace) if namespace.isdecimal() else None})
     if lives:       # a number alone proves nothing: it may be another process's by now
         return True if int(start_ticks) else None
     # Another user's process may be hidden (proc(5), hidepid); without descriptors no file can be opened.
