@@ -18997,8 +18997,8 @@ class WorkflowTest(CommandTest):
     def test_a_finished_workflow_is_not_run_again_unasked(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')
         self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        outcome = self.assertExit(1, self.world.cli('run', 1), 'Workflow 1 has nothing left to do: 1 failed',
-                                  'reset-status 1 --failed-only -r')
+        said = 'Workflow 1 has nothing left to do: 1 failed\n  failed: a\n'
+        outcome = self.assertExit(1, self.world.cli('run', 1), said, 'reset-status 1 --failed-only -r')
         self.assertEqual('', outcome.out)
         self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '--failed-only', '--no-prompts'))
         self.assertExit(1, self.world.cli('run', 1), '1 failed')    # reset, not initialized: run does it

@@ -25767,6 +25767,7 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     if code:
+        report_undone(session, number, status['jobs_by_status'], set())
         retry = command_line(session, 'run', number, '--retry-failed', *words)
         session.report(f'To go on from here: {retry}')
         report_edit(session, workflow, words)
@@ -25816,7 +25817,8 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
         session.report(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
-        report_undone(session, number, outcome)
+        shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
+        report_undone(session, number, outcome.jobs_by_status, shown)
     directory_words = logs_words(workflow, options)
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
@@ -25856,10 +25858,8 @@ def report_unwritten_data(session: Session, workflow_id: int) -> None:
 NAMES_SHOWN = 5     # of the jobs that are not done, for each status
 
 
-def report_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
+def report_undone(session: Session, workflow_id: int, counts: Dict[str, int], shown: Set[int]) -> None:
     """Name the jobs that are not done, except for failures already shown; count those lost with runners."""
-    shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
-    counts = outcome.jobs_by_status
     all_shown = sum(counts.get(name, 0) for name in BROKEN_WORDS) <= len(shown)
     try:
         for row in STATUSES:
