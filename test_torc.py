@@ -11228,6 +11228,71 @@ class TurnTest(WorldTest):
             self.server.on_tick(0.0)
         self.assertEqual([[], [], []], lost)
 
+    NODE = dict(
+        hostname=socket.gethostname(), pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
+        num_gpus=0, num_nodes=1, compute_node_type='local', is_active=True, lease_s=60.0)
+
+    def add_node(self) -> None:
+        """A workflow whose job a runner has claimed that nobody can see."""
+        context, store = self.server.service.context(), self.store.store
+        with store.transaction():
+            torc.call_operation(context, 'create_workflow', {}, {'name': 'w', 'user': 'u'})
+            torc.call_operation(context, 'create_job', {}, {'workflow_id': 1, 'name': 'a', 'command': 'true'})
+            torc.call_operation(context, 'initialize_jobs', {'workflow_id': 1})
+            torc.call_operation(context, 'create_compute_node', {}, dict(self.NODE, workflow_id=1))
+            torc.call_operation(context, 'runner_sync', {'workflow_id': 1}, {
+                'run_id': 1, 'compute_node_id': 1, 'want': {'strategy': 'queue', 'limit': 1}})
+
+    def ask(self, method: str, path: str, body: bytes = b'') -> Dict[str, Any]:
+        """What a request is answered with, in one turn."""
+        self.clients[0].sendall(http_request(method, torc.API_PREFIX + path, body))
+        self.server.turn()
+        answer = read_answers(self.clients[0], 1)
+        self.assertEqual([200], statuses(answer))
+        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+
+    def test_who_asks_is_not_told_of_a_dead_runner_as_one_at_work_and_need_not_wait_for_a_tick(self) -> None:
+        self.add_node()
+        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: True):
+            self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
+        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: False):
+            said = self.ask('GET', '/workflows/1/status')
+        self.assertEqual((0, 1), (said['active_compute_nodes'], said['jobs_by_status']['ready']))
+
+    def test_dead_runners_are_noticed_by_what_depends_on_them_and_not_looked_for_by_runners(self) -> None:
+        node = json.dumps(dict(self.NODE, workflow_id=1)).encode()
+        sync = b'{"run_id":1,"compute_node_id":1,"want":{"strategy":"queue","limit":1}}'
+        rows = (('POST', '/compute_nodes', node, 1), ('GET', '/compute_nodes?workflow_id=1', b'', 1),
+                ('GET', '/workflows/1/status', b'', 1), ('GET', '/workflows/1/explanation', b'', 1),
+                ('GET', '/jobs?workflow_id=1', b'', 1),
+                ('POST', '/workflows/1/runner_sync', sync, 0),
+                ('POST', '/workflows/1/claim_next_jobs?limit=1', b'', 0), ('GET', '/ping', b'', 0),
+                ('POST', '/workflows/1/initialize_jobs?only_uninitialized=true', b'', 1),
+                ('POST', '/workflows/1/reset_job_status?failed_only=true', b'', 1),
+                ('POST', '/workflows/1/reset_status?force=true', b'', 1))
+        self.add_node()
+        for method, path, body, looks in rows:
+            looking = unittest.mock.patch.object(torc, 'node_lives', return_value=True)
+            with self.subTest(path), looking as lives:
+                self.ask(method, path, body)
+                self.assertEqual(looks, min(lives.call_count, 1))
+
+    def test_the_requests_of_one_turn_look_for_dead_runners_once(self) -> None:
+        request = http_request('GET', torc.API_PREFIX + '/workflows/1/status')
+        self.assertEqual([404] * 10, self.ask_all(request))
+        self.assertEqual((0, 1), (self.store.writes, self.store.reads))
+        self.add_node()
+        with unittest.mock.patch.object(torc, 'node_lives', return_value=True) as lives:
+            self.assertEqual([200] * 10, self.ask_all(request))
+        self.assertEqual((1, 1), (self.store.writes, lives.call_count))
+
+    def test_a_dead_runner_that_cannot_be_released_on_a_full_disk_hinders_no_reader(self) -> None:
+        self.add_node()
+        full = sqlite3.OperationalError('database or disk is full')
+        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: False), \
+                unittest.mock.patch.object(torc, 'end_node', side_effect=full):
+            self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
+
     def test_a_wait_that_was_planned_is_no_absence(self) -> None:
         for planned_s, kept in ((100.0, {1: 5.0}), (math.inf, {1: 5.0}), (80.0, {})):
             self.server.service.leases[1] = 5.0
@@ -12683,6 +12748,15 @@ class ClientTest(WorldTest):
         workflow = client.create_workflow({'name': 'w', 'user': 'u'})
         self.assertEqual('w', client.get_workflow(id=workflow['id'])['name'])
         self.assertIsNone(connection_of(client.database))
+
+    def test_without_a_server_nobody_is_told_of_a_dead_runner_as_one_at_work(self) -> None:
+        client = self.connect()
+        client.create_workflow({'name': 'w', 'user': 'u'})
+        client.create_compute_node(dict(TurnTest.NODE, workflow_id=1))
+        for lives, count in ((None, 1), (True, 1), (False, 0)):
+            with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: lives):
+                self.assertEqual(count, client.get_workflow_status(id=1)['active_compute_nodes'])
+        self.assertTrue(client.is_direct)
 
     def test_direct_and_http_give_the_same(self) -> None:
         client = self.connect()
@@ -20605,6 +20679,21 @@ class GoOnTest(FlowTest):
         again = self.world.cli('--db', "it's.db", 'run', 1, '--retry-failed')
         self.assertExit(0, again, 'has no jobs that failed', 'has nothing left to do')
 
+    def test_right_after_a_runner_was_killed_the_next_one_on_its_host_takes_up_its_jobs(self):
+        self.world.serve()
+        for flags, code, said in ((('--retry-failed',), 0, '2 jobs run again'),
+                                  ((), 1, 'nothing left to do: 1 completed, 1 failed, 1 canceled')):
+            runner = self.start()
+            workflow_id = json.loads(self.world.cli('-f', 'json', 'workflows', 'list').out)['items'][-1]['id']
+            os.kill(runner.pid, signal.SIGKILL)
+            runner.finish(10)
+            self.world.write('go', '')
+            outcome = self.world.cli('run', workflow_id, *flags)
+            self.assertEqual((code, True), (outcome.code, said in outcome.err), str(outcome))
+            self.assertNotIn('No jobs claimed', outcome.err)
+            for name in ('go', 'started'):
+                os.unlink(self.world.path(name))
+
     def test_what_failed_is_not_run_again_while_runners_are_at_work_and_needs_an_id(self):
         self.run_text('name: w\njobs: [{name: a, command: "false"}]\n', code=1)
         with contextlib.closing(self.world.connect()) as client:
@@ -24327,7 +24416,7 @@ BORDERS = {
     'Connections.contain': 'a bug costs one connection, not the server',
     'LongRequests.carry_out': 'what a thread meets is raised in the loop',
     'run_reader': 'the last line of a forked process: nothing of its parent may run below it',
-    'Server.on_tick': 'a bug costs one look at the clock',
+    'Server.work': 'a bug costs one look at the clock',
     'SnapshotWriter.work': 'a bug costs one snapshot; finish() reports it',
     'Users.work': 'a bug costs one look at a password, not all later ones',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
