@@ -23763,6 +23763,10 @@ class RunnerNursery:
         """The wait status of the one that was started last."""
         return int(self.process.stdout.readline())
 
+    def said(self) -> str:
+        """What the runners said last."""
+        return read_text(self.log.name)[-3000:]
+
     def close(self) -> None:
         """End it."""
         self.process.stdin.close()
@@ -23779,7 +23783,8 @@ def kill_runners(world: World, kills: int, seed: int) -> str:
     chance, traces, nursery = random.Random(seed), Traces(world), RunnerNursery(world)
     world.serve()
     jobs = [traces.job(f'{DOUBLE_FORK if chance.random() < 0.4 else ""}sleep {chance.uniform(0.02, 0.3):.2f}',
-                       resource_requirements=chance.choice(['cpu', 'gpu'])) for _ in range(max(20, kills))]
+                       resource_requirements=chance.choice(['cpu', 'gpu']))
+            for _ in range(6 * kills)]      # more than can be done until the last kill
     assert world.cli('create', traces.spec(jobs)).code == 0
     run = ('run', 1, '--retry-failed', '-p', '0.1', '--num-cpus', 4, '--num-gpus', 2, '--memory-gb', 1)
     longest_s, killed = 0.0, 0
@@ -23788,21 +23793,19 @@ def kill_runners(world: World, kills: int, seed: int) -> str:
         select.select([], [], [], chance.uniform(0.02, 0.6))
         with contextlib.suppress(ProcessLookupError):   # it was done already
             os.kill(pid, signal.SIGKILL)
-        began = time.monotonic()
-        killed += nursery.end() == signal.SIGKILL
+        began, status = time.monotonic(), nursery.end()
+        killed += status == signal.SIGKILL
+        assert status in (0, signal.SIGKILL), f'runner {number} ended with status {status}: {nursery.said()}'
         if chance.random() < 0.5:   # the next runner begins in the midst of it, else when all is over
             world.wait(lambda: not marked_processes(world, [mark]), 5, f'the end of all that runner {number} started',
                        state=lambda: [(pid, read_text(f'/proc/{pid}/cmdline')) for pid in marked_processes(world, [mark])])
             longest_s = max(longest_s, time.monotonic() - began)
-    for _ in range(kills + 1):      # what was lost with a runner has failed, and a run that sees it says how to go on
-        pid, mark = nursery.start(*run)
-        status = nursery.end()
-        if status != 1 << 8:
-            break
-    told = read_text(nursery.log.name)[-3000:]
+    pid, mark = nursery.start(*run)     # it begins right after the last kill, and takes up all that was lost
+    status = nursery.end()
     nursery.close()
-    assert status == 0, (status, told)
-    assert not marked_processes(world, [mark])
+    assert status == 0, f'the last runner ended with status {status}: {nursery.said()}'
+    left = [(pid, read_text(f'/proc/{pid}/cmdline')) for pid in marked_processes(world, [mark])]
+    assert not left, f'the last runner has left {left}'
     said = traces.check({'completed': len(jobs)}, 4, 2)
     return f'{killed} killed at work, {said}, all gone within {longest_s:.2f} s'
 
