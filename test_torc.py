@@ -19382,6 +19382,36 @@ class BundleTest(CommandTest):
         self.assertIn('See also: logs bundle, logs analyze\n', self.text('logs -h'))
 
 
+class LargeOutputTest(CommandTest):
+    """An output directory with the files of many attempts stays usable."""
+
+    @contextlib.contextmanager
+    def listings(self) -> Iterator[List[str]]:
+        """Paths of the directories that this process lists, for a while."""
+        seen = []   # type: List[str]
+
+        def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+            def note(path: Any = '.') -> Any:
+                name = f'/proc/self/fd/{path}' if isinstance(path, int) else os.fsdecode(path)
+                seen.append(os.path.realpath(name))
+                return function(path)
+            return note
+        with unittest.mock.patch('os.listdir', noting(os.listdir)), \
+                unittest.mock.patch('os.scandir', noting(os.scandir)):
+            yield seen
+
+    def test_neither_a_run_nor_logs_list_the_files_of_all_attempts(self):
+        need('proc', os.path.isdir('/proc/self/fd'), 'names directories by their descriptors')
+        self.make('name: w\njobs: [{name: a, command: echo said}, {name: b, command: exit 3}]\n')
+        stdio = self.world.path('torc_output', 'job_stdio')
+        for words, code, lists in (('run 1', 1, False), ('run 1 --retry-failed', 1, False), ('logs 1', 0, False),
+                                   ('logs 1 a', 0, False), ('logs 1 --failed', 0, False),
+                                   ('results list 1', 0, False), ('logs analyze torc_output', 0, True)):
+            with self.subTest(words), self.listings() as seen:
+                self.assertExit(code, self.world.main(*words.split()))
+                self.assertEqual(lists, stdio in seen)
+
+
 class TailTest(CommandTest):
     """The ends of long logs."""
 
