@@ -22286,6 +22286,8 @@ def kill_under_clerks(world: World, kills: int, seed: int) -> str:
         nursery.start(port)
         if chance.random() < 0.9:
             nursery.wait_for('TORC_SERVER_PORT=')
+    # where the machine has other work, they may have done little so far
+    world.wait(lambda: len(book.told) >= 100, 60, '100 completions', state=lambda: len(book.told))
     for clerk in clerks:
         clerk.is_leaving.set()
     for clerk in clerks:
