@@ -8619,7 +8619,8 @@ def refuse_runners(context: Context, workflow_id: int) -> None:
     if jobs or nodes:
         raise Refused(f'runners are at work on workflow {workflow_id} ({nodes} active, with {jobs} pending '
                       'or running jobs): wait for their end, or stop them (Ctrl-C there, or '
-                      f'torc.py cancel {workflow_id}); one that was killed is noticed after a while')
+                      f'torc.py cancel {workflow_id}); one that was killed on another host is noticed after '
+                      'a while')
 
 
 # ======== 8c. Claims: which ready jobs a node gets ========
@@ -9809,14 +9810,17 @@ def release_node(context: Context, node_id: int) -> None:
     note_if_complete(context, workflow_id)
 
 
-def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]]) -> List[int]:
+def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
+                       host: Optional[str] = None) -> List[int]:
     """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
 
-    lives(hostname, pid, identity) is asked for every active node; it answers None when it cannot know.
+    lives(hostname, pid, identity) is asked for every active node, or those of one host; it answers None when
+    it cannot know.
     """
     lost = []
     rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
-                        'WHERE is_active = 1 AND lease_s IS NOT NULL')
+                        'WHERE is_active = 1 AND lease_s IS NOT NULL AND hostname = ifnull(?, hostname)',
+                        (host,))
     for node_id, hostname, pid, identity, lease_s in rows:
         # After a start of the server no lease is known, and a runner may be in its longest pause.
         ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
@@ -11715,6 +11719,17 @@ OPEN_OPERATIONS = frozenset((
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}
 
 
+# Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
+# tells of them or their jobs, and the start of another.
+ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
+                           'reset_job_status', 'reset_status', 'status'))
+
+
+def is_about_runners(path: str) -> bool:
+    """Whether dead runners are to be noticed before a request to this path is answered."""
+    return path.rpartition('/')[2] in ABOUT_RUNNERS
+
+
 def body_limit(path: str) -> int:
     """How many bytes the body of a request to this path may have."""
     return MAX_BULK_BODY_BYTES if path in BULK_PATHS or path.endswith('/apply_spec') else MAX_BODY_BYTES
@@ -12216,7 +12231,7 @@ def pid_exists(pid: int) -> bool:
     """Whether a process has this number."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):     # no system has a number that large
         return False
     except PermissionError:     # another user's
         pass
@@ -12226,10 +12241,10 @@ def pid_exists(pid: int) -> bool:
 def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
     """Whether a runner exists; None: unknown here. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE."""
     boot_id, start_ticks, namespace = (identity.split('/') + ['', ''])[:3]
-    if not start_ticks.isdigit():
+    if not start_ticks.isdecimal():     # for int() a digit such as ² is none
         return None
     lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks),
-                           'pid_namespace': int(namespace) if namespace.isdigit() else None})
+                           'pid_namespace': int(namespace) if namespace.isdecimal() else None})
     if lives:       # a number alone proves nothing: it may be another process's by now
         return True if int(start_ticks) else None
     # Another user's process may be hidden (proc(5), hidepid); without descriptors no file can be opened.
@@ -14776,6 +14791,14 @@ def tend(service: Service) -> bool:
     return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
+def notice_dead_runners(service: Service) -> None:
+    """Take back, at once, the jobs of runners that are known to be dead: those of this host."""
+    host = socket.gethostname()
+    if service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1 AND hostname = ?', (host,)):
+        with service.transaction():
+            release_lost_nodes(service.context(), node_lives, host)
+
+
 class Responder:
     """Carries out requests on a store: all of a turn in one transaction. Knows no connection."""
 
@@ -14880,6 +14903,7 @@ class Server:
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for the next turn
         self.backlog = Backlog()                # the same, whose answers may be long
         self.is_held_up = False                 # ... and are not to be made until more is sent
+        self.is_asked = False                   # a request of this turn is about the runners at work
         self.put_off = []                       # type: List[Callable[[], Any]]  # signal_calls to be made
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # by further signals
         self.has_grown = False                  # by a large request or answer, or many rows
@@ -14976,6 +15000,9 @@ class Server:
         self.traffic.begin_turn()
         for key, mask in ready:
             key.data(mask)
+        if self.is_asked and self.long.has_store:   # who asks need not wait for a tick to see who was killed
+            self.is_asked = False
+            self.work(notice_dead_runners)
         self.long.begin()
         if self.complete or self.backlog:
             self.answer_complete()
@@ -15041,17 +15068,24 @@ class Server:
 
     def on_tick(self, now: float) -> None:
         """Run the periodic work of the service."""
+        goes_on = self.work(self.run_tick)
+        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
+
+    def run_tick(self, service: Service) -> bool:
+        """The periodic work, in a transaction."""
+        with service.transaction():
+            return self.tick(service)
+
+    def work(self, act: Callable[[Service], Any]) -> Any:
+        """Do something with the service that nobody has asked for. Its answer; True if it failed."""
         try:
-            with self.service.transaction():
-                goes_on = self.tick(self.service)
+            return act(self.service)
         except (sqlite3.Error, TorcError) as error:     # a full disk
             self.store.check_in_place()
             self.responder.report_failure(0, error)
-            goes_on = True
         except Exception:  # border: one time; the server goes on, and tries again
             log.exception('the look for lost nodes failed')
-            goes_on = True
-        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
+        return True
 
     def on_wake(self, mask: int) -> None:
         """A signal came, a thread has done its work, or stop() was called."""
@@ -15129,6 +15163,7 @@ class Server:
 
     def queue(self, connection: Connection, request: Request) -> None:
         """A request is complete: it waits for its turn, and nothing more is read."""
+        self.is_asked = self.is_asked or is_about_runners(request.head.path)
         connection.state = WAITING
         connection.deadline = math.inf
         connection.asked_at = time.monotonic()
@@ -16596,6 +16631,9 @@ class Client(Connector, Operations):
         """Carry out an operation on our own store."""
         store, context = service.store, service.context(user_name())
         failure = None      # of the verb: what it has asked to be stored all the same is committed
+        if is_about_runners(route.path):
+            with contextlib.suppress(sqlite3.Error):    # what cannot be stored stays as it is
+                notice_dead_runners(service)
         try:
             with store.reading() if route.method == 'GET' else store.transaction():
                 try:
@@ -26050,6 +26088,7 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     if code:
+        report_undone(session, number, status['jobs_by_status'], set())
         retry = command_line(session, 'run', number, '--retry-failed', *words)
         session.report(f'To go on from here: {retry}')
         report_edit(session, workflow, words)
@@ -26099,7 +26138,8 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
         session.report(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
-        report_undone(session, number, outcome)
+        shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
+        report_undone(session, number, outcome.jobs_by_status, shown)
     directory_words = logs_words(workflow, options)
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
@@ -26139,10 +26179,8 @@ def report_unwritten_data(session: Session, workflow_id: int) -> None:
 NAMES_SHOWN = 5     # of the jobs that are not done, for each status
 
 
-def report_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
+def report_undone(session: Session, workflow_id: int, counts: Dict[str, int], shown: Set[int]) -> None:
     """Name the jobs that are not done, except for failures already shown; count those lost with runners."""
-    shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
-    counts = outcome.jobs_by_status
     all_shown = sum(counts.get(name, 0) for name in BROKEN_WORDS) <= len(shown)
     try:
         for row in STATUSES:
