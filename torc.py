@@ -19126,6 +19126,11 @@ def parse_slurm_state(text: str) -> str:
 # said, and the state in the accounting decide together.
 
 
+def step_name(context: Any, attempt: Any) -> str:
+    """What the step of an attempt (16) is called: by it squeue and sacct tell it from others."""
+    return f'wf{context.workflow_id}_j{attempt.id}_r{context.run_id}_a{attempt.attempt_id}'
+
+
 # ======== 14e. Accounting: what sstat and sacct say of steps ========
 #
 # Pure functions from their output to the fields of results and of slurm_stats. A figure that is zero or
