@@ -9851,6 +9851,10 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     for end in body.get('completions') or ():
         record_reported_end(context, state, node_id, end, answer)
     note_contents(context, workflow_id, body.get('contents') or ())
+    accounts = body.get('accounting') or ()
+    record_accounts(context, state, accounts)
+    backfill_results(context, state.run_id, [key[0] for key in answer['accepted']]
+                     + [account['job_id'] for account in accounts])
     for start in body.get('started') or ():
         record_start(context, state, node_id, start)
     return_claims(context, [job_id for job_id, _ in body.get('returned') or () if
@@ -9996,6 +10000,61 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
     record_event(context, workflow_id, {
         'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
         'message': result.get('message') or ''}, severity)
+
+
+ACCOUNT_COLUMNS = ('max_rss_bytes', 'max_vm_size_bytes', 'max_disk_read_bytes', 'max_disk_write_bytes',
+                   'ave_cpu_seconds', 'node_list', 'slurm_job_id')
+# What is known stays: a record may come again, and later ones may have lost something. A zero is no figure.
+ADD_ACCOUNT = (
+    f"INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, {', '.join(ACCOUNT_COLUMNS)}) "
+    f"VALUES (?, ?, ?, ?, {', '.join('?' * len(ACCOUNT_COLUMNS))}) "
+    'ON CONFLICT (job_id, run_id, attempt_id) DO UPDATE SET '
+    + ', '.join(f'{name} = coalesce(nullif(excluded.{name}, 0), {name}, excluded.{name})'
+                for name in ACCOUNT_COLUMNS))
+
+
+def record_accounts(context: Context, state: WorkflowState, accounts: Sequence[Values]) -> None:
+    """Take in what Slurm's accounting says of attempts; deleted jobs, and those of others, are left out."""
+    known = {row[0] for row in rows_by_ids(
+        context, f'SELECT id FROM job WHERE workflow_id = {state.id} AND id IN',
+        [account['job_id'] for account in accounts])}
+    context.run_many(ADD_ACCOUNT, (
+        (state.id, account['job_id'], state.run_id, account['attempt_id'],
+         *map(account.get, ACCOUNT_COLUMNS)) for account in accounts if account['job_id'] in known))
+
+
+def backfill_results(context: Context, run_id: int, job_ids: Ids) -> None:
+    """Bring results up to date with what the accounting says of their attempts, whichever came first."""
+    rows = rows_by_ids(
+        context, 'SELECT result.id, exec_time_minutes * 60, max_rss_bytes, ave_cpu_seconds, '
+        'peak_memory_bytes, avg_cpu_percent, peak_cpu_percent FROM slurm_stats CROSS JOIN result '
+        'USING (job_id, run_id, attempt_id) '
+        f'WHERE run_id = {run_id} AND job_id IN', sorted(set(job_ids)))
+    for result_id, exec_s, max_rss_bytes, cpu_s, peak_bytes, avg_percent, peak_percent in rows:
+        known = peak_bytes, avg_percent, peak_percent
+        figures = merge_accounts(exec_s, max_rss_bytes or 0, cpu_s or 0.0, known)
+        if figures != known:
+            context.run('UPDATE result SET peak_memory_bytes = ?, avg_cpu_percent = ?, peak_cpu_percent = ? '
+                        'WHERE id = ?', (*figures, result_id))
+
+
+MAX_CPU_PERCENT = 100000.0      # more than a node can have: an error of measurement
+
+
+def merge_accounts(exec_s: float, max_rss_bytes: int, cpu_s: float, known: Cells) -> Cells:
+    """The table of the page "Slurm Job Step Monitoring": peak of memory, average and peak of CPU percent.
+
+    Either source of memory may miss a spike. The average of sacct is of the whole life of a step; it stands
+    for the peak, too, where sstat has seen none. A zero was never measured. Sampled memory has no second
+    source for its average.
+    """
+    peak_bytes, avg_percent, peak_percent = known
+    if max_rss_bytes > 0:
+        peak_bytes = max(peak_bytes or 0, max_rss_bytes)
+    percent = cpu_s / exec_s * 100 if exec_s > 0 else 0.0
+    if 0 < percent <= MAX_CPU_PERCENT:
+        avg_percent, peak_percent = percent, peak_percent or percent
+    return peak_bytes, avg_percent, peak_percent
 
 
 CLASS_NEEDS = {     # name in a claim's answer -> column of resource_requirements
@@ -11071,6 +11130,8 @@ MODELS = {
         'workflow_id:int! reason:str',
     'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! '
         'workflow_id:int!',
+    'RunnerAccount': 'job_id:int! attempt_id:int! slurm_job_id:str max_rss_bytes:int max_vm_size_bytes:int '
+        'max_disk_read_bytes:int max_disk_write_bytes:int ave_cpu_seconds:float node_list:str',
     'RunnerAction': 'action_id:int! success:bool! message:str',
     'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! '
@@ -11083,7 +11144,8 @@ MODELS = {
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
-        'action_results:[@RunnerAction] explain:bool survey:bool held:[attempt] held_actions:[int] turn:int',
+        'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
+        'held_actions:[int] turn:int',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! '
         'kinds:[@RunnerKind]! revoked:[attempt] revoked_actions:[int] handlers:[[object]]! reason:str '
         'notices:[str]! actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! unfinished:int! '
@@ -19136,6 +19198,135 @@ def step_name(context: Any, attempt: Any) -> str:
 # Pure functions from their output to the fields of results and of slurm_stats. A figure that is zero or
 # missing was mostly not gathered: it never replaces one that is known.
 
+STEP_FORMAT = '%i|%j'               # of squeue --steps
+SSTAT_FORMAT = 'JobID,AveCPU,MaxRSS'
+# The fields of the page "Slurm Job Step Monitoring", in its order, and what else is asked for behind them.
+SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode'
+MIN_SACCT_FIELDS = 7
+
+
+class StepSample(Row):
+    """What sstat says of a step that runs. None: it does not know."""
+    cpu_s: Optional[float]
+    memory_bytes: Optional[int]
+
+
+class StepRecord(Row):
+    """What sacct says of a step; None: nothing. Six columns of slurm_stats, and how it ended."""
+    max_rss_bytes: Optional[int] = None
+    max_vm_size_bytes: Optional[int] = None
+    max_disk_read_bytes: Optional[int] = None
+    max_disk_write_bytes: Optional[int] = None
+    ave_cpu_seconds: Optional[float] = None
+    node_list: Optional[str] = None
+    state: Optional[str] = None         # a name of SLURM_STATES
+    exit_code: Optional[str] = None     # '7:0', code and signal, as sacct prints it: less 128 from 128 on
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step is over, as far as the accounting knows."""
+        return self.state in SLURM_STATES and SLURM_STATES[self.state].is_ended
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether anything was measured; zeros are figures too."""
+        return self.max_rss_bytes is not None or self.ave_cpu_seconds is not None
+
+
+STATS_FIELDS = StepRecord._fields[:6]
+
+
+def step_number(step_id: str) -> str:
+    """'13.2', '26_5.2', '13+0.2' -> '2', which names the step within its job; '' for '13', '13.batch'."""
+    number = step_id.rpartition('.')[2]
+    return number if '.' in step_id and number.isdigit() else ''
+
+
+def read_step_numbers(text: str) -> Dict[str, str]:
+    """Output of squeue in STEP_FORMAT -> name of a step -> its number. Of several with a name the last."""
+    rows = [(name, step_number(step_id)) for step_id, name in read_slurm_rows(text, 2)]
+    return {name: number for name, number in rows if number}
+
+
+def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
+    """Output of sstat for the steps with these numbers -> number -> figures.
+
+    Of a single step the output may also be without its id: '00:01:30|2048576K'.
+    """
+    samples = {}
+    for cells in (line.split('|') for line in text.splitlines()):
+        if len(cells) == 2 and len(numbers) == 1:
+            cells = ['.' + next(iter(numbers)), *cells]
+        number = step_number(cells[0].strip())
+        if len(cells) >= 3 and number in numbers:
+            samples[number] = StepSample(parse_slurm_cpu_time(cells[1]), parse_slurm_memory(cells[2]))
+    return {number: sample for number, sample in samples.items() if sample != (None, None)}
+
+
+def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
+    """Output of sacct in SACCT_FORMAT -> name of a step -> what it says, for these names.
+
+    They are compared here, since --name meant the job's name in some versions. Of several steps with a name
+    the last one counts: sacct prints them in their order, those of a requeued job's earlier runs (-D) first.
+    """
+    records = {}
+    for line in text.splitlines():
+        if line.partition('|')[0].strip() not in names:     # most, in a job of many short steps
+            continue
+        cells = [cell.strip() for cell in line.split('|')]
+        if len(cells) < MIN_SACCT_FIELDS:
+            continue
+        state, exit_code = (cells[MIN_SACCT_FIELDS:] + ['', ''])[:2]
+        sizes = map(parse_slurm_memory, cells[1:5])
+        records[cells[0]] = StepRecord(*sizes, parse_slurm_cpu_time(cells[5]), cells[6] or None,
+                                       parse_slurm_state(state) or None, exit_code or None)
+    return records
+
+
+def is_accounting_off(reply: Reply) -> bool:
+    """Whether sacct will never know anything here: there is none, or it stores nothing."""
+    return reply.code == COMMAND_NOT_FOUND or reply.code != 0 and 'storage is disabled' in reply.err
+
+
+class StepUsage:
+    """Figures of a step that runs, from sample to sample of sstat."""
+    cpu_s = None                # type: Optional[float]  # of the last sample: since the step's start
+    cpu_at = 0.0                # monotonic; when that was
+    used_s = measured_s = 0.0   # CPU time, and time, between the first sample and the last
+    peak_cpu_percent = 0.0
+    peak_memory_bytes = total_memory_bytes = num_samples = 0
+
+    def add(self, now: float, sample: StepSample) -> Optional[float]:
+        """Take a sample in. CPU percent since the last one; None for the first: it has nothing before it."""
+        if sample.memory_bytes is not None:
+            self.peak_memory_bytes = max(self.peak_memory_bytes, sample.memory_bytes)
+            self.total_memory_bytes += sample.memory_bytes
+            self.num_samples += 1
+        if sample.cpu_s is None:
+            return None
+        before_s, elapsed_s = self.cpu_s, now - self.cpu_at
+        self.cpu_s, self.cpu_at = sample.cpu_s, now
+        if before_s is None or elapsed_s <= 0:
+            return None
+        used_s = max(0.0, sample.cpu_s - before_s)
+        percent = used_s / elapsed_s * 100
+        if percent > MAX_CPU_PERCENT:
+            return None
+        self.used_s, self.measured_s = self.used_s + used_s, self.measured_s + elapsed_s
+        self.peak_cpu_percent = max(self.peak_cpu_percent, percent)
+        return percent
+
+    def fields(self) -> Dict[str, Any]:
+        """Fields of a result; what is unknown is left out."""
+        fields = {}     # type: Dict[str, Any]
+        if self.num_samples:
+            fields = {'peak_memory_bytes': self.peak_memory_bytes,
+                      'avg_memory_bytes': self.total_memory_bytes // self.num_samples}
+        if self.measured_s:
+            fields.update(peak_cpu_percent=self.peak_cpu_percent,
+                          avg_cpu_percent=self.used_s / self.measured_s * 100)
+        return fields
+
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
@@ -19372,7 +19563,7 @@ class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
     __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
                  'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason',
-                 'usage', 'streams')
+                 'usage', 'streams', 'account')
 
     def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
         self.id = job['id']             # type: int
@@ -19394,6 +19585,7 @@ class Attempt:
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
         self.streams = []               # type: List[Any]  # a CappedStream for each file, if they are capped
+        self.account = None             # type: Any  # what Slurm knows of it, if it is a step: a StepAccount
 
     @property
     def key(self) -> Tuple[int, int]:
@@ -20251,6 +20443,7 @@ class ServerLink:
         self.returned = []          # type: List[Sequence[int]]
         self.action_results = []    # type: List[Dict[str, Any]]
         self.contents = []          # type: List[List[Any]]
+        self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
         self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
@@ -20283,7 +20476,7 @@ class ServerLink:
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
         return bool(self.pending or self.started or self.returned or self.action_results or self.contents
-                    or self.attempts.by_state['reported'])
+                    or self.accounting or self.attempts.by_state['reported'])
 
     @property
     def has_lease(self) -> bool:
@@ -20459,7 +20652,8 @@ class ServerLink:
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
-                     'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS]}
+                     'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS],
+                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
@@ -20487,7 +20681,7 @@ class ServerLink:
         wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
-        if self.attempts.by_state['reported'] or self.contents:     # more than one request carries
+        if self.attempts.by_state['reported'] or self.contents or self.accounting:      # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
@@ -21487,8 +21681,332 @@ class Monitor:
 
 # ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
 #
-# A part of a runner (see 16c). One squeue names all new steps, one sstat samples all, one sacct reads all
-# that have ended. None is waited for.
+# A part of a runner (see 16c). One squeue numbers all new steps, one sstat samples all, one sacct reads all
+# that have ended. None is waited for. However many steps there are, there is at most
+#
+# * a round of STEP_TRIES squeues, STEP_PAUSE_S apart, when steps have begun, and mostly the first one has all
+#   numbers; while steps keep beginning a round each sample;
+# * an sstat each sample;
+# * a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else each SACCT_BATCH_S.
+#
+# A program that takes long is asked less often. What a controller or an accounting that is down does not say
+# is missing in the results, and nothing else happens.
+
+STEP_TRIES = 5
+STEP_PAUSE_S = 0.2
+ROUND_GAP_S = 1.0           # between two rounds of these; doubled while steps keep beginning
+STEP_QUERY_S = 30.0         # limit of squeue and sstat
+MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a word
+SACCT_TRIES = 6
+SACCT_PAUSE_S = 5.0
+SACCT_FIRST_S = 1.0         # after the end of a step: before, slurmdbd(8) hardly has its record
+SACCT_BATCH_S = 30.0        # so long ends that nobody waits for are gathered
+SACCT_QUERY_S = 30.0
+SACCT_AWAY_S = 60.0         # between two calls once SACCT_TRIES have failed
+LAST_SACCT_S = 2.0          # before the runner must be gone it waits for no record any more
+PATIENCE = 10               # a program is left alone so many times as long as it took
+
+
+class StepAccount:
+    """What is known of the step of an attempt."""
+    __slots__ = ('name', 'number', 'usage', 'ended_at', 'tries', 'record', 'is_awaited', 'is_over')
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = ''            # within the job, once squeue has said it
+        self.usage = StepUsage()
+        self.ended_at = math.inf    # monotonic
+        self.tries = 0              # answers of sacct since then
+        self.record = None          # type: Optional[StepRecord]  # the last one
+        self.is_awaited = False     # a judgement waits for its state
+        self.is_over = False        # nothing more is asked, and its row is on the way
+
+
+class StepSampler:
+    """Numbers of steps, by squeue, and what they use, by sstat."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.settings = monitor_settings(context.workflow)
+        self.running = {}           # type: Dict[Attempt, StepAccount]
+        self.unnumbered = {}        # type: Dict[Attempt, StepAccount]  # ... of which the number is not known
+        self.is_asking = self.is_sampling = False
+        self.tries = 0              # left of the current round of questions
+        self.round_at = -math.inf   # monotonic, as all that follow; when it began
+        self.ask_at = math.inf
+        self.sample_at = math.inf
+        self.round_gap_s = 0.0      # between this round and the next
+        self.must_sample = False    # as soon as nothing is asked
+        self.on_sample = bool       # type: Callable[..., Any]  # gets attempt, time, CPU percent, bytes, 1
+
+    def add(self, attempt: Attempt) -> None:
+        """A step was started."""
+        self.running[attempt] = self.unnumbered[attempt] = attempt.account
+        now = time.monotonic()
+        if self.ask_at == math.inf and not self.is_asking:
+            self.plan_round(now)
+        if self.sample_at == math.inf:
+            self.sample_at = now + self.settings.interval_s
+
+    def plan_round(self, now: float) -> None:
+        """Ask for numbers soon; the more often steps begin, the longer they wait for it."""
+        is_rare = now - self.round_at > self.settings.interval_s
+        self.round_gap_s = ROUND_GAP_S if is_rare else min(2 * self.round_gap_s, self.settings.interval_s)
+        self.round_at = now if is_rare else max(now, self.round_at + self.round_gap_s)
+        self.tries, self.ask_at = STEP_TRIES, self.round_at + STEP_PAUSE_S
+
+    def drop(self, attempt: Attempt) -> None:
+        """It has ended."""
+        self.running.pop(attempt, None)
+        self.unnumbered.pop(attempt, None)
+        if not self.running:
+            self.ask_at = self.sample_at = math.inf
+
+    def due(self) -> float:
+        """The next question."""
+        return min(math.inf if self.is_asking else self.ask_at, self.sample_at)
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked: numbers first, since new steps are to be sampled, too."""
+        if now >= self.sample_at:
+            self.sample_at, self.must_sample = now + self.settings.interval_s, self.settings.jobs
+            if self.unnumbered:
+                self.ask_at = now
+        if now >= self.ask_at and not self.is_asking:
+            self.ask_numbers(now)
+        if self.must_sample and not (self.is_asking or self.is_sampling):
+            self.must_sample = False
+            self.ask_samples(now)
+
+    def query(self, argv: List[str], on_reply: Callable[[Reply], Any]) -> None:
+        """Ask, and log at the debug level what goes wrong: mostly a step has just ended."""
+        def on_end(reply: Reply) -> None:
+            if reply.code or reply.err:
+                self.context.log.write(f'{argv[0]}: {explain_reply(reply)}', 'debug')
+            on_reply(reply)
+        self.launcher.query(argv, STEP_QUERY_S, on_end, query_variables())
+
+    # ---- numbers ----
+
+    def ask_numbers(self, now: float) -> None:
+        """One squeue for all steps."""
+        self.is_asking, self.ask_at = True, math.inf
+        argv = slurm_argv('squeue', '--steps', '-j', self.context.allocation.job_id, '-o', STEP_FORMAT,
+                          '--noheader')
+        self.query(argv, functools.partial(self.on_numbers, now, list(self.unnumbered)))
+
+    def on_numbers(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
+        """Take numbers in; ask again if one is missing of those that were there."""
+        self.is_asking, now = False, time.monotonic()
+        numbers = read_step_numbers(reply.out)
+        for attempt, step in list(self.unnumbered.items()):
+            if step.name in numbers:
+                step.number = numbers[step.name]
+                del self.unnumbered[attempt]
+        self.tries = max(0, self.tries - 1)
+        if self.tries and any(attempt in self.unnumbered for attempt in asked):
+            self.ask_at = now + max(STEP_PAUSE_S, PATIENCE * (now - asked_at))
+        elif not self.unnumbered.keys() <= set(asked):     # what began meanwhile
+            self.plan_round(now)
+
+    # ---- samples ----
+
+    def ask_samples(self, now: float) -> None:
+        """One sstat for all steps whose numbers are known."""
+        asked = {step.number: attempt for attempt, step in self.running.items() if step.number}
+        if not asked:
+            return
+        self.is_sampling, job_id = True, self.context.allocation.job_id
+        which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
+        if len(asked) > MAX_NAMED_STEPS:
+            which = ['-j', job_id, '--allsteps']
+        argv = slurm_argv('sstat', *which, '--format', SSTAT_FORMAT, '-P', '-n')
+        self.query(argv, functools.partial(self.on_samples, now, asked))
+
+    def on_samples(self, asked_at: float, asked: Dict[str, Attempt], reply: Reply) -> None:
+        """Take samples in. All count for the same moment."""
+        now, at, self.is_sampling = time.monotonic(), int(time.time()), False
+        if self.sample_at != math.inf:
+            self.sample_at = max(self.sample_at, now + PATIENCE * (now - asked_at))
+        for number, sample in read_step_samples(reply.out, set(asked)).items():
+            attempt = asked[number]
+            percent = attempt.account.usage.add(now, sample) if attempt in self.running else None
+            if percent is not None and self.settings.has_job_series:
+                self.on_sample(attempt.id, attempt.name, (at, percent, sample.memory_bytes or 0, 1))
+
+
+class StepRecords:
+    """What sacct says of steps that have ended, for judgements and for slurm_stats."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.link = link
+        self.open = {}              # type: Dict[Attempt, StepAccount]  # still asked for
+        self.leaving = lambda: ''   # type: Callable[[], str]  # why this runner leaves
+        self.is_last = False        # it leaves: only what is open is waited for, and not for long
+        self.is_asking = False
+        self.is_off = False         # there is no accounting here
+        self.failures = 0           # calls in a row
+        self.not_before = -math.inf     # monotonic, as all that follow; the pause after a call
+        self.ask_at = math.inf
+        self.ended_at = -math.inf   # the last end
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no answer is to be expected soon."""
+        return self.is_off or self.failures >= SACCT_TRIES
+
+    def add(self, attempt: Attempt) -> None:
+        """A step has ended."""
+        attempt.account.ended_at = self.ended_at = time.monotonic()
+        self.open[attempt] = attempt.account
+        self.ask_at = min(self.ask_at, self.ended_at + SACCT_BATCH_S)
+        if self.is_off:
+            self.close([attempt])
+
+    def state_of(self, step: StepAccount) -> Optional[StepRecord]:
+        """The record of a step as soon as it says how it ended, or nothing more is expected; else None."""
+        if step.record is not None and step.record.has_ended:
+            return step.record
+        if step.is_over or self.is_away or step.tries >= SACCT_TRIES:
+            return step.record or StepRecord()
+        if not step.is_awaited:
+            step.is_awaited = True
+            self.ask_at = min(self.ask_at, step.ended_at + SACCT_FIRST_S)
+        return None
+
+    def due(self) -> float:
+        """The next question, or the end of all waiting."""
+        if not self.open:
+            return math.inf
+        asks_at = math.inf if self.is_asking else max(self.ask_at, self.not_before)
+        return min(asks_at, self.give_up_at()) if self.is_last else asks_at
+
+    def give_up_at(self) -> float:
+        """When a runner that leaves waits no longer."""
+        window_s = SACCT_FIRST_S + SACCT_TRIES * SACCT_PAUSE_S
+        if self.leaving() in SIGNAL_REASONS:
+            window_s = min(window_s, LAST_REPORT_S)
+        return min(self.ended_at + window_s, self.link.end - LAST_SACCT_S)
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked; give up what is asked in vain."""
+        if self.leaving() and not self.is_last:
+            self.is_last, self.not_before = True, -math.inf     # one call more than the pauses allow
+        if not self.open:
+            return
+        if self.is_last:
+            self.ask_at = min(self.ask_at, self.ended_at + SACCT_FIRST_S)
+        if self.is_last and (self.is_away or now >= self.give_up_at()):
+            self.close(list(self.open))
+        elif not self.is_asking and now >= max(self.ask_at, self.not_before):
+            self.ask(now)
+
+    def ask(self, now: float) -> None:
+        """One sacct for all steps that have ended."""
+        self.is_asking, self.ask_at = True, math.inf
+        argv = slurm_argv('sacct', '-j', self.context.allocation.job_id, '--format', SACCT_FORMAT, '-P', '-n')
+        on_reply = functools.partial(self.on_reply, now, list(self.open))
+        self.launcher.query(argv, SACCT_QUERY_S, on_reply, query_variables())
+
+    def on_reply(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
+        """Take records in, and plan the next call for what is missing."""
+        now, self.is_asking = time.monotonic(), False
+        self.note_failure(reply)
+        pause_s = SACCT_AWAY_S if self.is_away else SACCT_PAUSE_S
+        self.not_before = now + (pause_s if self.is_last else max(pause_s, PATIENCE * (now - asked_at)))
+        steps = {attempt: self.open[attempt] for attempt in asked if attempt in self.open}
+        records = {}    # type: Dict[str, StepRecord]
+        if reply.code == 0:
+            records = read_step_records(reply.out, {step.name for step in steps.values()})
+        for step in steps.values():
+            step.tries += 1
+            step.record = records.get(step.name) or step.record
+        self.close([attempt for attempt, step in steps.items() if self.is_done(step)])
+        for step in self.open.values():
+            is_urgent = step.is_awaited and not (step.record and step.record.has_ended)
+            self.ask_at = min(self.ask_at, now + (SACCT_PAUSE_S if is_urgent else SACCT_BATCH_S))
+
+    def is_done(self, step: StepAccount) -> bool:
+        """Whether asking again is useless. The figures may come later than the state, but a runner that
+        leaves does not wait for them: steps of less than a second mostly have none."""
+        record = step.record or StepRecord()
+        is_known = record.has_ended or record.state is None and record.has_figures
+        return self.is_off or step.tries >= SACCT_TRIES or is_known and (record.has_figures or self.is_last)
+
+    def note_failure(self, reply: Reply) -> None:
+        """Say once that figures will be missing, and why."""
+        self.failures = self.failures + 1 if reply.code else 0
+        if is_accounting_off(reply):
+            self.is_off = True
+            self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
+                                  f'sampled: {explain_reply(reply)}')
+        elif reply.code:
+            self.context.say_once('the accounting of Slurm does not answer, so that figures of results may '
+                                  f'be missing: {explain_reply(reply)}')
+
+    def close(self, attempts: Sequence[Attempt]) -> None:
+        """Send rows of these to the server, also of what nothing is known."""
+        for attempt in attempts:
+            step = self.open.pop(attempt)
+            step.is_over = True
+            figures = {name: value for name, value in zip(STATS_FIELDS, step.record or ()) if value is not None}
+            self.link.accounting.append(dict(figures, job_id=attempt.id, attempt_id=attempt.attempt_id,
+                                             slurm_job_id=self.context.allocation.job_id))
+        if attempts:
+            self.link.report_soon(0)
+
+
+class Accounting:
+    """What Slurm measures of steps, while they run and afterwards: for results, and for judgements."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.sampler = StepSampler(context, launcher)
+        self.records = StepRecords(context, launcher, link)
+
+    def add(self, attempt: Attempt) -> None:
+        """The step of an attempt was started."""
+        attempt.account = StepAccount(step_name(self.context, attempt))
+        self.sampler.add(attempt)
+
+    def drop(self, attempt: Attempt) -> None:
+        """There was no step, and will be none: nothing is to be known of it."""
+        self.sampler.drop(attempt)
+
+    def ended(self, attempt: Attempt) -> None:
+        """Its step has ended."""
+        self.sampler.drop(attempt)
+        self.records.add(attempt)
+
+    def step_id_of(self, attempt: Attempt) -> str:
+        """Its step as scancel wants it, '1234.5'; '' while that is not known."""
+        step = attempt.account
+        return f'{self.context.allocation.job_id}.{step.number}' if step and step.number else ''
+
+    def state_of(self, attempt: Attempt) -> Optional[StepRecord]:
+        """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
+        return self.records.state_of(attempt.account)
+
+    def usage_of(self, attempt: Attempt) -> Dict[str, Any]:
+        """Fields of its result, as sampled."""
+        return attempt.account.usage.fields()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the runner is to stay for records: it is not for longer than all tries take."""
+        return bool(self.records.open)
+
+    def due(self) -> float:
+        """The next question."""
+        return min(self.sampler.due(), self.records.due())
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked."""
+        self.sampler.act(now)
+        self.records.act(now)
 
 
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
