@@ -6654,6 +6654,96 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
 
 
+class StepAccountsTest(ServiceTest):
+    """What Slurm's accounting says of attempts: kept, and brought into their results."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:')
+        self.node_id = self.node(self.workflow_id)
+        self.jobs = self.claim(self.workflow_id, self.node_id)
+
+    def account(self, name: str = 'a', attempt_id: int = 1, **figures: Any) -> Any:
+        """A turn with a row of the accounting."""
+        row = dict({'job_id': self.jobs[name]['id'], 'attempt_id': attempt_id, 'slurm_job_id': '7'}, **figures)
+        return self.sync(self.workflow_id, self.node_id, accounting=[row])
+
+    def finish(self, name: str = 'a', **figures: Any) -> Any:
+        """A turn with the end of a job of 30 s."""
+        return self.sync(self.workflow_id, self.node_id, completions=[self.end(self.jobs[name], **figures)])
+
+    def figures(self) -> Tuple:
+        """What the only result says: peak and average memory, average and peak CPU."""
+        row, = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        return tuple(map(row.get, ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')))
+
+    # sampled by sstat | said by sacct | in the result: peak and average memory, average and peak CPU
+    TABLE = (
+        ({}, {}, (None, None, None, None)),
+        ({}, {'max_rss_bytes': 100, 'ave_cpu_seconds': 15.0}, (100, None, 50.0, 50.0)),
+        ({'peak_memory_bytes': 200, 'avg_memory_bytes': 60}, {'max_rss_bytes': 100}, (200, 60, None, None)),
+        ({'peak_memory_bytes': 50, 'avg_memory_bytes': 40}, {'max_rss_bytes': 100}, (100, 40, None, None)),
+        ({'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'ave_cpu_seconds': 15.0}, (None, None, 50.0, 90.0)),
+        ({'avg_cpu_percent': 0.0, 'peak_cpu_percent': 0.0}, {'ave_cpu_seconds': 15.0}, (None, None, 50.0, 50.0)),
+        ({'peak_memory_bytes': 50, 'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'max_rss_bytes': 0, 'ave_cpu_seconds': 0.0},
+         (50, None, 70.0, 90.0)),
+        ({'avg_cpu_percent': 70.0}, {'ave_cpu_seconds': 1e9}, (None, None, 70.0, None)))
+
+    def test_a_result_is_completed_by_the_table_of_the_page_whichever_comes_first(self):
+        for sampled, said, wanted in self.TABLE:
+            for order in ('result first', 'account first', 'twice'):
+                with self.subTest(sampled=sampled, said=said, order=order), self.undone():
+                    if order == 'account first':
+                        self.account(**said)
+                        self.assertEqual([], self.call('list_results', workflow_id=self.workflow_id)['items'])
+                    self.finish(**sampled)
+                    if order != 'account first':
+                        self.account(**said)
+                    if order == 'twice':
+                        self.account(**said)
+                        self.assertEqual([], self.finish(**sampled)['errors'])
+                    self.assertEqual(wanted, self.figures())
+
+    def test_there_is_one_row_for_an_attempt_and_what_is_known_of_it_stays(self):
+        self.account(max_rss_bytes=100, ave_cpu_seconds=1.5, node_list='n1', max_disk_read_bytes=0)
+        self.account(max_rss_bytes=0, max_vm_size_bytes=9)
+        self.account(max_rss_bytes=120)
+        row, = self.call('list_slurm_stats', workflow_id=self.workflow_id)['items']
+        del row['id']
+        self.assertEqual({'workflow_id': self.workflow_id, 'job_id': self.jobs['a']['id'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '7',
+                          'max_rss_bytes': 120, 'max_vm_size_bytes': 9, 'max_disk_read_bytes': 0, 'ave_cpu_seconds': 1.5, 'node_list': 'n1'}, row)
+
+    def test_a_row_without_figures_is_kept_and_names_the_slurm_job(self):
+        self.finish(peak_memory_bytes=5)
+        self.account()
+        self.assertEqual((5, None, None, None), self.figures())
+        row, = self.call('get_slurm_job_correlations', id=self.workflow_id)['items']
+        self.assertEqual((self.jobs['a']['id'], '7'), (row['job_id'], row['slurm_job_id']))
+
+    def test_jobs_of_others_and_deleted_ones_are_left_out_and_the_rest_of_the_turn_counts(self):
+        other = self.create('x:')
+        stranger, = self.call('list_jobs', workflow_id=other)['items']
+        for job_id in (stranger['id'], 10 ** 9):
+            rows = [{'job_id': job_id, 'attempt_id': 1, 'max_rss_bytes': 1}]
+            answer = self.sync(self.workflow_id, self.node_id, accounting=rows, completions=[])
+            self.assertEqual([], answer['errors'])
+        self.assertEqual(0, self.store.value('SELECT count(*) FROM slurm_stats'))
+
+    def test_each_attempt_has_its_own_row_and_result(self):
+        self.finish(status='terminated', code=143, interrupted=True)
+        self.jobs.update(self.claim(self.workflow_id, self.node_id))
+        self.account('a', 1, max_rss_bytes=100)
+        self.account('a', 2, max_rss_bytes=200)
+        self.finish(peak_memory_bytes=150)
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        self.assertEqual({1: 100, 2: 200}, {row['attempt_id']: row['peak_memory_bytes'] for row in rows})
+
+    def test_a_row_that_cannot_be_right_is_refused(self):
+        for figures in ({'max_rss_bytes': 'x'}, {'ave_cpu_seconds': 'x'}, {'max_rss_bytes': 1 << 70}):
+            self.assertRefused('accounting', 'runner_sync', {
+                'compute_node_id': self.node_id, 'run_id': 1, 'accounting': [dict(figures, job_id=1, attempt_id=1)]}, id=self.workflow_id)
+
+
 # ======== 8g. Administration ========
 
 class UpdatesTest(ServiceTest):
@@ -14872,13 +14962,13 @@ class SlurmTextTest(unittest.TestCase):
         local = time.mktime((2026, 11, 21, 0, 11, 56, 0, 0, -1))
         self.check_table(torc.parse_slurm_instant, (
             ('1763683916', 1763683916), ('2026-11-21T00:11:56', local), ('Unknown', None), ('N/A', None), ('', None), ('None', None),
-            ('NONE', None), ('9' * 30, None), ('2026-99-21T00:11:56', None)))
+            ('NONE', None), ('9' * 30, None), ('9' * 5000, None), ('\u00b2', None), ('2026-99-21T00:11:56', None)))
 
     def test_node_lists(self):
         self.check_table(torc.expand_node_list, (
             ('node1', ['node1']), ('node[1-3,7],gpu01', ['node1', 'node2', 'node3', 'node7', 'gpu01']), ('n[08-10]', ['n08', 'n09', 'n10']),
             ('r[1-2]c[1-2]', ['r1c1', 'r1c2', 'r2c1', 'r2c2']), ('x[1-2]-ib', ['x1-ib', 'x2-ib']), ('', []), ('(null)', []),
-            ('None assigned', []), ('n[1', ['n1']), ('n[a-b]', ['na'])))
+            ('None assigned', []), ('n[1', ['n1']), ('n[a-b]', ['na']), ('n[1-\u00b2]', ['n1'])))
         self.assertEqual(torc.MAX_LISTED_NODES, len(torc.expand_node_list('n[1-99999999999]')))
 
     def test_states(self):
@@ -14909,6 +14999,141 @@ class SlurmTextTest(unittest.TestCase):
 
 
 # ======== 14e. Accounting ========
+
+class StepTextTest(unittest.TestCase):
+    """Rows of squeue, sstat and sacct -> figures of steps."""
+    # Recorded from Slurm 22.05.8 (notes on a real Slurm), then the forms of other versions.
+    SACCT = textwrap.dedent("""\
+        st.sh||||||node[1-2]
+        batch|30548K|655432K|0.09M|0.00M|00:00:00|node1
+        wf1_j1_r1_a1|64704K|67776K|1.61M|20.00M|00:00:02|node1
+        """)
+
+    def record(self, *cells: Any) -> Any:
+        """What is read of a row of wf1_j1_r1_a1."""
+        return torc.read_step_records('|'.join(('wf1_j1_r1_a1',) + cells) + '\n', {'wf1_j1_r1_a1'}).get('wf1_j1_r1_a1')
+
+    def test_the_columns_of_the_page_are_read_as_its_table_says(self):
+        records = torc.read_step_records(self.SACCT, {'wf1_j1_r1_a1'})
+        self.assertEqual({'wf1_j1_r1_a1': torc.StepRecord(66256896, 69402624, 1688207, 20971520, 2.0, 'node1')}, records)
+        self.assertTrue(records['wf1_j1_r1_a1'].has_figures)
+        self.assertFalse(records['wf1_j1_r1_a1'].has_ended)
+
+    def test_state_and_exit_code_stand_behind_them(self):
+        rows = (
+            (('', '', '', '', '', 'n1', 'COMPLETED', '0:0'), 'COMPLETED', True, '0:0', False),
+            (('0', '0', '0', '0', '00:00:00', 'n1', 'FAILED', '7:0'), 'FAILED', True, '7:0', True),
+            (('', '', '', '', '', '', 'CANCELLED by 1000', ''), 'CANCELLED', True, None, False),
+            (('1K', '', '', '', '', '', 'OUT_OF_ME+', '0:125'), 'OUT_OF_MEMORY', True, '0:125', True),
+            (('', '', '', '', '', '', 'RUNNING', '0:0'), 'RUNNING', False, '0:0', False),
+            (('', '', '', '', '', '', 'RESIZING', '0:0'), 'RESIZING', False, '0:0', False),
+            (('', '', '', '', '', '', 'WHAT', ''), None, False, None, False),
+            (('', '', '', '', '1-00:00:01', 'n1', 'TIMEOUT'), 'TIMEOUT', True, None, True))
+        for cells, state, has_ended, exit_code, has_figures in rows:
+            with self.subTest(cells):
+                record = self.record(*cells)
+                self.assertEqual((state, has_ended, exit_code, has_figures),
+                                 (record.state, record.has_ended, record.exit_code, record.has_figures))
+
+    def test_a_truncated_row_is_none_and_one_without_figures_has_nothing(self):
+        for cells in ((), ('1K',), ('1K', '1K', '1K', '1K', '00:00:01')):
+            self.assertIsNone(self.record(*cells))
+        self.assertEqual(torc.StepRecord(), self.record('', '', '', '', '', ''))
+        self.assertEqual(torc.StepRecord(node_list='n1'), self.record('?', 'x', '-1', '1 2', 'UNLIMITED', 'n1'))
+
+    def test_of_several_steps_with_a_name_the_last_one_counts_and_others_names_never_do(self):
+        text = ''.join(f'{name}|{size}|||||n1|FAILED|1:0\n' for name, size in (
+            ('wf1_j1_r1_a1', '1K'), ('wf1_j1_r1_a11', '2K'), ('wf1_j1_r1_a1', '3K'), ('xwf1_j1_r1_a1', '4K'), ('allocation', '5K')))
+        records = torc.read_step_records(text, {'wf1_j1_r1_a1', 'wf1_j2_r1_a1'})
+        self.assertEqual({'wf1_j1_r1_a1': 3072}, {name: record.max_rss_bytes for name, record in records.items()})
+
+    def test_numbers_of_steps_in_every_kind_of_job(self):
+        text = 'STEPID|NAME\n10.1|wf1_j2_r1_a1\n26_5.7|wf1_j3_r1_a1\n13+0.2|wf1_j4_r1_a1\n10.batch|batch\n10.extern|wf1_j5_r1_a1\n10|wf1_j6_r1_a1\n'
+        self.assertEqual({'wf1_j2_r1_a1': '1', 'wf1_j3_r1_a1': '7', 'wf1_j4_r1_a1': '2'}, torc.read_step_numbers(text))
+
+    def test_samples_of_sstat_with_and_without_the_ids(self):
+        text = '13.0|00:00:01|64704K\n13.batch|00:00:00|1K\n13.2|1-00:00:00.5|\n13.3||\n13.4|00:00:01|1K\nsstat: chatter\n'
+        self.assertEqual({'0': (1.0, 66256896), '2': (86400.5, None)}, torc.read_step_samples(text, {'0', '2', '3'}))
+        self.assertEqual({'2': (90.0, 2097741824)}, torc.read_step_samples('00:01:30|2048576K\n', {'2'}))
+        self.assertEqual({}, torc.read_step_samples('00:01:30|2048576K\n', {'2', '3'}))
+
+    def test_accounting_that_is_off_is_told_from_one_that_does_not_answer(self):
+        for code, err, is_off in ((1, 'Slurm accounting storage is disabled', True), (torc.COMMAND_NOT_FOUND, '', True), (0, '', False),
+                                  (1, 'sacct: error: Problem talking to the database: Connection refused', False)):
+            self.assertEqual(is_off, torc.is_accounting_off(torc.Reply(code, '', err)), err)
+
+    def test_cpu_percent_is_of_the_time_between_two_samples_and_the_first_has_none(self):
+        usage, percents = torc.StepUsage(), []
+        for now, cpu_s, size in ((100, 50.0, 1000), (110, 60.0, 3000), (120, 60.0, None), (130, None, 2000), (140, 70.0, 2000),
+                                 (150, 5.0, 2000), (150, 9.0, 2000), (160, 1e9, 2000)):
+            percents.append(usage.add(now, torc.StepSample(cpu_s, size)))
+        self.assertEqual([None, 100.0, 0.0, None, 50.0, 0.0, None, None], percents)
+        self.assertEqual({'peak_memory_bytes': 3000, 'avg_memory_bytes': 2000, 'peak_cpu_percent': 100.0, 'avg_cpu_percent': 40.0}, usage.fields())
+        self.assertEqual({}, torc.StepUsage().fields())
+        once = torc.StepUsage()
+        once.add(0.0, torc.StepSample(5.0, 1000))
+        self.assertEqual({'peak_memory_bytes': 1000, 'avg_memory_bytes': 1000}, once.fields())
+
+
+class SlurmFuzzTest(unittest.TestCase):
+    """Whatever a program prints, and however it is cut off or mixed up: no parser raises."""
+    PIECES = ('0', '9', '1.5', 'K', 'M', 'G', 'k', ':', '-', '|', '.', ',', '[', ']', '+', ' ', '\n', '\r', '\t', '\0', '%', '_', '(null)', 'n', 'node',
+              'batch', 'wf1_j1_r1_a1', '13.0', '00:00:01', '1-02:30:00', 'CANCELLED by 0', 'RUNNING', 'Unknown', '2026-11-21T00:11:56', '64704K',
+              '99999999999999999999', '\u0661', '\u00b2', '\ufffd', 'E', 'e308', 'None assigned', 'node[1-3,7],gpu01', 'T')
+    SEEDS = (StepTextTest.SACCT, '13.0|00:00:01|64704K\n13.2|1-00:00:00.5|\n', 'STEPID|NAME\n10.1|wf1_j2_r1_a1\n10.batch|batch\n', '1-02:30:00',
+             '01:30.250', '1.50M', 'node[001-003,7],gpu01,r[1-2]c[1-2]', '2026-11-21T00:11:56', 'OUT_OF_ME+', 'wf1_j1_r1_a1|1K|1K|0|0|00:00:01|n1|TIMEOUT|0:15\n')
+    NAMES, NUMBERS = {'wf1_j1_r1_a1', ''}, {'0', '1', '2'}
+
+    def texts(self, count: int) -> Iterator[str]:
+        """Random and mutated texts."""
+        chance = random.Random(12)
+        for number in range(count):
+            text = ''.join(chance.choice(self.PIECES) for _ in range(chance.randrange(12))) if number % 2 else chance.choice(self.SEEDS)
+            for _ in range(chance.randrange(5) if text else 0):
+                start = chance.randrange(len(text) + 1)
+                end = min(len(text), start + chance.randrange(6))
+                text = text[:start] + chance.choice(('', chance.choice(self.PIECES), text[start:end] * 2, text[:start])) + text[end:]
+            yield text
+
+    def is_size(self, value: Any, kind: type) -> bool:
+        """None, or a figure that the server takes."""
+        return value is None or isinstance(value, kind) and 0 <= value <= torc.MAX_INTEGER
+
+    def test_no_parser_raises_and_all_values_are_in_their_ranges(self):
+        for text in self.texts(10000):
+            try:
+                self.assertTrue(self.is_size(torc.parse_slurm_memory(text), int))
+                self.assertTrue(self.is_size(torc.parse_slurm_cpu_time(text), float))
+                self.assertTrue(torc.parse_slurm_instant(text) is None or isinstance(torc.parse_slurm_instant(text), float))
+                self.assertIn(torc.parse_slurm_state(text), {'', *torc.SLURM_STATES})
+                self.assertTrue(all(isinstance(name, str) for name in itertools.islice(torc.expand_node_word(text), 100)))
+                self.assertTrue(all(len(row) == 3 for row in torc.read_slurm_rows(text, 3)))
+                self.assertTrue(all(re.match('[0-9]+$', number) for number in torc.read_step_numbers(text).values()))
+                for sample in torc.read_step_samples(text, self.NUMBERS).values():
+                    self.assertTrue(self.is_size(sample.cpu_s, float) and self.is_size(sample.memory_bytes, int))
+                for record in torc.read_step_records(text, self.NAMES).values():
+                    self.assertTrue(all(self.is_size(value, int) for value in record[:4]) and self.is_size(record.ave_cpu_seconds, float))
+            except Exception:
+                print(f'text: {text!r}', file=sys.stderr)
+                raise
+
+    def test_what_is_written_in_the_forms_of_slurm_is_read_back(self):
+        chance = random.Random(13)
+        for _ in range(2000):
+            seconds = chance.choice((chance.randrange(120), chance.randrange(10 ** 5), chance.randrange(10 ** 7)))
+            days, rest = divmod(seconds, 86400)
+            hours, minutes, left = rest // 3600, rest // 60 % 60, rest % 60
+            forms = [f'{days}-{hours:02}:{minutes:02}:{left:02}', f'{days}-{hours:02}:{minutes:02}:{left:02}.000', f'{days * 24 + hours:02}:{minutes:02}:{left:02}']
+            forms += [f'{minutes:02}:{left:02}.000'] if rest < 3600 and not days else []
+            self.assertEqual({float(seconds)}, set(map(torc.parse_slurm_cpu_time, forms)), forms)
+            number, unit = chance.randrange(1 << 20), chance.randrange(4)
+            self.assertEqual(number << 10 * unit, torc.parse_slurm_memory(f'{number}{" KMG"[unit].strip()}'))
+            nodes = sorted({f'n{chance.randrange(20):02}' for _ in range(6)})
+            self.assertEqual(nodes, torc.expand_node_list(','.join(nodes)))
+            numbers = sorted({chance.randrange(300) for _ in range(5)})
+            runs = ','.join(str(value) if chance.random() < 0.5 else f'{value}-{value}' for value in numbers)
+            self.assertEqual([f'x{value}' for value in numbers], torc.expand_node_list(f'x[{runs}]'))
+
 
 
 # ======== 16. Runner ========

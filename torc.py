@@ -19027,6 +19027,7 @@ def explain_reply(reply: Reply) -> str:
 
 SLURM_SIZE = re.compile(r'([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]?)[Bcn]?\Z', re.IGNORECASE)
 SLURM_CPU_TIME = re.compile(r'(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]*)?)\Z')
+SLURM_NUMBER = re.compile(r'[0-9]{1,18}\Z')     # str.isdigit() takes superscripts, too
 SLURM_INSTANT = re.compile(r'[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\Z')
 MAX_LISTED_NODES = 100000       # of one list: a range is a few characters
 
@@ -19054,8 +19055,8 @@ def parse_slurm_cpu_time(text: str) -> Optional[float]:
 def parse_slurm_instant(text: str) -> Optional[float]:
     """A point in time, seconds since the epoch or local time -> seconds; None for 'Unknown', 'N/A'."""
     text = text.strip()
-    if text.isdigit():
-        return float(text) if int(text) <= MAX_INTEGER else None
+    if SLURM_NUMBER.match(text):
+        return float(text)
     if not SLURM_INSTANT.match(text):
         return None
     try:
@@ -19086,7 +19087,7 @@ def expand_node_word(word: str) -> Iterator[str]:
     for part in inner.split(','):
         first, dash, last = part.strip().partition('-')
         numbers = [first]   # what is no range of numbers stays as it is
-        if dash and first.isdigit() and last.isdigit():
+        if dash and SLURM_NUMBER.match(first) and SLURM_NUMBER.match(last):
             numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
         for number in numbers:
             yield from expand_node_word(before + number + after)
@@ -19239,7 +19240,7 @@ STATS_FIELDS = StepRecord._fields[:6]
 def step_number(step_id: str) -> str:
     """'13.2', '26_5.2', '13+0.2' -> '2', which names the step within its job; '' for '13', '13.batch'."""
     number = step_id.rpartition('.')[2]
-    return number if '.' in step_id and number.isdigit() else ''
+    return number if '.' in step_id and SLURM_NUMBER.match(number) else ''
 
 
 def read_step_numbers(text: str) -> Dict[str, str]:
