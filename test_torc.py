@@ -16612,6 +16612,356 @@ class KernelKillTest(RunnerCase):
 
 # ======== 16f. Runner's accounting ========
 
+class ScriptedSlurm:
+    """A launcher whose squeue, sstat and sacct know these steps, and answer late or not at all."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.numbers = {}       # type: Dict[str, int]  # name -> number of the steps that run
+        self.records = {}       # type: Dict[str, str]  # name -> the rest of its row in sacct
+        self.latency_s = {'squeue': 0.02, 'sstat': 0.1, 'sacct': 0.05}
+        self.failures = {}      # type: Dict[str, Any]  # program -> Reply
+        self.calls = []         # type: List[Tuple[float, List[str]]]
+        self.waiting = []       # type: List[Tuple[float, Any, Any]]
+
+    def query(self, argv: List[str], limit_s: float, on_reply: Callable[[Any], Any], variables: Dict[str, Optional[str]]) -> None:
+        """One call."""
+        assert variables['LC_ALL'] == 'C'
+        self.calls.append((self.clock.now, argv))
+        latency_s = min(self.latency_s[argv[0]], limit_s)
+        timed_out = torc.Reply(torc.REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
+        reply = timed_out if latency_s >= limit_s else self.failures.get(argv[0]) or getattr(self, argv[0])(argv)
+        self.waiting.append((self.clock.now + latency_s, on_reply, reply))
+
+    def squeue(self, argv: List[str]) -> Any:
+        """All steps."""
+        return torc.Reply(0, '7.batch|batch\n' + ''.join(f'7.{number}|{name}\n' for name, number in self.numbers.items()), '')
+
+    def sstat(self, argv: List[str]) -> Any:
+        """Each has used half a CPU since the beginning of time, and a megabyte."""
+        asked = {int(word.partition('.')[2]) for word in argv[2].split(',')} if '--allsteps' not in argv else set(self.numbers.values())
+        known = sorted(asked & set(self.numbers.values()))
+        used = f'00:{int(self.clock.now / 2) % 3600 // 60:02}:{self.clock.now / 2 % 60:06.3f}'
+        return torc.Reply(0, ''.join(f'7.{number}|{used}|1024K\n' for number in known),
+                          '' if len(known) == len(asked) else 'sstat: error: StepId=7.9 not found running.\n')
+
+    def sacct(self, argv: List[str]) -> Any:
+        """What is on record."""
+        return torc.Reply(0, 'x.sh||||||n1|RUNNING|0:0\n' + ''.join(f'{name}|{row}\n' for name, row in self.records.items()), '')
+
+    def act(self) -> None:
+        """Hand replies over that are there by now."""
+        ready = [item for item in self.waiting if item[0] <= self.clock.now]
+        self.waiting = [item for item in self.waiting if item[0] > self.clock.now]
+        for _, on_reply, reply in ready:
+            on_reply(reply)
+
+    def times(self, program: str) -> List[float]:
+        """When it was called."""
+        return [at for at, argv in self.calls if argv[0] == program]
+
+
+class AccountingTest(PartTest):
+    """What the runner asks squeue, sstat and sacct, and when."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.clock = stack.enter_context(FakeClock().set())
+        self.start(resource_monitor_config={'enabled': True})
+
+    def start(self, **workflow: Any) -> None:
+        """An accounting of allocation 7."""
+        self.server = self.link(**workflow)
+        self.server.context.allocation = types.SimpleNamespace(job_id='7')
+        self.slurm = ScriptedSlurm(self.clock)
+        self.accounting = torc.Accounting(self.server.context, self.slurm, self.server)
+        self.rows = self.server.accounting
+        self.began = self.clock.now
+
+    def advance(self, for_s: float) -> None:
+        """Let time pass."""
+        until = self.clock.now + for_s
+        while True:
+            self.slurm.act()
+            self.accounting.act(self.clock.now)
+            due = min([self.accounting.due()] + [item[0] for item in self.slurm.waiting])
+            self.assertGreater(due, self.clock.now - 1e-6)
+            if due > until:
+                break
+            self.clock.now = max(due, self.clock.now + 1e-9)
+        self.clock.now = until
+
+    def begin(self, number: int, is_visible: bool = True) -> Any:
+        """A step starts."""
+        attempt = self.attempt('running', number)
+        self.accounting.add(attempt)
+        if is_visible:
+            self.slurm.numbers[f'wf1_j{number}_r1_a1'] = number
+        return attempt
+
+    def finish(self, attempt: Any, row: Optional[str] = None) -> Any:
+        """A step ends; it is on record at once, or not yet."""
+        name = f'wf1_j{attempt.id}_r1_a1'
+        self.slurm.numbers.pop(name, None)
+        if row is not None:
+            self.slurm.records[name] = row
+        self.accounting.ended(attempt)
+        return attempt
+
+    def calls(self, program: str) -> List[float]:
+        """When it was called, from the beginning."""
+        return [round(at - self.began, 1) for at in self.slurm.times(program)]
+
+    GOOD, BARE, BAD = '2M|3M|1M|0|00:00:05|n1|COMPLETED|0:0', '||||||COMPLETED|0:0', '2M||||00:00:05|n1|OUT_OF_MEMORY|0:125'
+
+    # ---- numbers and samples ----
+
+    def test_one_squeue_numbers_all_new_steps(self):
+        first, second = self.begin(1), self.begin(2)
+        self.assertEqual('', self.accounting.step_id_of(first))
+        self.advance(5)
+        self.assertEqual(('7.1', '7.2', [0.2]), (self.accounting.step_id_of(first), self.accounting.step_id_of(second), self.calls('squeue')))
+        self.assertEqual(['squeue', '--steps', '-j', '7', '-o', '%i|%j', '--noheader'], self.slurm.calls[0][1])
+
+    def test_a_step_that_squeue_does_not_know_is_asked_for_five_times_and_then_once_a_sample(self):
+        attempt = self.begin(1, is_visible=False)
+        self.advance(25)
+        self.assertEqual([0.2, 0.4, 0.6, 0.9, 1.1, 10.0, 20.0], self.calls('squeue'))
+        self.slurm.numbers['wf1_j1_r1_a1'] = 3
+        self.advance(10)
+        self.assertEqual(('7.3', 8, [30.0]), (self.accounting.step_id_of(attempt), len(self.calls('squeue')), self.calls('sstat')))
+
+    def test_one_sstat_an_interval_samples_all_steps_and_the_first_gives_no_cpu_percent(self):
+        samples = []    # type: List[Any]
+        self.start(resource_monitor_config={'enabled': True, 'granularity': 'time_series', 'sample_interval_seconds': 5})
+        self.accounting.sampler.on_sample = lambda *row: samples.append(row)
+        attempts = [self.begin(1), self.begin(2)]
+        self.advance(21)
+        self.assertEqual([5.0, 10.0, 15.0, 20.0], self.calls('sstat'))
+        self.assertEqual(['sstat', '-j', '7.1,7.2', '--format', 'JobID,AveCPU,MaxRSS', '-P', '-n'],
+                         next(argv for _, argv in self.slurm.calls if argv[0] == 'sstat'))
+        self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
+        self.assertEqual({(1 << 20, 1)}, {row[2][2:] for row in samples})
+        self.assertEqual([50.0] * 6, [round(row[2][1], 1) for row in samples])
+        usage = self.accounting.usage_of(attempts[0])
+        self.assertEqual({'peak_memory_bytes': 1 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 50.0},
+                         {name: round(value, 1) for name, value in usage.items()})
+
+    def test_without_a_monitor_of_jobs_numbers_are_asked_for_but_no_samples(self):
+        self.start(resource_monitor_config={'enabled': False})
+        attempt = self.begin(1)
+        self.advance(60)
+        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), self.accounting.usage_of(attempt)))
+
+    def test_a_step_that_has_ended_is_not_asked_for_and_what_sstat_says_of_it_is_debug(self):
+        first, second = self.begin(1), self.begin(2)
+        self.advance(1)
+        self.slurm.numbers.clear()
+        self.advance(10)
+        for attempt in (first, second):
+            self.finish(attempt, self.GOOD)
+        self.advance(60)
+        self.assertEqual([10.0], self.calls('sstat'))
+        self.server.context.log.flush()
+        self.assertNotIn('sstat', self.world.read('out/x.log'))
+        self.assertEqual([], self.progress.messages)
+
+    def test_a_program_that_takes_long_is_asked_less_often(self):
+        self.slurm.latency_s.update(sstat=4.0, squeue=1.0)
+        self.begin(1, is_visible=False)
+        self.begin(2)
+        self.advance(120)
+        self.assertEqual([0.2, 10.0, 21.0, 32.0], self.calls('squeue')[:4])
+        self.assertEqual([11, 56, 101], [round(at) for at in self.calls('sstat')])
+
+    def test_a_step_that_was_never_made_leaves_no_row(self):
+        attempt = self.begin(1, is_visible=False)
+        self.accounting.drop(attempt)
+        again = self.begin(1)
+        self.advance(3)
+        self.assertEqual('7.1', self.accounting.step_id_of(again))
+        self.accounting.drop(again)
+        self.advance(100)
+        self.assertEqual(([], []), (self.rows, self.calls('sacct')))
+
+    # ---- records ----
+
+    def test_ends_that_nobody_waits_for_are_gathered_into_one_sacct(self):
+        for number in range(1, 101):
+            self.finish(self.begin(number), self.GOOD)
+            self.advance(0.2)
+        self.assertTrue(self.accounting.is_busy)
+        self.advance(15)
+        self.assertEqual([30.0], self.calls('sacct'))
+        self.assertEqual(['sacct', '-j', '7', '--format', 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode',
+                          '-P', '-n'], next(argv for _, argv in self.slurm.calls if argv[0] == 'sacct'))
+        self.assertEqual({'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 2 << 20, 'max_vm_size_bytes': 3 << 20,
+                          'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0, 'node_list': 'n1'}, self.rows[0])
+        self.assertEqual((100, False), (len(self.rows), self.accounting.is_busy))
+
+    def test_a_judgement_that_waits_for_a_state_has_it_after_a_second(self):
+        attempt = self.finish(self.begin(1), self.BAD)
+        self.assertIsNone(self.accounting.state_of(attempt))
+        self.advance(2)
+        self.assertEqual(('OUT_OF_MEMORY', '0:125'), self.accounting.state_of(attempt)[6:])
+        self.assertEqual([1.0], self.calls('sacct'))
+
+    def test_a_state_that_never_comes_is_given_up_after_six_tries_five_seconds_apart(self):
+        attempt = self.finish(self.begin(1))
+        self.assertIsNone(self.accounting.state_of(attempt))
+        self.advance(26)
+        self.assertIsNone(self.accounting.state_of(attempt))
+        self.advance(60)
+        self.assertEqual([1.0, 6.1, 11.1, 16.2, 21.2, 26.3], self.calls('sacct'))
+        self.assertEqual(torc.StepRecord(), self.accounting.state_of(attempt))
+        self.assertEqual([{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7'}], self.rows)
+
+    def test_a_record_that_still_runs_there_is_asked_for_again(self):
+        attempt = self.finish(self.begin(1), '|||||n1|RUNNING|0:0')
+        self.accounting.state_of(attempt)
+        self.advance(4)
+        self.assertIsNone(self.accounting.state_of(attempt))
+        self.slurm.records['wf1_j1_r1_a1'] = self.BAD
+        self.advance(4)
+        self.assertEqual('OUT_OF_MEMORY', self.accounting.state_of(attempt).state)
+
+    def test_a_state_counts_though_its_figures_are_not_there_and_these_are_asked_for_at_leisure(self):
+        attempt = self.finish(self.begin(1), self.BARE)
+        self.accounting.state_of(attempt)
+        self.advance(2)
+        self.assertEqual(('COMPLETED', []), (self.accounting.state_of(attempt).state, self.rows))
+        self.slurm.records['wf1_j1_r1_a1'] = self.GOOD
+        self.advance(30)
+        self.assertEqual(([1.0, 31.0], 2 << 20), ([round(at) for at in self.calls('sacct')], self.rows[0]['max_rss_bytes']))
+
+    def test_where_there_is_no_accounting_that_is_said_once_and_it_is_not_asked_again(self):
+        self.slurm.failures['sacct'] = torc.Reply(1, '', 'Slurm accounting storage is disabled\n')
+        attempts = [self.finish(self.begin(number)) for number in (1, 2)]
+        self.accounting.state_of(attempts[0])
+        self.advance(2)
+        attempts.append(self.finish(self.begin(3)))
+        self.assertEqual([torc.StepRecord()] * 3, [self.accounting.state_of(attempt) for attempt in attempts])
+        self.advance(300)
+        self.assertEqual([1.0], self.calls('sacct'))
+        self.assertEqual([1, 2, 3], [row['job_id'] for row in self.rows])
+        self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was sampled: '
+                          'Slurm accounting storage is disabled'], self.progress.messages)
+
+    def test_a_database_that_is_down_is_said_once_and_costs_judgements_less_the_longer_it_lasts(self):
+        self.slurm.failures['sacct'] = torc.Reply(1, '', 'sacct: error: Problem talking to the database: Connection refused\n')
+        attempts = [self.finish(self.begin(1), self.GOOD)]
+        self.accounting.state_of(attempts[0])
+        self.advance(40)
+        attempts.append(self.finish(self.begin(2), self.BAD))
+        self.assertEqual([torc.StepRecord()] * 2, [self.accounting.state_of(attempt) for attempt in attempts], 'nobody waits any more')
+        self.advance(60)
+        self.assertEqual(7, len(self.calls('sacct')))
+        self.assertEqual(['the accounting of Slurm does not answer, so that figures of results may be missing: '
+                          'sacct: error: Problem talking to the database: Connection refused'], self.progress.messages)
+        del self.slurm.failures['sacct']
+        self.advance(100)
+        self.assertEqual([None, 2 << 20], [row.get('max_rss_bytes') for row in self.rows])
+        self.assertEqual('OUT_OF_MEMORY', self.accounting.state_of(attempts[1]).state)
+
+    def test_a_sacct_that_hangs_is_killed_and_holds_up_nothing(self):
+        self.slurm.latency_s['sacct'] = 1e9
+        attempt = self.finish(self.begin(1), self.GOOD)
+        self.accounting.state_of(attempt)
+        self.advance(100)
+        self.assertEqual([1.0], self.calls('sacct'), 'ten times as long as it took it is left alone')
+        self.slurm.latency_s['sacct'] = 0.05
+        self.advance(300)
+        self.assertEqual('COMPLETED', self.accounting.state_of(attempt).state)
+
+    # ---- the end ----
+
+    def leave(self, reason: str = 'complete') -> None:
+        """The runner is to leave."""
+        self.accounting.records.leaving = lambda: reason
+
+    def test_a_runner_that_leaves_asks_at_once_for_what_is_open(self):
+        self.finish(self.begin(1), self.GOOD)
+        self.finish(self.begin(2), self.BARE)
+        self.leave()
+        self.advance(2)
+        self.assertEqual(([1.0], False, [2 << 20, None]), (self.calls('sacct'), self.accounting.is_busy,
+                                                           [row.get('max_rss_bytes') for row in self.rows]))
+
+    def test_it_waits_no_longer_than_all_tries_take_and_then_sends_what_it_has(self):
+        for reason, calls, wait_s in (('complete', 6, 32), ('interrupt', 2, 11)):
+            with self.subTest(reason):
+                self.start()
+                self.finish(self.begin(1))
+                self.leave(reason)
+                self.advance(wait_s - 3)
+                self.advance(3)
+                self.assertEqual((False, [{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7'}]), (self.accounting.is_busy, self.rows))
+                self.assertEqual(calls, len(self.calls('sacct')))
+
+    def test_it_never_waits_beyond_its_own_end(self):
+        self.server.end = self.clock.now + 5
+        self.slurm.latency_s['sacct'] = 20
+        self.finish(self.begin(1))
+        self.leave()
+        self.advance(2.9)
+        self.assertTrue(self.accounting.is_busy)
+        self.advance(0.1)
+        self.assertEqual((False, 1), (self.accounting.is_busy, len(self.rows)))
+
+    def test_it_does_not_wait_for_a_database_that_was_down_before(self):
+        self.slurm.failures['sacct'] = torc.Reply(1, '', 'Problem talking to the database: Connection refused')
+        self.accounting.state_of(self.finish(self.begin(1)))
+        self.advance(40)
+        self.finish(self.begin(2))
+        self.leave()
+        self.advance(0)
+        self.assertEqual((False, 2), (self.accounting.is_busy, len(self.rows)))
+
+    # ---- what it costs Slurm ----
+
+    def minute(self, for_s: float = 600) -> Dict[str, float]:
+        """Calls a minute, from the first minute on."""
+        self.advance(60)
+        before = len(self.slurm.calls)
+        self.advance(for_s)
+        counts = collections.Counter(argv[0] for _, argv in self.slurm.calls[before:])
+        return {program: count * 60 / for_s for program, count in counts.items()}
+
+    def test_a_thousand_steps_that_run_cost_six_calls_a_minute(self):
+        for number in range(1000):
+            self.begin(number)
+        self.assertEqual({'sstat': 6.0}, self.minute())
+        self.assertEqual([0.2], self.calls('squeue'))
+
+    def test_steps_that_come_and_go_all_the_time_cost_twenty_calls_a_minute(self):
+        advance, running = self.advance, collections.deque()    # type: Any, collections.deque
+        numbers = itertools.count(1)
+
+        def churn(for_s: float) -> None:
+            for _ in range(int(for_s)):
+                advance(1)
+                running.extend(self.begin(next(numbers)) for _ in range(5))
+                while len(running) > 10:
+                    self.finish(running.popleft(), self.GOOD)
+        self.advance = churn    # type: ignore
+        calls = self.minute()
+        self.assertLessEqual(calls['squeue'], 13)
+        self.assertLessEqual(calls['sstat'], 6)
+        self.assertLessEqual(calls['sacct'], 2)
+
+    def test_failures_all_the_time_cost_twelve_sacct_a_minute(self):
+        advance, numbers = self.advance, itertools.count(1)
+
+        def fail(for_s: float) -> None:
+            for _ in range(int(for_s)):
+                advance(1)
+                self.accounting.state_of(self.finish(self.begin(next(numbers)), self.BAD))
+        self.advance = fail     # type: ignore
+        self.assertLessEqual(self.minute()['sacct'], 12)
+
+
 
 # ======== 16g. Runner's allocation ========
 
