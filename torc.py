@@ -20682,7 +20682,7 @@ class ServerLink:
         wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
-        if self.attempts.by_state['reported'] or self.contents or self.accounting:      # more than one carries
+        if self.attempts.by_state['reported'] or self.contents or self.accounting:  # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
@@ -21953,9 +21953,9 @@ class StepRecords:
         for attempt in attempts:
             step = self.open.pop(attempt)
             step.is_over = True
-            figures = {name: value for name, value in zip(STATS_FIELDS, step.record or ()) if value is not None}
-            self.link.accounting.append(dict(figures, job_id=attempt.id, attempt_id=attempt.attempt_id,
-                                             slurm_job_id=self.context.allocation.job_id))
+            row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
+                   'slurm_job_id': self.context.allocation.job_id, **dict(zip(STATS_FIELDS, step.record or ()))}
+            self.link.accounting.append({key: cell for key, cell in row.items() if cell is not None})
         if attempts:
             self.link.report_soon(0)
 
