@@ -19284,6 +19284,46 @@ def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
     return records
 
 
+JOB_FORMAT = 'JobID,JobName,State,ExitCode,ElapsedRaw,MaxRSS,TotalCPU,NNodes,NodeList'
+MAX_LISTED_JOBS = 5000      # in a command line, of which Linux allows 128 kB a word
+
+
+class JobAccount(Row):
+    """A row of sacct about an allocation, or a step of it."""
+    job_id: str
+    step: str                   # 'batch', '0', ...; '' for the allocation itself
+    name: str
+    state: str                  # as sacct prints it
+    exit_code: str
+    elapsed_s: float
+    max_rss_bytes: Optional[int]
+    cpu_s: Optional[float]      # used by all its processes
+    num_nodes: Optional[int]
+    node_list: str
+
+
+def job_accounts_argv(job_ids: Sequence[str], since: float) -> List[str]:
+    """A call of sacct for allocations: all their runs (-D), but not of jobs that had these numbers before."""
+    start = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))
+    return slurm_argv('sacct', '-j', ','.join(job_ids), '-S', start, '-D', '--format', JOB_FORMAT, '-P', '-n')
+
+
+def read_job_accounts(text: str) -> List[JobAccount]:
+    """Output of sacct in JOB_FORMAT. The name of a job may hold any character, also our separator."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split('|')]
+        job_id, _, step = cells[0].partition('.')
+        if len(cells) < 9 or not job_id[:1].isdigit():
+            continue
+        state, exit_code, elapsed, size, cpu, nodes, node_list = cells[-7:]
+        found.append(JobAccount(
+            job_id, step, '|'.join(cells[1:-7]), state, exit_code,
+            float(elapsed) if SLURM_NUMBER.match(elapsed) else 0.0, parse_slurm_memory(size),
+            parse_slurm_cpu_time(cpu), int(nodes) if SLURM_NUMBER.match(nodes) else None, node_list))
+    return found
+
+
 def is_accounting_off(reply: Reply) -> bool:
     """Whether sacct will never know anything here: there is none, or it stores nothing."""
     return reply.code == COMMAND_NOT_FOUND or reply.code != 0 and 'storage is disabled' in reply.err
@@ -21954,7 +21994,8 @@ class StepRecords:
             step = self.open.pop(attempt)
             step.is_over = True
             row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
-                   'slurm_job_id': self.context.allocation.job_id, **dict(zip(STATS_FIELDS, step.record or ()))}
+                   'slurm_job_id': self.context.allocation.job_id}
+            row.update(zip(STATS_FIELDS, step.record or ()))
             self.link.accounting.append({key: cell for key, cell in row.items() if cell is not None})
         if attempts:
             self.link.report_soon(0)
@@ -24812,7 +24853,8 @@ SHOWN_VALUES = {
     'st_mtime': or_blank(lambda value: format_local_time(format_time(value))),
     'exec_time_minutes': or_blank(lambda value: format_seconds(value * 60)),
     'duration_seconds': or_blank(format_elapsed),
-    'peak_memory_bytes': show_memory, 'peak_cpu_percent': show_percent,
+    **dict.fromkeys(('peak_memory_bytes', 'max_rss_bytes', 'max_vm_size_bytes'), show_memory),
+    **dict.fromkeys(('peak_cpu_percent', 'cpu_percent'), show_percent),
 }
 # ... and from the whole object, where no key has the name.
 SHOWN_OBJECTS = {
@@ -27072,6 +27114,216 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 # Where a runner does the same, both call a function of an earlier section.
 
 
+# -------- accounts --------
+
+NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
+STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
+                 'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
+                 'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
+SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
+                 'Elapsed=elapsed:1, Max RSS=max_rss:1, CPU Time=cpu_time:2, Nodes=nodes:3')
+
+
+def list_allocations(session: Session, workflow_id: int) -> List[str]:
+    """The Slurm jobs of a workflow that are known: what was submitted, and where its runners were."""
+    scheduled = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id)
+    found = [item['scheduler_id'] for item in scheduled if item['scheduler_type'] == 'slurm']
+    for node in session.items('list_compute_nodes', workflow_id=workflow_id):
+        scheduler = node.get('scheduler')       # any JSON: Torc's clients say what they like there
+        found.append(scheduler.get('slurm_job_id') if isinstance(scheduler, dict) else None)
+    return sorted({str(job_id) for job_id in found if job_id}, key=lambda job_id: (len(job_id), job_id))
+
+
+def ask_accounts(session: Session, workflow_id: int, job_ids: Sequence[str]) -> List[JobAccount]:
+    """What sacct says of these allocations, in one call. Refused if it says nothing at all."""
+    since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400    # clocks, and time zones
+    found = []
+    for start in range(0, len(job_ids), MAX_LISTED_JOBS):
+        reply = ask_slurm(job_accounts_argv(job_ids[start:start + MAX_LISTED_JOBS], since))
+        if reply.code:
+            raise Refused(f'the accounting of Slurm cannot be read: {explain_reply(reply)}; `slurm stats '
+                          f'{workflow_id}` shows what runners have gathered')
+        found += read_job_accounts(reply.out)
+    return found
+
+
+def cmd_slurm_stats(session: Session, args: Arguments) -> int:
+    """What Slurm's accounting said of attempts; CPU percent is of the run time in their results."""
+    workflow_id = args['workflow_id']
+    asked = given(args, 'job_id', 'run_id', 'attempt_id')
+    items = session.items('list_slurm_stats', workflow_id=workflow_id, **asked)
+    results = {(item['job_id'], item['run_id'], item['attempt_id']): item for item in session.items(
+        'list_results', workflow_id=workflow_id, all_runs=True)} if items else {}
+    for item in items:
+        result = results.get((item['job_id'], item['run_id'], item['attempt_id']), {})
+        seconds = result.get('exec_time_minutes', 0) * 60
+        item['job_name'] = result.get('job_name')
+        if seconds and item.get('ave_cpu_seconds') is not None:
+            item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
+    session.show_list(headings_of(STATS_COLUMNS), items, 'Slurm stats')
+    return 0
+
+
+def cmd_slurm_sacct(session: Session, args: Arguments) -> int:
+    """What sacct says of a workflow's allocations and their steps."""
+    workflow_id = choose_workflow(session, args)
+    job_ids = list_allocations(session, workflow_id)
+    if not job_ids:
+        session.answer({'workflow_id': workflow_id, 'message': NO_ALLOCATIONS, 'summary': []},
+                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
+        return 0
+    accounts = ask_accounts(session, workflow_id, job_ids)
+    with_steps = {account.job_id for account in accounts if account.step}
+    shown = [account for account in accounts if account.step or account.job_id not in with_steps]
+    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids
+              if job_id not in {account.job_id for account in accounts}]
+    if args['save_json']:
+        save_accounts(args['output_dir'], accounts)
+    summary = list(map(describe_account, shown))
+    answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids), 'summary': summary,
+              'errors': errors}
+    session.report(*(f'torc: {error}' for error in errors))
+    session.show_list(headings_of(SACCT_COLUMNS), summary, 'Slurm job steps', answer)
+    return 0
+
+
+def describe_account(account: JobAccount) -> Dict[str, Any]:
+    """A row of sacct, with the keys of Torc's JSON."""
+    size, cpu_s = account.max_rss_bytes, account.cpu_s
+    return {'slurm_job_id': account.job_id, 'job_step': account.name, 'state': account.state,
+            'exit_code': account.exit_code, 'elapsed': format_elapsed(account.elapsed_s),
+            'max_rss': '-' if size is None else report_memory(size),
+            'cpu_time': '-' if cpu_s is None else format_elapsed(cpu_s), 'nodes': account.node_list}
+
+
+def save_accounts(output_dir: str, accounts: Sequence[JobAccount]) -> None:
+    """Write sacct_ID.json for each allocation."""
+    for job_id in sorted({account.job_id for account in accounts}):
+        rows = [dict(zip(JobAccount._fields, account)) for account in accounts if account.job_id == job_id]
+        path = os.path.join(output_dir, f'sacct_{job_id}.json')
+        with writing(path, '--output-dir'):
+            write_atomically(path, format_json({'slurm_job_id': job_id, 'rows': rows}).encode(), 0o666)
+
+
+def cmd_slurm_usage(session: Session, args: Arguments) -> int:
+    """The time of nodes and CPUs that a workflow's allocations took, over all their runs."""
+    workflow_id = choose_workflow(session, args)
+    job_ids = list_allocations(session, workflow_id)
+    accounts = ask_accounts(session, workflow_id, job_ids) if job_ids else []
+    whole = [account for account in accounts if not account.step]
+    node_s = sum(account.elapsed_s * (account.num_nodes or 1) for account in whole)
+    cpu_s = sum(account.cpu_s or 0.0 for account in whole)
+    nodes = {account.job_id: account.num_nodes or 0 for account in whole}
+    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in nodes]
+    answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids),
+              'total_nodes': sum(nodes.values()), 'total_node_time': format_elapsed(node_s),
+              'total_node_time_seconds': round(node_s), 'total_cpu_time': format_elapsed(cpu_s),
+              'total_cpu_time_seconds': round(cpu_s)}
+    if errors:
+        answer['errors'] = errors
+    lines = [f'Workflow ID: {workflow_id}', f'Slurm jobs:  {len(job_ids)}',
+             f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
+             f"CPU time:    {answer['total_cpu_time']}", *errors]
+    session.answer(answer, format_lines(lines))
+    return 0
+
+
+# -------- errors in what Slurm and jobs wrote --------
+
+SLURM_OUTPUT_NAME = Expression(r'(?:\A|/)slurm_output_wf[0-9]+_sl([0-9]+)\.[oe]\Z')
+# Where a line names another job than its file does: messages of slurmstepd, srun and slurmctld.
+NAMED_SLURM_JOB = Expression(r'(?:\bStepId=|\bJobId=|\bSLURM_JOB_ID=|\*\*\* (?:JOB|STEP) |'
+                             r'\b[Ss]lurm job (?:ID )?|\bbatch job )([0-9]+)\b')
+NAMED_NODE = Expression(r'\bON (\S+) (?:CANCELLED|FAILED)|\bNode failure on ([\w.-]+)|'
+                        r'\bslurmstepd-([\w.-]+):|\bsrun: error: ([\w.-]+): task|'
+                        r'\bfailed on node ([\w.-]+):')
+
+
+class SlurmJobs:
+    """Which job of a workflow ran in which Slurm job."""
+
+    def __init__(self, session: Session, workflow_id: int) -> None:
+        self.of_slurm_job = {}      # type: Dict[str, List[Dict[str, Any]]]
+        self.of_job = {}            # type: Dict[int, Set[str]]
+        self.names = {}             # type: Dict[int, str]
+        for item in session.items('get_slurm_job_correlations', workflow_id=workflow_id):
+            job = {'job_id': item['job_id'], 'job_name': item['job_name']}
+            self.of_slurm_job.setdefault(item['slurm_job_id'], []).append(job)
+            self.of_job.setdefault(item['job_id'], set()).add(item['slurm_job_id'])
+            self.names[item['job_id']] = item['job_name']
+        self.of_attempt = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('slurm_job_id')
+                           for item in session.items('list_slurm_stats', workflow_id=workflow_id)}
+
+    def describe(self, name: str, finding: Finding) -> Dict[str, Any]:
+        """A finding in a file, with the keys of Torc's JSON."""
+        output, stdio = SLURM_OUTPUT_NAME.search(name), STDIO_FILE_NAME.search(name)
+        named, node = NAMED_SLURM_JOB.search(finding.text), NAMED_NODE.search(finding.text)
+        slurm_job, affected = named.group(1) if named else output.group(1) if output else None, None
+        if stdio:
+            key = tuple(map(int, stdio.groups()))
+            slurm_jobs = self.of_job.get(key[0], set())
+            slurm_job = slurm_job or self.of_attempt.get(key) or (
+                next(iter(slurm_jobs)) if len(slurm_jobs) == 1 else None)
+            affected = [{'job_id': key[0], 'job_name': self.names.get(key[0])}]
+        return {'file': name, 'slurm_job_id': slurm_job or 'unknown', 'line_number': finding.line,
+                'line': finding.text, 'pattern_description': finding.kind.name,
+                'severity': 'error' if finding.kind.is_error else 'warning',
+                'node': next(filter(None, node.groups()), None) if node else None,
+                'affected_jobs': self.of_slurm_job.get(slurm_job, []) if affected is None else affected}
+
+
+def cmd_slurm_parse_logs(session: Session, args: Arguments) -> int:
+    """Look for errors in what a workflow's allocations and jobs wrote."""
+    path = args['path']
+    workflow_id = choose_logged_workflow(path, args['workflow_id']) if args['workflow_id'] is None \
+        else args['workflow_id']
+    job_ids = list_allocations(session, workflow_id)
+    if not job_ids:
+        message = f'{NO_ALLOCATIONS} for this workflow'
+        session.answer({'workflow_id': workflow_id, 'output_dir': path, 'message': message, 'total_issues': 0,
+                        'errors': 0, 'warnings': 0, 'issues': []},
+                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
+        return 0
+    files = [(name, read_findings(file)) for name, file in open_logs(session, path, workflow_id)
+             if is_slurm_log(name, job_ids)]
+    jobs, counts = SlurmJobs(session, workflow_id), collections.Counter()   # type: SlurmJobs, Any
+    counts.update(kind.is_error for _, found in files for kind in ERROR_CLASSES
+                  for _ in range(found.counts[kind.name]))
+    if args['errors_only']:
+        counts[False] = 0
+    issues = [jobs.describe(name, finding) for name, found in files for finding in found.kept
+              if finding.kind.is_error or not args['errors_only']]
+    answer = {'workflow_id': workflow_id, 'output_dir': path, 'slurm_jobs_count': len(job_ids),
+              'files_scanned': len(files), 'total_issues': sum(counts.values()), 'errors': counts[True],
+              'warnings': counts[False], 'issues': issues}
+    session.answer(answer, format_issues(answer))
+    return 0
+
+
+def is_slurm_log(name: str, job_ids: Sequence[str]) -> bool:
+    """Whether a log is one of these allocations, or of a job."""
+    output = SLURM_OUTPUT_NAME.search(name)
+    return output.group(1) in job_ids if output else bool(STDIO_FILE_NAME.search(name))
+
+
+def format_issues(answer: Dict[str, Any]) -> str:
+    """Errors in logs, by Slurm job, for people."""
+    lines = [f"Files scanned: {answer['files_scanned']}, of {answer['slurm_jobs_count']} Slurm jobs"]
+    issues = answer['issues']
+    for slurm_job in dict.fromkeys(issue['slurm_job_id'] for issue in issues):
+        lines += ['', f'Slurm job {slurm_job}:']
+        for issue in issues:
+            if issue['slurm_job_id'] == slurm_job:
+                mark = 'ERROR' if issue['severity'] == 'error' else 'WARN'
+                node = f" on {issue['node']}" if issue['node'] else ''
+                lines += [f"  [{mark}] {issue['pattern_description']}{node}: {issue['line']}",
+                          f"      {issue['file']}:{issue['line_number']}"]
+    more = answer['total_issues'] - len(issues)
+    lines += ['', f'and {more} more, in the same files'] if more > 0 else []
+    lines += ['', f"{answer['errors']} errors, {answer['warnings']} warnings"]
+    return format_lines(lines)
+
+
 # ======== 20e. Clusters: commands that plan allocations ========
 #
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
@@ -27685,6 +27937,21 @@ COMMANDS = (
         Argument('PATH', '', "a bundle, or the output directory of a runner"),
         Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id)),
         f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
+    Command('slurm sacct', cmd_slurm_sacct, "show what Slurm's accounting says of a workflow's allocations", (
+        ASKED_WF,
+        Argument('-o --output-dir', 'DIR', 'where --save-json puts its files', default=DEFAULT_OUTPUT_DIR),
+        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')), 'slurm sacct 1'),
+    Command('slurm stats', cmd_slurm_stats, "list what Slurm's accounting said of each attempt", (
+        Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id'),
+        Argument('--job-id', 'N', 'only of this job', parse_id),
+        Argument('--run-id', 'N', 'only of this run', at_least(0)),
+        Argument('--attempt-id', 'N', 'only of this attempt', at_least(1))), 'slurm stats 1'),
+    Command('slurm usage', cmd_slurm_usage, "sum up the node and CPU time of a workflow's allocations", (
+        ASKED_WF,), 'slurm usage 1'),
+    Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in what allocations and jobs wrote', (
+        Argument('PATH', '', 'output directory of the runners'),
+        Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id),
+        Argument('--errors-only', '', 'no warnings')), f'slurm parse-logs {DEFAULT_OUTPUT_DIR} -w 1'),
     Command('plot-resources', cmd_plot_resources, 'draw what a monitor has sampled, as pages for a browser', (
         Argument('DB', '', 'databases resource_metrics_*.db of runners', count='+', key='databases'),
         Argument('-o --output-dir', 'DIR', 'where to put the pages', default='.'),
