@@ -6654,6 +6654,96 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
 
 
+class StepAccountsTest(ServiceTest):
+    """What Slurm's accounting says of attempts: kept, and brought into their results."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:')
+        self.node_id = self.node(self.workflow_id)
+        self.jobs = self.claim(self.workflow_id, self.node_id)
+
+    def account(self, name: str = 'a', attempt_id: int = 1, **figures: Any) -> Any:
+        """A turn with a row of the accounting."""
+        row = dict({'job_id': self.jobs[name]['id'], 'attempt_id': attempt_id, 'slurm_job_id': '7'}, **figures)
+        return self.sync(self.workflow_id, self.node_id, accounting=[row])
+
+    def finish(self, name: str = 'a', **figures: Any) -> Any:
+        """A turn with the end of a job of 30 s."""
+        return self.sync(self.workflow_id, self.node_id, completions=[self.end(self.jobs[name], **figures)])
+
+    def figures(self) -> Tuple:
+        """What the only result says: peak and average memory, average and peak CPU."""
+        row, = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        return tuple(map(row.get, ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')))
+
+    # sampled by sstat | said by sacct | in the result: peak and average memory, average and peak CPU
+    TABLE = (
+        ({}, {}, (None, None, None, None)),
+        ({}, {'max_rss_bytes': 100, 'ave_cpu_seconds': 15.0}, (100, None, 50.0, 50.0)),
+        ({'peak_memory_bytes': 200, 'avg_memory_bytes': 60}, {'max_rss_bytes': 100}, (200, 60, None, None)),
+        ({'peak_memory_bytes': 50, 'avg_memory_bytes': 40}, {'max_rss_bytes': 100}, (100, 40, None, None)),
+        ({'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'ave_cpu_seconds': 15.0}, (None, None, 50.0, 90.0)),
+        ({'avg_cpu_percent': 0.0, 'peak_cpu_percent': 0.0}, {'ave_cpu_seconds': 15.0}, (None, None, 50.0, 50.0)),
+        ({'peak_memory_bytes': 50, 'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'max_rss_bytes': 0, 'ave_cpu_seconds': 0.0},
+         (50, None, 70.0, 90.0)),
+        ({'avg_cpu_percent': 70.0}, {'ave_cpu_seconds': 1e9}, (None, None, 70.0, None)))
+
+    def test_a_result_is_completed_by_the_table_of_the_page_whichever_comes_first(self):
+        for sampled, said, wanted in self.TABLE:
+            for order in ('result first', 'account first', 'twice'):
+                with self.subTest(sampled=sampled, said=said, order=order), self.undone():
+                    if order == 'account first':
+                        self.account(**said)
+                        self.assertEqual([], self.call('list_results', workflow_id=self.workflow_id)['items'])
+                    self.finish(**sampled)
+                    if order != 'account first':
+                        self.account(**said)
+                    if order == 'twice':
+                        self.account(**said)
+                        self.assertEqual([], self.finish(**sampled)['errors'])
+                    self.assertEqual(wanted, self.figures())
+
+    def test_there_is_one_row_for_an_attempt_and_what_is_known_of_it_stays(self):
+        self.account(max_rss_bytes=100, ave_cpu_seconds=1.5, node_list='n1', max_disk_read_bytes=0)
+        self.account(max_rss_bytes=0, max_vm_size_bytes=9)
+        self.account(max_rss_bytes=120)
+        row, = self.call('list_slurm_stats', workflow_id=self.workflow_id)['items']
+        del row['id']
+        self.assertEqual({'workflow_id': self.workflow_id, 'job_id': self.jobs['a']['id'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '7',
+                          'max_rss_bytes': 120, 'max_vm_size_bytes': 9, 'max_disk_read_bytes': 0, 'ave_cpu_seconds': 1.5, 'node_list': 'n1'}, row)
+
+    def test_a_row_without_figures_is_kept_and_names_the_slurm_job(self):
+        self.finish(peak_memory_bytes=5)
+        self.account()
+        self.assertEqual((5, None, None, None), self.figures())
+        row, = self.call('get_slurm_job_correlations', id=self.workflow_id)['items']
+        self.assertEqual((self.jobs['a']['id'], '7'), (row['job_id'], row['slurm_job_id']))
+
+    def test_jobs_of_others_and_deleted_ones_are_left_out_and_the_rest_of_the_turn_counts(self):
+        other = self.create('x:')
+        stranger, = self.call('list_jobs', workflow_id=other)['items']
+        for job_id in (stranger['id'], 10 ** 9):
+            rows = [{'job_id': job_id, 'attempt_id': 1, 'max_rss_bytes': 1}]
+            answer = self.sync(self.workflow_id, self.node_id, accounting=rows, completions=[])
+            self.assertEqual([], answer['errors'])
+        self.assertEqual(0, self.store.value('SELECT count(*) FROM slurm_stats'))
+
+    def test_each_attempt_has_its_own_row_and_result(self):
+        self.finish(status='terminated', code=143, interrupted=True)
+        self.jobs.update(self.claim(self.workflow_id, self.node_id))
+        self.account('a', 1, max_rss_bytes=100)
+        self.account('a', 2, max_rss_bytes=200)
+        self.finish(peak_memory_bytes=150)
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        self.assertEqual({1: 100, 2: 200}, {row['attempt_id']: row['peak_memory_bytes'] for row in rows})
+
+    def test_a_row_that_cannot_be_right_is_refused(self):
+        for figures in ({'max_rss_bytes': 'x'}, {'ave_cpu_seconds': 'x'}, {'max_rss_bytes': 1 << 70}):
+            self.assertRefused('accounting', 'runner_sync', {
+                'compute_node_id': self.node_id, 'run_id': 1, 'accounting': [dict(figures, job_id=1, attempt_id=1)]}, id=self.workflow_id)
+
+
 # ======== 8g. Administration ========
 
 class UpdatesTest(ServiceTest):
@@ -14948,13 +15038,13 @@ class SlurmTextTest(unittest.TestCase):
         local = time.mktime((2026, 11, 21, 0, 11, 56, 0, 0, -1))
         self.check_table(torc.parse_slurm_instant, (
             ('1763683916', 1763683916), ('2026-11-21T00:11:56', local), ('Unknown', None), ('N/A', None), ('', None), ('None', None),
-            ('NONE', None), ('9' * 30, None), ('2026-99-21T00:11:56', None)))
+            ('NONE', None), ('9' * 30, None), ('9' * 5000, None), ('\u00b2', None), ('2026-99-21T00:11:56', None)))
 
     def test_node_lists(self):
         self.check_table(torc.expand_node_list, (
             ('node1', ['node1']), ('node[1-3,7],gpu01', ['node1', 'node2', 'node3', 'node7', 'gpu01']), ('n[08-10]', ['n08', 'n09', 'n10']),
             ('r[1-2]c[1-2]', ['r1c1', 'r1c2', 'r2c1', 'r2c2']), ('x[1-2]-ib', ['x1-ib', 'x2-ib']), ('', []), ('(null)', []),
-            ('None assigned', []), ('n[1', ['n1']), ('n[a-b]', ['na'])))
+            ('None assigned', []), ('n[1', ['n1']), ('n[a-b]', ['na']), ('n[1-\u00b2]', ['n1'])))
         self.assertEqual(torc.MAX_LISTED_NODES, len(torc.expand_node_list('n[1-99999999999]')))
 
     def test_states(self):
@@ -14985,6 +15075,141 @@ class SlurmTextTest(unittest.TestCase):
 
 
 # ======== 14e. Accounting ========
+
+class StepTextTest(unittest.TestCase):
+    """Rows of squeue, sstat and sacct -> figures of steps."""
+    # Recorded from Slurm 22.05.8 (notes on a real Slurm), then the forms of other versions.
+    SACCT = textwrap.dedent("""\
+        st.sh||||||node[1-2]
+        batch|30548K|655432K|0.09M|0.00M|00:00:00|node1
+        wf1_j1_r1_a1|64704K|67776K|1.61M|20.00M|00:00:02|node1
+        """)
+
+    def record(self, *cells: Any) -> Any:
+        """What is read of a row of wf1_j1_r1_a1."""
+        return torc.read_step_records('|'.join(('wf1_j1_r1_a1',) + cells) + '\n', {'wf1_j1_r1_a1'}).get('wf1_j1_r1_a1')
+
+    def test_the_columns_of_the_page_are_read_as_its_table_says(self):
+        records = torc.read_step_records(self.SACCT, {'wf1_j1_r1_a1'})
+        self.assertEqual({'wf1_j1_r1_a1': torc.StepRecord(66256896, 69402624, 1688207, 20971520, 2.0, 'node1')}, records)
+        self.assertTrue(records['wf1_j1_r1_a1'].has_figures)
+        self.assertFalse(records['wf1_j1_r1_a1'].has_ended)
+
+    def test_state_and_exit_code_stand_behind_them(self):
+        rows = (
+            (('', '', '', '', '', 'n1', 'COMPLETED', '0:0'), 'COMPLETED', True, '0:0', False),
+            (('0', '0', '0', '0', '00:00:00', 'n1', 'FAILED', '7:0'), 'FAILED', True, '7:0', True),
+            (('', '', '', '', '', '', 'CANCELLED by 1000', ''), 'CANCELLED', True, None, False),
+            (('1K', '', '', '', '', '', 'OUT_OF_ME+', '0:125'), 'OUT_OF_MEMORY', True, '0:125', True),
+            (('', '', '', '', '', '', 'RUNNING', '0:0'), 'RUNNING', False, '0:0', False),
+            (('', '', '', '', '', '', 'RESIZING', '0:0'), 'RESIZING', False, '0:0', False),
+            (('', '', '', '', '', '', 'WHAT', ''), None, False, None, False),
+            (('', '', '', '', '1-00:00:01', 'n1', 'TIMEOUT'), 'TIMEOUT', True, None, True))
+        for cells, state, has_ended, exit_code, has_figures in rows:
+            with self.subTest(cells):
+                record = self.record(*cells)
+                self.assertEqual((state, has_ended, exit_code, has_figures),
+                                 (record.state, record.has_ended, record.exit_code, record.has_figures))
+
+    def test_a_truncated_row_is_none_and_one_without_figures_has_nothing(self):
+        for cells in ((), ('1K',), ('1K', '1K', '1K', '1K', '00:00:01')):
+            self.assertIsNone(self.record(*cells))
+        self.assertEqual(torc.StepRecord(), self.record('', '', '', '', '', ''))
+        self.assertEqual(torc.StepRecord(node_list='n1'), self.record('?', 'x', '-1', '1 2', 'UNLIMITED', 'n1'))
+
+    def test_of_several_steps_with_a_name_the_last_one_counts_and_others_names_never_do(self):
+        text = ''.join(f'{name}|{size}|||||n1|FAILED|1:0\n' for name, size in (
+            ('wf1_j1_r1_a1', '1K'), ('wf1_j1_r1_a11', '2K'), ('wf1_j1_r1_a1', '3K'), ('xwf1_j1_r1_a1', '4K'), ('allocation', '5K')))
+        records = torc.read_step_records(text, {'wf1_j1_r1_a1', 'wf1_j2_r1_a1'})
+        self.assertEqual({'wf1_j1_r1_a1': 3072}, {name: record.max_rss_bytes for name, record in records.items()})
+
+    def test_numbers_of_steps_in_every_kind_of_job(self):
+        text = 'STEPID|NAME\n10.1|wf1_j2_r1_a1\n26_5.7|wf1_j3_r1_a1\n13+0.2|wf1_j4_r1_a1\n10.batch|batch\n10.extern|wf1_j5_r1_a1\n10|wf1_j6_r1_a1\n'
+        self.assertEqual({'wf1_j2_r1_a1': '1', 'wf1_j3_r1_a1': '7', 'wf1_j4_r1_a1': '2'}, torc.read_step_numbers(text))
+
+    def test_samples_of_sstat_with_and_without_the_ids(self):
+        text = '13.0|00:00:01|64704K\n13.batch|00:00:00|1K\n13.2|1-00:00:00.5|\n13.3||\n13.4|00:00:01|1K\nsstat: chatter\n'
+        self.assertEqual({'0': (1.0, 66256896), '2': (86400.5, None)}, torc.read_step_samples(text, {'0', '2', '3'}))
+        self.assertEqual({'2': (90.0, 2097741824)}, torc.read_step_samples('00:01:30|2048576K\n', {'2'}))
+        self.assertEqual({}, torc.read_step_samples('00:01:30|2048576K\n', {'2', '3'}))
+
+    def test_accounting_that_is_off_is_told_from_one_that_does_not_answer(self):
+        for code, err, is_off in ((1, 'Slurm accounting storage is disabled', True), (torc.COMMAND_NOT_FOUND, '', True), (0, '', False),
+                                  (1, 'sacct: error: Problem talking to the database: Connection refused', False)):
+            self.assertEqual(is_off, torc.is_accounting_off(torc.Reply(code, '', err)), err)
+
+    def test_cpu_percent_is_of_the_time_between_two_samples_and_the_first_has_none(self):
+        usage, percents = torc.StepUsage(), []
+        for now, cpu_s, size in ((100, 50.0, 1000), (110, 60.0, 3000), (120, 60.0, None), (130, None, 2000), (140, 70.0, 2000),
+                                 (150, 5.0, 2000), (150, 9.0, 2000), (160, 1e9, 2000)):
+            percents.append(usage.add(now, torc.StepSample(cpu_s, size)))
+        self.assertEqual([None, 100.0, 0.0, None, 50.0, 0.0, None, None], percents)
+        self.assertEqual({'peak_memory_bytes': 3000, 'avg_memory_bytes': 2000, 'peak_cpu_percent': 100.0, 'avg_cpu_percent': 40.0}, usage.fields())
+        self.assertEqual({}, torc.StepUsage().fields())
+        once = torc.StepUsage()
+        once.add(0.0, torc.StepSample(5.0, 1000))
+        self.assertEqual({'peak_memory_bytes': 1000, 'avg_memory_bytes': 1000}, once.fields())
+
+
+class SlurmFuzzTest(unittest.TestCase):
+    """Whatever a program prints, and however it is cut off or mixed up: no parser raises."""
+    PIECES = ('0', '9', '1.5', 'K', 'M', 'G', 'k', ':', '-', '|', '.', ',', '[', ']', '+', ' ', '\n', '\r', '\t', '\0', '%', '_', '(null)', 'n', 'node',
+              'batch', 'wf1_j1_r1_a1', '13.0', '00:00:01', '1-02:30:00', 'CANCELLED by 0', 'RUNNING', 'Unknown', '2026-11-21T00:11:56', '64704K',
+              '99999999999999999999', '\u0661', '\u00b2', '\ufffd', 'E', 'e308', 'None assigned', 'node[1-3,7],gpu01', 'T')
+    SEEDS = (StepTextTest.SACCT, '13.0|00:00:01|64704K\n13.2|1-00:00:00.5|\n', 'STEPID|NAME\n10.1|wf1_j2_r1_a1\n10.batch|batch\n', '1-02:30:00',
+             '01:30.250', '1.50M', 'node[001-003,7],gpu01,r[1-2]c[1-2]', '2026-11-21T00:11:56', 'OUT_OF_ME+', 'wf1_j1_r1_a1|1K|1K|0|0|00:00:01|n1|TIMEOUT|0:15\n')
+    NAMES, NUMBERS = {'wf1_j1_r1_a1', ''}, {'0', '1', '2'}
+
+    def texts(self, count: int) -> Iterator[str]:
+        """Random and mutated texts."""
+        chance = random.Random(12)
+        for number in range(count):
+            text = ''.join(chance.choice(self.PIECES) for _ in range(chance.randrange(12))) if number % 2 else chance.choice(self.SEEDS)
+            for _ in range(chance.randrange(5) if text else 0):
+                start = chance.randrange(len(text) + 1)
+                end = min(len(text), start + chance.randrange(6))
+                text = text[:start] + chance.choice(('', chance.choice(self.PIECES), text[start:end] * 2, text[:start])) + text[end:]
+            yield text
+
+    def is_size(self, value: Any, kind: type) -> bool:
+        """None, or a figure that the server takes."""
+        return value is None or isinstance(value, kind) and 0 <= value <= torc.MAX_INTEGER
+
+    def test_no_parser_raises_and_all_values_are_in_their_ranges(self):
+        for text in self.texts(10000):
+            try:
+                self.assertTrue(self.is_size(torc.parse_slurm_memory(text), int))
+                self.assertTrue(self.is_size(torc.parse_slurm_cpu_time(text), float))
+                self.assertTrue(torc.parse_slurm_instant(text) is None or isinstance(torc.parse_slurm_instant(text), float))
+                self.assertIn(torc.parse_slurm_state(text), {'', *torc.SLURM_STATES})
+                self.assertTrue(all(isinstance(name, str) for name in itertools.islice(torc.expand_node_word(text), 100)))
+                self.assertTrue(all(len(row) == 3 for row in torc.read_slurm_rows(text, 3)))
+                self.assertTrue(all(re.match('[0-9]+$', number) for number in torc.read_step_numbers(text).values()))
+                for sample in torc.read_step_samples(text, self.NUMBERS).values():
+                    self.assertTrue(self.is_size(sample.cpu_s, float) and self.is_size(sample.memory_bytes, int))
+                for record in torc.read_step_records(text, self.NAMES).values():
+                    self.assertTrue(all(self.is_size(value, int) for value in record[:4]) and self.is_size(record.ave_cpu_seconds, float))
+            except Exception:
+                print(f'text: {text!r}', file=sys.stderr)
+                raise
+
+    def test_what_is_written_in_the_forms_of_slurm_is_read_back(self):
+        chance = random.Random(13)
+        for _ in range(2000):
+            seconds = chance.choice((chance.randrange(120), chance.randrange(10 ** 5), chance.randrange(10 ** 7)))
+            days, rest = divmod(seconds, 86400)
+            hours, minutes, left = rest // 3600, rest // 60 % 60, rest % 60
+            forms = [f'{days}-{hours:02}:{minutes:02}:{left:02}', f'{days}-{hours:02}:{minutes:02}:{left:02}.000', f'{days * 24 + hours:02}:{minutes:02}:{left:02}']
+            forms += [f'{minutes:02}:{left:02}.000'] if rest < 3600 and not days else []
+            self.assertEqual({float(seconds)}, set(map(torc.parse_slurm_cpu_time, forms)), forms)
+            number, unit = chance.randrange(1 << 20), chance.randrange(4)
+            self.assertEqual(number << 10 * unit, torc.parse_slurm_memory(f'{number}{" KMG"[unit].strip()}'))
+            nodes = sorted({f'n{chance.randrange(20):02}' for _ in range(6)})
+            self.assertEqual(nodes, torc.expand_node_list(','.join(nodes)))
+            numbers = sorted({chance.randrange(300) for _ in range(5)})
+            runs = ','.join(str(value) if chance.random() < 0.5 else f'{value}-{value}' for value in numbers)
+            self.assertEqual([f'x{value}' for value in numbers], torc.expand_node_list(f'x[{runs}]'))
+
 
 
 # ======== 16. Runner ========
@@ -16462,6 +16687,356 @@ class KernelKillTest(RunnerCase):
 
 
 # ======== 16f. Runner's accounting ========
+
+class ScriptedSlurm:
+    """A launcher whose squeue, sstat and sacct know these steps, and answer late or not at all."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.numbers = {}       # type: Dict[str, int]  # name -> number of the steps that run
+        self.records = {}       # type: Dict[str, str]  # name -> the rest of its row in sacct
+        self.latency_s = {'squeue': 0.02, 'sstat': 0.1, 'sacct': 0.05}
+        self.failures = {}      # type: Dict[str, Any]  # program -> Reply
+        self.calls = []         # type: List[Tuple[float, List[str]]]
+        self.waiting = []       # type: List[Tuple[float, Any, Any]]
+
+    def query(self, argv: List[str], limit_s: float, on_reply: Callable[[Any], Any], variables: Dict[str, Optional[str]]) -> None:
+        """One call."""
+        assert variables['LC_ALL'] == 'C'
+        self.calls.append((self.clock.now, argv))
+        latency_s = min(self.latency_s[argv[0]], limit_s)
+        timed_out = torc.Reply(torc.REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
+        reply = timed_out if latency_s >= limit_s else self.failures.get(argv[0]) or getattr(self, argv[0])(argv)
+        self.waiting.append((self.clock.now + latency_s, on_reply, reply))
+
+    def squeue(self, argv: List[str]) -> Any:
+        """All steps."""
+        return torc.Reply(0, '7.batch|batch\n' + ''.join(f'7.{number}|{name}\n' for name, number in self.numbers.items()), '')
+
+    def sstat(self, argv: List[str]) -> Any:
+        """Each has used half a CPU since the beginning of time, and a megabyte."""
+        asked = {int(word.partition('.')[2]) for word in argv[2].split(',')} if '--allsteps' not in argv else set(self.numbers.values())
+        known = sorted(asked & set(self.numbers.values()))
+        used = f'00:{int(self.clock.now / 2) % 3600 // 60:02}:{self.clock.now / 2 % 60:06.3f}'
+        return torc.Reply(0, ''.join(f'7.{number}|{used}|1024K\n' for number in known),
+                          '' if len(known) == len(asked) else 'sstat: error: StepId=7.9 not found running.\n')
+
+    def sacct(self, argv: List[str]) -> Any:
+        """What is on record."""
+        return torc.Reply(0, 'x.sh||||||n1|RUNNING|0:0\n' + ''.join(f'{name}|{row}\n' for name, row in self.records.items()), '')
+
+    def act(self) -> None:
+        """Hand replies over that are there by now."""
+        ready = [item for item in self.waiting if item[0] <= self.clock.now]
+        self.waiting = [item for item in self.waiting if item[0] > self.clock.now]
+        for _, on_reply, reply in ready:
+            on_reply(reply)
+
+    def times(self, program: str) -> List[float]:
+        """When it was called."""
+        return [at for at, argv in self.calls if argv[0] == program]
+
+
+class AccountingTest(PartTest):
+    """What the runner asks squeue, sstat and sacct, and when."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.clock = stack.enter_context(FakeClock().set())
+        self.start(resource_monitor_config={'enabled': True})
+
+    def start(self, **workflow: Any) -> None:
+        """An accounting of allocation 7."""
+        self.server = self.link(**workflow)
+        self.server.context.allocation = types.SimpleNamespace(job_id='7')
+        self.slurm = ScriptedSlurm(self.clock)
+        self.accounting = torc.Accounting(self.server.context, self.slurm, self.server)
+        self.rows = self.server.accounting
+        self.began = self.clock.now
+
+    def advance(self, for_s: float) -> None:
+        """Let time pass."""
+        until = self.clock.now + for_s
+        while True:
+            self.slurm.act()
+            self.accounting.act(self.clock.now)
+            due = min([self.accounting.due()] + [item[0] for item in self.slurm.waiting])
+            self.assertGreater(due, self.clock.now - 1e-6)
+            if due > until:
+                break
+            self.clock.now = max(due, self.clock.now + 1e-9)
+        self.clock.now = until
+
+    def begin(self, number: int, is_visible: bool = True) -> Any:
+        """A step starts."""
+        attempt = self.attempt('running', number)
+        self.accounting.add(attempt)
+        if is_visible:
+            self.slurm.numbers[f'wf1_j{number}_r1_a1'] = number
+        return attempt
+
+    def finish(self, attempt: Any, row: Optional[str] = None) -> Any:
+        """A step ends; it is on record at once, or not yet."""
+        name = f'wf1_j{attempt.id}_r1_a1'
+        self.slurm.numbers.pop(name, None)
+        if row is not None:
+            self.slurm.records[name] = row
+        self.accounting.ended(attempt)
+        return attempt
+
+    def calls(self, program: str) -> List[float]:
+        """When it was called, from the beginning."""
+        return [round(at - self.began, 1) for at in self.slurm.times(program)]
+
+    GOOD, BARE, BAD = '2M|3M|1M|0|00:00:05|n1|COMPLETED|0:0', '||||||COMPLETED|0:0', '2M||||00:00:05|n1|OUT_OF_MEMORY|0:125'
+
+    # ---- numbers and samples ----
+
+    def test_one_squeue_numbers_all_new_steps(self):
+        first, second = self.begin(1), self.begin(2)
+        self.assertEqual('', self.accounting.step_id_of(first))
+        self.advance(5)
+        self.assertEqual(('7.1', '7.2', [0.2]), (self.accounting.step_id_of(first), self.accounting.step_id_of(second), self.calls('squeue')))
+        self.assertEqual(['squeue', '--steps', '-j', '7', '-o', '%i|%j', '--noheader'], self.slurm.calls[0][1])
+
+    def test_a_step_that_squeue_does_not_know_is_asked_for_five_times_and_then_once_a_sample(self):
+        attempt = self.begin(1, is_visible=False)
+        self.advance(25)
+        self.assertEqual([0.2, 0.4, 0.6, 0.9, 1.1, 10.0, 20.0], self.calls('squeue'))
+        self.slurm.numbers['wf1_j1_r1_a1'] = 3
+        self.advance(10)
+        self.assertEqual(('7.3', 8, [30.0]), (self.accounting.step_id_of(attempt), len(self.calls('squeue')), self.calls('sstat')))
+
+    def test_one_sstat_an_interval_samples_all_steps_and_the_first_gives_no_cpu_percent(self):
+        samples = []    # type: List[Any]
+        self.start(resource_monitor_config={'enabled': True, 'granularity': 'time_series', 'sample_interval_seconds': 5})
+        self.accounting.sampler.on_sample = lambda *row: samples.append(row)
+        attempts = [self.begin(1), self.begin(2)]
+        self.advance(21)
+        self.assertEqual([5.0, 10.0, 15.0, 20.0], self.calls('sstat'))
+        self.assertEqual(['sstat', '-j', '7.1,7.2', '--format', 'JobID,AveCPU,MaxRSS', '-P', '-n'],
+                         next(argv for _, argv in self.slurm.calls if argv[0] == 'sstat'))
+        self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
+        self.assertEqual({(1 << 20, 1)}, {row[2][2:] for row in samples})
+        self.assertEqual([50.0] * 6, [round(row[2][1], 1) for row in samples])
+        usage = self.accounting.usage_of(attempts[0])
+        self.assertEqual({'peak_memory_bytes': 1 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 50.0},
+                         {name: round(value, 1) for name, value in usage.items()})
+
+    def test_without_a_monitor_of_jobs_numbers_are_asked_for_but_no_samples(self):
+        self.start(resource_monitor_config={'enabled': False})
+        attempt = self.begin(1)
+        self.advance(60)
+        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), self.accounting.usage_of(attempt)))
+
+    def test_a_step_that_has_ended_is_not_asked_for_and_what_sstat_says_of_it_is_debug(self):
+        first, second = self.begin(1), self.begin(2)
+        self.advance(1)
+        self.slurm.numbers.clear()
+        self.advance(10)
+        for attempt in (first, second):
+            self.finish(attempt, self.GOOD)
+        self.advance(60)
+        self.assertEqual([10.0], self.calls('sstat'))
+        self.server.context.log.flush()
+        self.assertNotIn('sstat', self.world.read('out/x.log'))
+        self.assertEqual([], self.progress.messages)
+
+    def test_a_program_that_takes_long_is_asked_less_often(self):
+        self.slurm.latency_s.update(sstat=4.0, squeue=1.0)
+        self.begin(1, is_visible=False)
+        self.begin(2)
+        self.advance(120)
+        self.assertEqual([0.2, 10.0, 21.0, 32.0], self.calls('squeue')[:4])
+        self.assertEqual([11, 56, 101], [round(at) for at in self.calls('sstat')])
+
+    def test_a_step_that_was_never_made_leaves_no_row(self):
+        attempt = self.begin(1, is_visible=False)
+        self.accounting.drop(attempt)
+        again = self.begin(1)
+        self.advance(3)
+        self.assertEqual('7.1', self.accounting.step_id_of(again))
+        self.accounting.drop(again)
+        self.advance(100)
+        self.assertEqual(([], []), (self.rows, self.calls('sacct')))
+
+    # ---- records ----
+
+    def test_ends_that_nobody_waits_for_are_gathered_into_one_sacct(self):
+        for number in range(1, 101):
+            self.finish(self.begin(number), self.GOOD)
+            self.advance(0.2)
+        self.assertTrue(self.accounting.is_busy)
+        self.advance(15)
+        self.assertEqual([30.0], self.calls('sacct'))
+        self.assertEqual(['sacct', '-j', '7', '--format', 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode',
+                          '-P', '-n'], next(argv for _, argv in self.slurm.calls if argv[0] == 'sacct'))
+        self.assertEqual({'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 2 << 20, 'max_vm_size_bytes': 3 << 20,
+                          'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0, 'node_list': 'n1'}, self.rows[0])
+        self.assertEqual((100, False), (len(self.rows), self.accounting.is_busy))
+
+    def test_a_judgement_that_waits_for_a_state_has_it_after_a_second(self):
+        attempt = self.finish(self.begin(1), self.BAD)
+        self.assertIsNone(self.accounting.state_of(attempt))
+        self.advance(2)
+        self.assertEqual(('OUT_OF_MEMORY', '0:125'), self.accounting.state_of(attempt)[6:])
+        self.assertEqual([1.0], self.calls('sacct'))
+
+    def test_a_state_that_never_comes_is_given_up_after_six_tries_five_seconds_apart(self):
+        attempt = self.finish(self.begin(1))
+        self.assertIsNone(self.accounting.state_of(attempt))
+        self.advance(26)
+        self.assertIsNone(self.accounting.state_of(attempt))
+        self.advance(60)
+        self.assertEqual([1.0, 6.1, 11.1, 16.2, 21.2, 26.3], self.calls('sacct'))
+        self.assertEqual(torc.StepRecord(), self.accounting.state_of(attempt))
+        self.assertEqual([{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7'}], self.rows)
+
+    def test_a_record_that_still_runs_there_is_asked_for_again(self):
+        attempt = self.finish(self.begin(1), '|||||n1|RUNNING|0:0')
+        self.accounting.state_of(attempt)
+        self.advance(4)
+        self.assertIsNone(self.accounting.state_of(attempt))
+        self.slurm.records['wf1_j1_r1_a1'] = self.BAD
+        self.advance(4)
+        self.assertEqual('OUT_OF_MEMORY', self.accounting.state_of(attempt).state)
+
+    def test_a_state_counts_though_its_figures_are_not_there_and_these_are_asked_for_at_leisure(self):
+        attempt = self.finish(self.begin(1), self.BARE)
+        self.accounting.state_of(attempt)
+        self.advance(2)
+        self.assertEqual(('COMPLETED', []), (self.accounting.state_of(attempt).state, self.rows))
+        self.slurm.records['wf1_j1_r1_a1'] = self.GOOD
+        self.advance(30)
+        self.assertEqual(([1.0, 31.0], 2 << 20), ([round(at) for at in self.calls('sacct')], self.rows[0]['max_rss_bytes']))
+
+    def test_where_there_is_no_accounting_that_is_said_once_and_it_is_not_asked_again(self):
+        self.slurm.failures['sacct'] = torc.Reply(1, '', 'Slurm accounting storage is disabled\n')
+        attempts = [self.finish(self.begin(number)) for number in (1, 2)]
+        self.accounting.state_of(attempts[0])
+        self.advance(2)
+        attempts.append(self.finish(self.begin(3)))
+        self.assertEqual([torc.StepRecord()] * 3, [self.accounting.state_of(attempt) for attempt in attempts])
+        self.advance(300)
+        self.assertEqual([1.0], self.calls('sacct'))
+        self.assertEqual([1, 2, 3], [row['job_id'] for row in self.rows])
+        self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was sampled: '
+                          'Slurm accounting storage is disabled'], self.progress.messages)
+
+    def test_a_database_that_is_down_is_said_once_and_costs_judgements_less_the_longer_it_lasts(self):
+        self.slurm.failures['sacct'] = torc.Reply(1, '', 'sacct: error: Problem talking to the database: Connection refused\n')
+        attempts = [self.finish(self.begin(1), self.GOOD)]
+        self.accounting.state_of(attempts[0])
+        self.advance(40)
+        attempts.append(self.finish(self.begin(2), self.BAD))
+        self.assertEqual([torc.StepRecord()] * 2, [self.accounting.state_of(attempt) for attempt in attempts], 'nobody waits any more')
+        self.advance(60)
+        self.assertEqual(7, len(self.calls('sacct')))
+        self.assertEqual(['the accounting of Slurm does not answer, so that figures of results may be missing: '
+                          'sacct: error: Problem talking to the database: Connection refused'], self.progress.messages)
+        del self.slurm.failures['sacct']
+        self.advance(100)
+        self.assertEqual([None, 2 << 20], [row.get('max_rss_bytes') for row in self.rows])
+        self.assertEqual('OUT_OF_MEMORY', self.accounting.state_of(attempts[1]).state)
+
+    def test_a_sacct_that_hangs_is_killed_and_holds_up_nothing(self):
+        self.slurm.latency_s['sacct'] = 1e9
+        attempt = self.finish(self.begin(1), self.GOOD)
+        self.accounting.state_of(attempt)
+        self.advance(100)
+        self.assertEqual([1.0], self.calls('sacct'), 'ten times as long as it took it is left alone')
+        self.slurm.latency_s['sacct'] = 0.05
+        self.advance(300)
+        self.assertEqual('COMPLETED', self.accounting.state_of(attempt).state)
+
+    # ---- the end ----
+
+    def leave(self, reason: str = 'complete') -> None:
+        """The runner is to leave."""
+        self.accounting.records.leaving = lambda: reason
+
+    def test_a_runner_that_leaves_asks_at_once_for_what_is_open(self):
+        self.finish(self.begin(1), self.GOOD)
+        self.finish(self.begin(2), self.BARE)
+        self.leave()
+        self.advance(2)
+        self.assertEqual(([1.0], False, [2 << 20, None]), (self.calls('sacct'), self.accounting.is_busy,
+                                                           [row.get('max_rss_bytes') for row in self.rows]))
+
+    def test_it_waits_no_longer_than_all_tries_take_and_then_sends_what_it_has(self):
+        for reason, calls, wait_s in (('complete', 6, 32), ('interrupt', 2, 11)):
+            with self.subTest(reason):
+                self.start()
+                self.finish(self.begin(1))
+                self.leave(reason)
+                self.advance(wait_s - 3)
+                self.advance(3)
+                self.assertEqual((False, [{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7'}]), (self.accounting.is_busy, self.rows))
+                self.assertEqual(calls, len(self.calls('sacct')))
+
+    def test_it_never_waits_beyond_its_own_end(self):
+        self.server.end = self.clock.now + 5
+        self.slurm.latency_s['sacct'] = 20
+        self.finish(self.begin(1))
+        self.leave()
+        self.advance(2.9)
+        self.assertTrue(self.accounting.is_busy)
+        self.advance(0.1)
+        self.assertEqual((False, 1), (self.accounting.is_busy, len(self.rows)))
+
+    def test_it_does_not_wait_for_a_database_that_was_down_before(self):
+        self.slurm.failures['sacct'] = torc.Reply(1, '', 'Problem talking to the database: Connection refused')
+        self.accounting.state_of(self.finish(self.begin(1)))
+        self.advance(40)
+        self.finish(self.begin(2))
+        self.leave()
+        self.advance(0)
+        self.assertEqual((False, 2), (self.accounting.is_busy, len(self.rows)))
+
+    # ---- what it costs Slurm ----
+
+    def minute(self, for_s: float = 600) -> Dict[str, float]:
+        """Calls a minute, from the first minute on."""
+        self.advance(60)
+        before = len(self.slurm.calls)
+        self.advance(for_s)
+        counts = collections.Counter(argv[0] for _, argv in self.slurm.calls[before:])
+        return {program: count * 60 / for_s for program, count in counts.items()}
+
+    def test_a_thousand_steps_that_run_cost_six_calls_a_minute(self):
+        for number in range(1000):
+            self.begin(number)
+        self.assertEqual({'sstat': 6.0}, self.minute())
+        self.assertEqual([0.2], self.calls('squeue'))
+
+    def test_steps_that_come_and_go_all_the_time_cost_twenty_calls_a_minute(self):
+        advance, running = self.advance, collections.deque()    # type: Any, collections.deque
+        numbers = itertools.count(1)
+
+        def churn(for_s: float) -> None:
+            for _ in range(int(for_s)):
+                advance(1)
+                running.extend(self.begin(next(numbers)) for _ in range(5))
+                while len(running) > 10:
+                    self.finish(running.popleft(), self.GOOD)
+        self.advance = churn    # type: ignore
+        calls = self.minute()
+        self.assertLessEqual(calls['squeue'], 13)
+        self.assertLessEqual(calls['sstat'], 6)
+        self.assertLessEqual(calls['sacct'], 2)
+
+    def test_failures_all_the_time_cost_twelve_sacct_a_minute(self):
+        advance, numbers = self.advance, itertools.count(1)
+
+        def fail(for_s: float) -> None:
+            for _ in range(int(for_s)):
+                advance(1)
+                self.accounting.state_of(self.finish(self.begin(next(numbers)), self.BAD))
+        self.advance = fail     # type: ignore
+        self.assertLessEqual(self.minute()['sacct'], 12)
+
 
 
 # ======== 16g. Runner's allocation ========

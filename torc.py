@@ -9855,6 +9855,10 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     for end in body.get('completions') or ():
         record_reported_end(context, state, node_id, end, answer)
     note_contents(context, workflow_id, body.get('contents') or ())
+    accounts = body.get('accounting') or ()
+    record_accounts(context, state, accounts)
+    backfill_results(context, state.run_id, [key[0] for key in answer['accepted']]
+                     + [account['job_id'] for account in accounts])
     for start in body.get('started') or ():
         record_start(context, state, node_id, start)
     return_claims(context, [job_id for job_id, _ in body.get('returned') or () if
@@ -10000,6 +10004,61 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
     record_event(context, workflow_id, {
         'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
         'message': result.get('message') or ''}, severity)
+
+
+ACCOUNT_COLUMNS = ('max_rss_bytes', 'max_vm_size_bytes', 'max_disk_read_bytes', 'max_disk_write_bytes',
+                   'ave_cpu_seconds', 'node_list', 'slurm_job_id')
+# What is known stays: a record may come again, and later ones may have lost something. A zero is no figure.
+ADD_ACCOUNT = (
+    f"INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, {', '.join(ACCOUNT_COLUMNS)}) "
+    f"VALUES (?, ?, ?, ?, {', '.join('?' * len(ACCOUNT_COLUMNS))}) "
+    'ON CONFLICT (job_id, run_id, attempt_id) DO UPDATE SET '
+    + ', '.join(f'{name} = coalesce(nullif(excluded.{name}, 0), {name}, excluded.{name})'
+                for name in ACCOUNT_COLUMNS))
+
+
+def record_accounts(context: Context, state: WorkflowState, accounts: Sequence[Values]) -> None:
+    """Take in what Slurm's accounting says of attempts; deleted jobs, and those of others, are left out."""
+    known = {row[0] for row in rows_by_ids(
+        context, f'SELECT id FROM job WHERE workflow_id = {state.id} AND id IN',
+        [account['job_id'] for account in accounts])}
+    context.run_many(ADD_ACCOUNT, (
+        (state.id, account['job_id'], state.run_id, account['attempt_id'],
+         *map(account.get, ACCOUNT_COLUMNS)) for account in accounts if account['job_id'] in known))
+
+
+def backfill_results(context: Context, run_id: int, job_ids: Ids) -> None:
+    """Bring results up to date with what the accounting says of their attempts, whichever came first."""
+    rows = rows_by_ids(
+        context, 'SELECT result.id, exec_time_minutes * 60, max_rss_bytes, ave_cpu_seconds, '
+        'peak_memory_bytes, avg_cpu_percent, peak_cpu_percent FROM slurm_stats CROSS JOIN result '
+        'USING (job_id, run_id, attempt_id) '
+        f'WHERE run_id = {run_id} AND job_id IN', sorted(set(job_ids)))
+    for result_id, exec_s, max_rss_bytes, cpu_s, peak_bytes, avg_percent, peak_percent in rows:
+        known = peak_bytes, avg_percent, peak_percent
+        figures = merge_accounts(exec_s, max_rss_bytes or 0, cpu_s or 0.0, known)
+        if figures != known:
+            context.run('UPDATE result SET peak_memory_bytes = ?, avg_cpu_percent = ?, peak_cpu_percent = ? '
+                        'WHERE id = ?', (*figures, result_id))
+
+
+MAX_CPU_PERCENT = 100000.0      # more than a node can have: an error of measurement
+
+
+def merge_accounts(exec_s: float, max_rss_bytes: int, cpu_s: float, known: Cells) -> Cells:
+    """The table of the page "Slurm Job Step Monitoring": peak of memory, average and peak of CPU percent.
+
+    Either source of memory may miss a spike. The average of sacct is of the whole life of a step; it stands
+    for the peak, too, where sstat has seen none. A zero was never measured. Sampled memory has no second
+    source for its average.
+    """
+    peak_bytes, avg_percent, peak_percent = known
+    if max_rss_bytes > 0:
+        peak_bytes = max(peak_bytes or 0, max_rss_bytes)
+    percent = cpu_s / exec_s * 100 if exec_s > 0 else 0.0
+    if 0 < percent <= MAX_CPU_PERCENT:
+        avg_percent, peak_percent = percent, peak_percent or percent
+    return peak_bytes, avg_percent, peak_percent
 
 
 CLASS_NEEDS = {     # name in a claim's answer -> column of resource_requirements
@@ -11075,6 +11134,8 @@ MODELS = {
         'workflow_id:int! reason:str',
     'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! '
         'workflow_id:int!',
+    'RunnerAccount': 'job_id:int! attempt_id:int! slurm_job_id:str max_rss_bytes:int max_vm_size_bytes:int '
+        'max_disk_read_bytes:int max_disk_write_bytes:int ave_cpu_seconds:float node_list:str',
     'RunnerAction': 'action_id:int! success:bool! message:str',
     'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! '
@@ -11087,7 +11148,8 @@ MODELS = {
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
-        'action_results:[@RunnerAction] explain:bool survey:bool held:[attempt] held_actions:[int] turn:int',
+        'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
+        'held_actions:[int] turn:int',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! '
         'kinds:[@RunnerKind]! revoked:[attempt] revoked_actions:[int] handlers:[[object]]! reason:str '
         'notices:[str]! actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! unfinished:int! '
@@ -19003,6 +19065,7 @@ def explain_reply(reply: Reply) -> str:
 
 SLURM_SIZE = re.compile(r'([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]?)[Bcn]?\Z', re.IGNORECASE)
 SLURM_CPU_TIME = re.compile(r'(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]*)?)\Z')
+SLURM_NUMBER = re.compile(r'[0-9]{1,18}\Z')     # str.isdigit() takes superscripts, too
 SLURM_INSTANT = re.compile(r'[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\Z')
 MAX_LISTED_NODES = 100000       # of one list: a range is a few characters
 
@@ -19030,8 +19093,8 @@ def parse_slurm_cpu_time(text: str) -> Optional[float]:
 def parse_slurm_instant(text: str) -> Optional[float]:
     """A point in time, seconds since the epoch or local time -> seconds; None for 'Unknown', 'N/A'."""
     text = text.strip()
-    if text.isdigit():
-        return float(text) if int(text) <= MAX_INTEGER else None
+    if SLURM_NUMBER.match(text):
+        return float(text)
     if not SLURM_INSTANT.match(text):
         return None
     try:
@@ -19062,7 +19125,7 @@ def expand_node_word(word: str) -> Iterator[str]:
     for part in inner.split(','):
         first, dash, last = part.strip().partition('-')
         numbers = [first]   # what is no range of numbers stays as it is
-        if dash and first.isdigit() and last.isdigit():
+        if dash and SLURM_NUMBER.match(first) and SLURM_NUMBER.match(last):
             numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
         for number in numbers:
             yield from expand_node_word(before + number + after)
@@ -19164,10 +19227,184 @@ def parse_slurm_state(text: str) -> str:
 # said, and the state in the accounting decide together.
 
 
+def step_name(context: Any, attempt: Any) -> str:
+    """What the step of an attempt (16) is called: by it squeue and sacct tell it from others."""
+    return f'wf{context.workflow_id}_j{attempt.id}_r{context.run_id}_a{attempt.attempt_id}'
+
+
 # ======== 14e. Accounting: what sstat and sacct say of steps ========
 #
 # Pure functions from their output to the fields of results and of slurm_stats. A figure that is zero or
 # missing was mostly not gathered: it never replaces one that is known.
+
+STEP_FORMAT = '%i|%j'               # of squeue --steps
+SSTAT_FORMAT = 'JobID,AveCPU,MaxRSS'
+# The fields of the page "Slurm Job Step Monitoring", in its order, and what else is asked for behind them.
+SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode'
+MIN_SACCT_FIELDS = 7
+
+
+class StepSample(Row):
+    """What sstat says of a step that runs. None: it does not know."""
+    cpu_s: Optional[float]
+    memory_bytes: Optional[int]
+
+
+class StepRecord(Row):
+    """What sacct says of a step; None: nothing. Six columns of slurm_stats, and how it ended."""
+    max_rss_bytes: Optional[int] = None
+    max_vm_size_bytes: Optional[int] = None
+    max_disk_read_bytes: Optional[int] = None
+    max_disk_write_bytes: Optional[int] = None
+    ave_cpu_seconds: Optional[float] = None
+    node_list: Optional[str] = None
+    state: Optional[str] = None         # a name of SLURM_STATES
+    exit_code: Optional[str] = None     # '7:0', code and signal, as sacct prints it: less 128 from 128 on
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step is over, as far as the accounting knows."""
+        return self.state in SLURM_STATES and SLURM_STATES[self.state].is_ended
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether anything was measured; zeros are figures too."""
+        return self.max_rss_bytes is not None or self.ave_cpu_seconds is not None
+
+
+STATS_FIELDS = StepRecord._fields[:6]
+
+
+def step_number(step_id: str) -> str:
+    """'13.2', '26_5.2', '13+0.2' -> '2', which names the step within its job; '' for '13', '13.batch'."""
+    number = step_id.rpartition('.')[2]
+    return number if '.' in step_id and SLURM_NUMBER.match(number) else ''
+
+
+def read_step_numbers(text: str) -> Dict[str, str]:
+    """Output of squeue in STEP_FORMAT -> name of a step -> its number. Of several with a name the last."""
+    rows = [(name, step_number(step_id)) for step_id, name in read_slurm_rows(text, 2)]
+    return {name: number for name, number in rows if number}
+
+
+def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
+    """Output of sstat for the steps with these numbers -> number -> figures.
+
+    Of a single step the output may also be without its id: '00:01:30|2048576K'.
+    """
+    samples = {}
+    for cells in (line.split('|') for line in text.splitlines()):
+        if len(cells) == 2 and len(numbers) == 1:
+            cells = ['.' + next(iter(numbers)), *cells]
+        number = step_number(cells[0].strip())
+        if len(cells) >= 3 and number in numbers:
+            samples[number] = StepSample(parse_slurm_cpu_time(cells[1]), parse_slurm_memory(cells[2]))
+    return {number: sample for number, sample in samples.items() if sample != (None, None)}
+
+
+def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
+    """Output of sacct in SACCT_FORMAT -> name of a step -> what it says, for these names.
+
+    They are compared here, since --name meant the job's name in some versions. Of several steps with a name
+    the last one counts: sacct prints them in their order, those of a requeued job's earlier runs (-D) first.
+    """
+    records = {}
+    for line in text.splitlines():
+        if line.partition('|')[0].strip() not in names:     # most, in a job of many short steps
+            continue
+        cells = [cell.strip() for cell in line.split('|')]
+        if len(cells) < MIN_SACCT_FIELDS:
+            continue
+        state, exit_code = (cells[MIN_SACCT_FIELDS:] + ['', ''])[:2]
+        sizes = map(parse_slurm_memory, cells[1:5])
+        records[cells[0]] = StepRecord(*sizes, parse_slurm_cpu_time(cells[5]), cells[6] or None,
+                                       parse_slurm_state(state) or None, exit_code or None)
+    return records
+
+
+JOB_FORMAT = 'JobID,JobName,State,ExitCode,ElapsedRaw,MaxRSS,TotalCPU,NNodes,NodeList'
+MAX_LISTED_JOBS = 5000      # in a command line, of which Linux allows 128 kB a word
+
+
+class JobAccount(Row):
+    """A row of sacct about an allocation, or a step of it."""
+    job_id: str
+    step: str                   # 'batch', '0', ...; '' for the allocation itself
+    name: str
+    state: str                  # as sacct prints it
+    exit_code: str
+    elapsed_s: float
+    max_rss_bytes: Optional[int]
+    cpu_s: Optional[float]      # used by all its processes
+    num_nodes: Optional[int]
+    node_list: str
+
+
+def job_accounts_argv(job_ids: Sequence[str], since: float) -> List[str]:
+    """A call of sacct for allocations: all their runs (-D), but not of jobs that had these numbers before."""
+    start = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))
+    return slurm_argv('sacct', '-j', ','.join(job_ids), '-S', start, '-D', '--format', JOB_FORMAT, '-P', '-n')
+
+
+def read_job_accounts(text: str) -> List[JobAccount]:
+    """Output of sacct in JOB_FORMAT. The name of a job may hold any character, also our separator."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split('|')]
+        job_id, _, step = cells[0].partition('.')
+        if len(cells) < 9 or not job_id[:1].isdigit():
+            continue
+        state, exit_code, elapsed, size, cpu, nodes, node_list = cells[-7:]
+        found.append(JobAccount(
+            job_id, step, '|'.join(cells[1:-7]), state, exit_code,
+            float(elapsed) if SLURM_NUMBER.match(elapsed) else 0.0, parse_slurm_memory(size),
+            parse_slurm_cpu_time(cpu), int(nodes) if SLURM_NUMBER.match(nodes) else None, node_list))
+    return found
+
+
+def is_accounting_off(reply: Reply) -> bool:
+    """Whether sacct will never know anything here: there is none, or it stores nothing."""
+    return reply.code == COMMAND_NOT_FOUND or reply.code != 0 and 'storage is disabled' in reply.err
+
+
+class StepUsage:
+    """Figures of a step that runs, from sample to sample of sstat."""
+    cpu_s = None                # type: Optional[float]  # of the last sample: since the step's start
+    cpu_at = 0.0                # monotonic; when that was
+    used_s = measured_s = 0.0   # CPU time, and time, between the first sample and the last
+    peak_cpu_percent = 0.0
+    peak_memory_bytes = total_memory_bytes = num_samples = 0
+
+    def add(self, now: float, sample: StepSample) -> Optional[float]:
+        """Take a sample in. CPU percent since the last one; None for the first: it has nothing before it."""
+        if sample.memory_bytes is not None:
+            self.peak_memory_bytes = max(self.peak_memory_bytes, sample.memory_bytes)
+            self.total_memory_bytes += sample.memory_bytes
+            self.num_samples += 1
+        if sample.cpu_s is None:
+            return None
+        before_s, elapsed_s = self.cpu_s, now - self.cpu_at
+        self.cpu_s, self.cpu_at = sample.cpu_s, now
+        if before_s is None or elapsed_s <= 0:
+            return None
+        used_s = max(0.0, sample.cpu_s - before_s)
+        percent = used_s / elapsed_s * 100
+        if percent > MAX_CPU_PERCENT:
+            return None
+        self.used_s, self.measured_s = self.used_s + used_s, self.measured_s + elapsed_s
+        self.peak_cpu_percent = max(self.peak_cpu_percent, percent)
+        return percent
+
+    def fields(self) -> Dict[str, Any]:
+        """Fields of a result; what is unknown is left out."""
+        fields = {}     # type: Dict[str, Any]
+        if self.num_samples:
+            fields = {'peak_memory_bytes': self.peak_memory_bytes,
+                      'avg_memory_bytes': self.total_memory_bytes // self.num_samples}
+        if self.measured_s:
+            fields.update(peak_cpu_percent=self.peak_cpu_percent,
+                          avg_cpu_percent=self.used_s / self.measured_s * 100)
+        return fields
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
@@ -19405,7 +19642,7 @@ class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
     __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
                  'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason',
-                 'usage', 'streams')
+                 'usage', 'streams', 'account')
 
     def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
         self.id = job['id']             # type: int
@@ -19427,6 +19664,7 @@ class Attempt:
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
         self.streams = []               # type: List[Any]  # a CappedStream for each file, if they are capped
+        self.account = None             # type: Any  # what Slurm knows of it, if it is a step: a StepAccount
 
     @property
     def key(self) -> Tuple[int, int]:
@@ -20188,6 +20426,7 @@ class NodeContext:
         self.log = log
         self.progress = progress
         self.cap = None         # type: Optional[OutputCap]
+        self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
 
@@ -20283,6 +20522,7 @@ class ServerLink:
         self.returned = []          # type: List[Sequence[int]]
         self.action_results = []    # type: List[Dict[str, Any]]
         self.contents = []          # type: List[List[Any]]
+        self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
         self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
@@ -20315,7 +20555,7 @@ class ServerLink:
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
         return bool(self.pending or self.started or self.returned or self.action_results or self.contents
-                    or self.attempts.by_state['reported'])
+                    or self.accounting or self.attempts.by_state['reported'])
 
     @property
     def has_lease(self) -> bool:
@@ -20491,7 +20731,8 @@ class ServerLink:
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
-                     'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS]}
+                     'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS],
+                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
@@ -20519,7 +20760,7 @@ class ServerLink:
         wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
-        if self.attempts.by_state['reported'] or self.contents:     # more than one request carries
+        if self.attempts.by_state['reported'] or self.contents or self.accounting:  # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
@@ -21519,14 +21760,584 @@ class Monitor:
 
 # ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
 #
-# A part of a runner (see 16c). One squeue names all new steps, one sstat samples all, one sacct reads all
-# that have ended. None is waited for.
+# A part of a runner (see 16c). One squeue numbers all new steps, one sstat samples all, one sacct reads all
+# that have ended. None is waited for. However many steps there are, there is at most
+#
+# * a round of STEP_TRIES squeues, STEP_PAUSE_S apart, when steps have begun, and mostly the first one has all
+#   numbers; while steps keep beginning a round each sample;
+# * an sstat each sample;
+# * a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else each SACCT_BATCH_S.
+#
+# A program that takes long is asked less often. What a controller or an accounting that is down does not say
+# is missing in the results, and nothing else happens.
+
+STEP_TRIES = 5
+STEP_PAUSE_S = 0.2
+ROUND_GAP_S = 1.0           # between two rounds of these; doubled while steps keep beginning
+STEP_QUERY_S = 30.0         # limit of squeue and sstat
+MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a word
+SACCT_TRIES = 6
+SACCT_PAUSE_S = 5.0
+SACCT_FIRST_S = 1.0         # after the end of a step: before, slurmdbd(8) hardly has its record
+SACCT_BATCH_S = 30.0        # so long ends that nobody waits for are gathered
+SACCT_QUERY_S = 30.0
+SACCT_AWAY_S = 60.0         # between two calls once SACCT_TRIES have failed
+LAST_SACCT_S = 2.0          # before the runner must be gone it waits for no record any more
+PATIENCE = 10               # a program is left alone so many times as long as it took
+
+
+class StepAccount:
+    """What is known of the step of an attempt."""
+    __slots__ = ('name', 'number', 'usage', 'ended_at', 'tries', 'record', 'is_awaited', 'is_over')
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = ''            # within the job, once squeue has said it
+        self.usage = StepUsage()
+        self.ended_at = math.inf    # monotonic
+        self.tries = 0              # answers of sacct since then
+        self.record = None          # type: Optional[StepRecord]  # the last one
+        self.is_awaited = False     # a judgement waits for its state
+        self.is_over = False        # nothing more is asked, and its row is on the way
+
+
+class StepSampler:
+    """Numbers of steps, by squeue, and what they use, by sstat."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.settings = monitor_settings(context.workflow)
+        self.running = {}           # type: Dict[Attempt, StepAccount]
+        self.unnumbered = {}        # type: Dict[Attempt, StepAccount]  # ... of which the number is not known
+        self.is_asking = self.is_sampling = False
+        self.tries = 0              # left of the current round of questions
+        self.round_at = -math.inf   # monotonic, as all that follow; when it began
+        self.ask_at = math.inf
+        self.sample_at = math.inf
+        self.round_gap_s = 0.0      # between this round and the next
+        self.must_sample = False    # as soon as nothing is asked
+        self.on_sample = bool       # type: Callable[..., Any]  # gets attempt, time, CPU percent, bytes, 1
+
+    def add(self, attempt: Attempt) -> None:
+        """A step was started."""
+        self.running[attempt] = self.unnumbered[attempt] = attempt.account
+        now = time.monotonic()
+        if self.ask_at == math.inf and not self.is_asking:
+            self.plan_round(now)
+        if self.sample_at == math.inf:
+            self.sample_at = now + self.settings.interval_s
+
+    def plan_round(self, now: float) -> None:
+        """Ask for numbers soon; the more often steps begin, the longer they wait for it."""
+        is_rare = now - self.round_at > self.settings.interval_s
+        self.round_gap_s = ROUND_GAP_S if is_rare else min(2 * self.round_gap_s, self.settings.interval_s)
+        self.round_at = now if is_rare else max(now, self.round_at + self.round_gap_s)
+        self.tries, self.ask_at = STEP_TRIES, self.round_at + STEP_PAUSE_S
+
+    def drop(self, attempt: Attempt) -> None:
+        """It has ended."""
+        self.running.pop(attempt, None)
+        self.unnumbered.pop(attempt, None)
+        if not self.running:
+            self.ask_at = self.sample_at = math.inf
+
+    def due(self) -> float:
+        """The next question."""
+        return min(math.inf if self.is_asking else self.ask_at, self.sample_at)
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked: numbers first, since new steps are to be sampled, too."""
+        if now >= self.sample_at:
+            self.sample_at, self.must_sample = now + self.settings.interval_s, self.settings.jobs
+            if self.unnumbered:
+                self.ask_at = now
+        if now >= self.ask_at and not self.is_asking:
+            self.ask_numbers(now)
+        if self.must_sample and not (self.is_asking or self.is_sampling):
+            self.must_sample = False
+            self.ask_samples(now)
+
+    def query(self, argv: List[str], on_reply: Callable[[Reply], Any]) -> None:
+        """Ask, and log at the debug level what goes wrong: mostly a step has just ended."""
+        def on_end(reply: Reply) -> None:
+            if reply.code or reply.err:
+                self.context.log.write(f'{argv[0]}: {explain_reply(reply)}', 'debug')
+            on_reply(reply)
+        self.launcher.query(argv, STEP_QUERY_S, on_end, query_variables())
+
+    # ---- numbers ----
+
+    def ask_numbers(self, now: float) -> None:
+        """One squeue for all steps."""
+        self.is_asking, self.ask_at = True, math.inf
+        argv = slurm_argv('squeue', '--steps', '-j', self.context.allocation.job_id, '-o', STEP_FORMAT,
+                          '--noheader')
+        self.query(argv, functools.partial(self.on_numbers, now, list(self.unnumbered)))
+
+    def on_numbers(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
+        """Take numbers in; ask again if one is missing of those that were there."""
+        self.is_asking, now = False, time.monotonic()
+        numbers = read_step_numbers(reply.out)
+        for attempt, step in list(self.unnumbered.items()):
+            if step.name in numbers:
+                step.number = numbers[step.name]
+                del self.unnumbered[attempt]
+        self.tries = max(0, self.tries - 1)
+        if self.tries and any(attempt in self.unnumbered for attempt in asked):
+            self.ask_at = now + max(STEP_PAUSE_S, PATIENCE * (now - asked_at))
+        elif not self.unnumbered.keys() <= set(asked):     # what began meanwhile
+            self.plan_round(now)
+
+    # ---- samples ----
+
+    def ask_samples(self, now: float) -> None:
+        """One sstat for all steps whose numbers are known."""
+        asked = {step.number: attempt for attempt, step in self.running.items() if step.number}
+        if not asked:
+            return
+        self.is_sampling, job_id = True, self.context.allocation.job_id
+        which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
+        if len(asked) > MAX_NAMED_STEPS:
+            which = ['-j', job_id, '--allsteps']
+        argv = slurm_argv('sstat', *which, '--format', SSTAT_FORMAT, '-P', '-n')
+        self.query(argv, functools.partial(self.on_samples, now, asked))
+
+    def on_samples(self, asked_at: float, asked: Dict[str, Attempt], reply: Reply) -> None:
+        """Take samples in. All count for the same moment."""
+        now, at, self.is_sampling = time.monotonic(), int(time.time()), False
+        if self.sample_at != math.inf:
+            self.sample_at = max(self.sample_at, now + PATIENCE * (now - asked_at))
+        for number, sample in read_step_samples(reply.out, set(asked)).items():
+            attempt = asked[number]
+            percent = attempt.account.usage.add(now, sample) if attempt in self.running else None
+            if percent is not None and self.settings.has_job_series:
+                self.on_sample(attempt.id, attempt.name, (at, percent, sample.memory_bytes or 0, 1))
+
+
+class StepRecords:
+    """What sacct says of steps that have ended, for judgements and for slurm_stats."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.link = link
+        self.open = {}              # type: Dict[Attempt, StepAccount]  # still asked for
+        self.leaving = lambda: ''   # type: Callable[[], str]  # why this runner leaves
+        self.is_last = False        # it leaves: only what is open is waited for, and not for long
+        self.is_asking = False
+        self.is_off = False         # there is no accounting here
+        self.failures = 0           # calls in a row
+        self.not_before = -math.inf     # monotonic, as all that follow; the pause after a call
+        self.ask_at = math.inf
+        self.ended_at = -math.inf   # the last end
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no answer is to be expected soon."""
+        return self.is_off or self.failures >= SACCT_TRIES
+
+    def add(self, attempt: Attempt) -> None:
+        """A step has ended."""
+        attempt.account.ended_at = self.ended_at = time.monotonic()
+        self.open[attempt] = attempt.account
+        self.ask_at = min(self.ask_at, self.ended_at + SACCT_BATCH_S)
+        if self.is_off:
+            self.close([attempt])
+
+    def state_of(self, step: StepAccount) -> Optional[StepRecord]:
+        """The record of a step as soon as it says how it ended, or nothing more is expected; else None."""
+        if step.record is not None and step.record.has_ended:
+            return step.record
+        if step.is_over or self.is_away or step.tries >= SACCT_TRIES:
+            return step.record or StepRecord()
+        if not step.is_awaited:
+            step.is_awaited = True
+            self.ask_at = min(self.ask_at, step.ended_at + SACCT_FIRST_S)
+        return None
+
+    def due(self) -> float:
+        """The next question, or the end of all waiting."""
+        if not self.open:
+            return math.inf
+        asks_at = math.inf if self.is_asking else max(self.ask_at, self.not_before)
+        return min(asks_at, self.give_up_at()) if self.is_last else asks_at
+
+    def give_up_at(self) -> float:
+        """When a runner that leaves waits no longer."""
+        window_s = SACCT_FIRST_S + SACCT_TRIES * SACCT_PAUSE_S
+        if self.leaving() in SIGNAL_REASONS:
+            window_s = min(window_s, LAST_REPORT_S)
+        return min(self.ended_at + window_s, self.link.end - LAST_SACCT_S)
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked; give up what is asked in vain."""
+        if self.leaving() and not self.is_last:
+            self.is_last, self.not_before = True, -math.inf     # one call more than the pauses allow
+        if not self.open:
+            return
+        if self.is_last:
+            self.ask_at = min(self.ask_at, self.ended_at + SACCT_FIRST_S)
+        if self.is_last and (self.is_away or now >= self.give_up_at()):
+            self.close(list(self.open))
+        elif not self.is_asking and now >= max(self.ask_at, self.not_before):
+            self.ask(now)
+
+    def ask(self, now: float) -> None:
+        """One sacct for all steps that have ended."""
+        self.is_asking, self.ask_at = True, math.inf
+        argv = slurm_argv('sacct', '-j', self.context.allocation.job_id, '--format', SACCT_FORMAT, '-P', '-n')
+        on_reply = functools.partial(self.on_reply, now, list(self.open))
+        self.launcher.query(argv, SACCT_QUERY_S, on_reply, query_variables())
+
+    def on_reply(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
+        """Take records in, and plan the next call for what is missing."""
+        now, self.is_asking = time.monotonic(), False
+        self.note_failure(reply)
+        pause_s = SACCT_AWAY_S if self.is_away else SACCT_PAUSE_S
+        self.not_before = now + (pause_s if self.is_last else max(pause_s, PATIENCE * (now - asked_at)))
+        steps = {attempt: self.open[attempt] for attempt in asked if attempt in self.open}
+        records = {}    # type: Dict[str, StepRecord]
+        if reply.code == 0:
+            records = read_step_records(reply.out, {step.name for step in steps.values()})
+        for step in steps.values():
+            step.tries += 1
+            step.record = records.get(step.name) or step.record
+        self.close([attempt for attempt, step in steps.items() if self.is_done(step)])
+        for step in self.open.values():
+            is_urgent = step.is_awaited and not (step.record and step.record.has_ended)
+            self.ask_at = min(self.ask_at, now + (SACCT_PAUSE_S if is_urgent else SACCT_BATCH_S))
+
+    def is_done(self, step: StepAccount) -> bool:
+        """Whether asking again is useless. The figures may come later than the state, but a runner that
+        leaves does not wait for them: steps of less than a second mostly have none."""
+        record = step.record or StepRecord()
+        is_known = record.has_ended or record.state is None and record.has_figures
+        return self.is_off or step.tries >= SACCT_TRIES or is_known and (record.has_figures or self.is_last)
+
+    def note_failure(self, reply: Reply) -> None:
+        """Say once that figures will be missing, and why."""
+        self.failures = self.failures + 1 if reply.code else 0
+        if is_accounting_off(reply):
+            self.is_off = True
+            self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
+                                  f'sampled: {explain_reply(reply)}')
+        elif reply.code:
+            self.context.say_once('the accounting of Slurm does not answer, so that figures of results may '
+                                  f'be missing: {explain_reply(reply)}')
+
+    def close(self, attempts: Sequence[Attempt]) -> None:
+        """Send rows of these to the server, also of what nothing is known."""
+        for attempt in attempts:
+            step = self.open.pop(attempt)
+            step.is_over = True
+            row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
+                   'slurm_job_id': self.context.allocation.job_id}
+            row.update(zip(STATS_FIELDS, step.record or ()))
+            self.link.accounting.append({key: cell for key, cell in row.items() if cell is not None})
+        if attempts:
+            self.link.report_soon(0)
+
+
+class Accounting:
+    """What Slurm measures of steps, while they run and afterwards: for results, and for judgements."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.sampler = StepSampler(context, launcher)
+        self.records = StepRecords(context, launcher, link)
+
+    def add(self, attempt: Attempt) -> None:
+        """The step of an attempt was started."""
+        attempt.account = StepAccount(step_name(self.context, attempt))
+        self.sampler.add(attempt)
+
+    def drop(self, attempt: Attempt) -> None:
+        """There was no step, and will be none: nothing is to be known of it."""
+        self.sampler.drop(attempt)
+
+    def ended(self, attempt: Attempt) -> None:
+        """Its step has ended."""
+        self.sampler.drop(attempt)
+        self.records.add(attempt)
+
+    def step_id_of(self, attempt: Attempt) -> str:
+        """Its step as scancel wants it, '1234.5'; '' while that is not known."""
+        step = attempt.account
+        return f'{self.context.allocation.job_id}.{step.number}' if step and step.number else ''
+
+    def state_of(self, attempt: Attempt) -> Optional[StepRecord]:
+        """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
+        return self.records.state_of(attempt.account)
+
+    def usage_of(self, attempt: Attempt) -> Dict[str, Any]:
+        """Fields of its result, as sampled."""
+        return attempt.account.usage.fields()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the runner is to stay for records: it is not for longer than all tries take."""
+        return bool(self.records.open)
+
+    def due(self) -> float:
+        """The next question."""
+        return min(self.sampler.due(), self.records.due())
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked."""
+        self.sampler.act(now)
+        self.records.act(now)
 
 
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
 #
 # Finds the record of its allocation, its nodes and its end, and follows changes of the end. Also what the
 # first runner of an allocation does for the others: the record's status, and queued allocations without work.
+
+FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
+NODE_COUNTS = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
+SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
+GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
+GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
+STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
+SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
+
+
+class Allocation:
+    """The Slurm job around a runner, as far as it is this runner's own. See find_allocation."""
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        self.cluster = ''
+        self.name = self.comment = ''   # of the Slurm job
+        self.node_names = []        # type: List[str]  # those that this runner works with
+        self.sizes = []             # type: List[NodeSize]  # ... and what it has of each
+        self.node_index = 0         # of this node among all of the Slurm job's: the first one does the chores
+        self.num_nodes = 1          # of the Slurm job
+        self.is_on_node = True      # False: on the login node, as in a shell of salloc(1)
+        self.is_subtask = False     # one runner of several in this job, or in a step: only this node is its own
+        self.task_pid = os.getpid()
+        self.restart_count = 0
+        self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
+        self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
+        self.scheduler_config_id = None     # type: Optional[int]
+
+    @property
+    def own_index(self) -> Optional[int]:
+        """Index of this node among node_names; None on a login node."""
+        if not self.is_on_node:
+            return None
+        return 0 if self.is_subtask else self.node_index
+
+    def scheduler(self) -> Dict[str, Any]:
+        """What the compute node says of it, with Torc's names."""
+        return {'type': 'slurm', 'scheduler_id': self.record_id, 'slurm_job_id': int(self.job_id),
+                'slurm_node_id': self.node_index, 'slurm_task_pid': self.task_pid,
+                'restart_count': self.restart_count}
+
+    def label(self, workflow_id: int) -> str:
+        """What the names of its files have in common."""
+        return f'wf{workflow_id}_sl{self.job_id}_n{self.node_index}_pid{self.task_pid}'
+
+
+def parse_node_counts(text: str) -> List[int]:
+    """'4(x2),2' -> [4, 4, 2]: SLURM_JOB_CPUS_PER_NODE, SLURM_STEP_TASKS_PER_NODE."""
+    matches = [NODE_COUNTS.match(part.strip()) for part in text.split(',')]
+    counts = (itertools.repeat(int(match.group(1)), int(match.group(2) or 1)) for match in matches if match)
+    return list(itertools.islice(itertools.chain.from_iterable(counts), MAX_LISTED_NODES))
+
+
+def read_slurm_facts(line: str) -> Dict[str, str]:
+    """A line of `scontrol show -o` as a mapping. The first of a name counts."""
+    parts = SLURM_FACT.split(line)
+    facts = {}      # type: Dict[str, str]
+    for name, value in zip(parts[1::2], parts[2::2]):
+        facts.setdefault(name, value.strip())
+    return facts
+
+
+def find_job_line(text: str, job_id: str) -> str:
+    """The line of a job in `scontrol show job -o`: an id may name the other tasks of an array, too."""
+    lines = [line for line in text.splitlines() if re.match(f'JobId={job_id}\\b', line)]
+    running = [line for line in lines if ' JobState=RUNNING ' in line]
+    return (running or lines or [''])[0]
+
+
+def read_granted_sizes(line: str) -> Dict[str, NodeSize]:
+    """Node -> what a job has of it, from a line of `scontrol show job -d -o`. No memory: all there is."""
+    return {name: NodeSize(len(list(expand_node_word(f'[{cpus}]'))), int(memory) << 20, read_gpus(gres))
+            for nodes, cpus, memory, gres in GRANTED.findall(line) for name in expand_node_list(nodes)}
+
+
+def read_gpus(gres: str) -> Tuple[str, ...]:
+    """'gpu:a100:2(IDX:0-1),tmp:1' -> ('0', '1')."""
+    found = []      # type: List[str]
+    for count, indexes in GRANTED_GPUS.findall(gres):
+        found += expand_node_word(f'[{indexes}]') if indexes else map(str, range(int(count)))
+    return tuple(found)
+
+
+def read_node_memory(text: str) -> Dict[str, int]:
+    """Node -> bytes that jobs may have in all, from `scontrol show node -o`."""
+    found = {}
+    for facts in map(read_slurm_facts, text.splitlines()):
+        with contextlib.suppress(KeyError, ValueError):
+            reserved_mb = int(facts.get('MemSpecLimit', 0))     # for the system
+            found[facts['NodeName']] = (int(facts['RealMemory']) - reserved_mb) << 20
+    return found
+
+
+def stated_sizes(environment: Any, num_nodes: int) -> List[NodeSize]:
+    """What the environment says that a job has of its nodes, which are all taken to be like this one.
+
+    SLURM_MEM_PER_NODE and the like stand there only if the job asked for so much, in megabytes; else, and
+    with 0, the memory is 0: all there is.
+    """
+    counts = parse_node_counts(environment.get('SLURM_JOB_CPUS_PER_NODE', ''))
+    counts += [counts[-1] if counts else 1] * (num_nodes - len(counts))
+    words = environment.get('SLURM_JOB_GPUS', '').split(',')
+    devices = tuple(word.strip() for word in words if word.strip())
+    number = environment.get('SLURM_GPUS_ON_NODE', '')
+    if not devices and number.isdigit():
+        devices = tuple(map(str, range(int(number))))
+    sizes = []
+    for count in counts[:num_nodes]:
+        units = {'NODE': 1, 'CPU': count, 'GPU': len(devices)}
+        stated = [(environment.get('SLURM_MEM_PER_' + name, ''), unit) for name, unit in units.items()]
+        memory_mb = next((int(text) * unit for text, unit in stated if text.isdigit()), 0)
+        sizes.append(NodeSize(count, memory_mb << 20, devices))
+    return sizes
+
+
+def read_slurm_step() -> str:
+    """The step that slurmstepd(8) has started us in, by its title: '12.0', '12.batch'; '' if it is hidden."""
+    for pid in find_ancestors(os.getpid()):
+        match = SLURMSTEPD.match(read_proc_text(f'/proc/{pid}/cmdline'))
+        if match:
+            return match.group(1).decode()
+    return ''
+
+
+def is_in_step(environment: Any, step: str) -> bool:
+    """Whether srun(1) has started us; the shells of batch scripts and of salloc(1) are no such steps.
+
+    `step`: what read_slurm_step says; variables of a step also come along with what is submitted from one.
+    """
+    number = step.partition('.')[2] or environment.get('SLURM_STEP_ID', '')
+    return number.isdigit() and int(number) < FIRST_SPECIAL_STEP
+
+
+class AllocationFinder:
+    """Finds out what the Slurm job around us is. `ask` calls a program of Slurm and gives its Reply."""
+
+    def __init__(self, ask: Callable[[List[str]], Reply], environment: Any, step: str,
+                 is_subtask: bool) -> None:
+        self.ask = ask
+        self.environment = environment
+        self.step = step                # what read_slurm_step says
+        self.is_subtask = is_subtask    # the script has started one runner on each node
+        self.notice = ''                # for the user
+
+    def find(self) -> Optional[Allocation]:
+        """The allocation, or None: there is none, or what the environment names is not ours (any more)."""
+        environment = self.environment
+        job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
+        if not job_id.isdigit():
+            return None
+        reply = self.ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
+        line = find_job_line(reply.out, job_id)
+        facts, found = read_slurm_facts(line), Allocation(job_id)
+        host = environment.get('SLURMD_NODENAME', '')
+        obstacle = self.find_obstacle(reply, facts, bool(host))
+        if obstacle:
+            self.notice = f'SLURM_JOB_ID is {job_id}, but {obstacle}: this runner works as if there were none'
+            return None
+        if not facts:
+            self.notice = f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
+        found.cluster = environment.get('SLURM_CLUSTER_NAME', '')
+        found.name, found.comment = facts.get('JobName', ''), facts.get('Comment', '')
+        count = facts.get('Restarts') or environment.get('SLURM_RESTART_COUNT', '')
+        found.restart_count = int(count) if count.isdigit() else 0
+        found.end_time = parse_slurm_instant(facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', ''))
+        pid = environment.get('SLURM_TASK_PID', '')
+        found.task_pid = int(pid) if pid.isdigit() else found.task_pid
+        self.find_nodes(found, line, host)
+        return found
+
+    @staticmethod
+    def find_obstacle(reply: Reply, facts: Dict[str, str], is_started_by_slurm: bool) -> str:
+        """Why a job is none that we may use; '' if it is, or nothing can be known."""
+        if is_unknown_job(reply) or reply.code == 0 and not facts:
+            return 'Slurm knows no such job (any more)'
+        state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
+        if state is not None and not state.is_live:
+            return f'that job {state.meaning}'
+        user = re.search(r'\(([0-9]+)\)', facts.get('UserId', ''))
+        # Inside a container, ids may be others.
+        if user and int(user.group(1)) != os.getuid() and not is_started_by_slurm:
+            return f"that job is another user's ({facts['UserId']})"
+        return ''
+
+    def find_nodes(self, found: Allocation, line: str, host: str) -> None:
+        """Set the nodes and their sizes."""
+        listed = read_slurm_facts(line).get('NodeList') or self.environment.get('SLURM_JOB_NODELIST', '')
+        names = expand_node_list(listed) or [host or socket.gethostname()]
+        granted, stated = read_granted_sizes(line), stated_sizes(self.environment, len(names))
+        sizes = [granted.get(name, size) for name, size in zip(names, stated)]
+        sizes = [size if size.memory_bytes else size._replace(memory_bytes=memory_bytes)
+                 for size, memory_bytes in zip(sizes, self.whole_memory(names, sizes))]
+        short = host.partition('.')[0]
+        places = [index for index, name in enumerate(names) if name in (host, short)]
+        found.is_on_node, found.num_nodes = bool(places), len(names)
+        found.node_index = places[0] if places else 0
+        found.node_names, found.sizes = names, sizes
+        in_step = is_in_step(self.environment, self.step)
+        if places and (self.is_subtask or in_step):
+            found.is_subtask, own = True, sizes[places[0]]
+            if not self.is_subtask:
+                own = self.own_share(found, own)
+            found.node_names, found.sizes = [names[places[0]]], [own]
+
+    def whole_memory(self, names: Sequence[str], sizes: Sequence[NodeSize]) -> List[int]:
+        """All memory of each node, where a job has all; asked of Slurm, else measured here."""
+        known = {}      # type: Dict[str, int]
+        if not all(size.memory_bytes for size in sizes):
+            reply = self.ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
+            known = read_node_memory(reply.out)
+        here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+        return [known.get(name, here) for name in names]
+
+    def own_share(self, found: Allocation, whole: NodeSize) -> NodeSize:
+        """What a step that a user has started by hand gives to each of its tasks on this node."""
+        environment = self.environment
+        reply = self.ask(slurm_argv('scontrol', 'show', 'step', '-o',
+                                    f"{found.job_id}.{environment['SLURM_STEP_ID']}"))
+        facts = read_slurm_facts(reply.out.strip())
+        tasks = parse_node_counts(environment.get('SLURM_STEP_TASKS_PER_NODE', ''))
+        places = expand_node_list(environment.get('SLURM_STEP_NODELIST', ''))
+        name = found.node_names[found.node_index]
+        num_tasks = dict(zip(places, tasks)).get(name, 1) or 1
+        on_node, nodes = environment.get('SLURM_CPUS_ON_NODE', ''), facts.get('Nodes', '')
+        num_cpus = int(on_node) if on_node.isdigit() else whole.num_cpus
+        memory = STEP_MEMORY.search(facts.get('TRES', ''))
+        step_bytes = parse_slurm_memory(memory.group(1)) if memory else None
+        if step_bytes and nodes.isdigit() and int(nodes):
+            memory_bytes = step_bytes // int(nodes) // num_tasks
+        else:
+            memory_bytes = whole.memory_bytes * num_cpus // max(1, whole.num_cpus) // num_tasks
+        self.limit_time(found, facts)
+        named = named_devices()
+        devices = whole.devices if named is None else tuple(named)
+        return NodeSize(max(1, num_cpus // num_tasks), min(memory_bytes, whole.memory_bytes), devices)
+
+    @staticmethod
+    def limit_time(found: Allocation, facts: Dict[str, str]) -> None:
+        """A step may end before its job."""
+        began = parse_slurm_instant(facts.get('StartTime', ''))
+        with contextlib.suppress(ValueError):       # UNLIMITED
+            limit_s = parse_walltime(facts.get('TimeLimit', ''))
+            if began is not None:
+                found.end_time = min(began + limit_s, found.end_time or math.inf)
 
 
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
@@ -24080,7 +24891,8 @@ SHOWN_VALUES = {
     'st_mtime': or_blank(lambda value: format_local_time(format_time(value))),
     'exec_time_minutes': or_blank(lambda value: format_seconds(value * 60)),
     'duration_seconds': or_blank(format_elapsed),
-    'peak_memory_bytes': show_memory, 'peak_cpu_percent': show_percent,
+    **dict.fromkeys(('peak_memory_bytes', 'max_rss_bytes', 'max_vm_size_bytes'), show_memory),
+    **dict.fromkeys(('peak_cpu_percent', 'cpu_percent'), show_percent),
 }
 # ... and from the whole object, where no key has the name.
 SHOWN_OBJECTS = {
@@ -26340,6 +27152,216 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 # Where a runner does the same, both call a function of an earlier section.
 
 
+# -------- accounts --------
+
+NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
+STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
+                 'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
+                 'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
+SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
+                 'Elapsed=elapsed:1, Max RSS=max_rss:1, CPU Time=cpu_time:2, Nodes=nodes:3')
+
+
+def list_allocations(session: Session, workflow_id: int) -> List[str]:
+    """The Slurm jobs of a workflow that are known: what was submitted, and where its runners were."""
+    scheduled = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id)
+    found = [item['scheduler_id'] for item in scheduled if item['scheduler_type'] == 'slurm']
+    for node in session.items('list_compute_nodes', workflow_id=workflow_id):
+        scheduler = node.get('scheduler')       # any JSON: Torc's clients say what they like there
+        found.append(scheduler.get('slurm_job_id') if isinstance(scheduler, dict) else None)
+    return sorted({str(job_id) for job_id in found if job_id}, key=lambda job_id: (len(job_id), job_id))
+
+
+def ask_accounts(session: Session, workflow_id: int, job_ids: Sequence[str]) -> List[JobAccount]:
+    """What sacct says of these allocations, in one call. Refused if it says nothing at all."""
+    since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400    # clocks, and time zones
+    found = []
+    for start in range(0, len(job_ids), MAX_LISTED_JOBS):
+        reply = ask_slurm(job_accounts_argv(job_ids[start:start + MAX_LISTED_JOBS], since))
+        if reply.code:
+            raise Refused(f'the accounting of Slurm cannot be read: {explain_reply(reply)}; `slurm stats '
+                          f'{workflow_id}` shows what runners have gathered')
+        found += read_job_accounts(reply.out)
+    return found
+
+
+def cmd_slurm_stats(session: Session, args: Arguments) -> int:
+    """What Slurm's accounting said of attempts; CPU percent is of the run time in their results."""
+    workflow_id = args['workflow_id']
+    asked = given(args, 'job_id', 'run_id', 'attempt_id')
+    items = session.items('list_slurm_stats', workflow_id=workflow_id, **asked)
+    results = {(item['job_id'], item['run_id'], item['attempt_id']): item for item in session.items(
+        'list_results', workflow_id=workflow_id, all_runs=True)} if items else {}
+    for item in items:
+        result = results.get((item['job_id'], item['run_id'], item['attempt_id']), {})
+        seconds = result.get('exec_time_minutes', 0) * 60
+        item['job_name'] = result.get('job_name')
+        if seconds and item.get('ave_cpu_seconds') is not None:
+            item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
+    session.show_list(headings_of(STATS_COLUMNS), items, 'Slurm stats')
+    return 0
+
+
+def cmd_slurm_sacct(session: Session, args: Arguments) -> int:
+    """What sacct says of a workflow's allocations and their steps."""
+    workflow_id = choose_workflow(session, args)
+    job_ids = list_allocations(session, workflow_id)
+    if not job_ids:
+        session.answer({'workflow_id': workflow_id, 'message': NO_ALLOCATIONS, 'summary': []},
+                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
+        return 0
+    accounts = ask_accounts(session, workflow_id, job_ids)
+    with_steps = {account.job_id for account in accounts if account.step}
+    shown = [account for account in accounts if account.step or account.job_id not in with_steps]
+    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids
+              if job_id not in {account.job_id for account in accounts}]
+    if args['save_json']:
+        save_accounts(args['output_dir'], accounts)
+    summary = list(map(describe_account, shown))
+    answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids), 'summary': summary,
+              'errors': errors}
+    session.report(*(f'torc: {error}' for error in errors))
+    session.show_list(headings_of(SACCT_COLUMNS), summary, 'Slurm job steps', answer)
+    return 0
+
+
+def describe_account(account: JobAccount) -> Dict[str, Any]:
+    """A row of sacct, with the keys of Torc's JSON."""
+    size, cpu_s = account.max_rss_bytes, account.cpu_s
+    return {'slurm_job_id': account.job_id, 'job_step': account.name, 'state': account.state,
+            'exit_code': account.exit_code, 'elapsed': format_elapsed(account.elapsed_s),
+            'max_rss': '-' if size is None else report_memory(size),
+            'cpu_time': '-' if cpu_s is None else format_elapsed(cpu_s), 'nodes': account.node_list}
+
+
+def save_accounts(output_dir: str, accounts: Sequence[JobAccount]) -> None:
+    """Write sacct_ID.json for each allocation."""
+    for job_id in sorted({account.job_id for account in accounts}):
+        rows = [dict(zip(JobAccount._fields, account)) for account in accounts if account.job_id == job_id]
+        path = os.path.join(output_dir, f'sacct_{job_id}.json')
+        with writing(path, '--output-dir'):
+            write_atomically(path, format_json({'slurm_job_id': job_id, 'rows': rows}).encode(), 0o666)
+
+
+def cmd_slurm_usage(session: Session, args: Arguments) -> int:
+    """The time of nodes and CPUs that a workflow's allocations took, over all their runs."""
+    workflow_id = choose_workflow(session, args)
+    job_ids = list_allocations(session, workflow_id)
+    accounts = ask_accounts(session, workflow_id, job_ids) if job_ids else []
+    whole = [account for account in accounts if not account.step]
+    node_s = sum(account.elapsed_s * (account.num_nodes or 1) for account in whole)
+    cpu_s = sum(account.cpu_s or 0.0 for account in whole)
+    nodes = {account.job_id: account.num_nodes or 0 for account in whole}
+    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in nodes]
+    answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids),
+              'total_nodes': sum(nodes.values()), 'total_node_time': format_elapsed(node_s),
+              'total_node_time_seconds': round(node_s), 'total_cpu_time': format_elapsed(cpu_s),
+              'total_cpu_time_seconds': round(cpu_s)}
+    if errors:
+        answer['errors'] = errors
+    lines = [f'Workflow ID: {workflow_id}', f'Slurm jobs:  {len(job_ids)}',
+             f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
+             f"CPU time:    {answer['total_cpu_time']}", *errors]
+    session.answer(answer, format_lines(lines))
+    return 0
+
+
+# -------- errors in what Slurm and jobs wrote --------
+
+SLURM_OUTPUT_NAME = Expression(r'(?:\A|/)slurm_output_wf[0-9]+_sl([0-9]+)\.[oe]\Z')
+# Where a line names another job than its file does: messages of slurmstepd, srun and slurmctld.
+NAMED_SLURM_JOB = Expression(r'(?:\bStepId=|\bJobId=|\bSLURM_JOB_ID=|\*\*\* (?:JOB|STEP) |'
+                             r'\b[Ss]lurm job (?:ID )?|\bbatch job )([0-9]+)\b')
+NAMED_NODE = Expression(r'\bON (\S+) (?:CANCELLED|FAILED)|\bNode failure on ([\w.-]+)|'
+                        r'\bslurmstepd-([\w.-]+):|\bsrun: error: ([\w.-]+): task|'
+                        r'\bfailed on node ([\w.-]+):')
+
+
+class SlurmJobs:
+    """Which job of a workflow ran in which Slurm job."""
+
+    def __init__(self, session: Session, workflow_id: int) -> None:
+        self.of_slurm_job = {}      # type: Dict[str, List[Dict[str, Any]]]
+        self.of_job = {}            # type: Dict[int, Set[str]]
+        self.names = {}             # type: Dict[int, str]
+        for item in session.items('get_slurm_job_correlations', workflow_id=workflow_id):
+            job = {'job_id': item['job_id'], 'job_name': item['job_name']}
+            self.of_slurm_job.setdefault(item['slurm_job_id'], []).append(job)
+            self.of_job.setdefault(item['job_id'], set()).add(item['slurm_job_id'])
+            self.names[item['job_id']] = item['job_name']
+        self.of_attempt = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('slurm_job_id')
+                           for item in session.items('list_slurm_stats', workflow_id=workflow_id)}
+
+    def describe(self, name: str, finding: Finding) -> Dict[str, Any]:
+        """A finding in a file, with the keys of Torc's JSON."""
+        output, stdio = SLURM_OUTPUT_NAME.search(name), STDIO_FILE_NAME.search(name)
+        named, node = NAMED_SLURM_JOB.search(finding.text), NAMED_NODE.search(finding.text)
+        slurm_job, affected = named.group(1) if named else output.group(1) if output else None, None
+        if stdio:
+            key = tuple(map(int, stdio.groups()))
+            slurm_jobs = self.of_job.get(key[0], set())
+            slurm_job = slurm_job or self.of_attempt.get(key) or (
+                next(iter(slurm_jobs)) if len(slurm_jobs) == 1 else None)
+            affected = [{'job_id': key[0], 'job_name': self.names.get(key[0])}]
+        return {'file': name, 'slurm_job_id': slurm_job or 'unknown', 'line_number': finding.line,
+                'line': finding.text, 'pattern_description': finding.kind.name,
+                'severity': 'error' if finding.kind.is_error else 'warning',
+                'node': next(filter(None, node.groups()), None) if node else None,
+                'affected_jobs': self.of_slurm_job.get(slurm_job, []) if affected is None else affected}
+
+
+def cmd_slurm_parse_logs(session: Session, args: Arguments) -> int:
+    """Look for errors in what a workflow's allocations and jobs wrote."""
+    path = args['path']
+    workflow_id = choose_logged_workflow(path, args['workflow_id']) if args['workflow_id'] is None \
+        else args['workflow_id']
+    job_ids = list_allocations(session, workflow_id)
+    if not job_ids:
+        message = f'{NO_ALLOCATIONS} for this workflow'
+        session.answer({'workflow_id': workflow_id, 'output_dir': path, 'message': message, 'total_issues': 0,
+                        'errors': 0, 'warnings': 0, 'issues': []},
+                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
+        return 0
+    files = [(name, read_findings(file)) for name, file in open_logs(session, path, workflow_id)
+             if is_slurm_log(name, job_ids)]
+    jobs, counts = SlurmJobs(session, workflow_id), collections.Counter()   # type: SlurmJobs, Any
+    counts.update(kind.is_error for _, found in files for kind in ERROR_CLASSES
+                  for _ in range(found.counts[kind.name]))
+    if args['errors_only']:
+        counts[False] = 0
+    issues = [jobs.describe(name, finding) for name, found in files for finding in found.kept
+              if finding.kind.is_error or not args['errors_only']]
+    answer = {'workflow_id': workflow_id, 'output_dir': path, 'slurm_jobs_count': len(job_ids),
+              'files_scanned': len(files), 'total_issues': sum(counts.values()), 'errors': counts[True],
+              'warnings': counts[False], 'issues': issues}
+    session.answer(answer, format_issues(answer))
+    return 0
+
+
+def is_slurm_log(name: str, job_ids: Sequence[str]) -> bool:
+    """Whether a log is one of these allocations, or of a job."""
+    output = SLURM_OUTPUT_NAME.search(name)
+    return output.group(1) in job_ids if output else bool(STDIO_FILE_NAME.search(name))
+
+
+def format_issues(answer: Dict[str, Any]) -> str:
+    """Errors in logs, by Slurm job, for people."""
+    lines = [f"Files scanned: {answer['files_scanned']}, of {answer['slurm_jobs_count']} Slurm jobs"]
+    issues = answer['issues']
+    for slurm_job in dict.fromkeys(issue['slurm_job_id'] for issue in issues):
+        lines += ['', f'Slurm job {slurm_job}:']
+        for issue in issues:
+            if issue['slurm_job_id'] == slurm_job:
+                mark = 'ERROR' if issue['severity'] == 'error' else 'WARN'
+                node = f" on {issue['node']}" if issue['node'] else ''
+                lines += [f"  [{mark}] {issue['pattern_description']}{node}: {issue['line']}",
+                          f"      {issue['file']}:{issue['line_number']}"]
+    more = answer['total_issues'] - len(issues)
+    lines += ['', f'and {more} more, in the same files'] if more > 0 else []
+    lines += ['', f"{answer['errors']} errors, {answer['warnings']} warnings"]
+    return format_lines(lines)
+
+
 # ======== 20e. Clusters: commands that plan allocations ========
 #
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
@@ -26953,6 +27975,21 @@ COMMANDS = (
         Argument('PATH', '', "a bundle, or the output directory of a runner"),
         Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id)),
         f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
+    Command('slurm sacct', cmd_slurm_sacct, "show what Slurm's accounting says of a workflow's allocations", (
+        ASKED_WF,
+        Argument('-o --output-dir', 'DIR', 'where --save-json puts its files', default=DEFAULT_OUTPUT_DIR),
+        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')), 'slurm sacct 1'),
+    Command('slurm stats', cmd_slurm_stats, "list what Slurm's accounting said of each attempt", (
+        Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id'),
+        Argument('--job-id', 'N', 'only of this job', parse_id),
+        Argument('--run-id', 'N', 'only of this run', at_least(0)),
+        Argument('--attempt-id', 'N', 'only of this attempt', at_least(1))), 'slurm stats 1'),
+    Command('slurm usage', cmd_slurm_usage, "sum up the node and CPU time of a workflow's allocations", (
+        ASKED_WF,), 'slurm usage 1'),
+    Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in what allocations and jobs wrote', (
+        Argument('PATH', '', 'output directory of the runners'),
+        Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id),
+        Argument('--errors-only', '', 'no warnings')), f'slurm parse-logs {DEFAULT_OUTPUT_DIR} -w 1'),
     Command('plot-resources', cmd_plot_resources, 'draw what a monitor has sampled, as pages for a browser', (
         Argument('DB', '', 'databases resource_metrics_*.db of runners', count='+', key='databases'),
         Argument('-o --output-dir', 'DIR', 'where to put the pages', default='.'),
