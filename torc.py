@@ -2264,6 +2264,73 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     return reader.read(parts[0].start, parts[0].is_inline), text, reader.positions
 
 
+# -------- writing --------
+
+# Words that are text in every YAML, 1.1 too, without quotes: no number, no indicator, no ': ' or ' #'.
+PLAIN_WORDS = Expression(r'[A-Za-z_/](?:[A-Za-z0-9_./+=@$,-]|[ ](?=[A-Za-z0-9_./+=@$-]))*\Z')
+TEXT_LIKE_VALUES = frozenset('true false null yes no on off y n'.split())
+LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
+
+
+def format_yaml(value: Any) -> str:
+    """A value of dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
+    return ''.join(line + '\n' for line in yaml_lines(value, ''))
+
+
+def yaml_lines(value: Any, indent: str) -> Iterator[str]:
+    """The lines of a dict or list; of anything else the one line."""
+    if value and isinstance(value, dict):
+        for key, item in value.items():
+            yield from yaml_entry(f'{indent}{yaml_scalar(str(key))}:', item, indent + '  ')
+    elif value and isinstance(value, list):
+        for item in value:
+            if item and isinstance(item, (dict, list)):     # its first line stands behind the dash
+                lines = yaml_lines(item, indent + '  ')
+                yield f'{indent}- {next(lines)[len(indent) + 2:]}'
+                yield from lines
+            else:
+                yield from yaml_entry(f'{indent}-', item, indent + '  ')
+    else:
+        yield indent + yaml_scalar(value)
+
+
+def yaml_entry(before: str, item: Any, indent: str) -> Iterator[str]:
+    """An entry of a dict or list: what it holds stands behind `before`, or in the lines below."""
+    if item and isinstance(item, (dict, list)):
+        yield before
+        yield from yaml_lines(item, indent)
+    elif isinstance(item, str) and '\n' in item.rstrip('\n') and is_literal(item):
+        yield f"{before} |{'' if item.endswith(chr(10)) else '-'}"
+        for line in item.splitlines():
+            yield indent + line if line else ''
+    else:
+        yield f'{before} {yaml_scalar(item)}'
+
+
+def is_literal(text: str) -> bool:
+    """Whether a text of several lines can stand as it is: nothing invisible in it, no blanks at its begin."""
+    return bool(LITERAL_LINES.match(text)) and not text.endswith('\n\n') and all(
+        character.isprintable() for character in text.replace('\n', ''))
+
+
+def yaml_scalar(value: Any) -> str:
+    """Anything without lines below it."""
+    if isinstance(value, str):
+        if PLAIN_WORDS.match(value) and value.lower() not in TEXT_LIKE_VALUES:
+            return value
+        quoted = json.dumps(value, ensure_ascii=False)
+        return ''.join(character if character.isprintable() else f'\\U{ord(character):08x}'
+                       for character in quoted)
+    if isinstance(value, bool) or value is None or not isinstance(value, (int, float)):
+        return json.dumps(value)    # {} and [] among them
+    raw = getattr(value, 'raw', '')
+    if raw and load_yaml(raw)[0] == value:      # in YAML the source text is this number, too
+        return raw
+    if isinstance(value, float) and not math.isfinite(value):
+        return '.nan' if value != value else '.inf' if value > 0 else '-.inf'
+    return repr(float(value) if isinstance(value, float) else int(value))
+
+
 # ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
 #
 # The standard library reads JSON, with the numbers and limits of this file. Json5Reader reads the rest:
@@ -19397,7 +19464,7 @@ def parse_gres(text: str) -> Tuple[int, str]:
     return sum(int(match.group(2) or 1) for match in entries), types.pop() if len(types) == 1 else ''
 
 
-def parse_time_limit(text: str) -> Optional[int]:
+def parse_partition_limit(text: str) -> Optional[int]:
     """A partition's longest time from sinfo's %l -> seconds; None for what is none, such as n/a."""
     if text.strip().lower() in ('infinite', 'unlimited'):
         return NO_TIME_LIMIT_S
@@ -19431,7 +19498,7 @@ def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: 
     """
     found = {}
     for name, cpus, memory, limit, gres, _ in read_slurm_rows(sinfo, 6):
-        num_cpus, memory_mb, limit_s = parse_least(cpus), parse_least(memory), parse_time_limit(limit)
+        num_cpus, memory_mb, limit_s = parse_least(cpus), parse_least(memory), parse_partition_limit(limit)
         is_default, name = name.endswith('*'), name.rstrip('*')
         record = records.get(name, {})
         if not name or None in (num_cpus, memory_mb, limit_s) or record.get('State', 'UP') != 'UP':
@@ -19722,10 +19789,13 @@ def count_allocations(partition: Partition, walltime_s: int,
 def size_request(partition: Partition, num_allocations: int,
                  demands: Sequence[Tuple[ResourceClass, int]]) -> Tuple[int, int, int]:
     """CPUs, megabytes and GPUs to ask for of each node."""
-    whole = (partition.cpus_per_node, partition.memory_mb,
-             partition.gpus if any(needs.num_gpus for needs, _ in demands) else 0)
+    gpus = partition.gpus if any(needs.num_gpus for needs, _ in demands) else 0
+    whole = (partition.cpus_per_node, partition.memory_mb, gpus)
     if not partition.shared:
-        return whole
+        # Whole gigabytes, as Torc asks for, where they hold as many jobs.
+        smaller = partition._replace(memory_mb=partition.memory_mb // 1024 * 1024)
+        is_enough = all(smaller.node.count(needs) == partition.node.count(needs) for needs, _ in demands)
+        return whole if not is_enough else (partition.cpus_per_node, smaller.memory_mb, gpus)
     wanted = [0, RUNNER_MEMORY_MB, 0]
     for needs, count in demands:
         at_once = min(jobs_side_by_side(partition, needs), -(-count // num_allocations))
@@ -19850,6 +19920,19 @@ def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict
     return stages
 
 
+def find_levels(graph: JobGraph) -> List[int]:
+    """How many jobs stand before each in its longest chain of prerequisites."""
+    waiting = {}    # set -> its jobs
+    for job, number in enumerate(graph.set_numbers):
+        waiting.setdefault(number, []).append(job)
+    levels = [0] * len(graph.names)
+    for members, jobs in order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()]):
+        level = max([levels[member] + 1 for member in members] or [0])
+        for job in jobs:
+            levels[job] = level
+    return levels
+
+
 def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitions: Sequence[Partition],
                      options: PlanOptions = PlanOptions()) -> AllocationPlan:
     """Schedulers for all jobs, in the order of their first jobs."""
@@ -19958,7 +20041,8 @@ def planned_graph(plan: Plan) -> Tuple[JobGraph, List[ResourceClass]]:
                for resources, _, _, labels in body['kinds']]
     set_numbers, sets = planned_prerequisites(body)
     jobs = body['jobs']
-    return JobGraph([job.name for job in jobs], [by_kind[job.kind] for job in jobs], set_numbers, sets), classes
+    class_numbers = [by_kind[job.kind] for job in jobs]
+    return JobGraph([job.name for job in jobs], class_numbers, set_numbers, sets), classes
 
 
 def is_allocation(action: Any) -> bool:
@@ -20101,6 +20185,30 @@ def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> 
         if isinstance(value.get(name), list):
             value[name] = [rebase_block(block) for block in value[name]]
     return value
+
+
+def format_spec(value: Dict[str, Any], format: str) -> str:
+    """A workflow file as JSON, or else as YAML, which every reader of workflow files tries, too."""
+    if format not in ('json', 'json5'):
+        return format_yaml(value)
+    text = json.dumps(mark_numbers(value), ensure_ascii=False, indent=2)
+    return re.sub(r'"\\u0000([^"]*)\\u0000"', r'\1', text) + '\n'
+
+
+JSON_NUMBER = Expression(r'-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?\Z')
+
+
+def mark_numbers(value: Any) -> Any:
+    """A value whose numbers that were written otherwise than str() does are texts between zero characters.
+
+    1.10 in a field that takes text is to stay 1.10; texts of a workflow file cannot hold zero characters.
+    """
+    if isinstance(value, dict):
+        return {key: mark_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [mark_numbers(item) for item in value]
+    raw = getattr(value, 'raw', '')
+    return f'\0{raw}\0' if raw and JSON_NUMBER.match(raw) else value
 
 
 # ======== 14c. Submission: sbatch scripts, and how they become allocations ========
@@ -27292,7 +27400,413 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 # ======== 20e. Clusters: commands that plan allocations ========
 #
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
-# and submit nothing.
+# how full they are and when a job would start, and submit nothing.
+
+PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime:1, gpus=gpus:2, shared=shared:2, '
+                     'explicit=explicit:3')
+
+
+def hpc_config(session: Session) -> HpcConfig:
+    """Clusters of the user's configuration files; what could not be read is reported."""
+    config = read_config()
+    for note in config.notes:
+        session.report(f'warning: {note}')
+    return config
+
+
+def chosen_profile(session: Session, name: Optional[str]) -> Profile:
+    """The cluster that a command was given, or that this machine belongs to."""
+    return find_profile(name, hpc_config(session))
+
+
+def cmd_hpc_list(session: Session, args: Arguments) -> int:
+    """The clusters that are known without asking Slurm."""
+    rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
+             'detected': is_here(profile)} for profile in known_profiles(hpc_config(session))]
+    session.show_list(headings_of('name=name, display=display, partitions=partitions, detected=detected'), rows,
+                      f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
+    return 0
+
+
+def cmd_hpc_detect(session: Session, args: Arguments) -> int:
+    """The cluster that this machine belongs to; null if there is none."""
+    config = hpc_config(session)
+    found = next((profile for profile in known_profiles(config) if is_here(profile)), None)
+    if found is None and has_slurm_program('sinfo'):
+        try:
+            found = ask_for_profile()
+        except Refused as error:
+            session.report(error.message)
+    if found is None:
+        session.answer(None, 'No cluster is known here; see `hpc list`, and --profile\n')
+    else:
+        session.answer({'name': found.name, 'display_name': found.display_name,
+                        'description': found.description, 'partitions': len(found.partitions)},
+                       f'{found.name}: {found.display_name}\n')
+    return 0
+
+
+def partition_record(partition: Partition) -> Dict[str, Any]:
+    """A partition as JSON shows it."""
+    return dict(partition._asdict(), features=list(partition.features))
+
+
+def partition_row(partition: Partition) -> Dict[str, Any]:
+    """A partition as a list in JSON shows it."""
+    return {'name': partition.name, 'cpus': partition.cpus_per_node, 'memory_mb': partition.memory_mb,
+            'max_walltime_secs': partition.max_walltime_secs, 'gpus_per_node': partition.gpus_per_node,
+            'gpu_type': partition.gpu_type, 'shared': partition.shared,
+            'explicit': partition.requires_explicit_request}
+
+
+def partition_cells(partition: Partition) -> Dict[str, Any]:
+    """A partition as a table shows it."""
+    gpus = f"{partition.gpus} {partition.gpu_type or ''}".rstrip() if partition.gpus else None
+    return dict(partition_row(partition), walltime=format_walltime(partition.max_walltime_secs), gpus=gpus,
+                memory=format_memory(partition.node.memory_bytes))
+
+
+def cmd_hpc_show(session: Session, args: Arguments) -> int:
+    """Everything that is known of a cluster."""
+    profile = chosen_profile(session, args['name'])
+    value = dict(profile._asdict(), detection=list(profile.detection),
+                 partitions=[partition_record(partition) for partition in profile.partitions])
+    order = ('name', 'display_name', 'description', 'detection', 'default_account', 'partitions',
+             'charge_factor_cpu', 'charge_factor_gpu', 'metadata')
+    value = {key: value[key] for key in order}
+    if session.format == 'json':
+        session.show_json(value)
+        return 0
+    session.show(format_record({key: value[key] for key in order[:3] + order[4:5]}) + '\n')
+    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
+                      'partitions')
+    return 0
+
+
+def cmd_hpc_partitions(session: Session, args: Arguments) -> int:
+    """The partitions of a cluster."""
+    found = [partition for partition in chosen_profile(session, args['name']).partitions
+             if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
+    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions',
+                      list(map(partition_row, found)))
+    return 0
+
+
+def cmd_hpc_match(session: Session, args: Arguments) -> int:
+    """The partitions that can run a job, and the one that would be chosen."""
+    partitions = chosen_profile(session, args['name']).partitions
+    needs = ResourceClass('', args['cpus'] or 1, args['memory'] or 0, args['gpus'] or 0, 1,
+                          args['walltime'] or 0)
+    found, best = fitting_partitions(partitions, needs), choose_partition(partitions, needs)
+    value = {'requirements': {'cpus': args['cpus'], 'walltime_secs': args['walltime'], 'gpus': args['gpus'],
+                              'memory_mb': None if args['memory'] is None else needs.memory_mb},
+             'matching_partitions': list(map(partition_record, found)),
+             'best_partition': None if best is None else partition_record(best)}
+    if session.format == 'json':
+        session.show_json(value)
+    elif best is None:
+        session.show(f'No partition fits: {explain_misfit(partitions, needs)}\n')
+    else:
+        session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions')
+        session.show(f'Best: {best.name}\n')
+    return 0
+
+
+def cmd_hpc_generate(session: Session, args: Arguments) -> int:
+    """This cluster, asked for with sinfo, as an entry of a configuration file."""
+    profile = ask_for_profile()
+    partitions = [partition for partition in profile.partitions
+                  if not (args['skip_stdby'] and partition.name.endswith('-stdby'))]
+    domain = socket.getfqdn().partition('.')[2]
+    entry = {'display_name': args['display_name'] or profile.display_name,
+             'detect_hostname': re.escape(domain) + '$' if '.' in domain else None,
+             'partitions': [{key: value for key, value in partition_record(partition).items()
+                             if value not in (None, '', [])} for partition in partitions]}
+    name = args['name'] or re.sub('[^a-z0-9_-]+', '-', profile.name.lower())
+    entry = {key: value for key, value in entry.items() if value is not None}
+    path = args['output']
+    format = FORMATS.get(os.path.splitext(path or '.toml')[1].lower(), 'toml')
+    value = {'client': {'hpc': {'custom_profiles': {name: entry}}}}
+    text = format_toml_profile(name, entry) if format == 'toml' else format_spec(value, format)
+    if path:
+        write_result(path, text)
+        session.inform(f'Wrote profile {name} with {len(partitions)} partitions to {path}')
+    else:
+        session.show(text)
+    if format == 'toml' and tomllib is None:
+        session.report('warning: this Python cannot read TOML itself (3.11 can): for it, write '
+                       '-o ~/.config/torc/config.yaml')
+    return 0
+
+
+def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
+    """A configured cluster as TOML (its basic strings take what JSON's do)."""
+    def pair(key: str, value: Any) -> str:
+        return f'{key} = {json.dumps(value)}'
+    table = 'client.hpc.custom_profiles.' + (name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name))
+    lines = [f'[{table}]'] + [pair(key, value) for key, value in entry.items() if key != 'partitions']
+    for partition in entry['partitions']:
+        lines += ['', f'[[{table}.partitions]]', *(pair(key, value) for key, value in partition.items())]
+    return '\n'.join(lines) + '\n'
+
+
+def write_result(path: str, text: str) -> None:
+    """A file that the user asked for."""
+    try:
+        write_atomically(path, text.encode('utf-8', 'backslashreplace'), 0o666 & ~current_umask())
+    except OSError as error:
+        raise BadInput(f'cannot write {path}: {error.strerror}') from None
+
+
+# -------- slurm generate --------
+
+
+def plan_options(args: Arguments) -> PlanOptions:
+    """How allocations are planned, from the command line."""
+    return PlanOptions(args['group_by'], args['walltime_strategy'], args['walltime_multiplier'],
+                       bool(args.get('single_allocation')))
+
+
+def read_for_slurm(session: Session, args: Arguments, *, replaces: bool, has_actions: bool
+                   ) -> Tuple[GeneratedSpec, Profile, str, Document]:
+    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
+
+    Warnings are reported.
+    """
+    path = '' if args['spec'] == '-' else args['spec']
+    document = read_document(read_input(session, args['spec']), path)
+    config = hpc_config(session)
+    profile = find_profile(args['profile'], config)
+    defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
+    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
+    partitions = profile.partitions
+    if args.get('partition'):
+        partitions = [partition for partition in partitions if partition.name == args['partition']]
+        if not partitions:
+            names = dict.fromkeys(partition.name for partition in profile.partitions)
+            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
+                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
+    options = GenerateOptions(plan_options(args), account, replaces, has_actions, bool(args['skip_checks']),
+                              args['max_instances'] or MAX_INSTANCES)
+    try:
+        made = generate_spec(document, spec_directory(path), partitions, options)
+    except BadInput as error:
+        error.problems = [placed(problem, path) for problem in error.problems]
+        raise
+    for warning in made.warnings[:PROBLEMS_SHOWN]:
+        session.report(f'warning: {placed(warning, path)}')
+    return made, profile, account, document
+
+
+def spec_directory(path: str) -> str:
+    """Directory of a workflow file, which its tables are looked for in."""
+    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+
+
+def cmd_slurm_generate(session: Session, args: Arguments) -> int:
+    """Put Slurm schedulers, and actions that submit them, into a workflow file."""
+    made, profile, _, document = read_for_slurm(session, args, replaces=args['overwrite'],
+                                                has_actions=not args['no_actions'])
+    summary = {'dry_run': bool(args['dry_run']), 'scheduler_count': len(made.schedulers),
+               'action_count': len(made.actions), 'profile_name': profile.name,
+               'profile_display_name': profile.display_name, 'slurm_schedulers': made.schedulers,
+               'actions': made.actions, 'warnings': [str(warning) for warning in made.warnings]}
+    if args['dry_run']:
+        session.answer(summary, format_generated(made, profile))
+        return 0
+    session.inform(*format_generated(made, profile).splitlines())
+    path = args['output']
+    directory = os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+    source = '' if args['spec'] == '-' else args['spec']
+    value = rebase_tables(made.value, spec_directory(source), directory)
+    if path:
+        format = FORMATS.get(os.path.splitext(path)[1].lower(), document.format)
+        write_result(path, format_spec(value, format))
+        session.announce(dict(summary, output=path), f'Wrote {path}; submit it with: '
+                         + command_line(session, 'submit', path))
+    else:
+        session.show(format_spec(value, 'json' if session.format == 'json' else document.format))
+    return 0
+
+
+def format_generated(made: GeneratedSpec, profile: Profile) -> str:
+    """The plan for people: a scheduler, what it asks for, and what it is for."""
+    lines = [f'Schedulers for {profile.display_name}:']
+    for scheduler in made.plan.schedulers:
+        gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
+        nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
+        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} of '
+                     f'{scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
+                     f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
+        if made.actions:
+            lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
+                      + first_of([made.graph.names[job] for job in stage.gates], 3)
+                      for stage in scheduler.stages]
+    return format_lines(lines)
+
+
+# -------- slurm plan-allocations --------
+#
+#   sinfo -e -h -o '%P|%T|%D' -p main          main*|idle|3          states may end in *, ~, #, ! (sinfo(1))
+#   squeue -h -o '%P|%T|%D' -p main            main|PENDING|2        all users'
+#   sbatch --test-only ...                     sbatch: Job 12 to start at 1795253334 using 4 processors ...
+
+IDLE_NODES, BUSY_NODES, LOST_NODES = ('idle',), ('mix', 'alloc', 'comp'), ('down', 'drain', 'fail', 'unk')
+START_TIME = Expression(r'to start at (\S+)')
+PARALLEL_STARTS = 10        # of many small allocations, as many are thought to wait one after another; Torc's
+
+
+def count_nodes(text: str) -> Dict[str, Dict[str, int]]:
+    """Output of sinfo (%P|%T|%D) -> nodes of each partition: in all, idle, mixed, allocated, lost."""
+    counts = {}     # type: Dict[str, Dict[str, int]]
+    for name, state, nodes in read_slurm_rows(text, 3):
+        number = parse_least(nodes)
+        if number is not None:
+            row = counts.setdefault(name.rstrip('*'), collections.Counter())
+            row['total_nodes'] += number
+            for key, words in (('idle_nodes', IDLE_NODES), ('mixed_nodes', BUSY_NODES[:1]),
+                               ('allocated_nodes', BUSY_NODES[1:]), ('down_nodes', LOST_NODES)):
+                row[key] += number * (state.lower().startswith(words) and not state.endswith('*'))
+    return counts
+
+
+def count_queue(text: str) -> Dict[str, Dict[str, int]]:
+    """Output of squeue (%P|%T|%D) -> jobs and nodes that wait and run in each partition."""
+    counts = {}     # type: Dict[str, Dict[str, int]]
+    for names, word, nodes in read_slurm_rows(text, 3):
+        state, number = SLURM_STATES.get(parse_slurm_state(word)), parse_least(nodes)
+        if state is not None and number is not None and not state.is_ended:
+            kind = 'pending' if state.is_pending else 'running'
+            for name in names.split(','):       # a job that waits may name several
+                row = counts.setdefault(name, collections.Counter())
+                row[f'{kind}_jobs'] += 1
+                row[f'{kind}_nodes'] += number
+    return counts
+
+
+STATE_KEYS = ('total_nodes', 'idle_nodes', 'mixed_nodes', 'allocated_nodes', 'down_nodes', 'pending_jobs',
+              'pending_nodes', 'running_jobs', 'running_nodes')
+
+
+def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
+    """How full partitions are, by one call of sinfo and one of squeue."""
+    listed = ','.join(names)
+    nodes = ask_slurm(slurm_argv('sinfo', '-e', '-h', '-o', '%P|%T|%D', '-p', listed))
+    if nodes.code:
+        raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; plan without it '
+                      'with --offline')
+    queue = ask_slurm(slurm_argv('squeue', '-h', '-o', '%P|%T|%D', '-p', listed))
+    counts, waiting = count_nodes(nodes.out), count_queue(queue.out)
+    return [{'partition': name, **{key: {**counts.get(name, {}), **waiting.get(name, {})}.get(key, 0)
+                                   for key in STATE_KEYS}} for name in names]
+
+
+def parse_start(reply: Reply) -> Optional[float]:
+    """When sbatch --test-only says that a job would start, which it says on stderr; None if it cannot."""
+    text = reply.err + reply.out
+    if reply.code or 'error:' in text or 'Unable to allocate' in text:
+        return None
+    match = START_TIME.search(text)
+    return parse_slurm_instant(match.group(1)) if match else None
+
+
+def probe_start(block: Dict[str, Any], num_nodes: int) -> Optional[int]:
+    """Seconds until an allocation of so many nodes would start; None if Slurm does not say."""
+    words = [f"--account={block['account']}", f'--nodes={num_nodes}', f"--time={block['walltime']}",
+             f"--partition={block['partition']}", f"--mem={block['mem']}",
+             f"--ntasks-per-node={block['ntasks_per_node']}"]
+    words += [f'--{key}={block[key]}' for key in ('qos', 'gres') if key in block]
+    at = parse_start(ask_slurm(slurm_argv('sbatch', '--test-only', *words, '--wrap', 'hostname')))
+    return None if at is None else max(0, round(at - time.time()))
+
+
+class Advice(Row):
+    """How many allocations of how many nodes to ask for."""
+    num_allocations: int
+    nodes: int
+    strategy: str
+    reason: str
+
+
+def advise(made: PlannedScheduler, state: Optional[Dict[str, Any]]) -> Advice:
+    """One large allocation, many small ones, or some between: by the nodes that are idle, as Torc decides."""
+    n, width = made.num_allocations, made.nodes
+    shown = f"{n} allocations x {width} node{'s' if width > 1 else ''}"
+    if state is None:
+        return Advice(n, width, 'default', f'Offline mode: {shown} (ideal from workflow analysis)')
+    if n <= 1:
+        return Advice(n, width, 'single', 'one allocation is enough')
+    idle = state['idle_nodes'] // width
+    pressure = state['pending_nodes'] / max(1, state['total_nodes'])
+    facts = (f"{state['idle_nodes']} of {state['total_nodes']} nodes are idle, jobs wait for "
+             f"{state['pending_nodes']}")
+    if idle >= n and pressure < 0.5:
+        return Advice(1, n * width, 'single', f'{facts}: all nodes can start at once')
+    if idle < (n + 2) // 3 or pressure > 2:
+        return Advice(n, width, 'many-small', f'{facts}: small allocations start sooner')
+    chunk = max(2, min(idle // 2, 8, n // 2))
+    return Advice(-(-n // chunk), chunk * width, 'chunked', f'{facts}: some nodes at a time')
+
+
+def compare_probes(advice: Advice, made: PlannedScheduler, small_s: Optional[int],
+                   large_s: Optional[int]) -> Advice:
+    """The advice after Slurm has said when one small allocation, and when one of all nodes, would start."""
+    if small_s is None or large_s is None:
+        return advice
+    n = made.num_allocations
+    last_small_s = small_s * min(n, PARALLEL_STARTS) + made.walltime_s
+    if large_s + made.walltime_s <= last_small_s:
+        return Advice(1, n * made.nodes, 'single', f'by sbatch --test-only one large allocation starts in '
+                      f'{large_s} s, a small one in {small_s} s')
+    if advice.strategy == 'single':
+        return advice
+    return advice._replace(reason=f'{advice.reason}; sbatch --test-only agrees')
+
+
+def cmd_plan_allocations(session: Session, args: Arguments) -> int:
+    """Recommend how many allocations of how many nodes a workflow should ask for now."""
+    made, profile, account, _ = read_for_slurm(session, args, replaces=True, has_actions=False)
+    names = list(dict.fromkeys(scheduler.partition.name for scheduler in made.plan.schedulers))
+    states = [] if args['offline'] else ask_cluster_state(names)
+    by_name = {state['partition']: state for state in states}
+    recommendations, groups = [], []
+    for scheduler, block in zip(made.plan.schedulers, made.schedulers):
+        partition, walltime = scheduler.partition.name, format_walltime(scheduler.walltime_s)
+        group = ', '.join(made.classes[number].name for number in scheduler.class_numbers)
+        advice, estimates = advise(scheduler, by_name.get(partition)), None
+        if states and scheduler.num_allocations > 1 and not args['skip_test_only']:
+            waits = [probe_start(block, count * scheduler.nodes) for count in (1, scheduler.num_allocations)]
+            advice = compare_probes(advice, scheduler, *waits)
+            estimates = {'small_wait_seconds': waits[0], 'large_wait_seconds': waits[1]}
+        row = {'group_name': group, 'partition': partition, 'num_allocations': advice.num_allocations,
+               'nodes_per_allocation': advice.nodes, 'total_nodes': advice.num_allocations * advice.nodes,
+               'strategy': advice.strategy, 'reason': advice.reason, 'walltime': walltime,
+               'job_count': len(scheduler.jobs)}
+        recommendations.append(row if estimates is None else dict(row, sbatch_estimates=estimates))
+        groups.append({'name': group, 'partition': partition, 'job_count': len(scheduler.jobs),
+                       'walltime': walltime, 'ideal_nodes': scheduler.num_allocations * scheduler.nodes})
+    analysis = analyze_graph(made.graph, len(groups))
+    value = {'workflow_analysis': analysis, 'cluster_state': states, 'recommendations': recommendations,
+             'warnings': [str(warning) for warning in made.warnings], 'resource_groups': groups,
+             'profile_name': profile.name, 'profile_display_name': profile.display_name, 'account': account}
+    lines = [f"{analysis['total_jobs']} jobs in {analysis['dependency_depth']} levels, at most "
+             f"{analysis['max_parallelism']} at once, on {profile.display_name}", '']
+    for row in recommendations:
+        lines += [f"{row['group_name']}: {row['job_count']} jobs, {row['num_allocations']} x "
+                  f"{row['nodes_per_allocation']} nodes of {row['partition']} for {row['walltime']} "
+                  f"({row['strategy']})", f"    {row['reason']}"]
+    session.answer(value, format_lines(lines))
+    return 0
+
+
+def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
+    """How deep and how wide a workflow is."""
+    levels = find_levels(graph)
+    widths = collections.Counter(levels)
+    widest = max(sorted(widths), key=widths.__getitem__, default=0)
+    return {'total_jobs': len(graph.names), 'total_instances': len(graph.names),
+            'dependency_depth': len(widths), 'max_parallelism': widths[widest] if widths else 0,
+            'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
 # ======== 20f. Service: commands of those who run a server, and `install` ========
@@ -27648,6 +28162,11 @@ def parse_factor(text: str) -> float:
     return value
 
 
+def parse_time_span(text: str) -> int:
+    """A walltime as sbatch takes it, or as people write it -> seconds."""
+    return parse_walltime(normalize_walltime(text))
+
+
 def parse_percent(text: str) -> float:
     """Percent, without the sign."""
     try:
@@ -27782,6 +28301,24 @@ REQUIREMENT_OPTIONS = (
     Argument('--num-nodes', 'N', 'nodes', at_least(1)),
     Argument('-m --memory', 'MEMORY', 'memory, such as 2g or 512MB', normalize_memory),
     Argument('-r --runtime', 'DURATION', 'longest run time, such as 30m or PT30M', normalize_duration),
+)
+CLUSTER = Argument('NAME', '', f'name of its profile, or {LIVE_PROFILE}: ask sinfo (default: this cluster)',
+                   count='?')
+PLANNED_SPEC = (
+    Argument('SPEC', '', 'workflow file, or - for stdin'),
+    Argument('-a --account', 'NAME', 'account to charge (default: account of its slurm_defaults)'),
+    Argument('--profile', 'NAME', f'the cluster, see `hpc list`, or {LIVE_PROFILE}: ask sinfo (default: this '
+             'cluster)'),
+)
+PLAN_OPTIONS = (
+    Argument('--group-by', 'WHAT', f"a scheduler for each {' or '.join(GROUPINGS)}", one_of(*GROUPINGS),
+             default=GROUPINGS[0]),
+    Argument('--walltime-strategy', 'WHICH', ' or '.join(WALLTIME_STRATEGIES), one_of(*WALLTIME_STRATEGIES),
+             default=WALLTIME_STRATEGIES[0]),
+    Argument('--walltime-multiplier', 'N', 'of the longest runtime of a job', parse_factor,
+             default=DEFAULT_WALLTIME_MULTIPLIER),
+    Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
+    SPEC_OPTIONS[1],
 )
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
@@ -28186,6 +28723,42 @@ COMMANDS = (
         lists('list_job_user_data_relationships', JOB_DATA_COLUMNS, 'job user data relationships'),
         'list the jobs that write and read each piece of user data', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-user-data 1', True),
+
+    Command('slurm generate', cmd_slurm_generate,
+        'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
+        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, in the format of its name (default: '
+                                'to stdout, in the format that was read)'),
+        Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
+        Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
+        Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
+        Argument('--dry-run', '', 'only show the schedulers and actions'), *PLAN_OPTIONS),
+        'slurm generate --account acct --profile kestrel examples/resources.yaml'),
+    Command('slurm plan-allocations', cmd_plan_allocations,
+        'recommend how many allocations of how many nodes a workflow file should ask for now', (
+        *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
+        Argument('--offline', '', 'do not ask Slurm how full it is'),
+        Argument('--skip-test-only', '', 'do not ask sbatch when allocations would start'), *PLAN_OPTIONS),
+        'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml'),
+
+    Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', (), 'hpc list', True),
+    Command('hpc detect', cmd_hpc_detect, 'show which cluster this is', (), 'hpc detect'),
+    Command('hpc show', cmd_hpc_show, 'show a cluster and its partitions',
+        (CLUSTER._replace(count='1'),), 'hpc show kestrel'),
+    Command('hpc partitions', cmd_hpc_partitions, 'list the partitions of a cluster', (
+        CLUSTER, Argument('--gpu', '', 'only with GPUs'),
+        Argument('--shared', '', 'only where several jobs share a node')), 'hpc partitions kestrel --gpu', True),
+    Command('hpc match', cmd_hpc_match, 'list the partitions that can run a job, and the best of them', (
+        CLUSTER, Argument('--cpus', 'N', 'CPUs of a node', at_least(1)),
+        Argument('--memory', 'MEMORY', 'memory of a node, such as 8g', parse_size),
+        Argument('--walltime', 'TIME', 'HH:MM:SS, or such as 2h', parse_time_span),
+        Argument('--gpus', 'N', 'GPUs of a node', at_least(0))),
+        'hpc match kestrel --cpus 4 --memory 8g --walltime 01:00:00'),
+    Command('hpc generate', cmd_hpc_generate,
+        'ask Slurm for the partitions of this cluster, as an entry of a configuration file', (
+        Argument('-n --name', 'NAME', 'name of the profile (default: that of the cluster)'),
+        Argument('-d --display-name', 'TEXT', 'its name for people'),
+        Argument('-o --output', 'FILE', 'write it there; a name in .yaml or .json gives that format'),
+        Argument('--skip-stdby', '', 'leave out partitions whose names end in -stdby')), 'hpc generate'),
 
     Command('admin sql', cmd_admin_sql, "run an SQL statement on the server's database", (
         Argument('STATEMENT', '', 'SELECT, WITH or VALUES; with --write INSERT, REPLACE, UPDATE or DELETE',
