@@ -2264,6 +2264,73 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     return reader.read(parts[0].start, parts[0].is_inline), text, reader.positions
 
 
+# -------- writing --------
+
+# Words that are text in every YAML, 1.1 too, without quotes: no number, no indicator, no ': ' or ' #'.
+PLAIN_WORDS = Expression(r'[A-Za-z_/](?:[A-Za-z0-9_./+=@$,-]|[ ](?=[A-Za-z0-9_./+=@$-]))*\Z')
+TEXT_LIKE_VALUES = frozenset('true false null yes no on off y n'.split())
+LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
+
+
+def format_yaml(value: Any) -> str:
+    """A value of dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
+    return ''.join(line + '\n' for line in yaml_lines(value, ''))
+
+
+def yaml_lines(value: Any, indent: str) -> Iterator[str]:
+    """The lines of a dict or list; of anything else the one line."""
+    if value and isinstance(value, dict):
+        for key, item in value.items():
+            yield from yaml_entry(f'{indent}{yaml_scalar(str(key))}:', item, indent + '  ')
+    elif value and isinstance(value, list):
+        for item in value:
+            if item and isinstance(item, (dict, list)):     # its first line stands behind the dash
+                lines = yaml_lines(item, indent + '  ')
+                yield f'{indent}- {next(lines)[len(indent) + 2:]}'
+                yield from lines
+            else:
+                yield from yaml_entry(f'{indent}-', item, indent + '  ')
+    else:
+        yield indent + yaml_scalar(value)
+
+
+def yaml_entry(before: str, item: Any, indent: str) -> Iterator[str]:
+    """An entry of a dict or list: what it holds stands behind `before`, or in the lines below."""
+    if item and isinstance(item, (dict, list)):
+        yield before
+        yield from yaml_lines(item, indent)
+    elif isinstance(item, str) and '\n' in item.rstrip('\n') and is_literal(item):
+        yield f"{before} |{'' if item.endswith(chr(10)) else '-'}"
+        for line in item.splitlines():
+            yield indent + line if line else ''
+    else:
+        yield f'{before} {yaml_scalar(item)}'
+
+
+def is_literal(text: str) -> bool:
+    """Whether a text of several lines can stand as it is: nothing invisible in it, no blanks at its begin."""
+    return bool(LITERAL_LINES.match(text)) and not text.endswith('\n\n') and all(
+        character.isprintable() for character in text.replace('\n', ''))
+
+
+def yaml_scalar(value: Any) -> str:
+    """Anything without lines below it."""
+    if isinstance(value, str):
+        if PLAIN_WORDS.match(value) and value.lower() not in TEXT_LIKE_VALUES:
+            return value
+        quoted = json.dumps(value, ensure_ascii=False)
+        return ''.join(character if character.isprintable() else f'\\U{ord(character):08x}'
+                       for character in quoted)
+    if isinstance(value, bool) or value is None or not isinstance(value, (int, float)):
+        return json.dumps(value)    # {} and [] among them
+    raw = getattr(value, 'raw', '')
+    if raw and load_yaml(raw)[0] == value:      # in YAML the source text is this number, too
+        return raw
+    if isinstance(value, float) and not math.isfinite(value):
+        return '.nan' if value != value else '.inf' if value > 0 else '-.inf'
+    return repr(float(value) if isinstance(value, float) else int(value))
+
+
 # ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
 #
 # The standard library reads JSON, with the numbers and limits of this file. Json5Reader reads the rest:
@@ -2811,6 +2878,7 @@ class Plan(Row):
     warnings: List[Problem]
     summary: Dict[str, Any]     # what `create --dry-run` shows
     pending: List[Problem]      # one warning of what is not carried out yet, if anything
+    starts: Sequence[int]       # the first job of each entry under jobs
 
 
 # -------- fields --------
@@ -4980,7 +5048,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     if context.problems:
         raise_problems(context, summary)
     find_times(planner)
-    return Plan(body, context.warnings, summary, describe_pending(context.pending))
+    return Plan(body, context.warnings, summary, describe_pending(context.pending), planner.starts)
 
 
 def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) -> Plan:
@@ -5070,6 +5138,17 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
     return {'total_events': len(events), 'total_jobs': len(job_names),
             'root_events': [event['id'] for event in events if not event['depends_on_events']],
             'leaf_events': [event['id'] for event in events if not event['unlocks_events']], 'events': events}
+
+
+def planned_prerequisites(body: Dict[str, Any]) -> Tuple[List[int], List[List[int]]]:
+    """Which set of prerequisites each job of a plan has, and the sets: named, and through files and data."""
+    jobs, producers = body['jobs'], find_producers(body['jobs'])
+    numbers = {}    # type: Dict[Any, int]
+    set_numbers = [numbers.setdefault((job.dependencies, tuple(input_keys(job))), len(numbers))
+                   for job in jobs]
+    sets = [sorted(set(body['dependency_sets'][named] if named is not None else ()).union(
+        *(producers.get(key, ()) for key in inputs))) for named, inputs in numbers]
+    return set_numbers, sets
 
 
 def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[int], List[int]]]:
@@ -19207,12 +19286,1030 @@ def parse_slurm_state(text: str) -> str:
 #
 # A profile describes a cluster's partitions: their nodes, limits, and how they are chosen. Two are built in;
 # more stand in the user's configuration; else sinfo(1) and scontrol(1) are asked.
+#
+# Names of fields are the keys of Torc's JSON. A partition whose nodes differ has one row for each kind of
+# them, so that a job is planned for nodes that can take it: what is asked for leads Slurm to them.
+
+
+class Partition(Row):
+    """Nodes of one kind in a partition. None: not known, or no limit."""
+    name: str
+    description: str
+    cpus_per_node: int
+    memory_mb: int
+    max_walltime_secs: int
+    max_nodes: Optional[int]            # of one job
+    max_nodes_per_user: Optional[int]
+    min_nodes: Optional[int]            # of one job
+    gpus_per_node: Optional[int]
+    gpu_type: Optional[str]
+    gpu_memory_gb: Optional[int]
+    local_disk_gb: Optional[int]
+    shared: bool                        # a node runs jobs of several users; else a job gets whole nodes
+    requires_explicit_request: bool     # for a special use: chosen only where no other one fits
+    default_qos: Optional[str]
+    features: Sequence[str]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a node."""
+        return self.gpus_per_node or 0
+
+    @property
+    def is_auto_routed(self) -> bool:
+        """Whether it is for jobs of any kind."""
+        return not self.requires_explicit_request
+
+    @property
+    def node(self) -> Capacity:
+        """What one of its nodes has."""
+        return Capacity(self.cpus_per_node, self.memory_mb * MEGABYTE, self.gpus)
+
+
+class Profile(Row):
+    """A cluster. Each row of `detection` alone is enough to know it by."""
+    name: str
+    display_name: str
+    description: str
+    detection: Sequence[Dict[str, str]]     # type env_var: name, value; hostname_pattern: pattern
+    default_account: Optional[str]
+    partitions: Sequence[Partition]
+    charge_factor_cpu: float = 1.0
+    charge_factor_gpu: float = 1.0
+    metadata: Dict[str, str] = {}
+
+
+MEGABYTE = 1024 ** 2
+DAY_S = 86400
+NO_TIME_LIMIT_S = 365 * DAY_S       # of a partition without one, as Torc has it
+LIVE_PROFILE = 'slurm'              # name that always means: ask Slurm
+NO_PARTITION = Partition('', '', 0, 0, 0, None, None, None, None, None, None, None, False, False, None, ())
+
+# -------- built in --------
+#
+# Torc 1.0.0 has the same two. Kestrel's variable was NREL_CLUSTER until 0.12.
+
+
+def make_partitions(node: Dict[str, Any], rows: Sequence[Tuple[Any, ...]]) -> List[Partition]:
+    """Partitions of like nodes: name, days of the longest walltime, description, and what differs."""
+    return [NO_PARTITION._replace(name=name, max_walltime_secs=int(days * DAY_S), description=description,
+                                  **dict(node, **(differs[0] if differs else {})))
+            for name, days, description, *differs in rows]
+
+
+def kestrel_partitions() -> List[Partition]:
+    """Those of Kestrel."""
+    special = {'requires_explicit_request': True}
+    return make_partitions({'cpus_per_node': 104, 'memory_mb': 246064}, (
+        ('debug', 1 / 24, 'for developing and troubleshooting', dict(
+            special, max_nodes=2, max_nodes_per_user=2, gpus_per_node=2, gpu_type='h100', gpu_memory_gb=80,
+            shared=True, features=('debug',))),
+        ('short', 1 / 6, 'walltimes up to 4 hours', dict(max_nodes=2240)),
+        ('standard', 2, 'walltimes up to 2 days', dict(max_nodes=2240, max_nodes_per_user=1050)),
+        ('long', 10, 'walltimes up to 10 days', dict(max_nodes=430, max_nodes_per_user=215)),
+        ('medmem', 10, 'nodes with 1 TB of memory', dict(
+            memory_mb=984256, max_nodes=64, max_nodes_per_user=32, features=('highmem',))),
+        ('bigmem', 2, 'nodes with 2 TB of memory and a local disk', dict(
+            memory_mb=2000000, max_nodes=10, max_nodes_per_user=4, local_disk_gb=5600,
+            features=('bigmem', 'nvme'))),
+        ('bigmeml', 10, 'the same, walltimes up to 10 days', dict(
+            memory_mb=2000000, max_nodes=4, max_nodes_per_user=2, local_disk_gb=5600,
+            features=('bigmem', 'nvme'))),
+        ('hbw', 2, 'nodes with two network cards', dict(
+            special, max_nodes=512, max_nodes_per_user=256, min_nodes=2, features=('dual-nic',))),
+        ('hbwl', 10, 'the same, walltimes up to 10 days', dict(
+            special, max_nodes=128, max_nodes_per_user=64, min_nodes=2, features=('dual-nic',))),
+        ('nvme', 2, 'nodes with a local disk', dict(
+            special, max_nodes=256, max_nodes_per_user=128, local_disk_gb=1700, features=('nvme',))),
+        ('shared', 2, 'nodes for several jobs at once', dict(
+            special, max_nodes=128, max_nodes_per_user=64, shared=True, features=('shared',))),
+        ('sharedl', 10, 'the same, walltimes up to 10 days', dict(
+            special, max_nodes=32, max_nodes_per_user=16, shared=True, features=('shared',))),
+    )) + make_partitions({'cpus_per_node': 128, 'memory_mb': 360000, 'gpus_per_node': 4, 'gpu_type': 'h100',
+                          'gpu_memory_gb': 80, 'local_disk_gb': 3400, 'shared': True,
+                          'features': ('gpu', 'h100')}, (
+        ('gpu-h100s', 1 / 6, 'GPU nodes, walltimes up to 4 hours', dict(max_nodes=156)),
+        ('gpu-h100', 2, 'GPU nodes, walltimes up to 2 days', dict(max_nodes=156)),
+        ('gpu-h100l', 10, 'GPU nodes, walltimes up to 10 days', dict(max_nodes=39)),
+    ))
+
+
+def dane_partitions() -> List[Partition]:
+    """Those of Dane."""
+    special = {'requires_explicit_request': True}
+    return make_partitions({'cpus_per_node': 112, 'memory_mb': 257054}, (
+        ('pdebug', 1 / 24, 'for developing and troubleshooting', dict(special, features=('debug',))),
+        ('pbatch', 1, 'for jobs of any kind'),
+        ('pci', 1, 'for continuous integration', dict(special, features=('ci',))),
+        ('pserial', 7, 'for serial jobs', dict(special, features=('serial',))),
+        ('pjupyter', 1, 'for Jupyter', dict(special, shared=True, features=('jupyter',))),
+        ('pall', 365, 'all nodes, for special use', dict(special, features=('special',))),
+    ))
+
+
+def builtin_profiles() -> List[Profile]:
+    """The clusters that are known without being asked, in the order in which they are looked for."""
+    def variable(name: str, value: str) -> Dict[str, str]:
+        return {'type': 'env_var', 'name': name, 'value': value}
+    return [
+        Profile('dane', 'LLNL Dane', 'CPU cluster of LLNL', [variable('CLUSTER', 'dane')], None,
+                dane_partitions()),
+        Profile('kestrel', 'NLR Kestrel', 'CPU and GPU cluster of NLR',
+                [variable('NLR_CLUSTER', 'kestrel'), variable('NREL_CLUSTER', 'kestrel')], None,
+                kestrel_partitions(), 10.0, 100.0),
+    ]
+
+
+# -------- configured --------
+#
+# Torc's configuration files, of which only client.hpc is read here. TOML needs Python 3.11, so a file may
+# also be YAML or JSON, with the same keys.
+
+CONFIG_ENDINGS = ('.toml', '.yaml', '.yml', '.json', '.json5')
+PROFILE_KEYS = frozenset('display_name description detect_env_var detect_hostname default_account '
+                         'charge_factor_cpu charge_factor_gpu partitions'.split())
+PARTITION_READERS = {       # key of a configured partition -> how its value is read
+    'name': read_name, 'description': read_text, 'gpu_type': read_text, 'default_qos': read_text,
+    'shared': read_bool, 'requires_explicit_request': read_bool,
+    **dict.fromkeys(('cpus_per_node', 'memory_mb', 'max_walltime_secs', 'max_nodes', 'max_nodes_per_user',
+                     'min_nodes'), functools.partial(read_integer, least=1)),
+    **dict.fromkeys(('gpus_per_node', 'gpu_memory_gb', 'local_disk_gb'),
+                    functools.partial(read_integer, least=0))}
+NEEDED_OF_PARTITION = ('name', 'cpus_per_node', 'memory_mb', 'max_walltime_secs')
+
+
+class HpcConfig(Row):
+    """What configuration files say of clusters."""
+    profiles: Dict[str, Profile] = {}
+    accounts: Dict[str, str] = {}       # by profile; '' for all
+    notes: Sequence[str] = ()           # files that could not be read here
+
+
+def config_files(environment: Any = os.environ) -> List[str]:
+    """Those that are there; a later one wins."""
+    home = environment.get('XDG_CONFIG_HOME') or os.path.expanduser('~/.config')
+    stems = ['/etc/torc/config', os.path.join(home, 'torc', 'config')]
+    paths = [next(filter(os.path.exists, (stem + ending for ending in CONFIG_ENDINGS)), '')
+             for stem in stems]
+    return [path for path in [*paths, 'torc.toml'] if path and os.path.exists(path)]
+
+
+def read_config(environment: Any = os.environ) -> HpcConfig:
+    """Clusters and accounts that the user's configuration files name."""
+    profiles, accounts, notes = {}, {}, []
+    for path in config_files(environment):
+        if path.endswith('.toml') and tomllib is None:
+            other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
+            notes.append(f'{path} is not read: TOML needs Python 3.11; the same keys may stand in {other}')
+            continue
+        try:
+            with open(path, 'rb') as file:
+                value = read_document(file.read(), path).value
+            found = read_hpc_config(value)
+        except OSError as error:
+            raise BadInput(f'cannot read {path}: {error.strerror}') from None
+        except ValueError as error:
+            raise BadInput(f'{path}: {error}') from None
+        profiles.update(found.profiles)
+        accounts.update(found.accounts)
+    return HpcConfig(profiles, accounts, notes)
+
+
+def read_hpc_config(value: Any) -> HpcConfig:
+    """The section client.hpc of one file. ValueErrors name the key."""
+    for key in ('client', 'hpc'):
+        value = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return HpcConfig()
+    accounts = {'': value['default_account']} if value.get('default_account') else {}
+    for name, override in read_mapping(value, 'profile_overrides').items():
+        if isinstance(override, dict) and override.get('default_account'):
+            accounts[name] = override['default_account']
+    custom = read_mapping(value, 'custom_profiles')
+    return HpcConfig({name: configured_profile(name, entry) for name, entry in custom.items()},
+                     {name: read_text(account) for name, account in accounts.items()})
+
+
+def read_mapping(value: Dict[str, Any], key: str) -> Dict[str, Any]:
+    """An entry that is a mapping, or absent."""
+    found = value.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f'client.hpc.{key} must be a mapping, not {show_value(found)}')
+    return found
+
+
+def configured_profile(name: str, entry: Any) -> Profile:
+    """A cluster of the user's own. ValueErrors name the key."""
+    where = f'client.hpc.custom_profiles.{name}'
+    if not isinstance(entry, dict):
+        raise ValueError(f'{where} must be a mapping, not {show_value(entry)}')
+    for key in entry:
+        if key not in PROFILE_KEYS:
+            raise ValueError(f"{where}: unknown key '{shorten(str(key))}'{did_you_mean(key, PROFILE_KEYS)}")
+    partitions = entry.get('partitions')
+    if not isinstance(partitions, list) or not partitions:
+        raise ValueError(f'{where} needs partitions, a list')
+    variable, _, value = str(entry.get('detect_env_var') or '').partition('=')
+    detection = [{'type': 'env_var', 'name': variable, 'value': value}] if variable else []
+    if entry.get('detect_hostname'):
+        parse_regex(str(entry['detect_hostname']))
+        detection.append({'type': 'hostname_pattern', 'pattern': str(entry['detect_hostname'])})
+    charges = [read_number(entry.get(key, default))
+               for key, default in (('charge_factor_cpu', 1), ('charge_factor_gpu', 10))]
+    return Profile(name, str(entry.get('display_name') or name), str(entry.get('description') or ''),
+                   detection, entry.get('default_account'),
+                   [configured_partition(where, row) for row in partitions], *charges)
+
+
+def configured_partition(where: str, entry: Any) -> Partition:
+    """A partition of a configured cluster."""
+    if not isinstance(entry, dict):
+        raise ValueError(f'{where}.partitions must hold mappings, not {show_value(entry)}')
+    where = f"{where}: partition '{shorten(str(entry.get('name', '')))}'"
+    values = {}
+    for key, value in entry.items():
+        if key == 'features':
+            values[key] = tuple(map(str, value)) if isinstance(value, list) else (str(value),)
+        elif key not in PARTITION_READERS:
+            raise ValueError(f"{where}: unknown key '{shorten(str(key))}'"
+                             f'{did_you_mean(str(key), PARTITION_READERS)}')
+        elif value is not None:
+            try:
+                values[key] = PARTITION_READERS[key](value)
+            except ValueError as error:
+                raise ValueError(f'{where}: {key} {error}') from None
+    missing = [key for key in NEEDED_OF_PARTITION if key not in values]
+    if missing:
+        raise ValueError(f"{where} needs {', '.join(missing)}")
+    return NO_PARTITION._replace(**values)
+
+
+# -------- asked for --------
+#
+#   sinfo -e -h -o '%P|%c|%m|%l|%G|%D'      main*|4|4000|infinite|gpu:2|4           a line per kind of node
+#   scontrol -o show partition              PartitionName=main ... MaxNodes=UNLIMITED ... State=UP ...
+#
+# The lines of a site's own wrappers among them have another number of fields, or no PartitionName.
+
+SINFO_FORMAT = '%P|%c|%m|%l|%G|%D'
+GRES_ENTRY = Expression(r'gpu(?::([A-Za-z][^:,()]*))?(?::([0-9]+))?(?=$|[,(])')
+GPU_NAMES = ('h100', 'a100', 'v100', 'a40', 'a30', 'l40')     # that name a partition's GPUs
+GUESSED_GPUS = 4        # of a node in a partition that says gpu in its name, and names no gres; as in Torc
+
+
+def parse_gres(text: str) -> Tuple[int, str]:
+    """GPUs of a node and their type from sinfo's %G: 'gpu:a100:4(S:0-1),lustre:1' -> (4, 'a100')."""
+    found = [GRES_ENTRY.match(entry.strip()) for entry in re.sub(r'\([^)]*\)', '', text).split(',')]
+    entries = [match for match in found if match]
+    types = {match.group(1) or '' for match in entries}
+    return sum(int(match.group(2) or 1) for match in entries), types.pop() if len(types) == 1 else ''
+
+
+def parse_partition_limit(text: str) -> Optional[int]:
+    """A partition's longest time from sinfo's %l -> seconds; None for what is none, such as n/a."""
+    if text.strip().lower() in ('infinite', 'unlimited'):
+        return NO_TIME_LIMIT_S
+    try:
+        return min(parse_walltime(text), NO_TIME_LIMIT_S) or None
+    except ValueError:
+        return None
+
+
+def parse_least(text: str) -> Optional[int]:
+    """'4', '4+' (or more) -> 4; None for what is no number above 0."""
+    match = re.match(r'([0-9]{1,12})\+?\Z', text.strip())
+    return int(match.group(1)) or None if match else None
+
+
+def parse_partition_records(text: str) -> Dict[str, Dict[str, str]]:
+    """Output of `scontrol -o show partition` -> fields by partition."""
+    records = {}
+    for line in text.splitlines():
+        fields = dict(word.split('=', 1) for word in line.split() if '=' in word)
+        if fields.get('PartitionName'):
+            records[fields['PartitionName']] = fields
+    return records
+
+
+def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: bool) -> List[Partition]:
+    """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order.
+
+    With select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
+    OverSubscribe=EXCLUSIVE.
+    """
+    found = {}
+    for name, cpus, memory, limit, gres, _ in read_slurm_rows(sinfo, 6):
+        num_cpus, memory_mb, limit_s = parse_least(cpus), parse_least(memory), parse_partition_limit(limit)
+        is_default, name = name.endswith('*'), name.rstrip('*')
+        record = records.get(name, {})
+        if not name or None in (num_cpus, memory_mb, limit_s) or record.get('State', 'UP') != 'UP':
+            continue
+        gpus, gpu_type = parse_gres(gres)
+        if not gpus and 'gpu' in name.lower() and gres.strip() in ('', '(null)'):
+            gpus = GUESSED_GPUS
+        gpu_type = gpu_type or next((word for word in GPU_NAMES if gpus and word in name.lower()), '')
+        is_whole = is_linear or record.get('OverSubscribe', '').upper().startswith('EXCLUSIVE')
+        found.setdefault(NO_PARTITION._replace(
+            name=name, cpus_per_node=num_cpus, memory_mb=memory_mb, max_walltime_secs=limit_s,
+            max_nodes=parse_least(record.get('MaxNodes', '')), shared=not is_whole,
+            min_nodes=parse_least(record.get('MinNodes', '')), gpus_per_node=gpus or None,
+            gpu_type=gpu_type or None), not is_default)
+    return sorted(found, key=found.__getitem__)
+
+
+def ask_for_profile(ask: Callable[[Sequence[str]], Reply] = ask_slurm,
+                    environment: Any = os.environ) -> Profile:
+    """The cluster that this machine belongs to, from Slurm itself. Refused if it does not answer."""
+    nodes = ask(slurm_argv('sinfo', '-e', '-h', '-o', SINFO_FORMAT))
+    if nodes.code:
+        raise Refused(f'cannot ask Slurm for its partitions: {explain_reply(nodes)}')
+    records = parse_partition_records(ask(slurm_argv('scontrol', '-o', 'show', 'partition')).out)
+    config = dict(map(str.strip, line.split('=', 1))
+                  for line in ask(slurm_argv('scontrol', 'show', 'config')).out.splitlines() if '=' in line)
+    partitions = parse_partitions(nodes.out, records, config.get('SelectType', '').endswith('linear'))
+    if not partitions:
+        raise Refused('Slurm names no partition that is up: see `sinfo`')
+    name = environment.get('SLURM_CLUSTER_NAME') or config.get('ClusterName') or socket.gethostname()
+    return Profile(name, f'{name} (Slurm)', 'asked for with sinfo and scontrol', [], None, partitions)
+
+
+# -------- choosing a profile --------
+
+
+def known_profiles(config: HpcConfig) -> List[Profile]:
+    """Built-in and configured clusters; a configured one replaces the built-in one of its name."""
+    builtin = [config.profiles.get(profile.name, profile) for profile in builtin_profiles()]
+    names = [profile.name for profile in builtin]
+    return builtin + [profile for name, profile in config.profiles.items() if name not in names]
+
+
+def is_here(profile: Profile, environment: Any = os.environ, hostname: str = '') -> bool:
+    """Whether this machine belongs to a cluster."""
+    for row in profile.detection:
+        if row['type'] == 'env_var' and environment.get(row['name']) == row['value']:
+            return True
+        if row['type'] == 'hostname_pattern' and re.search(row['pattern'], hostname or socket.getfqdn()):
+            return True
+    return False
+
+
+def find_profile(name: Optional[str], config: HpcConfig) -> Profile:
+    """The cluster of a name, else the one that this machine belongs to, else what Slurm here says."""
+    known = known_profiles(config)
+    if name == LIVE_PROFILE:
+        return ask_for_profile()
+    if name:
+        for profile in known:
+            if profile.name == name:
+                return profile
+        names = [profile.name for profile in known] + [LIVE_PROFILE]
+        raise BadInput(f"there is no profile '{shorten(name)}'{did_you_mean(name, names)}; "
+                       f"known: {', '.join(names)} (which asks sinfo)")
+    for profile in known:
+        if is_here(profile):
+            return profile
+    if has_slurm_program('sinfo'):
+        return ask_for_profile()
+    raise BadInput('no cluster is known here, and there is no sinfo to ask: name one with --profile, of '
+                   + ', '.join(profile.name for profile in known))
+
+
+def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profile, config: HpcConfig) -> str:
+    """The account to charge: --account, the workflow's slurm_defaults, the configuration's."""
+    found = (given or defaults.get('account') or config.accounts.get(profile.name) or profile.default_account
+             or config.accounts.get(''))
+    if not found:
+        raise BadInput('no account is named: give --account, or account under slurm_defaults of the workflow')
+    return str(found)
 
 
 # ======== 14b. Allocation plan: schedulers and actions for the jobs of a workflow ========
 #
 # Pure functions from jobs and a profile to allocations: how many there are, how large and how long they are,
 # and when they are submitted.
+#
+# Jobs are pooled into groups, a scheduler each: by partition or by resource requirements, and those that wait
+# for other jobs apart from those that do not. The arithmetic is Torc's:
+#     walltime     longest runtime x multiplier, or the partition's longest
+#     a node runs  jobs side by side, as many as its CPUs, memory and GPUs allow, and walltime / runtime of
+#                  them one after the other
+#     allocations  what all jobs of the group take of such nodes, rounded up
+# What is asked for is what was planned with: partition, CPUs, memory and GPUs. Where nodes are handed out
+# whole, that is a node; where they are shared, what the jobs of an allocation take.
+#
+# A group's action fires when its gates are ready: jobs that wait for no other job of the group. Where groups
+# wait for each other in turn, a group has several stages, each with its own action, so that what comes later
+# is never a gate of what it waits for: stages are numbered so that along each dependency the pair (stage,
+# rank of the group) grows, or both jobs are in the same stage.
+
+RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
+MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
+SMALL_CPUS, SMALL_MEMORY_MB = 26, 60000     # of a job that goes to shared nodes where there are some; Torc's
+GROUPINGS = ('partition', 'resource-requirements')
+WALLTIME_STRATEGIES = ('max-job-runtime', 'max-partition-time')
+DEFAULT_WALLTIME_MULTIPLIER = 1.5
+
+
+class ResourceClass(Row):
+    """What jobs with the same resource requirements take of each of their nodes, and for how long."""
+    name: str
+    num_cpus: int
+    memory_bytes: int
+    num_gpus: int
+    num_nodes: int
+    runtime_s: int
+
+    @property
+    def memory_mb(self) -> int:
+        """Its memory in Slurm's unit, rounded up."""
+        return -(-self.memory_bytes // MEGABYTE)
+
+
+def read_resource_class(requirements: Dict[str, Any]) -> ResourceClass:
+    """Resource requirements as they are stored or planned -> what is planned with."""
+    return ResourceClass(requirements['name'], requirements['num_cpus'],
+                         parse_memory(requirements['memory']), requirements['num_gpus'],
+                         requirements['num_nodes'], parse_duration(requirements['runtime']))
+
+
+class JobGraph(Row):
+    """The jobs that need allocations. Jobs and sets are known by their indexes."""
+    names: Sequence[str]
+    class_numbers: Sequence[Optional[int]]  # None: a job that other runners take
+    set_numbers: Sequence[int]              # which set of prerequisites each has
+    sets: Sequence[Sequence[int]]
+
+
+class PlanOptions(Row):
+    """How allocations are planned."""
+    group_by: str = 'partition'                     # of GROUPINGS
+    walltime_strategy: str = 'max-job-runtime'      # of WALLTIME_STRATEGIES
+    walltime_multiplier: float = DEFAULT_WALLTIME_MULTIPLIER
+    is_single: bool = False                         # one allocation of several nodes for each group
+    walltime_s: Optional[int] = None                # in place of what was worked out
+    suffix: str = 'scheduler'                       # of the schedulers' names
+
+
+class Stage(Row):
+    """Jobs whose allocations are submitted together."""
+    jobs: List[int]
+    gates: List[int]            # when these are ready
+    num_allocations: int
+
+
+class PlannedScheduler(Row):
+    """Options of allocations, and the jobs that they are for."""
+    name: str
+    class_numbers: List[int]
+    has_dependencies: bool      # its jobs wait for others
+    partition: Partition
+    walltime_s: int
+    nodes: int                  # of one allocation
+    num_cpus: int               # of one node, as all that follows
+    memory_mb: int
+    num_gpus: int
+    is_bound: bool              # its jobs may name it: none takes some of the nodes only
+    stages: List[Stage]
+
+    @property
+    def jobs(self) -> List[int]:
+        """All of its jobs."""
+        return sorted(itertools.chain.from_iterable(stage.jobs for stage in self.stages))
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all stages."""
+        return sum(stage.num_allocations for stage in self.stages)
+
+
+class AllocationPlan(Row):
+    """What was planned; the jobs of classes with a problem are left out."""
+    schedulers: List[PlannedScheduler]
+    problems: List[Tuple[int, str]]         # class, why it fits no partition
+    warnings: List[str]
+
+
+# -------- where jobs fit --------
+
+
+def misfit(partition: Partition, needs: ResourceClass) -> str:
+    """Why a partition cannot run a job, with both numbers, or ''."""
+    name = partition.name
+    if needs.num_gpus > partition.gpus:
+        return f'num_gpus {needs.num_gpus} is more than the {partition.gpus} of a node of {name}'
+    if needs.memory_mb > partition.memory_mb:
+        return (f'memory {format_memory(needs.memory_bytes)} is more than the '
+                f'{format_memory(partition.node.memory_bytes)} of a node of {name}')
+    if needs.num_cpus > partition.cpus_per_node:
+        return f'num_cpus {needs.num_cpus} is more than the {partition.cpus_per_node} of a node of {name}'
+    if needs.runtime_s > partition.max_walltime_secs:
+        return (f'runtime {format_duration(needs.runtime_s)} is longer than the '
+                f'{format_walltime(partition.max_walltime_secs)} of {name}')
+    if partition.max_nodes and needs.num_nodes > partition.max_nodes:
+        return f'num_nodes {needs.num_nodes} is more than the {partition.max_nodes} of a job in {name}'
+    if partition.min_nodes and needs.num_nodes < partition.min_nodes:
+        return f'num_nodes {needs.num_nodes} is less than the {partition.min_nodes} of a job in {name}'
+    return ''
+
+
+def fitting_partitions(partitions: Sequence[Partition], needs: ResourceClass) -> List[Partition]:
+    """Partitions that can run a job."""
+    return [partition for partition in partitions if not misfit(partition, needs)]
+
+
+def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
+                     multiplier: float = 1.0) -> Optional[Partition]:
+    """The partition to run a job in, by Torc's rules; among equals one that leaves it time to spare."""
+    fitting = fitting_partitions(partitions, needs)
+    fitting = [partition for partition in fitting if 'debug' not in partition.name.lower()] or fitting
+    routed = [partition for partition in fitting if partition.is_auto_routed]
+    if needs.num_gpus:
+        tiers = [routed, fitting]
+    else:
+        without_gpus = [partition for partition in routed if not partition.gpus]
+        is_small = needs.num_cpus <= SMALL_CPUS and needs.memory_mb <= SMALL_MEMORY_MB
+        tiers = [[partition for partition in without_gpus if partition.shared and is_small], without_gpus,
+                 routed, fitting]
+    wanted_s = needs.runtime_s * multiplier
+    tier = next(filter(None, tiers), ())
+    return min(tier, default=None, key=lambda partition: (
+        partition.max_walltime_secs < wanted_s, partition.memory_mb, partition.max_walltime_secs))
+
+
+# What no partition has: the bound's words, a job's number, a partition's, and how to show it.
+HARD_LIMITS = (
+    ('num_gpus {} is more than {}, the most of a node', lambda needs: needs.num_gpus,
+     lambda partition: partition.gpus, str),
+    ('memory {} is more than {}, the most of a node', lambda needs: needs.memory_mb,
+     lambda partition: partition.memory_mb, lambda value_mb: format_memory(value_mb * MEGABYTE)),
+    ('num_cpus {} is more than {}, the most of a node', lambda needs: needs.num_cpus,
+     lambda partition: partition.cpus_per_node, str),
+    ('runtime {} is longer than {}, the longest walltime', lambda needs: needs.runtime_s,
+     lambda partition: partition.max_walltime_secs, format_walltime),
+)
+
+
+def explain_misfit(partitions: Sequence[Partition], needs: ResourceClass) -> str:
+    """Why no partition can run a job, with both numbers."""
+    for words, wanted, given, shown in HARD_LIMITS:
+        most = max((given(partition) for partition in partitions), default=0)
+        if wanted(needs) > most:
+            return words.format(shown(wanted(needs)), shown(most))
+    reasons = list(dict.fromkeys(misfit(partition, needs) for partition in partitions))
+    return '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
+
+
+# -------- how many, how large, how long --------
+
+
+def jobs_side_by_side(partition: Partition, needs: ResourceClass) -> int:
+    """How many jobs of a class a node runs at once."""
+    return max(1, partition.node.count(needs))
+
+
+def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
+    """Walltime of allocations whose longest job takes so many seconds."""
+    if options.walltime_s is not None:
+        return options.walltime_s
+    if options.walltime_strategy == 'max-partition-time' or not longest_s:
+        return partition.max_walltime_secs
+    return min(math.ceil(longest_s * options.walltime_multiplier), partition.max_walltime_secs)
+
+
+def count_allocations(partition: Partition, walltime_s: int,
+                      demands: Sequence[Tuple[ResourceClass, int]]) -> int:
+    """Allocations for so many jobs of each class: what each class takes of one, added up."""
+    taken = 0.0
+    for needs, count in demands:
+        rounds = max(1, walltime_s // needs.runtime_s) if needs.runtime_s else 1
+        at_once = 1 if needs.num_nodes > 1 else jobs_side_by_side(partition, needs)
+        taken += count / (at_once * rounds)
+    return max(1, math.ceil(taken - 1e-9))
+
+
+def size_request(partition: Partition, num_allocations: int,
+                 demands: Sequence[Tuple[ResourceClass, int]]) -> Tuple[int, int, int]:
+    """CPUs, megabytes and GPUs to ask for of each node."""
+    gpus = partition.gpus if any(needs.num_gpus for needs, _ in demands) else 0
+    whole = (partition.cpus_per_node, partition.memory_mb, gpus)
+    if not partition.shared:
+        # Whole gigabytes, as Torc asks for, where they hold as many jobs.
+        smaller = partition._replace(memory_mb=partition.memory_mb // 1024 * 1024)
+        is_enough = all(smaller.node.count(needs) == partition.node.count(needs) for needs, _ in demands)
+        return whole if not is_enough else (partition.cpus_per_node, smaller.memory_mb, gpus)
+    wanted = [0, RUNNER_MEMORY_MB, 0]
+    for needs, count in demands:
+        at_once = min(jobs_side_by_side(partition, needs), -(-count // num_allocations))
+        at_once = 1 if needs.num_nodes > 1 else at_once
+        for index, amount in enumerate((needs.num_cpus, needs.memory_mb, needs.num_gpus)):
+            wanted[index] += at_once * amount
+    return tuple(min(pair) for pair in zip(wanted, whole))
+
+
+# -------- groups --------
+
+GroupKey = Tuple[int, int, bool]    # partition or class, nodes of a job, whether its jobs wait for others
+
+
+class Grouping:
+    """Jobs on their way into groups and stages."""
+
+    def __init__(self, graph: JobGraph, classes: Sequence[ResourceClass], options: PlanOptions) -> None:
+        self.graph, self.classes, self.options = graph, classes, options
+        self.partitions = {}    # class -> Partition
+        self.groups = {}        # GroupKey -> class -> its jobs
+
+    def choose(self, partitions: Sequence[Partition]) -> List[Tuple[int, str]]:
+        """Choose a partition for each class; what fits none is answered."""
+        problems = []
+        for number in sorted(set(self.graph.class_numbers).difference((None,))):
+            needs = self.classes[number]
+            found = choose_partition(partitions, needs, self.options.walltime_multiplier)
+            if found is None:
+                problems.append((number, explain_misfit(partitions, needs)))
+            else:
+                self.partitions[number] = found
+        return problems
+
+    def key(self, job: int) -> Optional[GroupKey]:
+        """The group of a job before groups are merged; None if it is in none."""
+        number = self.graph.class_numbers[job]
+        if number not in self.partitions:
+            return None
+        has_dependencies = bool(self.graph.sets[self.graph.set_numbers[job]])
+        if self.options.group_by != 'partition':
+            return number, 0, has_dependencies
+        return self.pools[self.partitions[number]], self.classes[number].num_nodes, has_dependencies
+
+    def gather(self) -> None:
+        """Put the jobs into groups."""
+        self.pools = {partition: number for number, partition in enumerate(
+            dict.fromkeys(self.partitions[number] for number in sorted(self.partitions)))}
+        for job in range(len(self.graph.names)):
+            key = self.key(job)
+            if key is not None:
+                group = self.groups.setdefault(key, {})
+                group.setdefault(self.graph.class_numbers[job], []).append(job)
+
+    def merge(self) -> None:
+        """One group in place of a partition's two, where both together need few allocations."""
+        for key in [key for key in self.groups if key[2]]:
+            first = (*key[:2], False)
+            if first in self.groups and (self.options.is_single or self.count(key) + self.count(first)
+                                         <= MERGED_ALLOCATIONS):
+                for number, jobs in self.groups.pop(key).items():
+                    self.groups[first][number] = sorted(self.groups[first].get(number, []) + jobs)
+
+    def demands(self, jobs_of: Dict[int, List[int]]) -> List[Tuple[ResourceClass, int]]:
+        """How many jobs of which class."""
+        return [(self.classes[number], len(jobs)) for number, jobs in sorted(jobs_of.items())]
+
+    def partition(self, key: GroupKey) -> Partition:
+        """The partition of a group."""
+        return self.partitions[next(iter(self.groups[key]))]
+
+    def walltime(self, key: GroupKey) -> int:
+        """The walltime of a group."""
+        longest_s = max(self.classes[number].runtime_s for number in self.groups[key])
+        return plan_walltime(self.partition(key), longest_s, self.options)
+
+    def count(self, key: GroupKey, jobs: Optional[List[int]] = None) -> int:
+        """Allocations for a group, or for some jobs of it."""
+        jobs_of = self.groups[key] if jobs is None else sort_by_class(self.graph, jobs)
+        return count_allocations(self.partition(key), self.walltime(key), self.demands(jobs_of))
+
+
+def sort_by_class(graph: JobGraph, jobs: Sequence[int]) -> Dict[int, List[int]]:
+    """Jobs by their class."""
+    jobs_of = {}    # type: Dict[int, List[int]]
+    for job in jobs:
+        jobs_of.setdefault(graph.class_numbers[job], []).append(job)
+    return jobs_of
+
+
+def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]
+                ) -> Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]:
+    """(group, stage) -> its jobs, its gates, and the seconds of its longest chain of jobs."""
+    waiting = {}    # set -> its jobs
+    for job, number in enumerate(graph.set_numbers):
+        waiting.setdefault(number, []).append(job)
+    order = order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
+    ranks = {}      # group -> its rank; jobs in no group run wherever it may be: before all others
+    for _, jobs in order:
+        for job in jobs:
+            ranks.setdefault(group_of.get(job), len(ranks))
+    ranks[None] = -1
+    places = {}     # job -> group, stage, seconds from the begin of its stage to its end
+    stages = {}     # type: Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]
+    for members, jobs in order:
+        before = {}     # (group, stage) of prerequisites -> the last end
+        for member in members:
+            group, stage, end_s = places[member]
+            before[group, stage] = max(end_s, before.get((group, stage), 0))
+        for group in dict.fromkeys(group_of.get(job) for job in jobs):
+            stage = max([other_stage + (ranks[other] > ranks[group])
+                         for other, other_stage in before] or [0])
+            begin_s = before.get((group, stage))
+            for job in jobs:
+                if group_of.get(job) == group:
+                    end_s = (begin_s or 0) + runtimes_s.get(job, 0)
+                    places[job] = (group, stage, end_s)
+                    found = stages.setdefault((group, stage), ([], [], 0))
+                    found[0].append(job)
+                    found[1].extend([job] if begin_s is None else [])
+                    stages[group, stage] = (found[0], found[1], max(found[2], end_s))
+    return stages
+
+
+def find_levels(graph: JobGraph) -> List[int]:
+    """How many jobs stand before each in its longest chain of prerequisites."""
+    waiting = {}    # set -> its jobs
+    for job, number in enumerate(graph.set_numbers):
+        waiting.setdefault(number, []).append(job)
+    levels = [0] * len(graph.names)
+    for members, jobs in order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()]):
+        level = max([levels[member] + 1 for member in members] or [0])
+        for job in jobs:
+            levels[job] = level
+    return levels
+
+
+def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitions: Sequence[Partition],
+                     options: PlanOptions = PlanOptions()) -> AllocationPlan:
+    """Schedulers for all jobs, in the order of their first jobs."""
+    grouping = Grouping(graph, classes, options)
+    problems, warnings = grouping.choose(partitions), []
+    grouping.gather()
+    if options.group_by == 'partition':
+        grouping.merge()
+    group_of = {job: key for key, jobs_of in grouping.groups.items()
+                for jobs in jobs_of.values() for job in jobs}
+    runtimes_s = {job: classes[graph.class_numbers[job]].runtime_s for job in group_of}
+    stages = find_stages(graph, group_of, runtimes_s)
+    names, schedulers = set(), []   # type: Set[str], List[PlannedScheduler]
+    for key in sorted(grouping.groups, key=lambda key: min(map(min, grouping.groups[key].values()))):
+        own = [stages[place] for place in sorted(place for place in stages if place[0] == key)]
+        made = make_scheduler(grouping, key, own, names)
+        names.add(made.name)
+        schedulers.append(made)
+        warnings += doubt_scheduler(made, classes, max(chain_s for _, _, chain_s in own))
+    return AllocationPlan(schedulers, problems, warnings)
+
+
+def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[Tuple[List[int], List[int], int]],
+                   names: Set[str]) -> PlannedScheduler:
+    """The scheduler of a group."""
+    partition, walltime_s = grouping.partition(key), grouping.walltime(key)
+    jobs_of, options = grouping.groups[key], grouping.options
+    job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
+    planned = [Stage(sorted(jobs), sorted(gates), grouping.count(key, jobs) if len(stages) > 1
+                     else grouping.count(key)) for jobs, gates, _ in stages]
+    nodes = job_nodes
+    if options.is_single:
+        nodes = job_nodes * max(stage.num_allocations for stage in planned)
+        if partition.max_nodes:
+            nodes = max(job_nodes, min(nodes, partition.max_nodes))
+        planned = [stage._replace(num_allocations=1) for stage in planned]
+    else:
+        nodes = max(nodes, partition.min_nodes or 1)
+    # The nodes of one allocation share its jobs as several allocations would.
+    shares = max(1, sum(stage.num_allocations for stage in planned) * nodes // job_nodes)
+    request = size_request(partition, shares, grouping.demands(jobs_of))
+    base = partition.name if options.group_by == 'partition' else grouping.classes[key[0]].name
+    name = unique_name(base, job_nodes, key[2], options.suffix, names)
+    return PlannedScheduler(name, sorted(jobs_of), key[2], partition, walltime_s, nodes, *request,
+                            not 1 < job_nodes < nodes, planned)
+
+
+def unique_name(base: str, num_nodes: int, is_deferred: bool, suffix: str, names: Set[str]) -> str:
+    """Name of a scheduler: Torc's, with more where several would have it."""
+    if num_nodes > 1:
+        tries = itertools.chain(('', f'_{num_nodes}_nodes'), (f'_{n}' for n in itertools.count(2)))
+    else:
+        tries = itertools.chain(('',), (f'_{n}' for n in itertools.count(2)))
+    deferred = '_deferred' if is_deferred else ''
+    return next(name for name in (f'{base}{more}{deferred}_{suffix}' for more in tries) if name not in names)
+
+
+def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], chain_s: int) -> Iterator[str]:
+    """What may go wrong with a scheduler's allocations."""
+    shown, longest_s = format_walltime(made.walltime_s), max(
+        classes[number].runtime_s for number in made.class_numbers)
+    if longest_s > made.walltime_s:
+        yield (f'{made.name}: a runtime of {format_walltime(longest_s)} is longer than the walltime of '
+               f'{shown}')
+    elif longest_s == made.walltime_s:
+        yield (f'{made.name}: the longest job takes the whole walltime of {shown}, the longest of partition '
+               f'{made.partition.name}: no time is left for it to start and to end')
+    elif chain_s > made.walltime_s:
+        yield (f'{made.name}: jobs that wait for each other take up to {format_walltime(chain_s)}, its '
+               f'allocations last {shown}: what is left then needs more of them (--walltime-strategy '
+               'max-partition-time, or a larger --walltime-multiplier)')
+
+
+# -------- workflow files --------
+
+
+class GenerateOptions(Row):
+    """How schedulers are put into a workflow file."""
+    plan: PlanOptions
+    account: str
+    replaces: bool = False      # schedulers, allocating actions, and the schedulers that jobs name
+    has_actions: bool = True
+    skip_checks: bool = False
+    max_instances: int = MAX_INSTANCES
+
+
+class GeneratedSpec(Row):
+    """A workflow file with schedulers for its jobs."""
+    value: Dict[str, Any]
+    schedulers: List[Dict[str, Any]]    # its slurm_schedulers
+    actions: List[Dict[str, Any]]       # those of its actions that were added
+    plan: AllocationPlan
+    graph: JobGraph
+    classes: List[ResourceClass]
+    warnings: List[Problem]
+
+
+def planned_graph(plan: Plan) -> Tuple[JobGraph, List[ResourceClass]]:
+    """The jobs of a checked spec, and their classes; the last class is that of jobs that name none.
+
+    Jobs with labels are in no class: no runner in an allocation has labels.
+    """
+    body = plan.body
+    classes = [read_resource_class(row) for row in body['resource_requirements'] + [DEFAULT_REQUIREMENTS]]
+    by_kind = [None if labels else len(classes) - 1 if resources is None else resources
+               for resources, _, _, labels in body['kinds']]
+    set_numbers, sets = planned_prerequisites(body)
+    jobs = body['jobs']
+    class_numbers = [by_kind[job.kind] for job in jobs]
+    return JobGraph([job.name for job in jobs], class_numbers, set_numbers, sets), classes
+
+
+def is_allocation(action: Any) -> bool:
+    """Whether an action of a workflow file asks for allocations."""
+    return isinstance(action, dict) and action.get('action_type') == 'schedule_nodes'
+
+
+def clear_schedulers(document: Document, replaces: bool) -> None:
+    """Take what says where jobs run out of a workflow file, in place, so that positions stay right."""
+    value = document.value
+    if not isinstance(value, dict):
+        return      # read_plan says what is wrong
+    actions = value.get('actions') if isinstance(value.get('actions'), list) else []
+    jobs = [job for job in value.get('jobs') or () if isinstance(job, dict)] \
+        if isinstance(value.get('jobs'), list) else []
+    found = [what for what, is_there in (
+        ('slurm_schedulers', value.get('slurm_schedulers')),
+        ('actions of the type schedule_nodes', any(map(is_allocation, actions))),
+        ('jobs with a scheduler', any(job.get('scheduler') for job in jobs))) if is_there]
+    if found and not replaces:
+        raise BadInput(f"the workflow file has {' and '.join(found)} already: submit it as it is, or replace "
+                       'them with --overwrite')
+    document.find_position(value)       # of JSON they are only found in the value that was read
+    if value.get('slurm_schedulers'):
+        value['slurm_schedulers'] = None
+    if any(map(is_allocation, actions)):
+        value['actions'] = [action for action in actions if not is_allocation(action)] or None
+    for job in jobs:
+        if 'scheduler' in job:
+            job['scheduler'] = None
+
+
+def generate_spec(document: Document, directory: str, partitions: Sequence[Partition],
+                  options: GenerateOptions) -> GeneratedSpec:
+    """Plan schedulers and actions for a workflow file, and put them into it.
+
+    Jobs stay parameterised. BadInput with all that is wrong, also where a job fits no partition.
+    """
+    clear_schedulers(document, options.replaces)
+    spec = read_plan(document, directory, options.max_instances, options.skip_checks)
+    if not spec.body['resource_requirements']:
+        raise BadInput('the workflow file has no resource_requirements: allocations are planned by what jobs '
+                       'need')
+    graph, classes = planned_graph(spec)
+    made = plan_allocations(graph, classes, partitions, options.plan)
+    problems = [misfit_problem(document, classes[number].name, reason) for number, reason in made.problems]
+    if problems and not options.skip_checks:
+        message = str(problems[0]) if len(problems) == 1 else f'{len(problems)} job classes fit no partition'
+        raise BadInput(message, problems, warnings=spec.warnings)
+    warnings = spec.warnings + problems + [Problem(text) for text in made.warnings]
+    labelled = graph.class_numbers.count(None)
+    if labelled:
+        warnings.append(Problem(f'{labelled} jobs have labels: they are left to runners with these labels'))
+    schedulers = [scheduler_block(scheduler, options.account) for scheduler in made.schedulers]
+    actions = list(itertools.chain.from_iterable(
+        action_blocks(graph, scheduler) for scheduler in made.schedulers)) if options.has_actions else []
+    value = dict(document.value)
+    value['jobs'], mixed = name_schedulers(value['jobs'], spec.starts, graph, made)
+    if mixed:
+        warnings.append(Problem(f'{mixed} templates make jobs for several schedulers: their jobs name none, '
+                                'and run in any allocation that they fit'))
+    value.update(slurm_schedulers=schedulers, actions=(value.get('actions') or []) + actions)
+    value = {key: item for key, item in value.items() if key != 'actions' or item}
+    return GeneratedSpec(value, schedulers, actions, made, graph, classes, warnings)
+
+
+def misfit_problem(document: Document, name: str, reason: str) -> Problem:
+    """A job class that fits no partition, with its position in the file."""
+    blocks = document.value.get('resource_requirements') or ()
+    block = next((block for block in blocks if block.get('name') == name), None)
+    line, column = document.find_position(block, reason.split()[0]) if block else (0, 0)
+    return Problem(f"resource_requirements '{shorten(name)}' fits no partition: {reason}: change it, choose "
+                   'another --profile, or leave its jobs out with --skip-checks', line, column)
+
+
+def name_schedulers(jobs: Sequence[Dict[str, Any]], starts: Sequence[int], graph: JobGraph,
+                    made: AllocationPlan) -> Tuple[List[Dict[str, Any]], int]:
+    """The jobs of a workflow file with their schedulers, and how many templates make jobs for several."""
+    names = [None] * len(graph.names)       # type: List[Optional[str]]
+    for scheduler in made.schedulers:
+        for job in scheduler.jobs if scheduler.is_bound else ():
+            names[job] = scheduler.name
+    named, mixed = [], 0
+    for job, start, end in zip(jobs, starts, [*starts[1:], len(names)]):
+        found = set(names[start:end])
+        job = {key: value for key, value in job.items() if key != 'scheduler'}
+        if len(found) == 1 and None not in found:
+            job['scheduler'] = found.pop()
+        mixed += len(found) > 1
+        named.append(job)
+    return named, mixed
+
+
+def format_request(memory_mb: int) -> str:
+    """Memory for sbatch's --mem: '240g', '4000m'."""
+    return f'{memory_mb // 1024}g' if not memory_mb % 1024 else f'{memory_mb}m'
+
+
+def scheduler_block(made: PlannedScheduler, account: str) -> Dict[str, Any]:
+    """An entry of slurm_schedulers."""
+    block = {'name': made.name, 'account': account, 'partition': made.partition.name,
+             'mem': format_request(made.memory_mb), 'nodes': made.nodes, 'ntasks_per_node': made.num_cpus,
+             'walltime': format_walltime(made.walltime_s)}
+    if made.num_gpus:
+        block['gres'] = f'gpu:{made.num_gpus}'
+    if made.partition.default_qos:
+        block['qos'] = made.partition.default_qos
+    return block
+
+
+def action_blocks(graph: JobGraph, made: PlannedScheduler) -> Iterator[Dict[str, Any]]:
+    """Entries of actions: when the gates of a stage are ready, its allocations are submitted."""
+    for stage in made.stages:
+        yield {'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
+               'jobs': [graph.names[job] for job in stage.gates], 'scheduler': made.name,
+               'scheduler_type': 'slurm', 'num_allocations': stage.num_allocations}
+
+
+def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> Dict[str, Any]:
+    """A workflow file for another directory: the tables and lists that it names are found from there, too."""
+    def rebase(path: str) -> str:
+        found = os.path.join(directory, path)
+        return os.path.relpath(found, new_directory) if os.path.exists(found) else path
+
+    def rebase_block(block: Dict[str, Any]) -> Dict[str, Any]:
+        block = dict(block)
+        if isinstance(block.get('parameters_file'), str):
+            block['parameters_file'] = rebase(block['parameters_file'])
+        if isinstance(block.get('parameters'), dict):
+            block['parameters'] = {
+                name: '@' + rebase(item.strip()[1:].strip())
+                if isinstance(item, str) and item.strip().startswith('@') else item
+                for name, item in block['parameters'].items()}
+        return block
+
+    if os.path.realpath(directory) == os.path.realpath(new_directory):
+        return value
+    value = rebase_block(value)
+    for name in ('jobs', 'files', 'user_data'):
+        if isinstance(value.get(name), list):
+            value[name] = [rebase_block(block) for block in value[name]]
+    return value
+
+
+def format_spec(value: Dict[str, Any], format: str) -> str:
+    """A workflow file as JSON, or else as YAML, which every reader of workflow files tries, too."""
+    if format not in ('json', 'json5'):
+        return format_yaml(value)
+    text = json.dumps(mark_numbers(value), ensure_ascii=False, indent=2)
+    return re.sub(r'"\\u0000([^"]*)\\u0000"', r'\1', text) + '\n'
+
+
+JSON_NUMBER = Expression(r'-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?\Z')
+
+
+def mark_numbers(value: Any) -> Any:
+    """A value whose numbers that were written otherwise than str() does are texts between zero characters.
+
+    1.10 in a field that takes text is to stay 1.10; texts of a workflow file cannot hold zero characters.
+    """
+    if isinstance(value, dict):
+        return {key: mark_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [mark_numbers(item) for item in value]
+    raw = getattr(value, 'raw', '')
+    return f'\0{raw}\0' if raw and JSON_NUMBER.match(raw) else value
 
 
 # ======== 14c. Submission: sbatch scripts, and how they become allocations ========
@@ -26557,10 +27654,7 @@ def cmd_execution_plan(session: Session, args: Arguments) -> int:
 
 def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
     """Execution plan of a workflow that is not created yet."""
-    jobs, producers = body['jobs'], find_producers(body['jobs'])
-    keys = [(job.dependencies, tuple(input_keys(job))) for job in jobs]
-    sets = {(number, inputs): frozenset(body['dependency_sets'][number] if number is not None else ()).union(
-        *(producers.get(key, ()) for key in inputs)) for number, inputs in set(keys)}
+    set_numbers, sets = planned_prerequisites(body)
     allocations = []
     for action in body['actions']:
         config = action['action_config']
@@ -26570,7 +27664,8 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
                 name = body['slurm_schedulers'][name].get('name')
             allocations.append(Allocation(action['trigger_type'], action.get('job_indexes'),
                                    allocation_row(config, name)))
-    plan = execution_plan([job.name for job in jobs], [sets[key] for key in keys], allocations)
+    plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers],
+                          allocations)
     return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
 
 
@@ -27365,7 +28460,413 @@ def format_issues(answer: Dict[str, Any]) -> str:
 # ======== 20e. Clusters: commands that plan allocations ========
 #
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
-# and submit nothing.
+# how full they are and when a job would start, and submit nothing.
+
+PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime:1, gpus=gpus:2, shared=shared:2, '
+                     'explicit=explicit:3')
+
+
+def hpc_config(session: Session) -> HpcConfig:
+    """Clusters of the user's configuration files; what could not be read is reported."""
+    config = read_config()
+    for note in config.notes:
+        session.report(f'warning: {note}')
+    return config
+
+
+def chosen_profile(session: Session, name: Optional[str]) -> Profile:
+    """The cluster that a command was given, or that this machine belongs to."""
+    return find_profile(name, hpc_config(session))
+
+
+def cmd_hpc_list(session: Session, args: Arguments) -> int:
+    """The clusters that are known without asking Slurm."""
+    rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
+             'detected': is_here(profile)} for profile in known_profiles(hpc_config(session))]
+    session.show_list(headings_of('name=name, display=display, partitions=partitions, detected=detected'), rows,
+                      f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
+    return 0
+
+
+def cmd_hpc_detect(session: Session, args: Arguments) -> int:
+    """The cluster that this machine belongs to; null if there is none."""
+    config = hpc_config(session)
+    found = next((profile for profile in known_profiles(config) if is_here(profile)), None)
+    if found is None and has_slurm_program('sinfo'):
+        try:
+            found = ask_for_profile()
+        except Refused as error:
+            session.report(error.message)
+    if found is None:
+        session.answer(None, 'No cluster is known here; see `hpc list`, and --profile\n')
+    else:
+        session.answer({'name': found.name, 'display_name': found.display_name,
+                        'description': found.description, 'partitions': len(found.partitions)},
+                       f'{found.name}: {found.display_name}\n')
+    return 0
+
+
+def partition_record(partition: Partition) -> Dict[str, Any]:
+    """A partition as JSON shows it."""
+    return dict(partition._asdict(), features=list(partition.features))
+
+
+def partition_row(partition: Partition) -> Dict[str, Any]:
+    """A partition as a list in JSON shows it."""
+    return {'name': partition.name, 'cpus': partition.cpus_per_node, 'memory_mb': partition.memory_mb,
+            'max_walltime_secs': partition.max_walltime_secs, 'gpus_per_node': partition.gpus_per_node,
+            'gpu_type': partition.gpu_type, 'shared': partition.shared,
+            'explicit': partition.requires_explicit_request}
+
+
+def partition_cells(partition: Partition) -> Dict[str, Any]:
+    """A partition as a table shows it."""
+    gpus = f"{partition.gpus} {partition.gpu_type or ''}".rstrip() if partition.gpus else None
+    return dict(partition_row(partition), walltime=format_walltime(partition.max_walltime_secs), gpus=gpus,
+                memory=format_memory(partition.node.memory_bytes))
+
+
+def cmd_hpc_show(session: Session, args: Arguments) -> int:
+    """Everything that is known of a cluster."""
+    profile = chosen_profile(session, args['name'])
+    value = dict(profile._asdict(), detection=list(profile.detection),
+                 partitions=[partition_record(partition) for partition in profile.partitions])
+    order = ('name', 'display_name', 'description', 'detection', 'default_account', 'partitions',
+             'charge_factor_cpu', 'charge_factor_gpu', 'metadata')
+    value = {key: value[key] for key in order}
+    if session.format == 'json':
+        session.show_json(value)
+        return 0
+    session.show(format_record({key: value[key] for key in order[:3] + order[4:5]}) + '\n')
+    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
+                      'partitions')
+    return 0
+
+
+def cmd_hpc_partitions(session: Session, args: Arguments) -> int:
+    """The partitions of a cluster."""
+    found = [partition for partition in chosen_profile(session, args['name']).partitions
+             if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
+    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions',
+                      list(map(partition_row, found)))
+    return 0
+
+
+def cmd_hpc_match(session: Session, args: Arguments) -> int:
+    """The partitions that can run a job, and the one that would be chosen."""
+    partitions = chosen_profile(session, args['name']).partitions
+    needs = ResourceClass('', args['cpus'] or 1, args['memory'] or 0, args['gpus'] or 0, 1,
+                          args['walltime'] or 0)
+    found, best = fitting_partitions(partitions, needs), choose_partition(partitions, needs)
+    value = {'requirements': {'cpus': args['cpus'], 'walltime_secs': args['walltime'], 'gpus': args['gpus'],
+                              'memory_mb': None if args['memory'] is None else needs.memory_mb},
+             'matching_partitions': list(map(partition_record, found)),
+             'best_partition': None if best is None else partition_record(best)}
+    if session.format == 'json':
+        session.show_json(value)
+    elif best is None:
+        session.show(f'No partition fits: {explain_misfit(partitions, needs)}\n')
+    else:
+        session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions')
+        session.show(f'Best: {best.name}\n')
+    return 0
+
+
+def cmd_hpc_generate(session: Session, args: Arguments) -> int:
+    """This cluster, asked for with sinfo, as an entry of a configuration file."""
+    profile = ask_for_profile()
+    partitions = [partition for partition in profile.partitions
+                  if not (args['skip_stdby'] and partition.name.endswith('-stdby'))]
+    domain = socket.getfqdn().partition('.')[2]
+    entry = {'display_name': args['display_name'] or profile.display_name,
+             'detect_hostname': re.escape(domain) + '$' if '.' in domain else None,
+             'partitions': [{key: value for key, value in partition_record(partition).items()
+                             if value not in (None, '', [])} for partition in partitions]}
+    name = args['name'] or re.sub('[^a-z0-9_-]+', '-', profile.name.lower())
+    entry = {key: value for key, value in entry.items() if value is not None}
+    path = args['output']
+    format = FORMATS.get(os.path.splitext(path or '.toml')[1].lower(), 'toml')
+    value = {'client': {'hpc': {'custom_profiles': {name: entry}}}}
+    text = format_toml_profile(name, entry) if format == 'toml' else format_spec(value, format)
+    if path:
+        write_result(path, text)
+        session.inform(f'Wrote profile {name} with {len(partitions)} partitions to {path}')
+    else:
+        session.show(text)
+    if format == 'toml' and tomllib is None:
+        session.report('warning: this Python cannot read TOML itself (3.11 can): for it, write '
+                       '-o ~/.config/torc/config.yaml')
+    return 0
+
+
+def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
+    """A configured cluster as TOML (its basic strings take what JSON's do)."""
+    def pair(key: str, value: Any) -> str:
+        return f'{key} = {json.dumps(value)}'
+    table = 'client.hpc.custom_profiles.' + (name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name))
+    lines = [f'[{table}]'] + [pair(key, value) for key, value in entry.items() if key != 'partitions']
+    for partition in entry['partitions']:
+        lines += ['', f'[[{table}.partitions]]', *(pair(key, value) for key, value in partition.items())]
+    return '\n'.join(lines) + '\n'
+
+
+def write_result(path: str, text: str) -> None:
+    """A file that the user asked for."""
+    try:
+        write_atomically(path, text.encode('utf-8', 'backslashreplace'), 0o666 & ~current_umask())
+    except OSError as error:
+        raise BadInput(f'cannot write {path}: {error.strerror}') from None
+
+
+# -------- slurm generate --------
+
+
+def plan_options(args: Arguments) -> PlanOptions:
+    """How allocations are planned, from the command line."""
+    return PlanOptions(args['group_by'], args['walltime_strategy'], args['walltime_multiplier'],
+                       bool(args.get('single_allocation')))
+
+
+def read_for_slurm(session: Session, args: Arguments, *, replaces: bool, has_actions: bool
+                   ) -> Tuple[GeneratedSpec, Profile, str, Document]:
+    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
+
+    Warnings are reported.
+    """
+    path = '' if args['spec'] == '-' else args['spec']
+    document = read_document(read_input(session, args['spec']), path)
+    config = hpc_config(session)
+    profile = find_profile(args['profile'], config)
+    defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
+    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
+    partitions = profile.partitions
+    if args.get('partition'):
+        partitions = [partition for partition in partitions if partition.name == args['partition']]
+        if not partitions:
+            names = dict.fromkeys(partition.name for partition in profile.partitions)
+            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
+                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
+    options = GenerateOptions(plan_options(args), account, replaces, has_actions, bool(args['skip_checks']),
+                              args['max_instances'] or MAX_INSTANCES)
+    try:
+        made = generate_spec(document, spec_directory(path), partitions, options)
+    except BadInput as error:
+        error.problems = [placed(problem, path) for problem in error.problems]
+        raise
+    for warning in made.warnings[:PROBLEMS_SHOWN]:
+        session.report(f'warning: {placed(warning, path)}')
+    return made, profile, account, document
+
+
+def spec_directory(path: str) -> str:
+    """Directory of a workflow file, which its tables are looked for in."""
+    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+
+
+def cmd_slurm_generate(session: Session, args: Arguments) -> int:
+    """Put Slurm schedulers, and actions that submit them, into a workflow file."""
+    made, profile, _, document = read_for_slurm(session, args, replaces=args['overwrite'],
+                                                has_actions=not args['no_actions'])
+    summary = {'dry_run': bool(args['dry_run']), 'scheduler_count': len(made.schedulers),
+               'action_count': len(made.actions), 'profile_name': profile.name,
+               'profile_display_name': profile.display_name, 'slurm_schedulers': made.schedulers,
+               'actions': made.actions, 'warnings': [str(warning) for warning in made.warnings]}
+    if args['dry_run']:
+        session.answer(summary, format_generated(made, profile))
+        return 0
+    session.inform(*format_generated(made, profile).splitlines())
+    path = args['output']
+    directory = os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+    source = '' if args['spec'] == '-' else args['spec']
+    value = rebase_tables(made.value, spec_directory(source), directory)
+    if path:
+        format = FORMATS.get(os.path.splitext(path)[1].lower(), document.format)
+        write_result(path, format_spec(value, format))
+        session.announce(dict(summary, output=path), f'Wrote {path}; submit it with: '
+                         + command_line(session, 'submit', path))
+    else:
+        session.show(format_spec(value, 'json' if session.format == 'json' else document.format))
+    return 0
+
+
+def format_generated(made: GeneratedSpec, profile: Profile) -> str:
+    """The plan for people: a scheduler, what it asks for, and what it is for."""
+    lines = [f'Schedulers for {profile.display_name}:']
+    for scheduler in made.plan.schedulers:
+        gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
+        nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
+        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} of '
+                     f'{scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
+                     f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
+        if made.actions:
+            lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
+                      + first_of([made.graph.names[job] for job in stage.gates], 3)
+                      for stage in scheduler.stages]
+    return format_lines(lines)
+
+
+# -------- slurm plan-allocations --------
+#
+#   sinfo -e -h -o '%P|%T|%D' -p main          main*|idle|3          states may end in *, ~, #, ! (sinfo(1))
+#   squeue -h -o '%P|%T|%D' -p main            main|PENDING|2        all users'
+#   sbatch --test-only ...                     sbatch: Job 12 to start at 1795253334 using 4 processors ...
+
+IDLE_NODES, BUSY_NODES, LOST_NODES = ('idle',), ('mix', 'alloc', 'comp'), ('down', 'drain', 'fail', 'unk')
+START_TIME = Expression(r'to start at (\S+)')
+PARALLEL_STARTS = 10        # of many small allocations, as many are thought to wait one after another; Torc's
+
+
+def count_nodes(text: str) -> Dict[str, Dict[str, int]]:
+    """Output of sinfo (%P|%T|%D) -> nodes of each partition: in all, idle, mixed, allocated, lost."""
+    counts = {}     # type: Dict[str, Dict[str, int]]
+    for name, state, nodes in read_slurm_rows(text, 3):
+        number = parse_least(nodes)
+        if number is not None:
+            row = counts.setdefault(name.rstrip('*'), collections.Counter())
+            row['total_nodes'] += number
+            for key, words in (('idle_nodes', IDLE_NODES), ('mixed_nodes', BUSY_NODES[:1]),
+                               ('allocated_nodes', BUSY_NODES[1:]), ('down_nodes', LOST_NODES)):
+                row[key] += number * (state.lower().startswith(words) and not state.endswith('*'))
+    return counts
+
+
+def count_queue(text: str) -> Dict[str, Dict[str, int]]:
+    """Output of squeue (%P|%T|%D) -> jobs and nodes that wait and run in each partition."""
+    counts = {}     # type: Dict[str, Dict[str, int]]
+    for names, word, nodes in read_slurm_rows(text, 3):
+        state, number = SLURM_STATES.get(parse_slurm_state(word)), parse_least(nodes)
+        if state is not None and number is not None and not state.is_ended:
+            kind = 'pending' if state.is_pending else 'running'
+            for name in names.split(','):       # a job that waits may name several
+                row = counts.setdefault(name, collections.Counter())
+                row[f'{kind}_jobs'] += 1
+                row[f'{kind}_nodes'] += number
+    return counts
+
+
+STATE_KEYS = ('total_nodes', 'idle_nodes', 'mixed_nodes', 'allocated_nodes', 'down_nodes', 'pending_jobs',
+              'pending_nodes', 'running_jobs', 'running_nodes')
+
+
+def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
+    """How full partitions are, by one call of sinfo and one of squeue."""
+    listed = ','.join(names)
+    nodes = ask_slurm(slurm_argv('sinfo', '-e', '-h', '-o', '%P|%T|%D', '-p', listed))
+    if nodes.code:
+        raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; plan without it '
+                      'with --offline')
+    queue = ask_slurm(slurm_argv('squeue', '-h', '-o', '%P|%T|%D', '-p', listed))
+    counts, waiting = count_nodes(nodes.out), count_queue(queue.out)
+    return [{'partition': name, **{key: {**counts.get(name, {}), **waiting.get(name, {})}.get(key, 0)
+                                   for key in STATE_KEYS}} for name in names]
+
+
+def parse_start(reply: Reply) -> Optional[float]:
+    """When sbatch --test-only says that a job would start, which it says on stderr; None if it cannot."""
+    text = reply.err + reply.out
+    if reply.code or 'error:' in text or 'Unable to allocate' in text:
+        return None
+    match = START_TIME.search(text)
+    return parse_slurm_instant(match.group(1)) if match else None
+
+
+def probe_start(block: Dict[str, Any], num_nodes: int) -> Optional[int]:
+    """Seconds until an allocation of so many nodes would start; None if Slurm does not say."""
+    words = [f"--account={block['account']}", f'--nodes={num_nodes}', f"--time={block['walltime']}",
+             f"--partition={block['partition']}", f"--mem={block['mem']}",
+             f"--ntasks-per-node={block['ntasks_per_node']}"]
+    words += [f'--{key}={block[key]}' for key in ('qos', 'gres') if key in block]
+    at = parse_start(ask_slurm(slurm_argv('sbatch', '--test-only', *words, '--wrap', 'hostname')))
+    return None if at is None else max(0, round(at - time.time()))
+
+
+class Advice(Row):
+    """How many allocations of how many nodes to ask for."""
+    num_allocations: int
+    nodes: int
+    strategy: str
+    reason: str
+
+
+def advise(made: PlannedScheduler, state: Optional[Dict[str, Any]]) -> Advice:
+    """One large allocation, many small ones, or some between: by the nodes that are idle, as Torc decides."""
+    n, width = made.num_allocations, made.nodes
+    shown = f"{n} allocations x {width} node{'s' if width > 1 else ''}"
+    if state is None:
+        return Advice(n, width, 'default', f'Offline mode: {shown} (ideal from workflow analysis)')
+    if n <= 1:
+        return Advice(n, width, 'single', 'one allocation is enough')
+    idle = state['idle_nodes'] // width
+    pressure = state['pending_nodes'] / max(1, state['total_nodes'])
+    facts = (f"{state['idle_nodes']} of {state['total_nodes']} nodes are idle, jobs wait for "
+             f"{state['pending_nodes']}")
+    if idle >= n and pressure < 0.5:
+        return Advice(1, n * width, 'single', f'{facts}: all nodes can start at once')
+    if idle < (n + 2) // 3 or pressure > 2:
+        return Advice(n, width, 'many-small', f'{facts}: small allocations start sooner')
+    chunk = max(2, min(idle // 2, 8, n // 2))
+    return Advice(-(-n // chunk), chunk * width, 'chunked', f'{facts}: some nodes at a time')
+
+
+def compare_probes(advice: Advice, made: PlannedScheduler, small_s: Optional[int],
+                   large_s: Optional[int]) -> Advice:
+    """The advice after Slurm has said when one small allocation, and when one of all nodes, would start."""
+    if small_s is None or large_s is None:
+        return advice
+    n = made.num_allocations
+    last_small_s = small_s * min(n, PARALLEL_STARTS) + made.walltime_s
+    if large_s + made.walltime_s <= last_small_s:
+        return Advice(1, n * made.nodes, 'single', f'by sbatch --test-only one large allocation starts in '
+                      f'{large_s} s, a small one in {small_s} s')
+    if advice.strategy == 'single':
+        return advice
+    return advice._replace(reason=f'{advice.reason}; sbatch --test-only agrees')
+
+
+def cmd_plan_allocations(session: Session, args: Arguments) -> int:
+    """Recommend how many allocations of how many nodes a workflow should ask for now."""
+    made, profile, account, _ = read_for_slurm(session, args, replaces=True, has_actions=False)
+    names = list(dict.fromkeys(scheduler.partition.name for scheduler in made.plan.schedulers))
+    states = [] if args['offline'] else ask_cluster_state(names)
+    by_name = {state['partition']: state for state in states}
+    recommendations, groups = [], []
+    for scheduler, block in zip(made.plan.schedulers, made.schedulers):
+        partition, walltime = scheduler.partition.name, format_walltime(scheduler.walltime_s)
+        group = ', '.join(made.classes[number].name for number in scheduler.class_numbers)
+        advice, estimates = advise(scheduler, by_name.get(partition)), None
+        if states and scheduler.num_allocations > 1 and not args['skip_test_only']:
+            waits = [probe_start(block, count * scheduler.nodes) for count in (1, scheduler.num_allocations)]
+            advice = compare_probes(advice, scheduler, *waits)
+            estimates = {'small_wait_seconds': waits[0], 'large_wait_seconds': waits[1]}
+        row = {'group_name': group, 'partition': partition, 'num_allocations': advice.num_allocations,
+               'nodes_per_allocation': advice.nodes, 'total_nodes': advice.num_allocations * advice.nodes,
+               'strategy': advice.strategy, 'reason': advice.reason, 'walltime': walltime,
+               'job_count': len(scheduler.jobs)}
+        recommendations.append(row if estimates is None else dict(row, sbatch_estimates=estimates))
+        groups.append({'name': group, 'partition': partition, 'job_count': len(scheduler.jobs),
+                       'walltime': walltime, 'ideal_nodes': scheduler.num_allocations * scheduler.nodes})
+    analysis = analyze_graph(made.graph, len(groups))
+    value = {'workflow_analysis': analysis, 'cluster_state': states, 'recommendations': recommendations,
+             'warnings': [str(warning) for warning in made.warnings], 'resource_groups': groups,
+             'profile_name': profile.name, 'profile_display_name': profile.display_name, 'account': account}
+    lines = [f"{analysis['total_jobs']} jobs in {analysis['dependency_depth']} levels, at most "
+             f"{analysis['max_parallelism']} at once, on {profile.display_name}", '']
+    for row in recommendations:
+        lines += [f"{row['group_name']}: {row['job_count']} jobs, {row['num_allocations']} x "
+                  f"{row['nodes_per_allocation']} nodes of {row['partition']} for {row['walltime']} "
+                  f"({row['strategy']})", f"    {row['reason']}"]
+    session.answer(value, format_lines(lines))
+    return 0
+
+
+def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
+    """How deep and how wide a workflow is."""
+    levels = find_levels(graph)
+    widths = collections.Counter(levels)
+    widest = max(sorted(widths), key=widths.__getitem__, default=0)
+    return {'total_jobs': len(graph.names), 'total_instances': len(graph.names),
+            'dependency_depth': len(widths), 'max_parallelism': widths[widest] if widths else 0,
+            'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
 # ======== 20f. Service: commands of those who run a server, and `install` ========
@@ -27721,6 +29222,11 @@ def parse_factor(text: str) -> float:
     return value
 
 
+def parse_time_span(text: str) -> int:
+    """A walltime as sbatch takes it, or as people write it -> seconds."""
+    return parse_walltime(normalize_walltime(text))
+
+
 def parse_percent(text: str) -> float:
     """Percent, without the sign."""
     try:
@@ -27855,6 +29361,24 @@ REQUIREMENT_OPTIONS = (
     Argument('--num-nodes', 'N', 'nodes', at_least(1)),
     Argument('-m --memory', 'MEMORY', 'memory, such as 2g or 512MB', normalize_memory),
     Argument('-r --runtime', 'DURATION', 'longest run time, such as 30m or PT30M', normalize_duration),
+)
+CLUSTER = Argument('NAME', '', f'name of its profile, or {LIVE_PROFILE}: ask sinfo (default: this cluster)',
+                   count='?')
+PLANNED_SPEC = (
+    Argument('SPEC', '', 'workflow file, or - for stdin'),
+    Argument('-a --account', 'NAME', 'account to charge (default: account of its slurm_defaults)'),
+    Argument('--profile', 'NAME', f'the cluster, see `hpc list`, or {LIVE_PROFILE}: ask sinfo (default: this '
+             'cluster)'),
+)
+PLAN_OPTIONS = (
+    Argument('--group-by', 'WHAT', f"a scheduler for each {' or '.join(GROUPINGS)}", one_of(*GROUPINGS),
+             default=GROUPINGS[0]),
+    Argument('--walltime-strategy', 'WHICH', ' or '.join(WALLTIME_STRATEGIES), one_of(*WALLTIME_STRATEGIES),
+             default=WALLTIME_STRATEGIES[0]),
+    Argument('--walltime-multiplier', 'N', 'of the longest runtime of a job', parse_factor,
+             default=DEFAULT_WALLTIME_MULTIPLIER),
+    Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
+    SPEC_OPTIONS[1],
 )
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
@@ -28274,6 +29798,42 @@ COMMANDS = (
         lists('list_job_user_data_relationships', JOB_DATA_COLUMNS, 'job user data relationships'),
         'list the jobs that write and read each piece of user data', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-user-data 1', True),
+
+    Command('slurm generate', cmd_slurm_generate,
+        'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
+        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, in the format of its name (default: '
+                                'to stdout, in the format that was read)'),
+        Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
+        Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
+        Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
+        Argument('--dry-run', '', 'only show the schedulers and actions'), *PLAN_OPTIONS),
+        'slurm generate --account acct --profile kestrel examples/resources.yaml'),
+    Command('slurm plan-allocations', cmd_plan_allocations,
+        'recommend how many allocations of how many nodes a workflow file should ask for now', (
+        *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
+        Argument('--offline', '', 'do not ask Slurm how full it is'),
+        Argument('--skip-test-only', '', 'do not ask sbatch when allocations would start'), *PLAN_OPTIONS),
+        'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml'),
+
+    Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', (), 'hpc list', True),
+    Command('hpc detect', cmd_hpc_detect, 'show which cluster this is', (), 'hpc detect'),
+    Command('hpc show', cmd_hpc_show, 'show a cluster and its partitions',
+        (CLUSTER._replace(count='1'),), 'hpc show kestrel'),
+    Command('hpc partitions', cmd_hpc_partitions, 'list the partitions of a cluster', (
+        CLUSTER, Argument('--gpu', '', 'only with GPUs'),
+        Argument('--shared', '', 'only where several jobs share a node')), 'hpc partitions kestrel --gpu', True),
+    Command('hpc match', cmd_hpc_match, 'list the partitions that can run a job, and the best of them', (
+        CLUSTER, Argument('--cpus', 'N', 'CPUs of a node', at_least(1)),
+        Argument('--memory', 'MEMORY', 'memory of a node, such as 8g', parse_size),
+        Argument('--walltime', 'TIME', 'HH:MM:SS, or such as 2h', parse_time_span),
+        Argument('--gpus', 'N', 'GPUs of a node', at_least(0))),
+        'hpc match kestrel --cpus 4 --memory 8g --walltime 01:00:00'),
+    Command('hpc generate', cmd_hpc_generate,
+        'ask Slurm for the partitions of this cluster, as an entry of a configuration file', (
+        Argument('-n --name', 'NAME', 'name of the profile (default: that of the cluster)'),
+        Argument('-d --display-name', 'TEXT', 'its name for people'),
+        Argument('-o --output', 'FILE', 'write it there; a name in .yaml or .json gives that format'),
+        Argument('--skip-stdby', '', 'leave out partitions whose names end in -stdby')), 'hpc generate'),
 
     Command('admin sql', cmd_admin_sql, "run an SQL statement on the server's database", (
         Argument('STATEMENT', '', 'SELECT, WITH or VALUES; with --write INSERT, REPLACE, UPDATE or DELETE',
