@@ -4922,8 +4922,8 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
         workflow.error(f"'{name}' is both a variable and a parameter: rename one", 'variables', name)
     if 'parameters' in workflow and 'parameters_file' in workflow:
         workflow.error('parameters and parameters_file cannot be combined', 'parameters_file')
-    for name in workflow.get('slurm_defaults', ()):
-        if name.lower() in SCHEDULER_OPTIONS:
+    for name, value in workflow.get('slurm_defaults', {}).items():
+        if name.lower() in SCHEDULER_OPTIONS and value is not False:
             workflow.error(f"slurm_defaults cannot set '{name}': set it in slurm_schedulers",
                            'slurm_defaults', name)
     groups = workflow.get('access_groups', ())
@@ -5217,7 +5217,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5300,7 +5300,11 @@ CREATE TABLE scheduled_compute_node (
     scheduler_id        INTEGER NOT NULL,               -- the Slurm job
     scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
     scheduler_type      TEXT NOT NULL,
-    status              TEXT NOT NULL                   -- pending, active, complete, canceled
+    status              TEXT NOT NULL,                  -- pending, active, complete, canceled
+    settings            JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
+    action_id           INTEGER,                        -- the action that it was made for
+    submitter           TEXT,                           -- who submits it now
+    submitter_until     REAL                            -- ... until then; NULL: while that node is active
 );
 CREATE INDEX scheduled_compute_node_of ON scheduled_compute_node (workflow_id, status);
 
@@ -5665,6 +5669,12 @@ ALTER TABLE workflow_action ADD COLUMN failure TEXT;
 ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
 UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
 """,
+    9: """
+ALTER TABLE scheduled_compute_node ADD COLUMN settings JSON TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN action_id INTEGER;
+ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
+""",
 }
 
 
@@ -5796,7 +5806,8 @@ LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero', 'is_declared'])
+                             'is_system', 'is_run_zero', 'is_declared', 'settings', 'action_id', 'submitter',
+                             'submitter_until'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -9663,6 +9674,198 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
     return {'worker': worker, 'workflow_id': workflow_id}
 
 
+# -------- allocations that are to be submitted --------
+#
+# The row of an allocation is made in the transaction that takes its action. Until it has a Slurm job
+# (scheduler_id 0) it is an intent, held by one submitter at a time: a node while that is active, a command
+# for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
+
+IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND settings IS NOT NULL"
+FREE_SUBMISSIONS = ('UPDATE scheduled_compute_node SET submitter = NULL, submitter_until = NULL '
+                    f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ')
+
+
+def take_submissions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Hand out allocations to a submitter: of due actions, new ones of a scheduler, and what others left."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if state.is_canceled:
+        raise Refused(f'workflow {workflow_id} was canceled: nothing is submitted for it')
+    submitter, settings = body['submitter'], body['settings']
+    context.run(FREE_SUBMISSIONS + '(submitter_until < ? OR submitter = ?)',
+                (workflow_id, context.now(), submitter))
+    for ended in body.get('ended') or ():
+        context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, ended))
+    made, idle = [], []     # type: List[int], List[int]
+    for row in body.get('actions') or ():
+        action = get_action(context, workflow_id, row['action_id'])
+        if action['action_type'] != 'schedule_nodes':
+            raise Refused(f"action {action['id']} does not schedule nodes")
+        new = execute_schedule(context, action, settings, row.get('count'), None)
+        if new == []:
+            idle.append(action['id'])
+        made += new or []
+    if body.get('scheduler_config_id') is not None:
+        check_owned(context, 'slurm_scheduler', workflow_id, [body['scheduler_config_id']])
+        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings,
+                                   body.get('count') or 1, None)
+    taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made)
+    others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
+                          f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
+    return {'allocations': taken, 'submitters': [row[0] for row in others], 'idle_actions': idle}
+
+
+def take_due_schedules(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str],
+                       settings: Values) -> List[Values]:
+    """The allocations that a runner is to submit: of due actions, but failed ones, and what others left."""
+    if not context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
+        return []
+    due = action_rows(context, *due_condition(
+        workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
+    made = []   # type: List[int]
+    for action in due:
+        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+            made += execute_schedule(context, action, settings, None, node_id) or []
+    context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
+    return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
+
+
+def name_submitter(node_id: int) -> str:
+    """A compute node as the submitter of allocations."""
+    return f'compute node {node_id}'
+
+
+def execute_schedule(context: Context, action: Values, settings: Values, count: Optional[int],
+                     node_id: Optional[int]) -> Optional[List[int]]:
+    """Take an action and make the rows of its allocations; None if another has it. [] if no job is left."""
+    if not take_action(context, action['id'], node_id, action['persistent']):
+        return None
+    note_action_reported(context, action['id'], node_id or 0)   # from now on its rows are what is to be done
+    config = action['action_config']
+    if count is None:
+        count = config.get('num_allocations')
+    count = (1 if count is None else count) if has_work(context, action) else 0
+    own = {name: config[name] for name in ('start_one_worker_per_node', 'max_parallel_jobs')
+           if config.get(name) is not None}
+    record_event(context, action['workflow_id'], {
+        'category': 'action', 'event_type': 'action_completed', 'action_id': action['id'],
+        'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
+    # those of an earlier execution do not belong to this one
+    context.run('UPDATE scheduled_compute_node SET action_id = NULL WHERE action_id = ?', (action['id'],))
+    return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
+                              count, action['id'])
+
+
+def has_work(context: Context, action: Values) -> bool:
+    """Whether a job is left that allocations of an action could run.
+
+    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
+    that is bound to none.
+    """
+    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
+    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
+    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
+    if action['trigger_type'] == 'on_jobs_ready':
+        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
+    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
+                       (action['action_config'].get('scheduler_id'),)) is not None
+
+
+def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
+                       action_id: Optional[int]) -> List[int]:
+    """Rows of allocations that are to be submitted together; their ids."""
+    values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
+              'scheduler_type': 'slurm', 'status': 'pending', 'action_id': action_id,
+              'settings': dict(settings, num_allocations=count)}
+    return [context.insert('scheduled_compute_node', values) for _ in range(count)]
+
+
+def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
+                     made: Ids) -> List[Values]:
+    """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+    rows = context.rows('SELECT id, scheduler_config_id, settings FROM scheduled_compute_node '
+                        f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
+                        (workflow_id,))
+    context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
+                     ((submitter, until, row[0]) for row in rows))
+    database_id = context.value('SELECT id FROM identity')
+    schedulers = {scheduler_id: (get_row(context, 'slurm_scheduler', scheduler_id),
+                                 allocation_needs(context, workflow_id, scheduler_id))
+                  for scheduler_id in {row[1] for row in rows}}
+    return [{'id': row_id, 'scheduler': schedulers[scheduler_id][0], 'needs': schedulers[scheduler_id][1],
+             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made}
+            for row_id, scheduler_id, settings in rows]
+
+
+def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
+    """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
+    query = ('SELECT max(num_cpus), max(memory_bytes), total(count) FROM (SELECT needs.num_cpus, '
+             'CASE WHEN needs.is_implicit THEN 0 ELSE needs.memory_bytes END AS memory_bytes, '
+             '(SELECT count(*) FROM job WHERE kind_id = kind.id '
+             f'AND status IN {sql_list(NOT_DONE)}) AS count FROM job_kind kind '
+             'JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+             'WHERE kind.workflow_id = ? AND kind.scheduler_id {}) WHERE count > 0')
+    for condition, values in (('= ?', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
+        num_cpus, memory_bytes, count = context.one(query.format(condition), (workflow_id, *values))
+        if count:
+            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count)}
+    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1}
+
+
+def report_submissions(context: Context, workflow_id: int, body: Values) -> Values:
+    """What became of submissions: Slurm jobs, or refusals. `surplus`: Slurm jobs that no row needs."""
+    workflow_state(context, workflow_id)
+    surplus, refused = [], collections.defaultdict(list)    # type: List[int], Dict[int, List[str]]
+    for row in body['submitted']:
+        found = context.one('SELECT status, scheduler_id, settings, action_id, submitter '
+                            'FROM scheduled_compute_node WHERE id = ? AND workflow_id = ?',
+                            (row['id'], workflow_id))
+        number = row.get('slurm_job_id')
+        if number is not None:
+            if found is None or found[0] == 'canceled' or found[1] not in (0, number):
+                surplus.append(number)
+                continue
+            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
+            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, settings = ?, submitter = NULL '
+                        'WHERE id = ?', (number, format_json(settings), row['id']))
+        elif found and found[1] == 0 and found[4] == body['submitter']:
+            context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
+            if found[3] is not None:
+                refused[found[3]].append(row.get('message') or '')
+    for action_id, messages in refused.items():
+        note_refusal(context, workflow_id, action_id, messages)
+    return {'surplus': surplus}
+
+
+def note_refusal(context: Context, workflow_id: int, action_id: int, messages: List[str]) -> None:
+    """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
+    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE action_id = ?', (action_id,))
+    failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
+    context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
+    if not kept:
+        context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL '
+                    'WHERE id = ?', (action_id,))
+    record_event(context, workflow_id, {'category': 'action', 'event_type': 'action_failed',
+                                        'action_id': action_id, 'message': failure}, 'error')
+
+
+def sync_submissions(context: Context, workflow_id: int, node_id: int, body: Values) -> Values:
+    """A runner's part of it, in its turn: what it has submitted, and what it is to submit."""
+    if not (body.get('submitted') or body.get('submits')):
+        return {}
+    submitter = name_submitter(node_id)
+    answer = report_submissions(context, workflow_id,
+                                {'submitted': body.get('submitted') or (), 'submitter': submitter})
+    if body.get('held_submissions') is not None:    # what an answer that was lost had brought
+        lost = set(context.ids('SELECT id FROM scheduled_compute_node WHERE submitter = ?', (submitter,)))
+        run_by_ids(context, 'UPDATE scheduled_compute_node SET submitter = NULL WHERE id IN',
+                   sorted(lost.difference(body['held_submissions'])))
+    if body.get('submits') and not context.state.is_canceled:
+        answer['allocations'] = take_due_schedules(context, workflow_id, node_id, body.get('actions') or (),
+                                                   body['submits'])
+    return answer
+
+
 # -------- nodes --------
 
 # How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
@@ -9788,6 +9991,7 @@ def release_node(context: Context, node_id: int) -> None:
     context.service.turns.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+    context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
     state = workflow_state(context, workflow_id)
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
                               (node_id,)):
@@ -9874,6 +10078,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     if not any(counts[code] for code in NOT_DONE):
         note_complete(context, workflow_id)
     answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or ())
+    answer.update(sync_submissions(context, workflow_id, node_id, body))
     answer.update(describe_progress(context, state, node_id, counts, is_denied=bool(want) and not chosen))
     if body.get('explain'):
         answer['has_jobs_for_node'] = has_jobs_for_node(context, workflow_id, node_id)
@@ -11083,11 +11288,13 @@ MODELS = {
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
-        'action_results:[@RunnerAction] explain:bool survey:bool held:[attempt] held_actions:[int] turn:int',
+        'action_results:[@RunnerAction] explain:bool survey:bool held:[attempt] held_actions:[int] turn:int '
+        'submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! '
         'kinds:[@RunnerKind]! revoked:[attempt] revoked_actions:[int] handlers:[[object]]! reason:str '
         'notices:[str]! actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! unfinished:int! '
-        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
+        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}! '
+        'allocations:[@SubmissionModel] surplus:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
         'num_nodes:nodes depth:int total:@RunnerCapacity nodes:[capacity] sizes:[capacity] time_limit:str '
         'scheduler_config_id:int labels:[str] strict:bool',
@@ -11110,6 +11317,15 @@ MODELS = {
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
+    'ScheduledAction': 'action_id:int! count:ordinal',
+    'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
+    'SubmissionModel': 'id:int! scheduler:@SlurmSchedulerModel! needs:object! settings:object! '
+        'database_id:str! is_new:bool!',
+    'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
+    'SubmissionReportResponse': 'surplus:[int]!',
+    'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
+        'scheduler_config_id:int count:ordinal ended:[str]',
+    'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
         'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
@@ -11650,6 +11866,9 @@ ROUTES = (
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str'),
+    route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
+    route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
+             body='SubmissionReport'),
 
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
@@ -18930,9 +19149,10 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     return {**dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
 
 
-def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S) -> Reply:
+def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
+              variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
     """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
-    environment = {**os.environ, **query_variables()}
+    environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -19116,8 +19336,563 @@ def parse_slurm_state(text: str) -> str:
 
 # ======== 14c. Submission: sbatch scripts, and how they become allocations ========
 #
-# The record of an allocation exists before sbatch(1) runs, and its comment names the record: a reply that is
-# lost is found again, and nothing is submitted twice.
+# The record of an allocation exists before sbatch(1) runs: it is the intent to submit it, held by whoever is
+# doing so. The job's comment names the record. Invariants:
+#
+# * sbatch runs again for a record only when squeue(1) has answered, and no job names the record: an ambiguous
+#   failure, such as a time-out, or a submitter that was killed, may have left a job behind.
+# * A refusal ("Invalid account") is final: the record goes, and the user is shown Slurm's words.
+# * A script holds no secret: a token goes as the path of its file, a password through the environment.
+# * No text from a workflow becomes a second option, or a second directive.
+#
+# Submitter does no input or output, so that a command may wait for programs, and a runner never does.
+
+SBATCH_TRIES = 6
+SBATCH_PAUSE_S = 10.0       # after a failure that passes; an ambiguous one may take effect late
+LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
+# What a runner, and the srun processes of its steps, take of an allocation's memory.
+RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
+STARTUP_WINDOWS = ((1, 0), (10, 10), (100, 60))     # runners, seconds within which so many start
+# Errors of sbatch that pass, and may have come after the job was taken (slurm_errno.c, 20.11 to 25.05).
+PASSING_ERRORS = Expression(
+    'Unable to contact slurm controller|timed out|Zero Bytes were transmitted|temporarily unavailable|'
+    'temporarily unable|Connection re|connect failure|connection failure|Transport endpoint|not responding|'
+    'Unexpected message received|Unable to resolve|Header lengths|Protocol authentication|standby|try again',
+    re.IGNORECASE)
+SUBMITTED = Expression(r'(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )([\w.-]+))?\s*\Z')
+# A word that sbatch takes as it is, whatever reads it: without blanks, quotes, or the begin of a comment.
+DIRECTIVE_VALUE = Expression(r'''(?!-[^0-9])[^\s"'\\#\x00-\x1f\x7f]+\Z''')
+DIRECTIVE_NAME = Expression(r'[a-z][a-z0-9-]*\Z')
+JOB_PREFIX = Expression(r'(?!-)[A-Za-z0-9_.+-]*\Z')
+# Options with which an allocation would not be one job that runs its script.
+UNSUITABLE_OPTIONS = frozenset(('array', 'a', 'wrap', 'test-only', 'wait', 'W', 'help', 'h', 'usage',
+                                'version', 'V', 'uid', 'gid'))
+MEMORY_OPTIONS = frozenset(('mem', 'mem-per-cpu', 'mem-per-gpu'))
+CPU_OPTIONS = frozenset(('cpus-per-task', 'c', 'ntasks', 'n', 'ntasks-per-node', 'exclusive', 'cpus-per-gpu',
+                         'cores-per-socket', 'ntasks-per-socket', 'ntasks-per-core', 'mincpus'))
+GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'GPU_DEVICE_ORDINAL',
+                 'ZE_AFFINITY_MASK')
+
+
+def submission_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
+    """Variables for sbatch, which hands its environment on to the job; None removes one.
+
+    Inside a job, what that job got goes too, GPUs as well: a runner submits the next allocation.
+    """
+    removed = [name for name in environment if SLURM_SETTINGS.match(name) and name not in KEPT_SETTINGS]
+    if 'SLURM_JOB_ID' in environment:
+        removed += [name for name in GPU_VARIABLES if name in environment]
+    return dict.fromkeys(removed)
+
+
+def startup_window_s(num_runners: int) -> int:
+    """Within so many seconds the runners of one submission start, so that they do not ask all at once."""
+    if num_runners <= 1:
+        return 0
+    if num_runners <= 10:
+        return num_runners
+    return min(60, 10 + (num_runners - 10) * 50 // 90)
+
+
+# -------- what is asked for --------
+
+class Site(Row):
+    """What a partition gives to a job that does not say what it needs; 0: unknown."""
+    gives_whole_nodes: bool = False
+    has_default_memory: bool = True     # a job that asks for none does not get all
+    num_cpus: int = 0                   # of a node
+    memory_bytes: int = 0
+
+
+SITE_QUESTIONS = (('scontrol', '-o', 'show', 'partition'), ('scontrol', 'show', 'config'))
+
+
+def parse_site(partitions: str, config: str, partition: Optional[str]) -> Site:
+    """The Site of a partition, or of the default one, from the answers to SITE_QUESTIONS.
+
+    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU).
+    """
+    for line in partitions.splitlines():
+        cells = dict(word.split('=', 1) for word in line.split() if '=' in word)
+        if cells.get('PartitionName') == partition if partition else cells.get('Default') == 'YES':
+            words = [cells.get(name, '') for name in ('DefMemPerNode', 'DefMemPerCPU')]
+            words += re.findall(r'^DefMemPer(?:Node|CPU)\s*=\s*(\S+)', config, re.MULTILINE)
+            num_nodes, num_cpus = (int(cells[name]) if cells.get(name, '').isdigit() else 0
+                                   for name in ('TotalNodes', 'TotalCPUs'))
+            memory = re.search(r'\bmem=([0-9.]+[KMGTP]?)', cells.get('TRES', ''))
+            memory_bytes = memory and parse_slurm_memory(memory.group(1)) or 0
+            return Site(cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
+                        any(word not in ('', 'UNLIMITED', '0') for word in words) or not config,
+                        num_cpus // max(1, num_nodes), memory_bytes // max(1, num_nodes))
+    return Site()
+
+
+class AllocationNeeds(Row):
+    """What the largest of an allocation's jobs needs on each of its nodes, and how many jobs there are."""
+    num_cpus: int = 1
+    memory_bytes: int = 0
+    num_jobs: int = 1
+
+
+def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Site, given: Set[str],
+                     num_allocations: int) -> Dict[str, str]:
+    """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them.
+
+    A shared node gives one CPU and little memory to who asks for nothing. Where whole nodes are given, only
+    memory must be asked for, and not even that where a job gets all of it.
+    """
+    has_memory = bool(scheduler.get('mem')) or any(name in given for name in MEMORY_OPTIONS)
+    has_cpus = bool(scheduler.get('ntasks_per_node')) or any(name in given for name in CPU_OPTIONS)
+    if site.gives_whole_nodes or 'exclusive' in given:
+        return {'mem': '0'} if site.has_default_memory and not has_memory else {}
+    nodes = max(1, scheduler.get('nodes') or 1)
+    rooms = [math.ceil(needs.num_jobs / (nodes * max(1, num_allocations)))]
+    if site.num_cpus:
+        rooms.append(site.num_cpus // needs.num_cpus)
+    memory_bytes = parse_requested_memory(scheduler['mem']) if scheduler.get('mem') else site.memory_bytes
+    job_bytes = needs.memory_bytes + STEP_MEMORY_BYTES
+    if memory_bytes:
+        rooms.append((memory_bytes - RUNNER_MEMORY_BYTES) // job_bytes)
+    at_once = max(1, min(rooms))
+    found = {}
+    if not has_cpus:
+        found.update({'ntasks-per-node': '1', 'cpus-per-task': str(needs.num_cpus * at_once)})
+    if not has_memory:
+        wanted_bytes = RUNNER_MEMORY_BYTES + at_once * job_bytes
+        wanted_bytes = min(wanted_bytes, site.memory_bytes or wanted_bytes)
+        found['mem'] = f'{math.ceil(wanted_bytes / 1024 ** 2)}M'
+    return found
+
+
+# -------- the script --------
+
+class Caller(Row):
+    """How a script starts a runner of this workflow."""
+    python: str
+    program: str                # the pinned copy
+    server: str                 # URL, or path of the database
+    token_file: str = ''
+    ca_file: str = ''
+    is_insecure: bool = False
+
+
+class Submission(Row):
+    """An allocation that is to be submitted."""
+    id: int                     # of its record
+    workflow: Dict[str, Any]
+    scheduler: Dict[str, Any]
+    settings: Dict[str, Any]    # SUBMISSION_SETTINGS
+    needs: AllocationNeeds
+    database_id: str
+    is_new: bool                # no job can name its record yet
+
+
+SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
+    'directory': 'working directory', 'output_dir': 'output directory', 'poll_interval': 'seconds',
+    'claim_backoff_max_secs': 'seconds', 'max_parallel_jobs': 'jobs at a time',
+    'start_one_worker_per_node': 'a runner on each node', 'prefix': 'begin of the name of the Slurm job',
+    'num_allocations': 'submitted together', 'keeps_script': 'the script stays'}
+
+
+def submission_name(submission: Submission) -> str:
+    """Name of an allocation's script, and of its Slurm job unless it belongs to a chain."""
+    return f"{submission.settings.get('prefix') or ''}wf{submission.workflow['id']}_a{submission.id}"
+
+
+def submission_tag(submission: Submission) -> str:
+    """The comment of an allocation's Slurm job: it is of no other record, nor of another database's."""
+    return f"torc:{submission.database_id[:12]}:{submission.workflow['id']}:{submission.id}"
+
+
+def record_of_comment(text: str) -> Optional[int]:
+    """The record that a Slurm job's comment names, or None."""
+    match = re.match(r'torc:[0-9a-f]+:[0-9]+:([0-9]+)\Z', text)
+    return int(match.group(1)) if match else None
+
+
+def job_name_of(submission: Submission) -> str:
+    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user."""
+    scheduler = submission.scheduler
+    if scheduler.get('serialize_allocations'):
+        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}"
+    return submission_name(submission)
+
+
+def check_directive(name: str, value: Any, where: str) -> str:
+    """The value of an option as text. Refused if sbatch could take it for more than one value."""
+    text = str(value)
+    if not DIRECTIVE_VALUE.match(text):
+        raise Refused(printable(f'{where}: {name} {text!r} cannot be given to sbatch: it is empty, begins '
+                                'with a dash, or holds a blank, quote, backslash, # or control character'))
+    return text
+
+
+def check_option(name: str, where: str) -> str:
+    """The name of a long option of sbatch. Refused if it is none, or would make something else of the job."""
+    option = name.lower().replace('_', '-')
+    if not DIRECTIVE_NAME.match(option):
+        raise Refused(printable(f'{where}: {name!r} is not a long option of sbatch, such as mail-user'))
+    if option in UNSUITABLE_OPTIONS:
+        raise Refused(f'{where}: --{option} does not go with an allocation: remove it')
+    return option
+
+
+def options_of_extra(extra: str, where: str) -> Set[str]:
+    """Names of the options in a scheduler's `extra`. Refused if it is more than one line of options."""
+    if not extra.isprintable():
+        raise Refused(printable(f'{where}: extra {extra!r} must be one line of options'))
+    try:
+        words = shlex.split(extra)
+    except ValueError as error:
+        raise Refused(printable(f'{where}: extra {extra!r} cannot be read: {error}')) from None
+    if words and not words[0].startswith('-'):
+        raise Refused(printable(f'{where}: extra {extra!r} must begin with an option, such as --exclusive'))
+    names = set()
+    for word in words:
+        if word.startswith('--'):
+            names.add(word[2:].partition('=')[0])
+        elif word.startswith('-'):
+            names.add(word[1:2])
+    for name in sorted(names & UNSUITABLE_OPTIONS):
+        raise Refused(f"{where}: extra: {'--' if name[1:] else '-'}{name} does not go with an allocation: "
+                      'remove it')
+    return names
+
+
+def default_options(workflow: Dict[str, Any]) -> Dict[str, Any]:
+    """Options from a workflow's slurm_defaults: text or True; False for one that is not to be written."""
+    found = {}
+    for name, value in (workflow.get('slurm_defaults') or {}).items():
+        option = check_option(name, 'slurm_defaults')
+        if isinstance(value, bool):
+            found[option] = value
+        elif isinstance(value, (str, int, float)):
+            found[option] = check_directive(option, value, 'slurm_defaults')
+    return found
+
+
+def scheduler_options(scheduler: Dict[str, Any]) -> Dict[str, str]:
+    """Options from the fields of a scheduler, in the order of the script."""
+    where = f"scheduler {scheduler.get('name') or scheduler.get('id')}"
+    try:
+        walltime = format_walltime(parse_walltime(scheduler['walltime']))
+    except ValueError as error:
+        raise Refused(printable(f'{where}: walltime {error}')) from None
+    values = {'account': scheduler['account'], 'partition': scheduler.get('partition'),
+              'qos': scheduler.get('qos'), 'time': walltime, 'nodes': scheduler.get('nodes') or 1,
+              'ntasks-per-node': scheduler.get('ntasks_per_node'), 'mem': scheduler.get('mem'),
+              'gres': scheduler.get('gres'), 'tmp': scheduler.get('tmp')}
+    return {name: check_directive(name, value, where) for name, value in values.items()
+            if value not in (None, '')}
+
+
+DIRECTIVE_ORDER = ('job-name', 'comment', 'account', 'partition', 'qos', 'time', 'nodes', 'ntasks-per-node',
+                   'cpus-per-task', 'mem', 'gres', 'tmp', 'dependency', 'requeue', 'no-requeue', 'open-mode', 'chdir',
+                   'output', 'error')
+
+
+def batch_options(submission: Submission, site: Site) -> Dict[str, Any]:
+    """All options of an allocation, in the order of its script: text, or True for a switch.
+
+    Fields of the scheduler beat slurm_defaults, and these beat what is generated; False there leaves an
+    option out.
+    """
+    settings, scheduler = submission.settings, submission.scheduler
+    defaults, own = default_options(submission.workflow), scheduler_options(scheduler)
+    extra = options_of_extra(scheduler.get('extra') or '', f"scheduler {scheduler.get('name')}")
+    output = os.path.join(settings['output_dir'].replace('%', '%%'),
+                          f"slurm_output_wf{submission.workflow['id']}_sl%j")
+    generated = {'job-name': job_name_of(submission), 'comment': submission_tag(submission),
+                 'open-mode': 'append', 'chdir': quote_directive(settings['directory']),
+                 'output': quote_directive(output + '.o'), 'error': quote_directive(output + '.e')}
+    if not {'requeue', 'no-requeue'} & {*defaults, *extra}:
+        generated['requeue'] = True     # else the cluster's JobRequeue decides what a lost node means
+    if scheduler.get('serialize_allocations'):
+        generated['dependency'] = 'singleton'
+    generated.update(resource_options(scheduler, submission.needs, site, {*defaults, *own, *extra},
+                                      settings.get('num_allocations') or 1))
+    merged = {**generated, **defaults, **own}
+    if 'dependency' in generated:
+        merged['dependency'] = 'singleton'
+    places = {name: index for index, name in enumerate(DIRECTIVE_ORDER)}
+    ordered = sorted(merged, key=lambda name: (places.get(name, len(places)), name))
+    return {name: merged[name] for name in ordered if defaults.get(name) is not False}
+
+
+def quote_directive(path: str) -> str:
+    """A path as a value of a #SBATCH line, which knows quotes as a shell does (sbatch/opt.c, 20.11).
+
+    Slurm takes a backslash in a name for an escape of its own. Refused if it holds one, or a line's end.
+    """
+    if '\\' in path or any(ord(character) < 32 or ord(character) == 127 for character in path):
+        raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds a backslash or a '
+                                'control character; use another output directory'))
+    if DIRECTIVE_VALUE.match(path):
+        return path
+    if '"' not in path:
+        return f'"{path}"'
+    if "'" not in path:
+        return f"'{path}'"
+    raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds both kinds of quotes; '
+                            'use another output directory'))
+
+
+def runner_words(submission: Submission, caller: Caller) -> List[str]:
+    """The command line of the runner that an allocation starts."""
+    settings, config = submission.settings, submission.workflow.get('execution_config') or {}
+    each_node = bool(settings.get('start_one_worker_per_node'))
+    num_runners = 1 if submission.scheduler.get('serialize_allocations') else \
+        settings.get('num_allocations') or 1
+    num_runners *= (submission.scheduler.get('nodes') or 1) if each_node else 1
+    window_s = 0 if config.get('staggered_start') is False else startup_window_s(num_runners)
+    options = [('--scheduled-compute-node', submission.id),
+               ('--poll-interval', f"{settings.get('poll_interval') or DEFAULT_POLL_INTERVAL_S:g}"),
+               ('--max-parallel-jobs', settings.get('max_parallel_jobs')),
+               ('--claim-backoff-max-secs', settings.get('claim_backoff_max_secs')),
+               ('--tls-ca-cert', caller.ca_file), ('--startup-delay-seconds', window_s)]
+    words = [word for name, value in options if value for word in (name, str(value))]
+    words += ['--tls-insecure'] if caller.is_insecure else []
+    return [caller.server, str(submission.workflow['id']), settings['output_dir'], *words,
+            *(['--is-subtask'] if each_node else [])]
+
+
+def each_node_words(workflow: Dict[str, Any]) -> str:
+    """srun that starts a runner on each node, as a line of shell.
+
+    A site's WaitTime must not end the others when one retires, nor one that fails. It overlaps: the steps of
+    jobs need the same CPUs. Its size is given: the job's --ntasks-per-node would be inherited.
+    """
+    mpi = (workflow.get('execution_config') or {}).get('srun_mpi')
+    words = ['srun', '--overlap', '--wait=0', '--kill-on-bad-exit=0']
+    words += [shlex.quote(f"--mpi={check_directive('srun_mpi', mpi, 'execution_config')}")] if mpi else []
+    return ' '.join(words) + (' --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
+                              '--ntasks-per-node=1 --cpu-bind=none --input=none')
+
+
+def format_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
+    """The script that is given to sbatch. Refused for what cannot be written into one."""
+    settings, workflow = submission.settings, submission.workflow
+    if settings.get('start_one_worker_per_node') \
+            and (workflow.get('execution_config') or {}).get('mode') != 'direct':
+        raise Refused('start_one_worker_per_node needs mode direct in execution_config')
+    options = batch_options(submission, site)
+    lines = ['#!/bin/bash']
+    lines += [f'#SBATCH --{name}' + ('' if value is True else f'={value}') for name, value in options.items()]
+    extra = (submission.scheduler.get('extra') or '').strip()
+    lines += [f'#SBATCH {extra}'] if extra else []
+    lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
+              '# They clash with the --mem of its steps.', 'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU']
+    if caller.token_file:
+        lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
+    program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
+    if settings.get('start_one_worker_per_node'):
+        program = f'{each_node_words(workflow)} \\\n    {program}'
+    # exec: a signal for the batch shell, and the one before the end of the time, must reach the runner.
+    words = runner_words(submission, caller)
+    lines.append(f"exec {program} \\\n    {' '.join(map(shlex.quote, words))}")
+    return ''.join(f'{line}\n' for line in lines)
+
+
+# -------- sbatch, and what its replies mean --------
+
+def parse_submission(text: str) -> Optional[Tuple[int, str]]:
+    """Slurm's id of a job and its cluster, '' for the usual one, from what sbatch printed; None without one.
+
+    With --parsable it is `id` or `id;cluster`; a site's plugins may print lines before it.
+    """
+    found = [match for match in map(SUBMITTED.match, map(str.strip, text.splitlines())) if match]
+    return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
+
+
+class QueuedJob(Row):
+    """A job in the queue, or one that has just left it."""
+    id: int
+    state: str
+    name: str
+    comment: str
+
+
+def find_own_jobs_argv() -> List[str]:
+    """squeue for all own jobs, also those that have ended a short time ago (MinJobAge)."""
+    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
+
+
+def parse_own_jobs(text: str) -> List[QueuedJob]:
+    """What find_own_jobs_argv() asks for."""
+    return [QueuedJob(int(number), parse_slurm_state(state), name, comment)
+            for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
+
+
+def find_submitted(jobs: Iterable[QueuedJob], tag: str, name: str) -> Optional[QueuedJob]:
+    """The job of a record: by its comment, or by its name where a site has put another comment there."""
+    jobs = list(jobs)
+    found = [job for job in jobs if job.comment == tag]
+    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
+    return found[-1] if found else None
+
+
+class SlurmCall(Row):
+    """A program to call."""
+    argv: List[str]
+    limit_s: float
+    variables: Dict[str, Optional[str]]
+
+
+class Underway:
+    """One allocation on its way to Slurm."""
+    __slots__ = ('submission', 'script', 'needs_look', 'tries')
+
+    def __init__(self, submission: Submission, script: str) -> None:
+        self.submission = submission
+        self.script = script                            # path
+        self.needs_look = not submission.is_new         # a job may name its record
+        self.tries = 0
+
+
+class Submitter:
+    """Brings allocations to Slurm, one call after the other: which is next, and what its reply means.
+
+    Whoever owns it performs `next_call` when it is `due`, hands the reply to `on_reply`, and takes `ends`:
+    rows for the server, of what was submitted or refused. What is in `lost` stays as it is: Slurm could not
+    be asked whether it has the job.
+    """
+
+    def __init__(self, pause_s: float = SBATCH_PAUSE_S, look_pause_s: float = LOOK_PAUSE_S,
+                 tries: int = SBATCH_TRIES) -> None:
+        self.pause_s = pause_s
+        self.look_pause_s = look_pause_s
+        self.tries = tries
+        self.waiting = []           # type: List[Underway]
+        self.current = None         # type: Optional[Underway]  # its sbatch runs
+        self.is_looking = False     # squeue runs
+        self.look_at = 0.0          # not before
+        self.failed_looks = 0
+        self.message = ''           # of the last failure that passes
+        self.ends = []              # type: List[Dict[str, Any]]
+        self.lost = []              # type: List[Submission]
+
+    def add(self, submission: Submission, script: str) -> None:
+        """Submit an allocation; its script is there."""
+        self.waiting.append(Underway(submission, script))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self.waiting or self.current)
+
+    def due(self) -> float:
+        """When next_call has something to call; infinite while a call is out, or there is nothing."""
+        if self.current or self.is_looking or not self.waiting:
+            return math.inf
+        return 0.0 if any(not item.needs_look for item in self.waiting) else self.look_at
+
+    def next_call(self, now: float) -> Optional[SlurmCall]:
+        """The program to call now, if any."""
+        if self.due() > now:
+            return None
+        ready = [item for item in self.waiting if not item.needs_look]
+        if ready:
+            self.current = ready[0]
+            self.waiting.remove(self.current)
+            self.current.tries += 1
+            argv = slurm_argv('sbatch', '--parsable', self.current.script)
+            return SlurmCall(argv, SLURM_QUERY_S, submission_variables())
+        self.is_looking = True
+        return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """What the last call has answered."""
+        if self.is_looking:
+            self.is_looking, self.look_at = False, now + self.look_pause_s
+            if reply.code:
+                self.on_failed_look(explain_reply(reply))
+            else:
+                self.on_jobs(parse_own_jobs(reply.out))
+            return
+        item, self.current = self.current, None
+        found = parse_submission(reply.out) if reply.code == 0 else None
+        if found is not None:
+            self.end(item, *found)
+        elif reply.code in (0, REPLY_TIMED_OUT) or reply.code > 128 or PASSING_ERRORS.search(reply.err):
+            self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
+            item.needs_look = True
+            self.look_at = max(self.look_at, now + self.pause_s)
+            self.waiting.append(item)
+        else:
+            self.refuse(item, explain_reply(reply))
+
+    def on_failed_look(self, message: str) -> None:
+        """Without an answer nothing may be submitted again: try some times, then leave the records alone."""
+        self.failed_looks += 1
+        if self.failed_looks >= self.tries:
+            self.message = message
+            self.lost += [item.submission for item in self.waiting if item.needs_look]
+            self.waiting = [item for item in self.waiting if not item.needs_look]
+            self.failed_looks = 0
+
+    def on_jobs(self, jobs: List[QueuedJob]) -> None:
+        """The queue, as it is: submit what is not in it."""
+        self.failed_looks = 0
+        for item in [item for item in self.waiting if item.needs_look]:
+            found = find_submitted(jobs, submission_tag(item.submission), submission_name(item.submission))
+            if found is not None:
+                self.waiting.remove(item)
+                self.end(item, found.id, '')
+            elif item.tries >= self.tries:
+                self.waiting.remove(item)
+                self.refuse(item, f'{self.message} ({item.tries} tries)')
+            else:
+                item.needs_look = False
+
+    def refuse(self, item: Underway, message: str) -> None:
+        """Slurm does not take it; nor would it take the others of the same scheduler."""
+        self.ends.append({'id': item.submission.id, 'message': message})
+        for other in list(self.waiting):
+            if other.submission.scheduler['id'] == item.submission.scheduler['id'] and not other.needs_look:
+                self.waiting.remove(other)
+                self.ends.append({'id': other.submission.id, 'message': message})
+
+    def end(self, item: Underway, number: int, cluster: str) -> None:
+        """It is in the queue."""
+        self.ends.append({'id': item.submission.id, 'slurm_job_id': number, 'cluster': cluster})
+
+
+def read_submissions(workflow: Dict[str, Any], answer: Dict[str, Any]) -> List[Submission]:
+    """What the server has handed out to be submitted (`allocations` of its answer)."""
+    return [Submission(row['id'], workflow, row['scheduler'], row['settings'],
+                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'])
+            for row in answer.get('allocations') or ()]
+
+
+def write_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
+    """Put an allocation's script into its output directory; its path. Refused, OSError."""
+    path = os.path.join(submission.settings['output_dir'], submission_name(submission) + '.sh')
+    write_atomically(path, os.fsencode(format_batch_script(submission, site, caller)), 0o700)
+    return path
+
+
+def pin_program(output_dir: str) -> str:
+    """Keep a compiled copy of this very file in an output directory; the path of its launcher. OSError.
+
+    An upgrade, or another version in the user's PATH, must not change what a queued allocation runs.
+    """
+    source = os.path.abspath(globals().get('__file__') or '')
+    with open(source, 'rb') as file:
+        mark = hashlib.sha256(file.read())
+    mark.update(f'{sys.executable} {sys.implementation.cache_tag}'.encode('utf-8', 'surrogateescape'))
+    made = installation_of(os.path.join(output_dir, f'torc-{mark.hexdigest()[:12]}'))
+    if not (os.path.isfile(made.launcher) and os.path.isfile(made.module) and compiled_modules(made)):
+        write_installation(made)
+    return made.launcher
+
+
+def caller_of(client: Client, output_dir: str) -> Caller:
+    """How scripts reach what a client uses: a URL that was named, or the database, whoever serves it then."""
+    server = client.named_url or os.path.abspath(client.database)
+    token_file = os.path.abspath(client.token_file) if client.named_url and client.token_file else ''
+    ca_file = os.path.abspath(client.tls.ca_file) if client.named_url and client.tls.ca_file else ''
+    return Caller(sys.executable, pin_program(output_dir), server, token_file, ca_file,
+                  bool(client.named_url and client.tls.is_insecure))
 
 
 # ======== 14d. Slurm steps: srun's command line, and what the end of a step means ========
