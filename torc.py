@@ -285,6 +285,7 @@ TRIGGERS = ('on_workflow_start', 'on_workflow_complete', 'on_worker_start', 'on_
             'on_jobs_ready', 'on_jobs_complete')
 JOB_TRIGGERS = ('on_jobs_ready', 'on_jobs_complete')
 ACTION_TYPES = ('run_commands', 'schedule_nodes')
+ALLOCATION_STATUSES = ('pending', 'active', 'complete', 'canceled')
 EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
@@ -2965,7 +2966,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     )),
     ('action', (
         ('trigger_type',        'trigger', 'what sets it off', REQUIRED),
-        ('action_type',         'action_type', 'what it does', REQUIRED, 'schedule_nodes'),
+        ('action_type',         'action_type', 'what it does', REQUIRED),
         ('jobs',                'names', 'on_jobs_*: when all of these are ready or have finished'),
         ('job_name_regexes',    'regexes', 'the same, by regular expressions'),
         ('commands',            'texts',
@@ -2987,8 +2988,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137),
         ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)', None, ANY),
         ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False, ANY),
-        ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node', None, ANY),
-        ('staggered_start',     'bool', 'runners of an allocation start one after the other', True, ANY),
+        ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node'),
+        ('staggered_start',     'bool', 'runners of an allocation start one after the other', True),
         ('stdio',               'stdio', 'where the output of every job goes'),
         ('job_stdio_overrides', 'stdio_map', 'the same by job name'),
     )),
@@ -19349,6 +19350,8 @@ def parse_slurm_state(text: str) -> str:
 
 SBATCH_TRIES = 6
 SBATCH_PAUSE_S = 10.0       # after a failure that passes; an ambiguous one may take effect late
+# A command may take so long for its first allocation; and a minute more for each further one.
+SUBMISSION_LEASE_S = 1200.0
 LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
 # What a runner, and the srun processes of its steps, take of an allocation's memory.
 RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
@@ -19370,6 +19373,7 @@ UNSUITABLE_OPTIONS = frozenset(('array', 'a', 'wrap', 'test-only', 'wait', 'W', 
 MEMORY_OPTIONS = frozenset(('mem', 'mem-per-cpu', 'mem-per-gpu'))
 CPU_OPTIONS = frozenset(('cpus-per-task', 'c', 'ntasks', 'n', 'ntasks-per-node', 'exclusive', 'cpus-per-gpu',
                          'cores-per-socket', 'ntasks-per-socket', 'ntasks-per-core', 'mincpus'))
+ENDED_JOB = Expression('Invalid job id|already complet')     # what scancel says of jobs that are gone
 GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'GPU_DEVICE_ORDINAL',
                  'ZE_AFFINITY_MASK')
 
@@ -19587,8 +19591,8 @@ def scheduler_options(scheduler: Dict[str, Any]) -> Dict[str, str]:
 
 
 DIRECTIVE_ORDER = ('job-name', 'comment', 'account', 'partition', 'qos', 'time', 'nodes', 'ntasks-per-node',
-                   'cpus-per-task', 'mem', 'gres', 'tmp', 'dependency', 'requeue', 'no-requeue', 'open-mode', 'chdir',
-                   'output', 'error')
+                   'cpus-per-task', 'mem', 'gres', 'tmp', 'dependency', 'requeue', 'no-requeue', 'open-mode',
+                   'chdir', 'output', 'error')
 
 
 def batch_options(submission: Submission, site: Site) -> Dict[str, Any]:
@@ -19732,7 +19736,7 @@ def find_submitted(jobs: Iterable[QueuedJob], tag: str, name: str) -> Optional[Q
 
 
 class SlurmCall(Row):
-    """A program to call."""
+    """A program of Slurm that is to be called."""
     argv: List[str]
     limit_s: float
     variables: Dict[str, Optional[str]]
@@ -19885,6 +19889,36 @@ def pin_program(output_dir: str) -> str:
         write_installation(made)
     return made.launcher
 
+
+# -------- cancellation --------
+
+def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], List[str]]:
+    """Cancel what a workflow has in the queue, or running, with one scancel. The Slurm jobs, and errors.
+
+    Rows are marked once Slurm has answered: after an error the same command does it again.
+    """
+    rows = [row for row in list_items(client, 'list_scheduled_compute_nodes', workflow_id=workflow_id)
+            if row['scheduler_type'] == 'slurm' and row['status'] in ('pending', 'active')]
+    unknown = [row for row in rows if not row['scheduler_id']]
+    numbers = [row['scheduler_id'] for row in rows if row['scheduler_id']]
+    if unknown:     # their submitter was killed, or is at it: it will find them canceled
+        reply = ask_slurm(find_own_jobs_argv())
+        if reply.code:
+            return [], [f'squeue: {explain_reply(reply)}']
+        own = {record_of_comment(job.comment): job for job in parse_own_jobs(reply.out)
+               if job.comment.startswith(f"torc:{client.call('get_database')['id'][:12]}:{workflow_id}:")}
+        numbers += [own[row['id']].id for row in unknown if row['id'] in own]
+    if numbers:
+        reply = ask_slurm(slurm_argv('scancel', *numbers))
+        lines = [line for line in reply.err.splitlines() if line.strip()]
+        if reply.code and not (lines and all(ENDED_JOB.search(line) for line in lines)):
+            return [], [f'scancel: {explain_reply(reply)}']
+    for row in rows:
+        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+    return numbers, []
+
+
+# -------- who calls --------
 
 def caller_of(client: Client, output_dir: str) -> Caller:
     """How scripts reach what a client uses: a URL that was named, or the database, whoever serves it then."""
@@ -24399,7 +24433,7 @@ TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
-MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
+MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
 CommandFunction = Callable[[Any, Arguments], int]   # of a Session
@@ -24879,6 +24913,9 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
     'events': Noun(
         'event', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), '
         'Data=data:1'),
+    'scheduled-compute-nodes': Noun(
+        'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
+        'Type=scheduler_type, Status=status'),
     'compute-nodes': Noun(
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
@@ -25391,12 +25428,18 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
     if not session.confirm(f'Cancel {named}?'):
         return 0
     session.call('cancel_workflow', workflow_id=workflow_id)
-    value = {'canceled_slurm_jobs': [], 'errors': None, 'status': 'success', 'workflow_id': workflow_id}
+    canceled, errors = cancel_allocations(session.client, workflow_id)
+    value = {'canceled_slurm_jobs': canceled, 'errors': errors or None, 'status': 'success',
+             'workflow_id': workflow_id}
+    if canceled:
+        session.inform(f'Canceled {len(canceled)} Slurm jobs: {first_of(canceled)}')
+    for error in errors:
+        session.report(f'torc: its allocations are not canceled, do so again: {error}')
     now = command_line(session, 'run', workflow_id, '--retry-failed')
     later = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
     session.answer(value, f'Canceled {named}. To go on with what it left undone: {now}\n'
                           f'(or {later}, and run it later)\n')
-    return 0
+    return 1 if errors else 0
 
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> int:
@@ -27073,8 +27116,418 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 
 # ======== 20d. Allocations: commands about Slurm ========
 #
-# What a user does with Slurm jobs: `submit`, `slurm ...`, `scheduled-compute-nodes ...`, `explain`.
-# Where a runner does the same, both call a function of an earlier section.
+# `submit` and `slurm schedule-nodes` bring allocations to Slurm and return at once; what runs in them is a
+# runner. Slurm is called here, never by the server: the programs are on a login node.
+
+SUBMIT_TRIGGERS = ('on_workflow_start', 'on_jobs_ready', 'on_jobs_complete')
+DEFAULT_ALLOCATION_POLL_S = 30.0    # between the requests of a runner in an allocation
+SCHEDULER_COLUMNS = ('ID=id, Name=name, Account=account, Nodes=nodes, Walltime=walltime, '
+                     'Partition=partition, QOS=qos:1, Serialized=serialize_allocations:2')
+ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Return Code=return_code'
+
+
+# -------- submission --------
+
+def submission_settings(args: Arguments) -> Dict[str, Any]:
+    """SUBMISSION_SETTINGS from the arguments of a command."""
+    given_settings = {
+        'directory': os.getcwd(), 'output_dir': os.path.abspath(args['output_dir']),
+        'poll_interval': args['poll_interval'] or DEFAULT_ALLOCATION_POLL_S,
+        'claim_backoff_max_secs': args['claim_backoff_max_secs'],
+        'max_parallel_jobs': args['max_parallel_jobs'], 'prefix': args.get('job_prefix'),
+        'start_one_worker_per_node': args.get('start_one_worker_per_node'),
+        'keeps_script': args.get('keep_submission_scripts')}
+    return {name: value for name, value in given_settings.items() if value}
+
+
+def refuse_without_sbatch() -> None:
+    """Refuse, before anything is created or claimed, where nothing can be submitted."""
+    if not has_slurm_program('sbatch'):
+        raise Refused(printable(f"there is no {slurm_program('sbatch')} here: submit from a login node of "
+                                'the cluster'))
+
+
+def is_schedule(action: Dict[str, Any]) -> bool:
+    """Whether an action of a workflow, stored or planned, submits allocations that `submit` may begin."""
+    config = action['action_config']
+    return action['action_type'] == 'schedule_nodes' and config.get('scheduler_type', 'slurm') == 'slurm' \
+        and action['trigger_type'] in SUBMIT_TRIGGERS
+
+
+def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]], name: str) -> None:
+    """Refuse what has no action that submits anything: say how it gets one."""
+    if not any(map(is_schedule, actions)):
+        generate = command_line(session, 'slurm', 'generate', '--account', 'ACCOUNT', 'SPEC', '-o', 'NEW')
+        raise Refused(f"{name} has no schedule_nodes action ({', '.join(SUBMIT_TRIGGERS)}): nothing says "
+                      f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
+                      'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
+                      'it here: `run`')
+
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    if is_id(args['target']):
+        if args['account']:
+            raise BadInput('--account plans the allocations of a workflow file; change those of a workflow '
+                           'with `slurm update`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        return submit_workflow(session, workflow, settings, args)
+    plan = read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    return submit_workflow(session, session.workflow(workflow_id), settings, args)
+
+
+def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
+    """Refuse what no script could be made of, before anything is created or claimed."""
+    submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
+                            AllocationNeeds(), '', True)
+    format_batch_script(submission, Site(), Caller('', '', ''))
+
+
+def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
+                    args: Arguments) -> int:
+    """Initialize a workflow if need be, and submit the allocations of all actions that are due."""
+    number = workflow['id']
+    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
+    chosen = review_schedules(session, workflow, schedulers)
+    if chosen is None:
+        return 0
+    begin_workflow(session, workflow, settings['output_dir'], bool(args['ignore_missing_data']))
+    actions = [action for action in due_schedules(session, number) if chosen.get(action['id']) != 0]
+    used = {action['action_config'].get('scheduler_id') for action in actions}
+    for scheduler in schedulers:
+        if scheduler['id'] in used:
+            check_scheduler(workflow, scheduler, settings)
+    counts = {number: {'count': count} for number, count in chosen.items()}
+    wanted = [dict({'action_id': action['id']}, **counts.get(action['id'], {})) for action in actions]
+    outcome = submit_allocations(session, workflow, {'settings': settings, 'actions': wanted})
+    return report_submitted(session, workflow, outcome)
+
+
+def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, is_forced: bool) -> None:
+    """Make ready what is uninitialized; refuse what was canceled."""
+    number = workflow['id']
+    prepare_output_dir(session, RunnerOptions(output_dir=output_dir))
+    status = session.call('get_workflow_status', workflow_id=number)
+    if status['jobs_by_status']['uninitialized']:
+        if not is_forced:
+            refuse_missing_inputs(check_files(session.client, workflow), False, session.report)
+        session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=number)
+        record_contents(session.client, workflow)
+        initialize_for_run(session, workflow, status)
+    elif status['is_canceled']:
+        reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
+        raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+    directory = workflow.get('submission_directory')
+    if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
+        session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
+                                 'its jobs now count from here'))
+
+
+def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
+    """Actions that are due and submit allocations."""
+    due = session.call('get_pending_actions', workflow_id=workflow_id, trigger_type=list(SUBMIT_TRIGGERS))
+    return list(filter(is_schedule, due))
+
+
+REVIEW_HELP = ('p: proceed    d ID: disable an action    n ID COUNT: so many allocations of it    '
+               'c: cancel')
+
+
+def review_schedules(session: Session, workflow: Dict[str, Any],
+                     schedulers: Sequence[Dict[str, Any]]) -> Optional[Dict[int, int]]:
+    """Before a workflow is submitted again: how many allocations of which action, where that was changed.
+
+    None if the user has canceled. Asked on a terminal only.
+    """
+    counts = {}     # type: Dict[int, int]
+    if (workflow.get('run_id') or 0) <= 1 or not session.is_interactive:
+        return counts
+    names = {item['id']: item.get('name') for item in schedulers}
+    actions = {action['id']: action for action in filter(is_schedule, session.call(
+        'get_workflow_actions', workflow_id=workflow['id'])) if not action['executed']
+        and not action.get('is_recovery')}
+    while actions:
+        lines = [f"Workflow {workflow['id']} runs again. Allocations that its actions submit:"]
+        for action in actions.values():
+            config, is_now = action['action_config'], action['trigger_count'] >= action['required_triggers']
+            count = counts.get(action['id'], config.get('num_allocations', 1))
+            lines.append(f"  {action['id']}  {'now' if is_now else 'later'}  {count} x "
+                         f"{names.get(config.get('scheduler_id'))} ({action['trigger_type']})"
+                         + ('' if count else ', disabled'))
+        session.report(*lines, REVIEW_HELP)
+        session.err.write('> ')
+        session.err.flush()
+        line = session.stdin.readline()
+        words = line.split()
+        if not line or words == ['c']:
+            session.report('Cancelled')
+            return None
+        if words == ['p']:
+            break
+        numbers = [int(word) for word in words[1:] if re.match(r'[0-9]{1,9}\Z', word)]
+        if words[:1] == ['d'] and len(words) == 2 and numbers and numbers[0] in actions:
+            counts[numbers[0]] = 0
+        elif words[:1] == ['n'] and len(words) == 3 and len(numbers) == 2 and numbers[0] in actions:
+            counts[numbers[0]] = numbers[1]
+        elif words:
+            session.report(printable(f'{line.strip()!r} is not understood'))
+    disable_schedules(session, workflow, [number for number, count in counts.items() if not count])
+    return counts
+
+
+def disable_schedules(session: Session, workflow: Dict[str, Any], ids: Iterable[int]) -> None:
+    """Take actions without carrying them out."""
+    for number in ids:
+        with contextlib.suppress(Conflict):     # it was taken meanwhile
+            session.call('claim_action', {}, workflow_id=workflow['id'], action_id=number)
+
+
+class Submitted(Row):
+    """What became of allocations."""
+    numbers: List[int]          # Slurm jobs
+    refusals: List[str]
+    lost: List[int]             # records: Slurm could not be asked whether it has their jobs
+    message: str                # why that is
+    idle: List[int]             # actions that had nothing left to do
+    submitters: List[str]       # others, who are at it
+
+
+def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any]) -> Submitted:
+    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left."""
+    submitter = format_json(describe_process())
+    wanted = sum(row.get('count') or 1 for row in request.get('actions') or ()) + (request.get('count') or 0)
+    request = dict(request, submitter=submitter, lease_s=SUBMISSION_LEASE_S + SLURM_QUERY_S * wanted)
+    answer = session.call('take_submissions', request, workflow_id=workflow['id'])
+    ended = [text for text in answer['submitters'] if has_ended(text)]
+    if ended:   # killed: nobody else brings their allocations to Slurm
+        more = {'submitter': submitter, 'lease_s': request['lease_s'], 'settings': {}, 'ended': ended}
+        found = session.call('take_submissions', more, workflow_id=workflow['id'])
+        # what was handed out before is ours already, and handed out again
+        known = {row['id']: row for row in answer['allocations']}
+        answer = dict(answer, allocations=[known.get(row['id'], row) for row in found['allocations']],
+                      submitters=found['submitters'])
+    submissions = read_submissions(workflow, answer)
+    work = Submitter()
+    if submissions:
+        start_submissions(session, work, submissions)
+    numbers, refusals = drive_submitter(session, workflow, work, submitter)
+    return Submitted(numbers, refusals, [item.id for item in work.lost], work.message, answer['idle_actions'],
+                     answer['submitters'])
+
+
+def has_ended(submitter: str) -> bool:
+    """Whether a command that holds allocations is known to be dead."""
+    try:
+        process = parse_json(submitter)
+    except ValueError:      # a compute node: the server knows
+        return False
+    return isinstance(process, dict) and process_lives(process) is False
+
+
+def ask_site() -> Callable[[Optional[str]], Site]:
+    """What the partitions of this cluster give to whom asks for nothing; asked once."""
+    replies = [ask_slurm(slurm_argv(*words)) for words in SITE_QUESTIONS]
+    partitions, config = ('' if reply.code else reply.out for reply in replies)
+    return functools.partial(parse_site, partitions, config)
+
+
+def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
+    """Write the scripts of allocations, and hand them to a Submitter."""
+    site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
+    for submission in submissions:
+        output_dir = submission.settings['output_dir']
+        try:
+            if output_dir not in callers:
+                os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
+                callers[output_dir] = caller_of(session.client, output_dir)
+            options = {**default_options(submission.workflow), **submission.scheduler}
+            path = write_batch_script(submission, site_of(options.get('partition')), callers[output_dir])
+        except (TorcError, OSError) as error:
+            message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
+            work.ends.append({'id': submission.id, 'message': printable(message)})
+            continue
+        work.add(submission, path)
+
+
+def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
+                    submitter: str) -> Tuple[List[int], List[str]]:
+    """Carry a Submitter's calls out, and report what comes of them. Slurm jobs, and refusals."""
+    numbers, refusals, scripts = [], [], {item.submission.id: item for item in work.waiting}
+    while work.is_busy or work.ends:
+        pause_s = work.due() - time.monotonic() if work.is_busy and not work.ends else 0.0
+        if pause_s > 0:
+            why = work.message or 'an earlier submission was interrupted'
+            session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
+            time.sleep(pause_s)
+        call = work.next_call(time.monotonic())
+        if call is not None:
+            work.on_reply(ask_slurm(call.argv, call.limit_s, call.variables), time.monotonic())
+        ends, work.ends = work.ends, []
+        if ends:
+            body = {'submitter': submitter, 'submitted': ends}
+            answer = session.call('report_submissions', body, workflow_id=workflow['id'])
+            if answer['surplus']:       # canceled meanwhile
+                ask_slurm(slurm_argv('scancel', *answer['surplus']))
+            numbers += [end['slurm_job_id'] for end in ends
+                        if 'slurm_job_id' in end and end['slurm_job_id'] not in answer['surplus']]
+            refusals += [end['message'] for end in ends if 'message' in end]
+            for end in ends:
+                remove_script(scripts.get(end['id']))
+    return numbers, refusals
+
+
+def remove_script(item: Optional[Underway]) -> None:
+    """sbatch has kept a copy of it."""
+    if item is not None and not item.submission.settings.get('keeps_script'):
+        with contextlib.suppress(OSError):
+            os.unlink(item.script)
+
+
+def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
+    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+    number = workflow['id']
+    if outcome.submitters:
+        session.report(f'{len(outcome.submitters)} other submitters of workflow {number} are at work')
+    if outcome.lost:
+        again = command_line(session, 'submit', number)
+        session.report(f'Slurm does not say whether it has {len(outcome.lost)} allocations: '
+                       f'{outcome.message}. Nothing is submitted twice; when it answers: {again}')
+    if outcome.refusals and not outcome.numbers:
+        raise Refused(f'Slurm has refused the allocations of workflow {number}: {outcome.refusals[0]}')
+    for message in sorted(set(outcome.refusals)):
+        count = outcome.refusals.count(message)
+        session.report(f'torc: {count} allocations of workflow {number} were refused: {message}')
+    count = len(outcome.numbers)
+    text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
+        f'Submitted no allocation of workflow {number}'
+    if not count and not outcome.lost:
+        why = 'no job is left that they could run' if outcome.idle else 'none of its actions is due'
+        session.report(f'{text}: {why}')
+    value = {'workflow_id': number, 'message': text, 'slurm_job_ids': outcome.numbers}
+    session.answer(value, f'{text}\n' if count else '')
+    return 0 if count and not outcome.refusals and not outcome.lost else 1
+
+
+def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
+    """Submit allocations of one scheduler, whatever the actions of the workflow say."""
+    refuse_without_sbatch()
+    workflow = session.workflow(choose_workflow(session, args))
+    settings = submission_settings(args)
+    if not JOB_PREFIX.match(args['job_prefix'] or ''):
+        raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
+    scheduler = choose_scheduler(session, workflow, args['scheduler_config_id'])
+    if scheduler.get('serialize_allocations') and args['job_prefix']:
+        raise BadInput('--job-prefix does not go with serialize_allocations, whose jobs share a name')
+    if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
+        raise BadInput('--start-one-worker-per-node needs mode direct in execution_config')
+    check_scheduler(workflow, scheduler, settings)
+    if not suppress_schedules(session, workflow, bool(args['suppress_actions'])):
+        return 0
+    begin_workflow(session, workflow, settings['output_dir'], False)
+    if args['suppress_actions']:    # those that the initialization has made due
+        due = due_schedules(session, workflow['id'])
+        disable_schedules(session, workflow, [action['id'] for action in due])
+    request = {'settings': settings, 'scheduler_config_id': scheduler['id'], 'count': args['num_hpc_jobs']}
+    return report_submitted(session, workflow, submit_allocations(session, workflow, request))
+
+
+def choose_scheduler(session: Session, workflow: Dict[str, Any], number: Optional[int]) -> Dict[str, Any]:
+    """The named scheduler of a workflow, its only one, or the one that is chosen on a terminal."""
+    schedulers = {item['id']: item for item in session.items('list_slurm_schedulers',
+                                                             workflow_id=workflow['id'])}
+    if not schedulers:
+        raise Refused(f"workflow {workflow['id']} has no Slurm scheduler: make one with `slurm create`")
+    named = ', '.join(f"{item['id']} ({item.get('name')})" for item in schedulers.values())
+    if number is None and len(schedulers) > 1:
+        if not session.is_interactive:
+            raise BadInput(printable(f'--scheduler-config-id is required: one of {named}'))
+        word = session.ask(f'Scheduler, one of {named}: ')
+        number = int(word) if is_id(word) else 0
+    number = next(iter(schedulers)) if number is None else number
+    if number not in schedulers:
+        raise NotFound(printable(f"workflow {workflow['id']} has no Slurm scheduler {number}; "
+                                 f'it has {named}'))
+    return schedulers[number]
+
+
+def suppress_schedules(session: Session, workflow: Dict[str, Any], is_wanted: bool) -> bool:
+    """Actions would submit allocations as well: take them if so wanted. Whether to go on."""
+    due = [action['id'] for action in due_schedules(session, workflow['id'])
+           if not action.get('is_recovery') and not action['persistent']]
+    if not due or is_wanted:
+        disable_schedules(session, workflow, due)
+        return True
+    message = f"actions of workflow {workflow['id']} would submit allocations, too: {first_of(due)}"
+    if not session.is_interactive:
+        session.report(f'warning: {message}; --suppress-actions prevents that')
+        return True
+    answer = ''
+    while answer not in ('s', 'p', 'c'):
+        answer = session.ask(f'{message[0].upper()}{message[1:]}. s: suppress them, p: proceed, c: cancel: ')
+    if answer == 's':
+        disable_schedules(session, workflow, due)
+    elif answer == 'c':
+        session.report('Cancelled')
+    return answer != 'c'
+
+
+# -------- schedulers, records of allocations --------
+
+def cmd_slurm_create(session: Session, args: Arguments) -> int:
+    """Add a Slurm scheduler to a workflow."""
+    body = with_workflow(session, args)
+    body['serialize_allocations'] = bool(args['serialize_allocations'])
+    check_scheduler({}, dict(body, id=0), {'output_dir': '/', 'directory': '/'})
+    record = session.call('create_slurm_scheduler', body)
+    session.answer(record, f"Created Slurm scheduler {record['id']}\n")
+    return 0
+
+
+def cmd_slurm_update(session: Session, args: Arguments) -> int:
+    """Change a Slurm scheduler; allocations that are submitted stay as they are."""
+    changed = given(args, 'id')
+    require_changes(session, changed)
+    record = dict(session.call('get_slurm_scheduler', id=args['id']), **changed)
+    check_scheduler({}, record, {'output_dir': '/', 'directory': '/'})
+    record = session.call('update_slurm_scheduler', changed, id=args['id'])
+    session.answer(record, f"Updated Slurm scheduler {args['id']}\n")
+    return 0
+
+
+def cmd_slurm_delete(session: Session, args: Arguments) -> int:
+    """Delete a Slurm scheduler."""
+    record = session.call('delete_slurm_scheduler', id=args['id'])
+    session.answer(record, f"Deleted Slurm scheduler {args['id']}\n")
+    return 0
+
+
+def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
+    """Jobs that run, or have run, in an allocation."""
+    record = session.call('get_scheduled_compute_node', id=args['id'])
+    number = record['workflow_id']
+    nodes = {node['id'] for node in session.items('list_compute_nodes', workflow_id=number,
+                                                  scheduled_compute_node_id=record['id'])}
+    jobs = {job['id']: job for job in session.items('list_jobs', workflow_id=number)}
+    codes = {row['job_id']: row['return_code'] for row in session.items('list_results', workflow_id=number)
+             if row['compute_node_id'] in nodes}
+    running = [job_id for job_id, job in jobs.items() if job.get('compute_node_id') in nodes]
+    items = [{'job_id': job_id, 'job_name': jobs[job_id]['name'], 'status': jobs[job_id]['status'],
+              'return_code': codes.get(job_id)} for job_id in sorted({*codes, *running}) if job_id in jobs]
+    session.show_list(headings_of(ALLOCATION_JOB_COLUMNS), items, 'jobs')
+    return 0
 
 
 # ======== 20e. Clusters: commands that plan allocations ========
@@ -27565,6 +28018,21 @@ RUN_OPTIONS = (
     Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
              '*'),
 )
+ALLOCATION_OPTIONS = (
+    OUTPUT_DIR._replace(names='-o --output --output-dir'),
+    Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
+             f'{DEFAULT_ALLOCATION_POLL_S:g})', at_least(0.01, parse_seconds)),
+    Argument('-m --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
+             at_least(0, parse_seconds)),
+)
+ACCOUNT = Argument('-a --account', 'ACCOUNT', 'account to charge')
+SCHEDULER_ARGUMENTS = (
+    Argument('-g --gres', 'GRES', 'generic resources of a node, such as gpu:2'),
+    Argument('-m --mem', 'MEMORY', 'memory of a node, such as 240G', normalize_slurm_memory),
+    Argument('-p --partition', 'NAME', 'partition'), Argument('-t --tmp', 'SIZE', 'local disk of a node'),
+    Argument('-e --extra', 'OPTIONS', 'further options of sbatch'),
+)
 REQUIREMENT_OPTIONS = (
     Argument('--num-cpus', 'N', 'CPUs', at_least(1)), Argument('--num-gpus', 'N', 'GPUs', at_least(0)),
     Argument('--num-nodes', 'N', 'nodes', at_least(1)),
@@ -27667,6 +28135,12 @@ COMMANDS = (
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
+    Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
+        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
+        Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
+                 'generate)'),
+        Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
+        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
@@ -27956,6 +28430,46 @@ COMMANDS = (
         Argument('--scheduled-compute-node', 'ID', 'only of this allocation', parse_id,
                  key='scheduled_compute_node_id')), 'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
+
+    Command('scheduled-compute-nodes list', cmd_list, 'list allocations', (
+        ASKED_WF, *SHORT_SORT_OPTIONS,
+        Argument('--scheduler-id', 'N', 'only of this Slurm job', parse_id),
+        Argument('--scheduler-config-id', 'ID', 'only of this scheduler', parse_id),
+        Argument('--status', 'STATUS', ', '.join(ALLOCATION_STATUSES), one_of(*ALLOCATION_STATUSES))),
+        'scheduled-compute-nodes list 1', True),
+    Command('scheduled-compute-nodes get', cmd_get, 'show an allocation', (ID,),
+        'scheduled-compute-nodes get 1'),
+    Command('scheduled-compute-nodes list-jobs', cmd_allocation_jobs, 'list the jobs of an allocation', (ID,),
+        'scheduled-compute-nodes list-jobs 1', True),
+
+    Command('slurm create', cmd_slurm_create, 'add a Slurm scheduler to a workflow', (
+        ASKED_WF, THE_NAME, ACCOUNT._replace(count='!'), *SCHEDULER_ARGUMENTS,
+        Argument('-N --nodes', 'N', 'nodes of an allocation', at_least(1), default=1),
+        Argument('-q --qos', 'QOS', 'quality of service', default='normal'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime,
+                 default='04:00:00'),
+        Argument('--serialize-allocations', '', 'one allocation at a time')),
+        'slurm create 1 -n short -a proj'),
+    Command('slurm update', cmd_slurm_update, 'change a Slurm scheduler', (
+        ID, NAME._replace(names='-N --name'), ACCOUNT, *SCHEDULER_ARGUMENTS,
+        Argument('-n --nodes', 'N', 'nodes of an allocation', at_least(1)),
+        Argument('-q --qos', 'QOS', 'quality of service'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime),
+        Argument('--serialize-allocations', 'BOOL', 'one allocation at a time', parse_truth)),
+        'slurm update 1 --walltime 02:00:00'),
+    Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
+        'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), 'slurm list 1', True),
+    Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
+    Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
+    Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
+        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many', at_least(1), default=1),
+        Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs'),
+        Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
+        *ALLOCATION_OPTIONS,
+        Argument('--start-one-worker-per-node', '', 'start a runner on each node (mode direct)'),
+        Argument('--keep-submission-scripts', '', 'keep the scripts in the output directory'),
+        Argument('--suppress-actions', '', 'take the actions that would submit allocations, too')),
+        'slurm schedule-nodes 1'),
 
     Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; exit code 1 if it failed', (
         ID._replace(meaning='id of the task'),
