@@ -285,6 +285,7 @@ TRIGGERS = ('on_workflow_start', 'on_workflow_complete', 'on_worker_start', 'on_
             'on_jobs_ready', 'on_jobs_complete')
 JOB_TRIGGERS = ('on_jobs_ready', 'on_jobs_complete')
 ACTION_TYPES = ('run_commands', 'schedule_nodes')
+ALLOCATION_STATUSES = ('pending', 'active', 'complete', 'canceled')
 EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
@@ -3033,7 +3034,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     )),
     ('action', (
         ('trigger_type',        'trigger', 'what sets it off', REQUIRED),
-        ('action_type',         'action_type', 'what it does', REQUIRED, 'schedule_nodes'),
+        ('action_type',         'action_type', 'what it does', REQUIRED),
         ('jobs',                'names', 'on_jobs_*: when all of these are ready or have finished'),
         ('job_name_regexes',    'regexes', 'the same, by regular expressions'),
         ('commands',            'texts',
@@ -3055,8 +3056,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137),
         ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)', None, ANY),
         ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False, ANY),
-        ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node', None, ANY),
-        ('staggered_start',     'bool', 'runners of an allocation start one after the other', True, ANY),
+        ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node'),
+        ('staggered_start',     'bool', 'runners of an allocation start one after the other', True),
         ('stdio',               'stdio', 'where the output of every job goes'),
         ('job_stdio_overrides', 'stdio_map', 'the same by job name'),
     )),
@@ -4990,8 +4991,8 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
         workflow.error(f"'{name}' is both a variable and a parameter: rename one", 'variables', name)
     if 'parameters' in workflow and 'parameters_file' in workflow:
         workflow.error('parameters and parameters_file cannot be combined', 'parameters_file')
-    for name in workflow.get('slurm_defaults', ()):
-        if name.lower() in SCHEDULER_OPTIONS:
+    for name, value in workflow.get('slurm_defaults', {}).items():
+        if name.lower() in SCHEDULER_OPTIONS and value is not False:
             workflow.error(f"slurm_defaults cannot set '{name}': set it in slurm_schedulers",
                            'slurm_defaults', name)
     groups = workflow.get('access_groups', ())
@@ -5296,7 +5297,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5379,7 +5380,11 @@ CREATE TABLE scheduled_compute_node (
     scheduler_id        INTEGER NOT NULL,               -- the Slurm job
     scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
     scheduler_type      TEXT NOT NULL,
-    status              TEXT NOT NULL                   -- pending, active, complete, canceled
+    status              TEXT NOT NULL,                  -- pending, active, complete, canceled
+    settings            JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
+    action_id           INTEGER,                        -- the action that it was made for
+    submitter           TEXT,                           -- who submits it now
+    submitter_until     REAL                            -- ... until then; NULL: while that node is active
 );
 CREATE INDEX scheduled_compute_node_of ON scheduled_compute_node (workflow_id, status);
 
@@ -5744,6 +5749,12 @@ ALTER TABLE workflow_action ADD COLUMN failure TEXT;
 ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
 UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
 """,
+    9: """
+ALTER TABLE scheduled_compute_node ADD COLUMN settings JSON TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN action_id INTEGER;
+ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
+""",
 }
 
 
@@ -5875,7 +5886,8 @@ LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero', 'is_declared'])
+                             'is_system', 'is_run_zero', 'is_declared', 'settings', 'action_id', 'submitter',
+                             'submitter_until'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -9743,6 +9755,198 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
     return {'worker': worker, 'workflow_id': workflow_id}
 
 
+# -------- allocations that are to be submitted --------
+#
+# The row of an allocation is made in the transaction that takes its action. Until it has a Slurm job
+# (scheduler_id 0) it is an intent, held by one submitter at a time: a node while that is active, a command
+# for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
+
+IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND settings IS NOT NULL"
+FREE_SUBMISSIONS = ('UPDATE scheduled_compute_node SET submitter = NULL, submitter_until = NULL '
+                    f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ')
+
+
+def take_submissions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Hand out allocations to a submitter: of due actions, new ones of a scheduler, and what others left."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if state.is_canceled:
+        raise Refused(f'workflow {workflow_id} was canceled: nothing is submitted for it')
+    submitter, settings = body['submitter'], body['settings']
+    context.run(FREE_SUBMISSIONS + '(submitter_until < ? OR submitter = ?)',
+                (workflow_id, context.now(), submitter))
+    for ended in body.get('ended') or ():
+        context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, ended))
+    made, idle = [], []     # type: List[int], List[int]
+    for row in body.get('actions') or ():
+        action = get_action(context, workflow_id, row['action_id'])
+        if action['action_type'] != 'schedule_nodes':
+            raise Refused(f"action {action['id']} does not schedule nodes")
+        new = execute_schedule(context, action, settings, row.get('count'), None)
+        if new == []:
+            idle.append(action['id'])
+        made += new or []
+    if body.get('scheduler_config_id') is not None:
+        check_owned(context, 'slurm_scheduler', workflow_id, [body['scheduler_config_id']])
+        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings,
+                                   body.get('count') or 1, None)
+    taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made)
+    others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
+                          f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
+    return {'allocations': taken, 'submitters': [row[0] for row in others], 'idle_actions': idle}
+
+
+def take_due_schedules(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str],
+                       settings: Values) -> List[Values]:
+    """The allocations that a runner is to submit: of due actions, but failed ones, and what others left."""
+    if not context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
+        return []
+    due = action_rows(context, *due_condition(
+        workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
+    made = []   # type: List[int]
+    for action in due:
+        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+            made += execute_schedule(context, action, settings, None, node_id) or []
+    context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
+    return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
+
+
+def name_submitter(node_id: int) -> str:
+    """A compute node as the submitter of allocations."""
+    return f'compute node {node_id}'
+
+
+def execute_schedule(context: Context, action: Values, settings: Values, count: Optional[int],
+                     node_id: Optional[int]) -> Optional[List[int]]:
+    """Take an action and make the rows of its allocations; None if another has it. [] if no job is left."""
+    if not take_action(context, action['id'], node_id, action['persistent']):
+        return None
+    note_action_reported(context, action['id'], node_id or 0)   # from now on its rows are what is to be done
+    config = action['action_config']
+    if count is None:
+        count = config.get('num_allocations')
+    count = (1 if count is None else count) if has_work(context, action) else 0
+    own = {name: config[name] for name in ('start_one_worker_per_node', 'max_parallel_jobs')
+           if config.get(name) is not None}
+    record_event(context, action['workflow_id'], {
+        'category': 'action', 'event_type': 'action_completed', 'action_id': action['id'],
+        'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
+    # those of an earlier execution do not belong to this one
+    context.run('UPDATE scheduled_compute_node SET action_id = NULL WHERE action_id = ?', (action['id'],))
+    return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
+                              count, action['id'])
+
+
+def has_work(context: Context, action: Values) -> bool:
+    """Whether a job is left that allocations of an action could run.
+
+    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
+    that is bound to none.
+    """
+    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
+    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
+    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
+    if action['trigger_type'] == 'on_jobs_ready':
+        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
+    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
+                       (action['action_config'].get('scheduler_id'),)) is not None
+
+
+def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
+                       action_id: Optional[int]) -> List[int]:
+    """Rows of allocations that are to be submitted together; their ids."""
+    values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
+              'scheduler_type': 'slurm', 'status': 'pending', 'action_id': action_id,
+              'settings': dict(settings, num_allocations=count)}
+    return [context.insert('scheduled_compute_node', values) for _ in range(count)]
+
+
+def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
+                     made: Ids) -> List[Values]:
+    """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+    rows = context.rows('SELECT id, scheduler_config_id, settings FROM scheduled_compute_node '
+                        f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
+                        (workflow_id,))
+    context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
+                     ((submitter, until, row[0]) for row in rows))
+    database_id = context.value('SELECT id FROM identity')
+    schedulers = {scheduler_id: (get_row(context, 'slurm_scheduler', scheduler_id),
+                                 allocation_needs(context, workflow_id, scheduler_id))
+                  for scheduler_id in {row[1] for row in rows}}
+    return [{'id': row_id, 'scheduler': schedulers[scheduler_id][0], 'needs': schedulers[scheduler_id][1],
+             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made}
+            for row_id, scheduler_id, settings in rows]
+
+
+def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
+    """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
+    query = ('SELECT max(num_cpus), max(memory_bytes), total(count) FROM (SELECT needs.num_cpus, '
+             'CASE WHEN needs.is_implicit THEN 0 ELSE needs.memory_bytes END AS memory_bytes, '
+             '(SELECT count(*) FROM job WHERE kind_id = kind.id '
+             f'AND status IN {sql_list(NOT_DONE)}) AS count FROM job_kind kind '
+             'JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+             'WHERE kind.workflow_id = ? AND kind.scheduler_id {}) WHERE count > 0')
+    for condition, values in (('= ?', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
+        num_cpus, memory_bytes, count = context.one(query.format(condition), (workflow_id, *values))
+        if count:
+            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count)}
+    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1}
+
+
+def report_submissions(context: Context, workflow_id: int, body: Values) -> Values:
+    """What became of submissions: Slurm jobs, or refusals. `surplus`: Slurm jobs that no row needs."""
+    workflow_state(context, workflow_id)
+    surplus, refused = [], collections.defaultdict(list)    # type: List[int], Dict[int, List[str]]
+    for row in body['submitted']:
+        found = context.one('SELECT status, scheduler_id, settings, action_id, submitter '
+                            'FROM scheduled_compute_node WHERE id = ? AND workflow_id = ?',
+                            (row['id'], workflow_id))
+        number = row.get('slurm_job_id')
+        if number is not None:
+            if found is None or found[0] == 'canceled' or found[1] not in (0, number):
+                surplus.append(number)
+                continue
+            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
+            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, settings = ?, submitter = NULL '
+                        'WHERE id = ?', (number, format_json(settings), row['id']))
+        elif found and found[1] == 0 and found[4] == body['submitter']:
+            context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
+            if found[3] is not None:
+                refused[found[3]].append(row.get('message') or '')
+    for action_id, messages in refused.items():
+        note_refusal(context, workflow_id, action_id, messages)
+    return {'surplus': surplus}
+
+
+def note_refusal(context: Context, workflow_id: int, action_id: int, messages: List[str]) -> None:
+    """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
+    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE action_id = ?', (action_id,))
+    failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
+    context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
+    if not kept:
+        context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL '
+                    'WHERE id = ?', (action_id,))
+    record_event(context, workflow_id, {'category': 'action', 'event_type': 'action_failed',
+                                        'action_id': action_id, 'message': failure}, 'error')
+
+
+def sync_submissions(context: Context, workflow_id: int, node_id: int, body: Values) -> Values:
+    """A runner's part of it, in its turn: what it has submitted, and what it is to submit."""
+    if not (body.get('submitted') or body.get('submits')):
+        return {}
+    submitter = name_submitter(node_id)
+    answer = report_submissions(context, workflow_id,
+                                {'submitted': body.get('submitted') or (), 'submitter': submitter})
+    if body.get('held_submissions') is not None:    # what an answer that was lost had brought
+        lost = set(context.ids('SELECT id FROM scheduled_compute_node WHERE submitter = ?', (submitter,)))
+        run_by_ids(context, 'UPDATE scheduled_compute_node SET submitter = NULL WHERE id IN',
+                   sorted(lost.difference(body['held_submissions'])))
+    if body.get('submits') and not context.state.is_canceled:
+        answer['allocations'] = take_due_schedules(context, workflow_id, node_id, body.get('actions') or (),
+                                                   body['submits'])
+    return answer
+
+
 # -------- nodes --------
 
 # How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
@@ -9868,6 +10072,7 @@ def release_node(context: Context, node_id: int) -> None:
     context.service.turns.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+    context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
     state = workflow_state(context, workflow_id)
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
                               (node_id,)):
@@ -9961,6 +10166,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     if not any(counts[code] for code in NOT_DONE):
         note_complete(context, workflow_id)
     answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or ())
+    answer.update(sync_submissions(context, workflow_id, node_id, body))
     answer.update(describe_progress(context, state, node_id, counts, is_denied=bool(want) and not chosen))
     if body.get('explain'):
         answer['has_jobs_for_node'] = has_jobs_for_node(context, workflow_id, node_id)
@@ -11228,11 +11434,12 @@ MODELS = {
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
         'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
-        'held_actions:[int] turn:int',
+        'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! '
         'kinds:[@RunnerKind]! revoked:[attempt] revoked_actions:[int] handlers:[[object]]! reason:str '
         'notices:[str]! actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! unfinished:int! '
-        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
+        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}! '
+        'allocations:[@SubmissionModel] surplus:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
         'num_nodes:nodes depth:int total:@RunnerCapacity nodes:[capacity] sizes:[capacity] time_limit:str '
         'scheduler_config_id:int labels:[str] strict:bool',
@@ -11255,6 +11462,15 @@ MODELS = {
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
+    'ScheduledAction': 'action_id:int! count:ordinal',
+    'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
+    'SubmissionModel': 'id:int! scheduler:@SlurmSchedulerModel! needs:object! settings:object! '
+        'database_id:str! is_new:bool!',
+    'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
+    'SubmissionReportResponse': 'surplus:[int]!',
+    'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
+        'scheduler_config_id:int count:ordinal ended:[str]',
+    'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
         'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
@@ -11795,6 +12011,9 @@ ROUTES = (
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str'),
+    route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
+    route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
+             body='SubmissionReport'),
 
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
@@ -19109,9 +19328,10 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     return {**dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
 
 
-def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S) -> Reply:
+def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
+              variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
     """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
-    environment = {**os.environ, **query_variables()}
+    environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -20314,8 +20534,596 @@ def mark_numbers(value: Any) -> Any:
 
 # ======== 14c. Submission: sbatch scripts, and how they become allocations ========
 #
-# The record of an allocation exists before sbatch(1) runs, and its comment names the record: a reply that is
-# lost is found again, and nothing is submitted twice.
+# The record of an allocation exists before sbatch(1) runs: it is the intent to submit it, held by whoever is
+# doing so. The job's comment names the record. Invariants:
+#
+# * sbatch runs again for a record only when squeue(1) has answered, and no job names the record: an ambiguous
+#   failure, such as a time-out, or a submitter that was killed, may have left a job behind.
+# * A refusal ("Invalid account") is final: the record goes, and the user is shown Slurm's words.
+# * A script holds no secret: a token goes as the path of its file, a password through the environment.
+# * No text from a workflow becomes a second option, or a second directive.
+#
+# Submitter does no input or output, so that a command may wait for programs, and a runner never does.
+
+SBATCH_TRIES = 6
+SBATCH_PAUSE_S = 10.0       # after a failure that passes; an ambiguous one may take effect late
+# A command may take so long for its first allocation; and a minute more for each further one.
+SUBMISSION_LEASE_S = 1200.0
+LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
+# What a runner, and the srun processes of its steps, take of an allocation's memory.
+RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
+STARTUP_WINDOWS = ((1, 0), (10, 10), (100, 60))     # runners, seconds within which so many start
+# Errors of sbatch that pass, and may have come after the job was taken (slurm_errno.c, 20.11 to 25.05).
+PASSING_ERRORS = Expression(
+    'Unable to contact slurm controller|timed out|Zero Bytes were transmitted|temporarily unavailable|'
+    'temporarily unable|Connection re|connect failure|connection failure|Transport endpoint|not responding|'
+    'Unexpected message received|Unable to resolve|Header lengths|Protocol authentication|standby|try again',
+    re.IGNORECASE)
+SUBMITTED = Expression(r'(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )([\w.-]+))?\s*\Z')
+# A word that sbatch takes as it is, whatever reads it: without blanks, quotes, or the begin of a comment.
+DIRECTIVE_VALUE = Expression(r'''(?!-[^0-9])[^\s"'\\#\x00-\x1f\x7f]+\Z''')
+DIRECTIVE_NAME = Expression(r'[a-z][a-z0-9-]*\Z')
+JOB_PREFIX = Expression(r'(?!-)[A-Za-z0-9_.+-]*\Z')
+# Options with which an allocation would not be one job that runs its script.
+UNSUITABLE_OPTIONS = frozenset(('array', 'a', 'wrap', 'test-only', 'wait', 'W', 'help', 'h', 'usage',
+                                'version', 'V', 'uid', 'gid'))
+MEMORY_OPTIONS = frozenset(('mem', 'mem-per-cpu', 'mem-per-gpu'))
+CPU_OPTIONS = frozenset(('cpus-per-task', 'c', 'ntasks', 'n', 'ntasks-per-node', 'exclusive', 'cpus-per-gpu',
+                         'cores-per-socket', 'ntasks-per-socket', 'ntasks-per-core', 'mincpus'))
+ENDED_JOB = Expression('Invalid job id|already complet')     # what scancel says of jobs that are gone
+GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'GPU_DEVICE_ORDINAL',
+                 'ZE_AFFINITY_MASK')
+
+
+def submission_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
+    """Variables for sbatch, which hands its environment on to the job; None removes one.
+
+    Inside a job, what that job got goes too, GPUs as well: a runner submits the next allocation.
+    """
+    removed = [name for name in environment if SLURM_SETTINGS.match(name) and name not in KEPT_SETTINGS]
+    if 'SLURM_JOB_ID' in environment:
+        removed += [name for name in GPU_VARIABLES if name in environment]
+    return dict.fromkeys(removed)
+
+
+def startup_window_s(num_runners: int) -> int:
+    """Within so many seconds the runners of one submission start, so that they do not ask all at once."""
+    if num_runners <= 1:
+        return 0
+    if num_runners <= 10:
+        return num_runners
+    return min(60, 10 + (num_runners - 10) * 50 // 90)
+
+
+# -------- what is asked for --------
+
+class Site(Row):
+    """What a partition gives to a job that does not say what it needs; 0: unknown."""
+    gives_whole_nodes: bool = False
+    has_default_memory: bool = True     # a job that asks for none does not get all
+    num_cpus: int = 0                   # of a node
+    memory_bytes: int = 0
+
+
+SITE_QUESTIONS = (('scontrol', '-o', 'show', 'partition'), ('scontrol', 'show', 'config'))
+
+
+def parse_site(partitions: str, config: str, partition: Optional[str]) -> Site:
+    """The Site of a partition, or of the default one, from the answers to SITE_QUESTIONS.
+
+    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU).
+    """
+    for line in partitions.splitlines():
+        cells = dict(word.split('=', 1) for word in line.split() if '=' in word)
+        if cells.get('PartitionName') == partition if partition else cells.get('Default') == 'YES':
+            words = [cells.get(name, '') for name in ('DefMemPerNode', 'DefMemPerCPU')]
+            words += re.findall(r'^DefMemPer(?:Node|CPU)\s*=\s*(\S+)', config, re.MULTILINE)
+            num_nodes, num_cpus = (int(cells[name]) if cells.get(name, '').isdigit() else 0
+                                   for name in ('TotalNodes', 'TotalCPUs'))
+            memory = re.search(r'\bmem=([0-9.]+[KMGTP]?)', cells.get('TRES', ''))
+            memory_bytes = memory and parse_slurm_memory(memory.group(1)) or 0
+            return Site(cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
+                        any(word not in ('', 'UNLIMITED', '0') for word in words) or not config,
+                        num_cpus // max(1, num_nodes), memory_bytes // max(1, num_nodes))
+    return Site()
+
+
+class AllocationNeeds(Row):
+    """What the largest of an allocation's jobs needs on each of its nodes, and how many jobs there are."""
+    num_cpus: int = 1
+    memory_bytes: int = 0
+    num_jobs: int = 1
+
+
+def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Site, given: Set[str],
+                     num_allocations: int) -> Dict[str, str]:
+    """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them.
+
+    A shared node gives one CPU and little memory to who asks for nothing. Where whole nodes are given, only
+    memory must be asked for, and not even that where a job gets all of it.
+    """
+    has_memory = bool(scheduler.get('mem')) or any(name in given for name in MEMORY_OPTIONS)
+    has_cpus = bool(scheduler.get('ntasks_per_node')) or any(name in given for name in CPU_OPTIONS)
+    if site.gives_whole_nodes or 'exclusive' in given:
+        return {'mem': '0'} if site.has_default_memory and not has_memory else {}
+    nodes = max(1, scheduler.get('nodes') or 1)
+    rooms = [math.ceil(needs.num_jobs / (nodes * max(1, num_allocations)))]
+    if site.num_cpus:
+        rooms.append(site.num_cpus // needs.num_cpus)
+    memory_bytes = parse_requested_memory(scheduler['mem']) if scheduler.get('mem') else site.memory_bytes
+    job_bytes = needs.memory_bytes + STEP_MEMORY_BYTES
+    if memory_bytes:
+        rooms.append((memory_bytes - RUNNER_MEMORY_BYTES) // job_bytes)
+    at_once = max(1, min(rooms))
+    found = {}
+    if not has_cpus:
+        found.update({'ntasks-per-node': '1', 'cpus-per-task': str(needs.num_cpus * at_once)})
+    if not has_memory:
+        wanted_bytes = RUNNER_MEMORY_BYTES + at_once * job_bytes
+        wanted_bytes = min(wanted_bytes, site.memory_bytes or wanted_bytes)
+        found['mem'] = f'{math.ceil(wanted_bytes / 1024 ** 2)}M'
+    return found
+
+
+# -------- the script --------
+
+class Caller(Row):
+    """How a script starts a runner of this workflow."""
+    python: str
+    program: str                # the pinned copy
+    server: str                 # URL, or path of the database
+    token_file: str = ''
+    ca_file: str = ''
+    is_insecure: bool = False
+
+
+class Submission(Row):
+    """An allocation that is to be submitted."""
+    id: int                     # of its record
+    workflow: Dict[str, Any]
+    scheduler: Dict[str, Any]
+    settings: Dict[str, Any]    # SUBMISSION_SETTINGS
+    needs: AllocationNeeds
+    database_id: str
+    is_new: bool                # no job can name its record yet
+
+
+SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
+    'directory': 'working directory', 'output_dir': 'output directory', 'poll_interval': 'seconds',
+    'claim_backoff_max_secs': 'seconds', 'max_parallel_jobs': 'jobs at a time',
+    'start_one_worker_per_node': 'a runner on each node', 'prefix': 'begin of the name of the Slurm job',
+    'num_allocations': 'submitted together', 'keeps_script': 'the script stays'}
+
+
+def submission_name(submission: Submission) -> str:
+    """Name of an allocation's script, and of its Slurm job unless it belongs to a chain."""
+    return f"{submission.settings.get('prefix') or ''}wf{submission.workflow['id']}_a{submission.id}"
+
+
+def submission_tag(submission: Submission) -> str:
+    """The comment of an allocation's Slurm job: it is of no other record, nor of another database's."""
+    return f"torc:{submission.database_id[:12]}:{submission.workflow['id']}:{submission.id}"
+
+
+def record_of_comment(text: str) -> Optional[int]:
+    """The record that a Slurm job's comment names, or None."""
+    match = re.match(r'torc:[0-9a-f]+:[0-9]+:([0-9]+)\Z', text)
+    return int(match.group(1)) if match else None
+
+
+def job_name_of(submission: Submission) -> str:
+    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user."""
+    scheduler = submission.scheduler
+    if scheduler.get('serialize_allocations'):
+        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}"
+    return submission_name(submission)
+
+
+def check_directive(name: str, value: Any, where: str) -> str:
+    """The value of an option as text. Refused if sbatch could take it for more than one value."""
+    text = str(value)
+    if not DIRECTIVE_VALUE.match(text):
+        raise Refused(printable(f'{where}: {name} {text!r} cannot be given to sbatch: it is empty, begins '
+                                'with a dash, or holds a blank, quote, backslash, # or control character'))
+    return text
+
+
+def check_option(name: str, where: str) -> str:
+    """The name of a long option of sbatch. Refused if it is none, or would make something else of the job."""
+    option = name.lower().replace('_', '-')
+    if not DIRECTIVE_NAME.match(option):
+        raise Refused(printable(f'{where}: {name!r} is not a long option of sbatch, such as mail-user'))
+    if option in UNSUITABLE_OPTIONS:
+        raise Refused(f'{where}: --{option} does not go with an allocation: remove it')
+    return option
+
+
+def options_of_extra(extra: str, where: str) -> Set[str]:
+    """Names of the options in a scheduler's `extra`. Refused if it is more than one line of options."""
+    if not extra.isprintable():
+        raise Refused(printable(f'{where}: extra {extra!r} must be one line of options'))
+    try:
+        words = shlex.split(extra)
+    except ValueError as error:
+        raise Refused(printable(f'{where}: extra {extra!r} cannot be read: {error}')) from None
+    if words and not words[0].startswith('-'):
+        raise Refused(printable(f'{where}: extra {extra!r} must begin with an option, such as --exclusive'))
+    names = set()
+    for word in words:
+        if word.startswith('--'):
+            names.add(word[2:].partition('=')[0])
+        elif word.startswith('-'):
+            names.add(word[1:2])
+    for name in sorted(names & UNSUITABLE_OPTIONS):
+        raise Refused(f"{where}: extra: {'--' if name[1:] else '-'}{name} does not go with an allocation: "
+                      'remove it')
+    return names
+
+
+def default_options(workflow: Dict[str, Any]) -> Dict[str, Any]:
+    """Options from a workflow's slurm_defaults: text or True; False for one that is not to be written."""
+    found = {}
+    for name, value in (workflow.get('slurm_defaults') or {}).items():
+        option = check_option(name, 'slurm_defaults')
+        if isinstance(value, bool):
+            found[option] = value
+        elif isinstance(value, (str, int, float)):
+            found[option] = check_directive(option, value, 'slurm_defaults')
+    return found
+
+
+def scheduler_options(scheduler: Dict[str, Any]) -> Dict[str, str]:
+    """Options from the fields of a scheduler, in the order of the script."""
+    where = f"scheduler {scheduler.get('name') or scheduler.get('id')}"
+    try:
+        walltime = format_walltime(parse_walltime(scheduler['walltime']))
+    except ValueError as error:
+        raise Refused(printable(f'{where}: walltime {error}')) from None
+    values = {'account': scheduler['account'], 'partition': scheduler.get('partition'),
+              'qos': scheduler.get('qos'), 'time': walltime, 'nodes': scheduler.get('nodes') or 1,
+              'ntasks-per-node': scheduler.get('ntasks_per_node'), 'mem': scheduler.get('mem'),
+              'gres': scheduler.get('gres'), 'tmp': scheduler.get('tmp')}
+    return {name: check_directive(name, value, where) for name, value in values.items()
+            if value not in (None, '')}
+
+
+DIRECTIVE_ORDER = ('job-name', 'comment', 'account', 'partition', 'qos', 'time', 'nodes', 'ntasks-per-node',
+                   'cpus-per-task', 'mem', 'gres', 'tmp', 'dependency', 'requeue', 'no-requeue', 'open-mode',
+                   'chdir', 'output', 'error')
+
+
+def batch_options(submission: Submission, site: Site) -> Dict[str, Any]:
+    """All options of an allocation, in the order of its script: text, or True for a switch.
+
+    Fields of the scheduler beat slurm_defaults, and these beat what is generated; False there leaves an
+    option out.
+    """
+    settings, scheduler = submission.settings, submission.scheduler
+    defaults, own = default_options(submission.workflow), scheduler_options(scheduler)
+    extra = options_of_extra(scheduler.get('extra') or '', f"scheduler {scheduler.get('name')}")
+    output = os.path.join(settings['output_dir'].replace('%', '%%'),
+                          f"slurm_output_wf{submission.workflow['id']}_sl%j")
+    generated = {'job-name': job_name_of(submission), 'comment': submission_tag(submission),
+                 'open-mode': 'append', 'chdir': quote_directive(settings['directory']),
+                 'output': quote_directive(output + '.o'), 'error': quote_directive(output + '.e')}
+    if not {'requeue', 'no-requeue'} & {*defaults, *extra}:
+        generated['requeue'] = True     # else the cluster's JobRequeue decides what a lost node means
+    if scheduler.get('serialize_allocations'):
+        generated['dependency'] = 'singleton'
+    generated.update(resource_options(scheduler, submission.needs, site, {*defaults, *own, *extra},
+                                      settings.get('num_allocations') or 1))
+    merged = {**generated, **defaults, **own}
+    if 'dependency' in generated:
+        merged['dependency'] = 'singleton'
+    places = {name: index for index, name in enumerate(DIRECTIVE_ORDER)}
+    ordered = sorted(merged, key=lambda name: (places.get(name, len(places)), name))
+    return {name: merged[name] for name in ordered if defaults.get(name) is not False}
+
+
+def quote_directive(path: str) -> str:
+    """A path as a value of a #SBATCH line, which knows quotes as a shell does (sbatch/opt.c, 20.11).
+
+    Slurm takes a backslash in a name for an escape of its own. Refused if it holds one, or a line's end.
+    """
+    if '\\' in path or any(ord(character) < 32 or ord(character) == 127 for character in path):
+        raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds a backslash or a '
+                                'control character; use another output directory'))
+    if DIRECTIVE_VALUE.match(path):
+        return path
+    if '"' not in path:
+        return f'"{path}"'
+    if "'" not in path:
+        return f"'{path}'"
+    raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds both kinds of quotes; '
+                            'use another output directory'))
+
+
+def runner_words(submission: Submission, caller: Caller) -> List[str]:
+    """The command line of the runner that an allocation starts."""
+    settings, config = submission.settings, submission.workflow.get('execution_config') or {}
+    each_node = bool(settings.get('start_one_worker_per_node'))
+    num_runners = 1 if submission.scheduler.get('serialize_allocations') else \
+        settings.get('num_allocations') or 1
+    num_runners *= (submission.scheduler.get('nodes') or 1) if each_node else 1
+    window_s = 0 if config.get('staggered_start') is False else startup_window_s(num_runners)
+    options = [('--scheduled-compute-node', submission.id),
+               ('--poll-interval', f"{settings.get('poll_interval') or DEFAULT_POLL_INTERVAL_S:g}"),
+               ('--max-parallel-jobs', settings.get('max_parallel_jobs')),
+               ('--claim-backoff-max-secs', settings.get('claim_backoff_max_secs')),
+               ('--tls-ca-cert', caller.ca_file), ('--startup-delay-seconds', window_s)]
+    words = [word for name, value in options if value for word in (name, str(value))]
+    words += ['--tls-insecure'] if caller.is_insecure else []
+    return [caller.server, str(submission.workflow['id']), settings['output_dir'], *words,
+            *(['--is-subtask'] if each_node else [])]
+
+
+def each_node_words(workflow: Dict[str, Any]) -> str:
+    """srun that starts a runner on each node, as a line of shell.
+
+    A site's WaitTime must not end the others when one retires, nor one that fails. It overlaps: the steps of
+    jobs need the same CPUs. Its size is given: the job's --ntasks-per-node would be inherited.
+    """
+    mpi = (workflow.get('execution_config') or {}).get('srun_mpi')
+    words = ['srun', '--overlap', '--wait=0', '--kill-on-bad-exit=0']
+    words += [shlex.quote(f"--mpi={check_directive('srun_mpi', mpi, 'execution_config')}")] if mpi else []
+    return ' '.join(words) + (' --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
+                              '--ntasks-per-node=1 --cpu-bind=none --input=none')
+
+
+def format_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
+    """The script that is given to sbatch. Refused for what cannot be written into one."""
+    settings, workflow = submission.settings, submission.workflow
+    if settings.get('start_one_worker_per_node') \
+            and (workflow.get('execution_config') or {}).get('mode') != 'direct':
+        raise Refused('start_one_worker_per_node needs mode direct in execution_config')
+    options = batch_options(submission, site)
+    lines = ['#!/bin/bash']
+    lines += [f'#SBATCH --{name}' + ('' if value is True else f'={value}') for name, value in options.items()]
+    extra = (submission.scheduler.get('extra') or '').strip()
+    lines += [f'#SBATCH {extra}'] if extra else []
+    lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
+              '# They clash with the --mem of its steps.', 'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU']
+    if caller.token_file:
+        lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
+    program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
+    if settings.get('start_one_worker_per_node'):
+        program = f'{each_node_words(workflow)} \\\n    {program}'
+    # exec: a signal for the batch shell, and the one before the end of the time, must reach the runner.
+    words = runner_words(submission, caller)
+    lines.append(f"exec {program} \\\n    {' '.join(map(shlex.quote, words))}")
+    return ''.join(f'{line}\n' for line in lines)
+
+
+# -------- sbatch, and what its replies mean --------
+
+def parse_submission(text: str) -> Optional[Tuple[int, str]]:
+    """Slurm's id of a job and its cluster, '' for the usual one, from what sbatch printed; None without one.
+
+    With --parsable it is `id` or `id;cluster`; a site's plugins may print lines before it.
+    """
+    found = [match for match in map(SUBMITTED.match, map(str.strip, text.splitlines())) if match]
+    return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
+
+
+class QueuedJob(Row):
+    """A job in the queue, or one that has just left it."""
+    id: int
+    state: str
+    name: str
+    comment: str
+
+
+def find_own_jobs_argv() -> List[str]:
+    """squeue for all own jobs, also those that have ended a short time ago (MinJobAge)."""
+    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
+
+
+def parse_own_jobs(text: str) -> List[QueuedJob]:
+    """What find_own_jobs_argv() asks for."""
+    return [QueuedJob(int(number), parse_slurm_state(state), name, comment)
+            for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
+
+
+def find_submitted(jobs: Iterable[QueuedJob], tag: str, name: str) -> Optional[QueuedJob]:
+    """The job of a record: by its comment, or by its name where a site has put another comment there."""
+    jobs = list(jobs)
+    found = [job for job in jobs if job.comment == tag]
+    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
+    return found[-1] if found else None
+
+
+class SlurmCall(Row):
+    """A program of Slurm that is to be called."""
+    argv: List[str]
+    limit_s: float
+    variables: Dict[str, Optional[str]]
+
+
+class Underway:
+    """One allocation on its way to Slurm."""
+    __slots__ = ('submission', 'script', 'needs_look', 'tries')
+
+    def __init__(self, submission: Submission, script: str) -> None:
+        self.submission = submission
+        self.script = script                            # path
+        self.needs_look = not submission.is_new         # a job may name its record
+        self.tries = 0
+
+
+class Submitter:
+    """Brings allocations to Slurm, one call after the other: which is next, and what its reply means.
+
+    Whoever owns it performs `next_call` when it is `due`, hands the reply to `on_reply`, and takes `ends`:
+    rows for the server, of what was submitted or refused. What is in `lost` stays as it is: Slurm could not
+    be asked whether it has the job.
+    """
+
+    def __init__(self, pause_s: float = SBATCH_PAUSE_S, look_pause_s: float = LOOK_PAUSE_S,
+                 tries: int = SBATCH_TRIES) -> None:
+        self.pause_s = pause_s
+        self.look_pause_s = look_pause_s
+        self.tries = tries
+        self.waiting = []           # type: List[Underway]
+        self.current = None         # type: Optional[Underway]  # its sbatch runs
+        self.is_looking = False     # squeue runs
+        self.look_at = 0.0          # not before
+        self.failed_looks = 0
+        self.message = ''           # of the last failure that passes
+        self.ends = []              # type: List[Dict[str, Any]]
+        self.lost = []              # type: List[Submission]
+
+    def add(self, submission: Submission, script: str) -> None:
+        """Submit an allocation; its script is there."""
+        self.waiting.append(Underway(submission, script))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self.waiting or self.current)
+
+    def due(self) -> float:
+        """When next_call has something to call; infinite while a call is out, or there is nothing."""
+        if self.current or self.is_looking or not self.waiting:
+            return math.inf
+        return 0.0 if any(not item.needs_look for item in self.waiting) else self.look_at
+
+    def next_call(self, now: float) -> Optional[SlurmCall]:
+        """The program to call now, if any."""
+        if self.due() > now:
+            return None
+        ready = [item for item in self.waiting if not item.needs_look]
+        if ready:
+            self.current = ready[0]
+            self.waiting.remove(self.current)
+            self.current.tries += 1
+            argv = slurm_argv('sbatch', '--parsable', self.current.script)
+            return SlurmCall(argv, SLURM_QUERY_S, submission_variables())
+        self.is_looking = True
+        return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """What the last call has answered."""
+        if self.is_looking:
+            self.is_looking, self.look_at = False, now + self.look_pause_s
+            if reply.code:
+                self.on_failed_look(explain_reply(reply))
+            else:
+                self.on_jobs(parse_own_jobs(reply.out))
+            return
+        item, self.current = self.current, None
+        found = parse_submission(reply.out) if reply.code == 0 else None
+        if found is not None:
+            self.end(item, *found)
+        elif reply.code in (0, REPLY_TIMED_OUT) or reply.code > 128 or PASSING_ERRORS.search(reply.err):
+            self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
+            item.needs_look = True
+            self.look_at = max(self.look_at, now + self.pause_s)
+            self.waiting.append(item)
+        else:
+            self.refuse(item, explain_reply(reply))
+
+    def on_failed_look(self, message: str) -> None:
+        """Without an answer nothing may be submitted again: try some times, then leave the records alone."""
+        self.failed_looks += 1
+        if self.failed_looks >= self.tries:
+            self.message = message
+            self.lost += [item.submission for item in self.waiting if item.needs_look]
+            self.waiting = [item for item in self.waiting if not item.needs_look]
+            self.failed_looks = 0
+
+    def on_jobs(self, jobs: List[QueuedJob]) -> None:
+        """The queue, as it is: submit what is not in it."""
+        self.failed_looks = 0
+        for item in [item for item in self.waiting if item.needs_look]:
+            found = find_submitted(jobs, submission_tag(item.submission), submission_name(item.submission))
+            if found is not None:
+                self.waiting.remove(item)
+                self.end(item, found.id, '')
+            elif item.tries >= self.tries:
+                self.waiting.remove(item)
+                self.refuse(item, f'{self.message} ({item.tries} tries)')
+            else:
+                item.needs_look = False
+
+    def refuse(self, item: Underway, message: str) -> None:
+        """Slurm does not take it; nor would it take the others of the same scheduler."""
+        self.ends.append({'id': item.submission.id, 'message': message})
+        for other in list(self.waiting):
+            if other.submission.scheduler['id'] == item.submission.scheduler['id'] and not other.needs_look:
+                self.waiting.remove(other)
+                self.ends.append({'id': other.submission.id, 'message': message})
+
+    def end(self, item: Underway, number: int, cluster: str) -> None:
+        """It is in the queue."""
+        self.ends.append({'id': item.submission.id, 'slurm_job_id': number, 'cluster': cluster})
+
+
+def read_submissions(workflow: Dict[str, Any], answer: Dict[str, Any]) -> List[Submission]:
+    """What the server has handed out to be submitted (`allocations` of its answer)."""
+    return [Submission(row['id'], workflow, row['scheduler'], row['settings'],
+                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'])
+            for row in answer.get('allocations') or ()]
+
+
+def write_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
+    """Put an allocation's script into its output directory; its path. Refused, OSError."""
+    path = os.path.join(submission.settings['output_dir'], submission_name(submission) + '.sh')
+    write_atomically(path, os.fsencode(format_batch_script(submission, site, caller)), 0o700)
+    return path
+
+
+def pin_program(output_dir: str) -> str:
+    """Keep a compiled copy of this very file in an output directory; the path of its launcher. OSError.
+
+    An upgrade, or another version in the user's PATH, must not change what a queued allocation runs.
+    """
+    source = os.path.abspath(globals().get('__file__') or '')
+    with open(source, 'rb') as file:
+        mark = hashlib.sha256(file.read())
+    mark.update(f'{sys.executable} {sys.implementation.cache_tag}'.encode('utf-8', 'surrogateescape'))
+    made = installation_of(os.path.join(output_dir, f'torc-{mark.hexdigest()[:12]}'))
+    if not (os.path.isfile(made.launcher) and os.path.isfile(made.module) and compiled_modules(made)):
+        write_installation(made)
+    return made.launcher
+
+
+# -------- cancellation --------
+
+def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], List[str]]:
+    """Cancel what a workflow has in the queue, or running, with one scancel. The Slurm jobs, and errors.
+
+    Rows are marked once Slurm has answered: after an error the same command does it again.
+    """
+    rows = [row for row in list_items(client, 'list_scheduled_compute_nodes', workflow_id=workflow_id)
+            if row['scheduler_type'] == 'slurm' and row['status'] in ('pending', 'active')]
+    unknown = [row for row in rows if not row['scheduler_id']]
+    numbers = [row['scheduler_id'] for row in rows if row['scheduler_id']]
+    if unknown:     # their submitter was killed, or is at it: it will find them canceled
+        reply = ask_slurm(find_own_jobs_argv())
+        if reply.code:
+            return [], [f'squeue: {explain_reply(reply)}']
+        own = {record_of_comment(job.comment): job for job in parse_own_jobs(reply.out)
+               if job.comment.startswith(f"torc:{client.call('get_database')['id'][:12]}:{workflow_id}:")}
+        numbers += [own[row['id']].id for row in unknown if row['id'] in own]
+    if numbers:
+        reply = ask_slurm(slurm_argv('scancel', *numbers))
+        lines = [line for line in reply.err.splitlines() if line.strip()]
+        if reply.code and not (lines and all(ENDED_JOB.search(line) for line in lines)):
+            return [], [f'scancel: {explain_reply(reply)}']
+    for row in rows:
+        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+    return numbers, []
+
+
+# -------- who calls --------
+
+def caller_of(client: Client, output_dir: str) -> Caller:
+    """How scripts reach what a client uses: a URL that was named, or the database, whoever serves it then."""
+    server = client.named_url or os.path.abspath(client.database)
+    token_file = os.path.abspath(client.token_file) if client.named_url and client.token_file else ''
+    ca_file = os.path.abspath(client.tls.ca_file) if client.named_url and client.tls.ca_file else ''
+    return Caller(sys.executable, pin_program(output_dir), server, token_file, ca_file,
+                  bool(client.named_url and client.tls.is_insecure))
 
 
 # ======== 14d. Slurm steps: srun's command line, and what the end of a step means ========
@@ -25570,7 +26378,7 @@ TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
-MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
+MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
 CommandFunction = Callable[[Any, Arguments], int]   # of a Session
@@ -26051,6 +26859,9 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
     'events': Noun(
         'event', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), '
         'Data=data:1'),
+    'scheduled-compute-nodes': Noun(
+        'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
+        'Type=scheduler_type, Status=status'),
     'compute-nodes': Noun(
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
@@ -26563,12 +27374,18 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
     if not session.confirm(f'Cancel {named}?'):
         return 0
     session.call('cancel_workflow', workflow_id=workflow_id)
-    value = {'canceled_slurm_jobs': [], 'errors': None, 'status': 'success', 'workflow_id': workflow_id}
+    canceled, errors = cancel_allocations(session.client, workflow_id)
+    value = {'canceled_slurm_jobs': canceled, 'errors': errors or None, 'status': 'success',
+             'workflow_id': workflow_id}
+    if canceled:
+        session.inform(f'Canceled {len(canceled)} Slurm jobs: {first_of(canceled)}')
+    for error in errors:
+        session.report(f'torc: its allocations are not canceled, do so again: {error}')
     now = command_line(session, 'run', workflow_id, '--retry-failed')
     later = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
     session.answer(value, f'Canceled {named}. To go on with what it left undone: {now}\n'
                           f'(or {later}, and run it later)\n')
-    return 0
+    return 1 if errors else 0
 
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> int:
@@ -28243,8 +29060,418 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 
 # ======== 20d. Allocations: commands about Slurm ========
 #
-# What a user does with Slurm jobs: `submit`, `slurm ...`, `scheduled-compute-nodes ...`, `explain`.
-# Where a runner does the same, both call a function of an earlier section.
+# `submit` and `slurm schedule-nodes` bring allocations to Slurm and return at once; what runs in them is a
+# runner. Slurm is called here, never by the server: the programs are on a login node.
+
+SUBMIT_TRIGGERS = ('on_workflow_start', 'on_jobs_ready', 'on_jobs_complete')
+DEFAULT_ALLOCATION_POLL_S = 30.0    # between the requests of a runner in an allocation
+SCHEDULER_COLUMNS = ('ID=id, Name=name, Account=account, Nodes=nodes, Walltime=walltime, '
+                     'Partition=partition, QOS=qos:1, Serialized=serialize_allocations:2')
+ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Return Code=return_code'
+
+
+# -------- submission --------
+
+def submission_settings(args: Arguments) -> Dict[str, Any]:
+    """SUBMISSION_SETTINGS from the arguments of a command."""
+    given_settings = {
+        'directory': os.getcwd(), 'output_dir': os.path.abspath(args['output_dir']),
+        'poll_interval': args['poll_interval'] or DEFAULT_ALLOCATION_POLL_S,
+        'claim_backoff_max_secs': args['claim_backoff_max_secs'],
+        'max_parallel_jobs': args['max_parallel_jobs'], 'prefix': args.get('job_prefix'),
+        'start_one_worker_per_node': args.get('start_one_worker_per_node'),
+        'keeps_script': args.get('keep_submission_scripts')}
+    return {name: value for name, value in given_settings.items() if value}
+
+
+def refuse_without_sbatch() -> None:
+    """Refuse, before anything is created or claimed, where nothing can be submitted."""
+    if not has_slurm_program('sbatch'):
+        raise Refused(printable(f"there is no {slurm_program('sbatch')} here: submit from a login node of "
+                                'the cluster'))
+
+
+def is_schedule(action: Dict[str, Any]) -> bool:
+    """Whether an action of a workflow, stored or planned, submits allocations that `submit` may begin."""
+    config = action['action_config']
+    return action['action_type'] == 'schedule_nodes' and config.get('scheduler_type', 'slurm') == 'slurm' \
+        and action['trigger_type'] in SUBMIT_TRIGGERS
+
+
+def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]], name: str) -> None:
+    """Refuse what has no action that submits anything: say how it gets one."""
+    if not any(map(is_schedule, actions)):
+        generate = command_line(session, 'slurm', 'generate', '--account', 'ACCOUNT', 'SPEC', '-o', 'NEW')
+        raise Refused(f"{name} has no schedule_nodes action ({', '.join(SUBMIT_TRIGGERS)}): nothing says "
+                      f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
+                      'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
+                      'it here: `run`')
+
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    if is_id(args['target']):
+        if args['account']:
+            raise BadInput('--account plans the allocations of a workflow file; change those of a workflow '
+                           'with `slurm update`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        return submit_workflow(session, workflow, settings, args)
+    plan = read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    return submit_workflow(session, session.workflow(workflow_id), settings, args)
+
+
+def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
+    """Refuse what no script could be made of, before anything is created or claimed."""
+    submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
+                            AllocationNeeds(), '', True)
+    format_batch_script(submission, Site(), Caller('', '', ''))
+
+
+def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
+                    args: Arguments) -> int:
+    """Initialize a workflow if need be, and submit the allocations of all actions that are due."""
+    number = workflow['id']
+    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
+    chosen = review_schedules(session, workflow, schedulers)
+    if chosen is None:
+        return 0
+    begin_workflow(session, workflow, settings['output_dir'], bool(args['ignore_missing_data']))
+    actions = [action for action in due_schedules(session, number) if chosen.get(action['id']) != 0]
+    used = {action['action_config'].get('scheduler_id') for action in actions}
+    for scheduler in schedulers:
+        if scheduler['id'] in used:
+            check_scheduler(workflow, scheduler, settings)
+    counts = {number: {'count': count} for number, count in chosen.items()}
+    wanted = [dict({'action_id': action['id']}, **counts.get(action['id'], {})) for action in actions]
+    outcome = submit_allocations(session, workflow, {'settings': settings, 'actions': wanted})
+    return report_submitted(session, workflow, outcome)
+
+
+def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, is_forced: bool) -> None:
+    """Make ready what is uninitialized; refuse what was canceled."""
+    number = workflow['id']
+    prepare_output_dir(session, RunnerOptions(output_dir=output_dir))
+    status = session.call('get_workflow_status', workflow_id=number)
+    if status['jobs_by_status']['uninitialized']:
+        if not is_forced:
+            refuse_missing_inputs(check_files(session.client, workflow), False, session.report)
+        session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=number)
+        record_contents(session.client, workflow)
+        initialize_for_run(session, workflow, status)
+    elif status['is_canceled']:
+        reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
+        raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+    directory = workflow.get('submission_directory')
+    if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
+        session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
+                                 'its jobs now count from here'))
+
+
+def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
+    """Actions that are due and submit allocations."""
+    due = session.call('get_pending_actions', workflow_id=workflow_id, trigger_type=list(SUBMIT_TRIGGERS))
+    return list(filter(is_schedule, due))
+
+
+REVIEW_HELP = ('p: proceed    d ID: disable an action    n ID COUNT: so many allocations of it    '
+               'c: cancel')
+
+
+def review_schedules(session: Session, workflow: Dict[str, Any],
+                     schedulers: Sequence[Dict[str, Any]]) -> Optional[Dict[int, int]]:
+    """Before a workflow is submitted again: how many allocations of which action, where that was changed.
+
+    None if the user has canceled. Asked on a terminal only.
+    """
+    counts = {}     # type: Dict[int, int]
+    if (workflow.get('run_id') or 0) <= 1 or not session.is_interactive:
+        return counts
+    names = {item['id']: item.get('name') for item in schedulers}
+    actions = {action['id']: action for action in filter(is_schedule, session.call(
+        'get_workflow_actions', workflow_id=workflow['id'])) if not action['executed']
+        and not action.get('is_recovery')}
+    while actions:
+        lines = [f"Workflow {workflow['id']} runs again. Allocations that its actions submit:"]
+        for action in actions.values():
+            config, is_now = action['action_config'], action['trigger_count'] >= action['required_triggers']
+            count = counts.get(action['id'], config.get('num_allocations', 1))
+            lines.append(f"  {action['id']}  {'now' if is_now else 'later'}  {count} x "
+                         f"{names.get(config.get('scheduler_id'))} ({action['trigger_type']})"
+                         + ('' if count else ', disabled'))
+        session.report(*lines, REVIEW_HELP)
+        session.err.write('> ')
+        session.err.flush()
+        line = session.stdin.readline()
+        words = line.split()
+        if not line or words == ['c']:
+            session.report('Cancelled')
+            return None
+        if words == ['p']:
+            break
+        numbers = [int(word) for word in words[1:] if re.match(r'[0-9]{1,9}\Z', word)]
+        if words[:1] == ['d'] and len(words) == 2 and numbers and numbers[0] in actions:
+            counts[numbers[0]] = 0
+        elif words[:1] == ['n'] and len(words) == 3 and len(numbers) == 2 and numbers[0] in actions:
+            counts[numbers[0]] = numbers[1]
+        elif words:
+            session.report(printable(f'{line.strip()!r} is not understood'))
+    disable_schedules(session, workflow, [number for number, count in counts.items() if not count])
+    return counts
+
+
+def disable_schedules(session: Session, workflow: Dict[str, Any], ids: Iterable[int]) -> None:
+    """Take actions without carrying them out."""
+    for number in ids:
+        with contextlib.suppress(Conflict):     # it was taken meanwhile
+            session.call('claim_action', {}, workflow_id=workflow['id'], action_id=number)
+
+
+class Submitted(Row):
+    """What became of allocations."""
+    numbers: List[int]          # Slurm jobs
+    refusals: List[str]
+    lost: List[int]             # records: Slurm could not be asked whether it has their jobs
+    message: str                # why that is
+    idle: List[int]             # actions that had nothing left to do
+    submitters: List[str]       # others, who are at it
+
+
+def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any]) -> Submitted:
+    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left."""
+    submitter = format_json(describe_process())
+    wanted = sum(row.get('count') or 1 for row in request.get('actions') or ()) + (request.get('count') or 0)
+    request = dict(request, submitter=submitter, lease_s=SUBMISSION_LEASE_S + SLURM_QUERY_S * wanted)
+    answer = session.call('take_submissions', request, workflow_id=workflow['id'])
+    ended = [text for text in answer['submitters'] if has_ended(text)]
+    if ended:   # killed: nobody else brings their allocations to Slurm
+        more = {'submitter': submitter, 'lease_s': request['lease_s'], 'settings': {}, 'ended': ended}
+        found = session.call('take_submissions', more, workflow_id=workflow['id'])
+        # what was handed out before is ours already, and handed out again
+        known = {row['id']: row for row in answer['allocations']}
+        answer = dict(answer, allocations=[known.get(row['id'], row) for row in found['allocations']],
+                      submitters=found['submitters'])
+    submissions = read_submissions(workflow, answer)
+    work = Submitter()
+    if submissions:
+        start_submissions(session, work, submissions)
+    numbers, refusals = drive_submitter(session, workflow, work, submitter)
+    return Submitted(numbers, refusals, [item.id for item in work.lost], work.message, answer['idle_actions'],
+                     answer['submitters'])
+
+
+def has_ended(submitter: str) -> bool:
+    """Whether a command that holds allocations is known to be dead."""
+    try:
+        process = parse_json(submitter)
+    except ValueError:      # a compute node: the server knows
+        return False
+    return isinstance(process, dict) and process_lives(process) is False
+
+
+def ask_site() -> Callable[[Optional[str]], Site]:
+    """What the partitions of this cluster give to whom asks for nothing; asked once."""
+    replies = [ask_slurm(slurm_argv(*words)) for words in SITE_QUESTIONS]
+    partitions, config = ('' if reply.code else reply.out for reply in replies)
+    return functools.partial(parse_site, partitions, config)
+
+
+def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
+    """Write the scripts of allocations, and hand them to a Submitter."""
+    site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
+    for submission in submissions:
+        output_dir = submission.settings['output_dir']
+        try:
+            if output_dir not in callers:
+                os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
+                callers[output_dir] = caller_of(session.client, output_dir)
+            options = {**default_options(submission.workflow), **submission.scheduler}
+            path = write_batch_script(submission, site_of(options.get('partition')), callers[output_dir])
+        except (TorcError, OSError) as error:
+            message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
+            work.ends.append({'id': submission.id, 'message': printable(message)})
+            continue
+        work.add(submission, path)
+
+
+def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
+                    submitter: str) -> Tuple[List[int], List[str]]:
+    """Carry a Submitter's calls out, and report what comes of them. Slurm jobs, and refusals."""
+    numbers, refusals, scripts = [], [], {item.submission.id: item for item in work.waiting}
+    while work.is_busy or work.ends:
+        pause_s = work.due() - time.monotonic() if work.is_busy and not work.ends else 0.0
+        if pause_s > 0:
+            why = work.message or 'an earlier submission was interrupted'
+            session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
+            time.sleep(pause_s)
+        call = work.next_call(time.monotonic())
+        if call is not None:
+            work.on_reply(ask_slurm(call.argv, call.limit_s, call.variables), time.monotonic())
+        ends, work.ends = work.ends, []
+        if ends:
+            body = {'submitter': submitter, 'submitted': ends}
+            answer = session.call('report_submissions', body, workflow_id=workflow['id'])
+            if answer['surplus']:       # canceled meanwhile
+                ask_slurm(slurm_argv('scancel', *answer['surplus']))
+            numbers += [end['slurm_job_id'] for end in ends
+                        if 'slurm_job_id' in end and end['slurm_job_id'] not in answer['surplus']]
+            refusals += [end['message'] for end in ends if 'message' in end]
+            for end in ends:
+                remove_script(scripts.get(end['id']))
+    return numbers, refusals
+
+
+def remove_script(item: Optional[Underway]) -> None:
+    """sbatch has kept a copy of it."""
+    if item is not None and not item.submission.settings.get('keeps_script'):
+        with contextlib.suppress(OSError):
+            os.unlink(item.script)
+
+
+def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
+    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+    number = workflow['id']
+    if outcome.submitters:
+        session.report(f'{len(outcome.submitters)} other submitters of workflow {number} are at work')
+    if outcome.lost:
+        again = command_line(session, 'submit', number)
+        session.report(f'Slurm does not say whether it has {len(outcome.lost)} allocations: '
+                       f'{outcome.message}. Nothing is submitted twice; when it answers: {again}')
+    if outcome.refusals and not outcome.numbers:
+        raise Refused(f'Slurm has refused the allocations of workflow {number}: {outcome.refusals[0]}')
+    for message in sorted(set(outcome.refusals)):
+        count = outcome.refusals.count(message)
+        session.report(f'torc: {count} allocations of workflow {number} were refused: {message}')
+    count = len(outcome.numbers)
+    text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
+        f'Submitted no allocation of workflow {number}'
+    if not count and not outcome.lost:
+        why = 'no job is left that they could run' if outcome.idle else 'none of its actions is due'
+        session.report(f'{text}: {why}')
+    value = {'workflow_id': number, 'message': text, 'slurm_job_ids': outcome.numbers}
+    session.answer(value, f'{text}\n' if count else '')
+    return 0 if count and not outcome.refusals and not outcome.lost else 1
+
+
+def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
+    """Submit allocations of one scheduler, whatever the actions of the workflow say."""
+    refuse_without_sbatch()
+    workflow = session.workflow(choose_workflow(session, args))
+    settings = submission_settings(args)
+    if not JOB_PREFIX.match(args['job_prefix'] or ''):
+        raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
+    scheduler = choose_scheduler(session, workflow, args['scheduler_config_id'])
+    if scheduler.get('serialize_allocations') and args['job_prefix']:
+        raise BadInput('--job-prefix does not go with serialize_allocations, whose jobs share a name')
+    if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
+        raise BadInput('--start-one-worker-per-node needs mode direct in execution_config')
+    check_scheduler(workflow, scheduler, settings)
+    if not suppress_schedules(session, workflow, bool(args['suppress_actions'])):
+        return 0
+    begin_workflow(session, workflow, settings['output_dir'], False)
+    if args['suppress_actions']:    # those that the initialization has made due
+        due = due_schedules(session, workflow['id'])
+        disable_schedules(session, workflow, [action['id'] for action in due])
+    request = {'settings': settings, 'scheduler_config_id': scheduler['id'], 'count': args['num_hpc_jobs']}
+    return report_submitted(session, workflow, submit_allocations(session, workflow, request))
+
+
+def choose_scheduler(session: Session, workflow: Dict[str, Any], number: Optional[int]) -> Dict[str, Any]:
+    """The named scheduler of a workflow, its only one, or the one that is chosen on a terminal."""
+    schedulers = {item['id']: item for item in session.items('list_slurm_schedulers',
+                                                             workflow_id=workflow['id'])}
+    if not schedulers:
+        raise Refused(f"workflow {workflow['id']} has no Slurm scheduler: make one with `slurm create`")
+    named = ', '.join(f"{item['id']} ({item.get('name')})" for item in schedulers.values())
+    if number is None and len(schedulers) > 1:
+        if not session.is_interactive:
+            raise BadInput(printable(f'--scheduler-config-id is required: one of {named}'))
+        word = session.ask(f'Scheduler, one of {named}: ')
+        number = int(word) if is_id(word) else 0
+    number = next(iter(schedulers)) if number is None else number
+    if number not in schedulers:
+        raise NotFound(printable(f"workflow {workflow['id']} has no Slurm scheduler {number}; "
+                                 f'it has {named}'))
+    return schedulers[number]
+
+
+def suppress_schedules(session: Session, workflow: Dict[str, Any], is_wanted: bool) -> bool:
+    """Actions would submit allocations as well: take them if so wanted. Whether to go on."""
+    due = [action['id'] for action in due_schedules(session, workflow['id'])
+           if not action.get('is_recovery') and not action['persistent']]
+    if not due or is_wanted:
+        disable_schedules(session, workflow, due)
+        return True
+    message = f"actions of workflow {workflow['id']} would submit allocations, too: {first_of(due)}"
+    if not session.is_interactive:
+        session.report(f'warning: {message}; --suppress-actions prevents that')
+        return True
+    answer = ''
+    while answer not in ('s', 'p', 'c'):
+        answer = session.ask(f'{message[0].upper()}{message[1:]}. s: suppress them, p: proceed, c: cancel: ')
+    if answer == 's':
+        disable_schedules(session, workflow, due)
+    elif answer == 'c':
+        session.report('Cancelled')
+    return answer != 'c'
+
+
+# -------- schedulers, records of allocations --------
+
+def cmd_slurm_create(session: Session, args: Arguments) -> int:
+    """Add a Slurm scheduler to a workflow."""
+    body = with_workflow(session, args)
+    body['serialize_allocations'] = bool(args['serialize_allocations'])
+    check_scheduler({}, dict(body, id=0), {'output_dir': '/', 'directory': '/'})
+    record = session.call('create_slurm_scheduler', body)
+    session.answer(record, f"Created Slurm scheduler {record['id']}\n")
+    return 0
+
+
+def cmd_slurm_update(session: Session, args: Arguments) -> int:
+    """Change a Slurm scheduler; allocations that are submitted stay as they are."""
+    changed = given(args, 'id')
+    require_changes(session, changed)
+    record = dict(session.call('get_slurm_scheduler', id=args['id']), **changed)
+    check_scheduler({}, record, {'output_dir': '/', 'directory': '/'})
+    record = session.call('update_slurm_scheduler', changed, id=args['id'])
+    session.answer(record, f"Updated Slurm scheduler {args['id']}\n")
+    return 0
+
+
+def cmd_slurm_delete(session: Session, args: Arguments) -> int:
+    """Delete a Slurm scheduler."""
+    record = session.call('delete_slurm_scheduler', id=args['id'])
+    session.answer(record, f"Deleted Slurm scheduler {args['id']}\n")
+    return 0
+
+
+def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
+    """Jobs that run, or have run, in an allocation."""
+    record = session.call('get_scheduled_compute_node', id=args['id'])
+    number = record['workflow_id']
+    nodes = {node['id'] for node in session.items('list_compute_nodes', workflow_id=number,
+                                                  scheduled_compute_node_id=record['id'])}
+    jobs = {job['id']: job for job in session.items('list_jobs', workflow_id=number)}
+    codes = {row['job_id']: row['return_code'] for row in session.items('list_results', workflow_id=number)
+             if row['compute_node_id'] in nodes}
+    running = [job_id for job_id, job in jobs.items() if job.get('compute_node_id') in nodes]
+    items = [{'job_id': job_id, 'job_name': jobs[job_id]['name'], 'status': jobs[job_id]['status'],
+              'return_code': codes.get(job_id)} for job_id in sorted({*codes, *running}) if job_id in jobs]
+    session.show_list(headings_of(ALLOCATION_JOB_COLUMNS), items, 'jobs')
+    return 0
 
 
 # -------- accounts --------
@@ -29356,6 +30583,21 @@ RUN_OPTIONS = (
     Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
              '*'),
 )
+ALLOCATION_OPTIONS = (
+    OUTPUT_DIR._replace(names='-o --output --output-dir'),
+    Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
+             f'{DEFAULT_ALLOCATION_POLL_S:g})', at_least(0.01, parse_seconds)),
+    Argument('-m --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
+             at_least(0, parse_seconds)),
+)
+ACCOUNT = Argument('-a --account', 'ACCOUNT', 'account to charge')
+SCHEDULER_ARGUMENTS = (
+    Argument('-g --gres', 'GRES', 'generic resources of a node, such as gpu:2'),
+    Argument('-m --mem', 'MEMORY', 'memory of a node, such as 240G', normalize_slurm_memory),
+    Argument('-p --partition', 'NAME', 'partition'), Argument('-t --tmp', 'SIZE', 'local disk of a node'),
+    Argument('-e --extra', 'OPTIONS', 'further options of sbatch'),
+)
 REQUIREMENT_OPTIONS = (
     Argument('--num-cpus', 'N', 'CPUs', at_least(1)), Argument('--num-gpus', 'N', 'GPUs', at_least(0)),
     Argument('--num-nodes', 'N', 'nodes', at_least(1)),
@@ -29476,6 +30718,12 @@ COMMANDS = (
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
+    Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
+        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
+        Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
+                 'generate)'),
+        Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
+        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
@@ -29780,6 +31028,46 @@ COMMANDS = (
         Argument('--scheduled-compute-node', 'ID', 'only of this allocation', parse_id,
                  key='scheduled_compute_node_id')), 'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
+
+    Command('scheduled-compute-nodes list', cmd_list, 'list allocations', (
+        ASKED_WF, *SHORT_SORT_OPTIONS,
+        Argument('--scheduler-id', 'N', 'only of this Slurm job', parse_id),
+        Argument('--scheduler-config-id', 'ID', 'only of this scheduler', parse_id),
+        Argument('--status', 'STATUS', ', '.join(ALLOCATION_STATUSES), one_of(*ALLOCATION_STATUSES))),
+        'scheduled-compute-nodes list 1', True),
+    Command('scheduled-compute-nodes get', cmd_get, 'show an allocation', (ID,),
+        'scheduled-compute-nodes get 1'),
+    Command('scheduled-compute-nodes list-jobs', cmd_allocation_jobs, 'list the jobs of an allocation', (ID,),
+        'scheduled-compute-nodes list-jobs 1', True),
+
+    Command('slurm create', cmd_slurm_create, 'add a Slurm scheduler to a workflow', (
+        ASKED_WF, THE_NAME, ACCOUNT._replace(count='!'), *SCHEDULER_ARGUMENTS,
+        Argument('-N --nodes', 'N', 'nodes of an allocation', at_least(1), default=1),
+        Argument('-q --qos', 'QOS', 'quality of service', default='normal'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime,
+                 default='04:00:00'),
+        Argument('--serialize-allocations', '', 'one allocation at a time')),
+        'slurm create 1 -n short -a proj'),
+    Command('slurm update', cmd_slurm_update, 'change a Slurm scheduler', (
+        ID, NAME._replace(names='-N --name'), ACCOUNT, *SCHEDULER_ARGUMENTS,
+        Argument('-n --nodes', 'N', 'nodes of an allocation', at_least(1)),
+        Argument('-q --qos', 'QOS', 'quality of service'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime),
+        Argument('--serialize-allocations', 'BOOL', 'one allocation at a time', parse_truth)),
+        'slurm update 1 --walltime 02:00:00'),
+    Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
+        'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), 'slurm list 1', True),
+    Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
+    Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
+    Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
+        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many', at_least(1), default=1),
+        Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs'),
+        Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
+        *ALLOCATION_OPTIONS,
+        Argument('--start-one-worker-per-node', '', 'start a runner on each node (mode direct)'),
+        Argument('--keep-submission-scripts', '', 'keep the scripts in the output directory'),
+        Argument('--suppress-actions', '', 'take the actions that would submit allocations, too')),
+        'slurm schedule-nodes 1'),
 
     Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; exit code 1 if it failed', (
         ID._replace(meaning='id of the task'),
