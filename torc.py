@@ -365,6 +365,29 @@ ENVIRONMENT = (
              'GPU indexes given to the job; CUDA_, HIP_ and ROCR_VISIBLE_DEVICES are the same'),
 )
 
+# Why jobs do not run, in the words of all who say so: a claim that brings nothing, a runner that leaves,
+# `status`, `jobs get` and `explain`, whose JSON has the keys of some as codes.
+WAIT_REASONS = {
+    'canceled':      'Workflow is canceled',
+    'uninitialized': 'the workflow is not initialized',
+    'limit':         'the limit is 0',
+    'not_ready':     'no job is ready: {}',
+    'prerequisites': 'waits for {}',
+    'no_runner':     'waits for a runner',
+    'allocation':    'waits for {}',
+    'busy':          'the runners that can take it are busy',
+    'next_turn':     'a runner can take it in its next turn',
+    'lacks':         'no runner or allocation can take it: it needs {}',
+    'cannot_run':    'jobs such as {} cannot run here: they need {}',
+    'labelled':      'the ready jobs have labels that this node lacks',
+    'other_labels':  "no ready job has labels that are all among this node's",
+    'time':          'every ready job needs at least {}, and only {} are left',
+    'scheduler':     'every ready job is bound to another scheduler',
+    'no_room':       'no ready job fits what is free: the smallest needs {} CPUs, {} and {} GPUs on {} nodes',
+    'late':          'no job is started when less than {} s are left',
+    'stuck':         'of the jobs that are left ({}) none can run here',
+}
+
 # ---- limits ----
 MAX_LIST_ITEMS = 100000             # of one list answer, and of one bulk request
 MAX_INSTANCES = 1000000             # that parameters may make; --max-instances lifts it
@@ -8790,33 +8813,111 @@ def claim(context: Context, state: WorkflowState, want: Values, node_id: Optiona
 def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
     """Why a claim brought nothing, in words that a user understands."""
     if state.is_canceled:
-        return 'Workflow is canceled'
+        return WAIT_REASONS['canceled']
     if want['limit'] <= 0:
-        return 'the limit is 0'
+        return WAIT_REASONS['limit']
     if not context.one(KIND_QUERY, (state.id,)):
         waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
-        return 'no job is ready: ' + (', '.join(waiting) or 'there are none')
+        return WAIT_REASONS['not_ready'].format(', '.join(waiting) or 'there are none')
     kinds = ready_kinds(context, state.id, want)
     incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
     if incompatible and all(lacks_of(kind, want) for kind in kinds):
         return '; '.join(incompatible)
     if not kinds:
-        return "the ready jobs have labels that this node lacks" if not want.get('labels') else \
-            "no ready job has labels that are all among this node's"
+        return WAIT_REASONS['other_labels' if want.get('labels') else 'labelled']
     limit_s = parse_time_limit(want)
     if limit_s is not None and all(kind.runtime_s > limit_s for kind in kinds):
         shortest_s = min(kind.runtime_s for kind in kinds)
-        return (f'every ready job needs at least {format_duration(shortest_s)}, '
-                f'and only {format_duration(limit_s)} are left')
+        return WAIT_REASONS['time'].format(format_duration(shortest_s), format_duration(limit_s))
     if want.get('strict') and not kinds_by_turn(kinds, want):
-        return 'every ready job is bound to another scheduler'
+        return WAIT_REASONS['scheduler']
     smallest = min(kinds, key=lambda kind: (kind.num_nodes, kind.num_cpus, kind.memory_bytes, kind.num_gpus))
-    return (f'no ready job fits what is free: the smallest needs {smallest.num_cpus} CPUs, '
-            f'{format_memory(smallest.memory_bytes)} and '
-            f'{smallest.num_gpus} GPUs on {smallest.num_nodes} nodes')
+    return WAIT_REASONS['no_room'].format(smallest.num_cpus, format_memory(smallest.memory_bytes),
+                                          smallest.num_gpus, smallest.num_nodes)
 
 
 INCOMPATIBLE_SHOWN = 5
+
+
+class Offer(Row):
+    """What a runner offers to jobs: one at work, or that of an allocation which is to come."""
+    labels: Tuple[str, ...]
+    size: Optional[Capacity]    # of the largest of its nodes; None: it asks for jobs of any size
+    num_nodes: int = 1
+    limit_s: Optional[int] = None       # it takes jobs up to this runtime, the grace included; None: any
+    scheduler_id: Optional[int] = None  # it takes only jobs bound to this one, or to none; None: any
+
+
+class Dimension(Row):
+    """One thing of which jobs need, and runners have, a certain amount."""
+    name: str
+    needs: Callable[[Kind], int]
+    has: Callable[[Offer], float]
+    words: str                      # of an amount, for people
+    format: Callable[[Any], str]
+    option: str = ''                # of `run`, which sets what a runner has
+    field: str = ''                 # of a Slurm scheduler, which sets what its allocations have
+
+
+def format_left(limit_s: float) -> str:
+    """The time that is left until a limit for claims, for people."""
+    return f'{format_duration(max(0, limit_s - CLAIM_GRACE_S))} left'
+
+
+DIMENSIONS = (
+    Dimension('cpus', lambda kind: kind.num_cpus, lambda offer: offer.size.num_cpus, '{} CPUs', str,
+            '--num-cpus'),
+    Dimension('memory', lambda kind: kind.memory_bytes, lambda offer: offer.size.memory_bytes, '{} of memory',
+            format_memory, '--memory-gb', 'mem'),
+    Dimension('gpus', lambda kind: kind.num_gpus, lambda offer: offer.size.num_gpus, '{} GPUs', str,
+            '--num-gpus', 'gres'),
+    Dimension('nodes', lambda kind: kind.num_nodes, lambda offer: offer.num_nodes, '{} nodes', str, '',
+            'nodes'),
+    Dimension('runtime', lambda kind: kind.runtime_s,
+            lambda offer: math.inf if offer.limit_s is None else offer.limit_s, 'a runtime of {}',
+            format_duration, '--time-limit, --end-time', 'walltime'),
+)
+
+
+class Lack(Row):
+    """What a kind of jobs needs and an offer does not have, in words."""
+    name: str       # of a dimension; labels, scheduler
+    needs: str
+    has: str = ''   # '' where there is no amount
+
+
+def find_lacks(kind: Kind, offer: Offer, by: str = 'option') -> List[Lack]:
+    """What jobs of a kind need and an offer will never have. `by`: the column of DIMENSIONS with the cure."""
+    lacks = []
+    labels = set(json.loads(kind.labels)) if kind.labels else set()
+    if labels and not labels.issubset(offer.labels):
+        lacks.append(Lack('labels', f"a runner with --label {','.join(sorted(labels))}"))
+    elif offer.labels and not labels:
+        lacks.append(Lack('labels', 'a runner without --label'))
+    if None not in (offer.scheduler_id, kind.scheduler_id) and offer.scheduler_id != kind.scheduler_id:
+        lacks.append(Lack('scheduler', f'an allocation of scheduler {kind.scheduler_id}'))
+    for dimension in DIMENSIONS if offer.size is not None else ():
+        needs, has = dimension.needs(kind), dimension.has(offer)
+        if needs > has:
+            show = format_left if dimension.name == 'runtime' else dimension.format
+            cure = getattr(dimension, by)
+            lacks.append(Lack(dimension.name, dimension.words.format(dimension.format(needs)),
+                              show(has) + (f' ({cure})' if cure else '')))
+    return lacks
+
+
+def format_lack(lack: Lack, place: str = 'this runner') -> str:
+    """One lack, of a place."""
+    return f'{lack.needs}, and {place} has {lack.has}' if lack.has else lack.needs
+
+
+def offer_of(want: Values) -> Offer:
+    """What a claim offers: the sizes of the nodes, if it states them, whatever is free of them."""
+    labels = tuple(want.get('labels') or ())
+    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
+        return Offer(labels, None)
+    sizes = node_sizes(want)
+    return Offer(labels, Capacity(*map(max, zip(*sizes))), len(sizes), parse_time_limit(want))
 
 
 def lacks_of(kind: Kind, want: Values) -> List[str]:
@@ -8824,24 +8925,9 @@ def lacks_of(kind: Kind, want: Values) -> List[str]:
 
     A labelled runner skips jobs of other labels: that is no lack.
     """
-    labels = set(json.loads(kind.labels)) if kind.labels else set()
-    if want.get('labels') and not (labels and labels.issubset(want['labels'])):
-        return []
-    lacks = [f"a runner with --label {','.join(sorted(labels))}"] if labels and not want.get('labels') else []
-    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
-        return lacks
-    sizes = node_sizes(want)
-    size = Capacity(*map(max, zip(*sizes)))
-    limit_s = parse_time_limit(want)
-    left = format_duration(max(0, (limit_s or 0) - CLAIM_GRACE_S))
-    return lacks + [f'{needs}, and this runner has {has}' for is_lacking, needs, has in (
-        (kind.num_cpus > size.num_cpus, f'{kind.num_cpus} CPUs', f'{size.num_cpus} (--num-cpus)'),
-        (kind.memory_bytes > size.memory_bytes, f'{format_memory(kind.memory_bytes)} of memory',
-         f'{format_memory(size.memory_bytes)} (--memory-gb)'),
-        (kind.num_gpus > size.num_gpus, f'{kind.num_gpus} GPUs', f'{size.num_gpus} (--num-gpus)'),
-        (kind.num_nodes > len(sizes), f'{kind.num_nodes} nodes', str(len(sizes))),
-        (limit_s is not None and kind.runtime_s > limit_s, f'a runtime of {format_duration(kind.runtime_s)}',
-         f'{left} left (--time-limit, --end-time)')) if is_lacking]
+    lacks = find_lacks(kind, offer_of(want))
+    is_skipped = want.get('labels') and any(lack.name == 'labels' for lack in lacks)
+    return [] if is_skipped else [format_lack(lack) for lack in lacks]
 
 
 def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kinds: str,
@@ -8858,7 +8944,7 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kin
     for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
         some = sql_list(kind_ids[:500])
         name = context.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
-        found += [f'jobs such as {name} cannot run here: they need {reason}'] if name is not None else []
+        found += [WAIT_REASONS['cannot_run'].format(name, reason)] if name is not None else []
     return found
 
 
@@ -9267,7 +9353,7 @@ ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was ca
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
-IDLE_REASONS = {READY: 'waits for a runner', UNINITIALIZED: 'the workflow is not initialized'}
+IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
 
@@ -9284,7 +9370,7 @@ def explain_job(context: Context, job_id: int) -> Values:
         condition = f'need.status IN {sql_list(UNFINISHED)}'
         found = context.rows(f'SELECT need.name, need.status {PREREQUISITES} AND {condition}', (job_id,))
         names = [f'{name} ({STATUS_NAMES[status]})' for name, status in found]
-        reason = f'waits for {first_of(names, FAILURES_EXPLAINED)}'
+        reason = WAIT_REASONS['prerequisites'].format(first_of(names, FAILURES_EXPLAINED))
     else:
         reason = IDLE_REASONS.get(job.status)
     return dict(answer, reason=reason) if reason else answer
@@ -21728,7 +21814,7 @@ class ExitRules:
         is_over = bool(limit_s) and idle_s >= limit_s
         if policy.is_too_late(self.shutdown.end - now):
             leave('deadline')
-            context.say(f'leaving: no job is started when less than {policy.min_time_s} s are left')
+            context.say('leaving: ' + WAIT_REASONS['late'].format(policy.min_time_s))
         elif self.watch.loss:
             if is_over:
                 leave('output')
@@ -21736,7 +21822,7 @@ class ExitRules:
                 context.say(f'leaving: {waited}, since {self.watch.loss}', 'warning')
         elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
             leave('stuck')
-            context.say(f"leaving: of the jobs that are left ({answer['unfinished']}) none can run here")
+            context.say('leaving: ' + WAIT_REASONS['stuck'].format(answer['unfinished']))
         elif is_over and not pending:
             leave('idle')
             context.say(f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds). '
