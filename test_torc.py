@@ -7200,7 +7200,7 @@ class ApiTest(ServiceTest):
                      'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
                      'list_workflow_statuses', 'get_database', 'snapshot_database',
-                     'get_dependency_graph'}
+                     'get_dependency_graph', 'explain_waiting', 'diagnose_workflow'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})

@@ -6517,6 +6517,7 @@ class Service:
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
+        self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
         # Ids of the workflows whose updates are wanted; anything with `in`.
         self.watched = frozenset()          # type: Any
         self.updates = []                   # type: List[Union[Update, int]]  # int: of it, one too many
@@ -9872,6 +9873,7 @@ def release_node(context: Context, node_id: int) -> None:
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
     context.service.turns.pop(node_id, None)
+    context.service.wants.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     state = workflow_state(context, workflow_id)
@@ -9949,6 +9951,8 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
         answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
     want = body.get('want')
+    if want:
+        context.service.wants[node_id] = want
     chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
     is_asked_why = want and not chosen and body.get('explain')
@@ -10138,6 +10142,251 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     active = 'SELECT 1 FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND id <> ? LIMIT 1'
     queued = "SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status = 'pending' LIMIT 1"
     return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
+
+
+# -------- why nothing runs --------
+#
+# By job class and by kind of offer, never by job, and every list is bounded: 100,000 jobs are explained in
+# the time of a few queries.
+
+WAITING_EXPLAINED = 50          # groups of ready jobs, actions, runners
+ALLOCATIONS_EXPLAINED = 1000
+MOST_COMPARISONS = 50000        # of a job class with an offer: 0.2 s
+# Of what a job waits for, the nearest first; `lacks` and `no_runner` are left where none of these holds.
+NEAREST_REASONS = ('next_turn', 'busy', 'allocation', 'late')
+# Of an action that is due, and of one whose trigger is still to come.
+DUE_REASONS = {
+    'on_worker_start': 'the next runner that starts carries it out',
+    'on_worker_complete': 'the next runner that ends carries it out',
+    'schedule_nodes': 'is due: `submit` or a runner carries it out',
+    'run_commands': 'is due: a runner carries it out'}
+TRIGGER_REASONS = {
+    'on_workflow_start': 'waits for the start of the workflow',
+    'on_workflow_complete': 'waits for the end of the workflow',
+    'on_worker_start': 'waits for the start of a runner',
+    'on_worker_complete': 'waits for the end of a runner',
+    'on_jobs_ready': 'waits until its jobs are ready: {} of {} are, not yet {}',
+    'on_jobs_complete': 'waits until its jobs have ended: {} of {} have, not yet {}'}
+
+
+class Place(Row):
+    """Where ready jobs may run: runners at work, or allocations to come, of which this is one."""
+    offer: Offer
+    reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
+    name: str       # for people
+    by: str         # column of DIMENSIONS that says how to change what it offers
+
+
+def explain_waiting(context: Context, workflow_id: int) -> Values:
+    """Why jobs do not run: which ready jobs no runner or allocation can take, and what the others wait for."""
+    runners = describe_runners(context, workflow_id)
+    allocations = describe_allocations(context, workflow_id, runners)
+    state = workflow_state(context, workflow_id)
+    places = find_places(context, runners, allocations)
+    return {'status': get_workflow_status(context, workflow_id),
+            'explanation': explain_workflow(context, workflow_id),
+            'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
+            'ready': [] if state.is_canceled else explain_ready(context, workflow_id, places),
+            'actions': [] if state.is_canceled else explain_actions(context, workflow_id)}
+
+
+def describe_runners(context: Context, workflow_id: int) -> List[Values]:
+    """The active compute nodes: what they have, how long they last, and how many jobs they have in hand."""
+    jobs = dict(context.rows('SELECT compute_node_id, count(*) FROM job WHERE workflow_id = ? '
+                             f'AND status IN {sql_list(ACTIVE)} GROUP BY compute_node_id', (workflow_id,)))
+    slurm_jobs, runners = slurm_jobs_of_nodes(context, workflow_id), []
+    for node in context.select('compute_node', 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id',
+                               (workflow_id,)):
+        end_time = node.get('end_time')
+        left_s = None if end_time is None else max(0, int(parse_time(end_time) - context.now()))
+        runners.append({
+            'compute_node_id': node['id'], 'hostname': node['hostname'],
+            'compute_node_type': node['compute_node_type'], 'num_cpus': node['num_cpus'],
+            'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
+            'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs.get(node['id']),
+            'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
+            'remaining_seconds': left_s})
+    return runners
+
+
+def describe_allocations(context: Context, workflow_id: int, runners: Sequence[Values]) -> List[Values]:
+    """The pending and active allocations, with the Slurm job, the scheduler, and the runners in it."""
+    members = collections.defaultdict(list)     # type: Dict[Any, List[Values]]
+    for runner in runners:
+        members[runner['slurm_job_id']].append(runner)
+    rows = context.rows(
+        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, scheduler.name, '
+        'scheduler.partition, scheduler.nodes, scheduler.walltime, scheduler.mem, scheduler.gres '
+        'FROM scheduled_compute_node allocation LEFT JOIN slurm_scheduler scheduler '
+        'ON scheduler.id = allocation.scheduler_config_id WHERE allocation.workflow_id = ? '
+        "AND allocation.status IN ('pending', 'active') ORDER BY allocation.id", (workflow_id,))
+    found = []
+    for allocation_id, slurm_job_id, status, config_id, name, partition, nodes, walltime, mem, gres in rows:
+        mine = members.get(str(slurm_job_id), [])
+        left = [runner['remaining_seconds'] for runner in mine]
+        found.append({
+            'allocation_id': allocation_id, 'slurm_job_id': slurm_job_id, 'status': status,
+            'scheduler_config_id': config_id, 'scheduler_name': name, 'partition': partition,
+            'num_nodes': nodes, 'walltime': walltime, 'mem': mem, 'gres': gres, 'num_runners': len(mine),
+            'num_jobs': sum(runner['num_jobs'] for runner in mine),
+            'remaining_seconds': max((left_s for left_s in left if left_s is not None), default=None)})
+    return found
+
+
+def find_places(context: Context, runners: Sequence[Values], allocations: Sequence[Values]) -> List[Place]:
+    """What runners and pending allocations offer; of those that differ in their time alone the longest."""
+    places = [place_of_runner(context, runner) for runner in runners]
+    places += [place_of_allocation(row) for row in allocations if row['status'] == 'pending']
+    longest = {}    # type: Dict[Any, Place]
+    for place in places:
+        key = place.offer._replace(limit_s=None), place.reason
+        limits = [math.inf if each.offer.limit_s is None else each.offer.limit_s
+                  for each in (place, longest.get(key, place))]
+        if key not in longest or limits[0] > limits[1]:
+            longest[key] = place
+    return list(longest.values())
+
+
+def place_of_runner(context: Context, runner: Values) -> Place:
+    """What a runner offers: as it last asked for work, else what its record says."""
+    want, left_s = context.service.wants.get(runner['compute_node_id']), runner['remaining_seconds']
+    limit_s = None if left_s is None else left_s + CLAIM_GRACE_S
+    if want:
+        offer = offer_of(want)._replace(limit_s=limit_s)
+        if want.get('strict'):
+            offer = offer._replace(scheduler_id=want.get('scheduler_config_id') or 0)
+    else:       # its record has the totals of its nodes
+        number = max(1, runner['num_nodes'])
+        size = Capacity(runner['num_cpus'] // number, int(runner['memory_gb'] * 1024 ** 3 / number),
+                        runner['num_gpus'] // number)
+        offer = Offer(tuple(runner['labels']), size, number, limit_s)
+    is_late = offer.size is None and left_s is not None and left_s < min_time_for_new_jobs(context, runner)
+    return Place(offer, 'late' if is_late else 'busy' if runner['num_jobs'] else 'next_turn',
+                 f"compute node {runner['compute_node_id']} ({runner['hostname']})",
+                 'field' if runner['scheduler_config_id'] else 'option')
+
+
+def min_time_for_new_jobs(context: Context, runner: Values) -> int:
+    """So many seconds must be left for a runner that looks at no resources to start a job."""
+    return context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = '
+                         '(SELECT workflow_id FROM compute_node WHERE id = ?)', (runner['compute_node_id'],))
+
+
+def place_of_allocation(row: Values) -> Place:
+    """What an allocation will offer, by its scheduler; what that does not say is not compared."""
+    mem, walltime, gres = row['mem'], row['walltime'], row['gres']
+    try:
+        memory_bytes = parse_requested_memory(mem or '0') or MAX_INTEGER    # 0: all that a node has
+        limit_s = parse_walltime(walltime) + CLAIM_GRACE_S if walltime else None
+    except ValueError:      # the API takes any text
+        memory_bytes, limit_s = MAX_INTEGER, None
+    size = Capacity(MAX_INTEGER, memory_bytes, count_gpus(gres) if gres else MAX_INTEGER)
+    name = f"allocation {row['allocation_id']}"
+    if row['scheduler_name']:
+        name += f" (scheduler {row['scheduler_name']})"
+    return Place(Offer((), size, row['num_nodes'] or MAX_INTEGER, limit_s), 'allocation', name, 'field')
+
+
+def explain_ready(context: Context, workflow_id: int, places: Sequence[Place]) -> List[Values]:
+    """What ready jobs wait for, those with the same reason together; what will never run comes first."""
+    counts = dict(context.rows(
+        f'SELECT id, (SELECT count(*) FROM job WHERE kind_id = job_kind.id AND status = {READY}) AS number '
+        'FROM job_kind WHERE workflow_id = ? AND number > 0 ORDER BY number DESC LIMIT ?',
+        (workflow_id, MOST_COMPARISONS // max(1, len(places)) + WAITING_EXPLAINED)))
+    groups = {}     # type: Dict[Tuple[str, str], Values]
+    for kind in (Kind(*row) for row in context.rows(ALL_KINDS_QUERY, (workflow_id,)) if row[0] in counts):
+        code, reason, lacks = explain_kind(kind, places)
+        group = groups.setdefault((code, reason), {
+            'code': code, 'reason': reason, 'lacks': [lack._asdict() for lack in lacks], 'count': 0,
+            'num_cpus': kind.num_cpus, 'memory_bytes': kind.memory_bytes, 'num_gpus': kind.num_gpus,
+            'num_nodes': kind.num_nodes, 'runtime_seconds': kind.runtime_s, 'priority': kind.priority,
+            'labels': json.loads(kind.labels) if kind.labels else [],
+            'scheduler_config_id': kind.scheduler_id, 'job_id': take_ready(context, kind.id, 1)[0]})
+        group['count'] += counts[kind.id]
+    order = ('lacks', 'no_runner', *reversed(NEAREST_REASONS))
+    found = sorted(groups.values(), key=lambda group: (order.index(group['code']), -group['count']))
+    for group in found[:WAITING_EXPLAINED]:
+        group['job_name'] = context.value('SELECT name FROM job WHERE id = ?', (group['job_id'],))
+    return found[:WAITING_EXPLAINED]
+
+
+def explain_kind(kind: Kind, places: Sequence[Place]) -> Tuple[str, str, List[Lack]]:
+    """(key of WAIT_REASONS, reason, what is lacking) of ready jobs: of the place where they come nearest."""
+    if not places:
+        return 'no_runner', WAIT_REASONS['no_runner'], []
+    lacks, place = min(((find_lacks(kind, place.offer, place.by), place) for place in places),
+                       key=lambda pair: (len(pair[0]), NEAREST_REASONS.index(pair[1].reason)))
+    if lacks:
+        needs = '; '.join(format_lack(lack, place.name) for lack in lacks)
+        return 'lacks', WAIT_REASONS['lacks'].format(needs), lacks
+    return place.reason, WAIT_REASONS[place.reason].format(place.name), []
+
+
+def explain_actions(context: Context, workflow_id: int) -> List[Values]:
+    """The actions that are still to be carried out, or have failed, each with what it waits for."""
+    names = dict(context.rows('SELECT id, name FROM slurm_scheduler WHERE workflow_id = ?', (workflow_id,)))
+    found = []
+    for action in context.select('workflow_action', 'WHERE workflow_id = ? AND (executed = 0 OR failure '
+                                 'IS NOT NULL) ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        found.append({
+            'action_id': action['id'], 'trigger_type': action['trigger_type'],
+            'action_type': action['action_type'], 'trigger_count': action['trigger_count'],
+            'required_triggers': action['required_triggers'], 'executed': action['executed'],
+            'scheduler_name': names.get(config.get('scheduler_id')),
+            'num_allocations': config.get('num_allocations'), 'reason': explain_action(context, action)})
+    return found
+
+
+def explain_action(context: Context, action: Values) -> str:
+    """What an action waits for, or why it failed."""
+    trigger = action['trigger_type']
+    if action.get('failure'):
+        return f"failed: {action['failure']}"
+    if action['trigger_count'] >= action['required_triggers']:
+        return DUE_REASONS.get(trigger) or DUE_REASONS[action['action_type']]
+    rows = context.rows('SELECT job.name, job.status FROM action_job CROSS JOIN job ON job.id = job_id '
+                        'WHERE action_id = ? AND is_counted = 0 LIMIT ?',
+                        (action['id'], FAILURES_EXPLAINED + 1))
+    awaited = [f'{name} ({STATUS_NAMES[status]})' for name, status in rows]
+    more = ' and others' if len(awaited) > FAILURES_EXPLAINED else ''
+    return TRIGGER_REASONS[trigger].format(action['trigger_count'], action['required_triggers'],
+                                           ', '.join(awaited[:FAILURES_EXPLAINED]) + more)
+
+
+def diagnose_workflow(context: Context, workflow_id: int) -> Values:
+    """The time that active nodes have left, beside the run times of ready jobs, as Torc's `diagnose`."""
+    ends = context.ids('SELECT end_time FROM compute_node WHERE workflow_id = ? AND is_active = 1',
+                       (workflow_id,))
+    left_s = sorted(max(0, int(parse_time(end) - context.now())) for end in ends if end is not None)
+    runtimes = context.rows(
+        f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) AS ready '
+        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+        'WHERE kind.workflow_id = ? AND ready > 0 ORDER BY runtime_s', (workflow_id,))
+    number, is_unlimited = sum(count for _, count in runtimes), len(ends) > len(left_s)
+    best_s = left_s[-1] + CLAIM_GRACE_S if left_s and not is_unlimited else math.inf
+    blocked = sum(count for runtime_s, count in runtimes if runtime_s > best_s)
+    longest_s = runtimes[-1][0] if runtimes else 0
+    return {'workflow_id': workflow_id, 'active_allocations': len(ends),
+            'allocations_with_walltime': len(left_s), 'allocations_unlimited': len(ends) - len(left_s),
+            'has_unlimited_allocation': is_unlimited, 'ready_jobs': number,
+            'ready_jobs_with_runtime': number,
+            'allocation_remaining': measure_span([(seconds, 1) for seconds in left_s]),
+            'ready_job_runtime': measure_span(runtimes), 'runtime_blocked_jobs': blocked,
+            'allocations_too_short_for_longest':
+                sum(seconds + CLAIM_GRACE_S < longest_s for seconds in left_s),
+            'runtime_blocked': blocked > 0}
+
+
+def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
+    """Number, least, median and most of sorted (seconds, how many times); None without any."""
+    if not counted:
+        return None
+    totals = list(itertools.accumulate(count for _, count in counted))
+    middle = [counted[bisect.bisect_right(totals, place)][0]
+              for place in ((totals[-1] - 1) // 2, totals[-1] // 2)]
+    return {'count': totals[-1], 'min_seconds': counted[0][0], 'median_seconds': sum(middle) // 2,
+            'max_seconds': counted[-1][0]}
 
 
 # ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
@@ -11114,6 +11363,10 @@ MODELS = {
     'IsUninitializedResponse': 'is_uninitialized:bool!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobCompletionError': 'job_id:int! message:str!',
+    'DiagnosisResponse': 'active_allocations:int! allocation_remaining:@SecondsSpan '
+        'allocations_too_short_for_longest:int! allocations_unlimited:int! allocations_with_walltime:int! '
+        'has_unlimited_allocation:bool! ready_job_runtime:@SecondsSpan ready_jobs:int! '
+        'ready_jobs_with_runtime:int! runtime_blocked:bool! runtime_blocked_jobs:int! workflow_id:int!',
     'JobExplanation': 'job_id:int! job_name:str! status:@JobStatus! reason:str return_code:int count:int',
     'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! '
         'workflow_id:int!',
@@ -11181,6 +11434,7 @@ MODELS = {
         'scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int!',
+    'SecondsSpan': 'count:int! max_seconds:int! median_seconds:int! min_seconds:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
     'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
@@ -11202,6 +11456,21 @@ MODELS = {
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
+    'WaitingAction': 'action_id:int! action_type:str! executed:bool! num_allocations:int reason:str! '
+        'required_triggers:int! scheduler_name:str trigger_count:int! trigger_type:str!',
+    'WaitingAllocation': 'allocation_id:int! gres:str mem:str num_jobs:int! num_nodes:int num_runners:int! '
+        'partition:str remaining_seconds:int scheduler_config_id:int scheduler_name:str slurm_job_id:int! '
+        'status:str! walltime:str',
+    'WaitingExplanation': 'actions:[@WaitingAction]! allocations:[@WaitingAllocation]! '
+        'explanation:@WorkflowExplanation! ready:[@WaitingJobs]! runners:[@WaitingRunner]! '
+        'status:@WorkflowStatusResponse!',
+    'WaitingJobs': 'code:str! count:int! job_id:int! job_name:str! labels:[str]! lacks:[@WaitingLack]! '
+        'memory_bytes:int! num_cpus:int! num_gpus:int! num_nodes:int! priority:int! reason:str! '
+        'runtime_seconds:int! scheduler_config_id:int',
+    'WaitingLack': 'has:str! name:str! needs:str!',
+    'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
+        'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
+        'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -11633,6 +11902,8 @@ ROUTES = (
     route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
     route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
     route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
+    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation'),
+    route_to('GET', 'diagnosis', diagnose_workflow, '@DiagnosisResponse'),
     route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
              query='ids:[int]!'),
     route_to('GET', 'is_complete', is_workflow_complete, '@IsCompleteResponse'),
