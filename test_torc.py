@@ -245,7 +245,7 @@ def prepare_process() -> None:
     Standard input is empty, so that nothing can wait for an answer; no standard descriptor is closed.
     """
     for name in list(os.environ):
-        if re.match('TORC_|SLURM_|PYTHON(?!HOME)|COLUMNS$|LINES$', name):
+        if re.match('TORC_(?!TEST_SLURM$)|SLURM_|PYTHON(?!HOME)|COLUMNS$|LINES$', name):
             del os.environ[name]
     null = os.open(os.devnull, os.O_RDWR)
     while null <= 2:        # as the lowest number that is free, it is a standard descriptor that was closed
@@ -504,6 +504,12 @@ class World:
         """A torc.Client in the world's directory and environment. Close it."""
         with self.inside():
             return torc.Client.connect(**how)
+
+    def fake_slurm(self, **scripts: str) -> 'FakeSlurm':
+        """Let what is started here call scripts instead of Slurm's programs: name -> script."""
+        fakes = FakeSlurm(os.path.join(self.root, 'fakes'), scripts)
+        self.environment.update(fakes.variables)
+        return fakes
 
     # -------- waiting --------
 
@@ -766,6 +772,242 @@ class HarnessTest(unittest.TestCase):
             run_in_workers([unittest.TestLoader().loadTestsFromTestCase(Skips)], 1, ['some'], score)
         self.assertEqual({'Skips.test_it_skips': ["the group 'some' is required here: more"]}, score.failed)
         self.assertEqual({'FAILED': 1}, score.counts)
+
+
+# -------- Slurm: real where it can be, scripted for what a healthy one never says --------
+#
+# .ci/slurm_testbed.sh starts a cluster of virtual nodes; TORC_TEST_SLURM names its directory, or several ones
+# with ':' between them. A test takes the first one of its kind, and shares it with the tests of other processes,
+# unless it does harm to the nodes or the daemons. What it has submitted is known by its directory, and canceled
+# at its end.
+
+SLURM_BEDS = [path for path in os.environ.get('TORC_TEST_SLURM', '').split(':') if path]
+BED_SCRIPT = os.path.join(HERE, '.ci', 'slurm_testbed.sh')
+SHARED_NODES, WHOLE_NODES = False, True     # what a site's main partition hands out
+ENDED_STATES = {'COMPLETED', 'CANCELLED', 'FAILED', 'TIMEOUT', 'NODE_FAIL', 'PREEMPTED', 'OUT_OF_MEMORY',
+                'BOOT_FAIL', 'DEADLINE'}
+
+
+class Bed:
+    """A running cluster of BED_SCRIPT. A test holds it alone, or together with others."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = os.path.realpath(directory)
+        self.conf = os.path.join(self.directory, 'etc', 'slurm.conf')
+        self.has_whole_nodes = 'OverSubscribe=EXCLUSIVE' in read_text(self.conf)
+
+    @classmethod
+    def find(cls, has_whole_nodes: bool) -> 'Bed':
+        """The first one of this kind; without one, the test is skipped."""
+        beds = [bed for bed in map(cls, SLURM_BEDS) if os.path.exists(bed.conf)]
+        found = [bed for bed in beds if bed.has_whole_nodes == has_whole_nodes]
+        knobs = 'TB_EXCLUSIVE=1 TB_DEF_MEM=0 ' if has_whole_nodes else ''
+        start = knobs + '.ci/slurm_testbed.sh start DIRECTORY'
+        need('slurm', found, f'a running cluster, as of `{start}`, whose DIRECTORY stands in TORC_TEST_SLURM')
+        return found[0]
+
+    @contextlib.contextmanager
+    def held(self, is_alone: bool) -> Iterator[None]:
+        """Keep tests that want it alone away, or all others. Who waits to be alone holds the gate: nobody overtakes."""
+        gate_path, lock_path = (os.path.join(self.directory, name) for name in ('gate.lock', 'tests.lock'))
+        with open(gate_path, 'a') as gate, open(lock_path, 'a') as lock:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+            yield
+
+    def control(self, verb: str, *words: str) -> str:
+        """Do something to it: start-node node3, ... Returns what was said."""
+        return self.call(['bash', BED_SCRIPT, verb, *words, self.directory])
+
+    def ask(self, *argv: Any) -> str:
+        """What one of Slurm's programs says; times are in seconds since 1970. The test fails if it does."""
+        return self.call([str(word) for word in argv])
+
+    def call(self, argv: Sequence[str], directory: Optional[str] = None) -> str:
+        """stdout of a program that sees this cluster."""
+        environment = dict(os.environ, SLURM_CONF=self.conf, SLURM_TIME_FORMAT='%s', LC_ALL='C.UTF-8')
+        done = subprocess.run(argv, cwd=directory, env=environment, stdin=subprocess.DEVNULL, timeout=90,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', errors='replace')
+        assert done.returncode == 0, f'{argv}: {Outcome(done.returncode, done.stdout, done.stderr)}'
+        return done.stdout
+
+    def rows(self, *argv: Any) -> List[List[str]]:
+        """Cells of what a program says with '|' between them."""
+        return [line.split('|') for line in self.ask(*argv).splitlines()]
+
+
+class Allocation(NamedTuple):
+    """A job of Slurm's, as squeue and scontrol call it."""
+    id: str
+    state: str
+    name: str
+    nodes: str      # 'node[1-2]'; '' while it pends
+    reason: str     # why it pends
+    directory: str
+
+
+class FakeCall(NamedTuple):
+    """One call of a program of Slurm's."""
+    at: float       # seconds since 1970
+    name: str
+    argv: List[str]     # without the program
+
+
+class FakeSlurm:
+    """Programs that are called instead of Slurm's, and what they were called with.
+
+    A script is shell text, or any other program that begins with '#!'; "$fake" is a directory that shell text may
+    use. What has none fails with a message.
+    """
+    NAMES = ('sbatch', 'srun', 'squeue', 'sstat', 'sacct', 'scancel', 'sinfo', 'scontrol')
+
+    def __init__(self, directory: str, scripts: Dict[str, str]) -> None:
+        assert set(scripts) <= set(self.NAMES), scripts
+        self.directory = directory
+        os.makedirs(self.path('calls'))
+        for name in self.NAMES:
+            self.write(name, scripts.get(name, f'echo "{name}: the test has no script for it" >&2; exit 1'))
+        self.variables = {f'TORC_FAKE_{name.upper()}': self.path(name) for name in self.NAMES}
+
+    def path(self, *names: str) -> str:
+        """Path in the directory of the programs."""
+        return os.path.join(self.directory, *names)
+
+    def write(self, name: str, script: str) -> None:
+        """Write a program, or replace it: the next call counts."""
+        script = textwrap.dedent(script)
+        if script.startswith('#!'):
+            self.install(name + '.body', script)
+            script = 'exec "$0.body" "$@"'
+        log = f'printf "%s\\0" program "$@" > "$fake/calls/$(date +%s.%N) {name} $$"'
+        self.install(name, f'#!/bin/sh\nfake={shlex.quote(self.directory)}\n{log}\n{script}\n')
+
+    def install(self, name: str, text: str) -> None:
+        """An executable file, whole at every time."""
+        with open(self.path(name + '.new'), 'w', encoding='utf-8') as file:
+            file.write(text)
+        os.chmod(file.name, 0o755)
+        os.rename(file.name, self.path(name))
+
+    def calls(self, *names: str) -> List[FakeCall]:
+        """All calls so far, or those of some programs, in order."""
+        found = []
+        for entry in os.listdir(self.path('calls')):
+            at, name, _ = entry.split()
+            words = read_text(self.path('calls', entry)).split('\0')[1:-1]
+            found.append(FakeCall(float(at), name, words))
+        return sorted(call for call in found if not names or call.name in names)
+
+
+class SlurmTest(WorldTest):
+    """A test on a real cluster: self.bed. Its commands and runners see it; its allocations end with it."""
+    site = SHARED_NODES     # or WHOLE_NODES
+    is_alone = False        # whether it kills nodes, stops daemons, or needs all nodes for itself
+
+    def setUp(self) -> None:
+        self.bed = Bed.find(self.site)
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        stack.enter_context(self.bed.held(self.is_alone))
+        stack.callback(self.cancel_all)
+        self.world.environment['SLURM_CONF'] = self.bed.conf
+
+    def allocations(self, *states: str) -> List[Allocation]:
+        """This test's jobs at Slurm, the ended ones of the last minutes too, or those in some states."""
+        said = self.bed.ask('squeue', '-h', '-t', 'all', '-o', '%i|%T|%j|%N|%r|%Z')
+        rows = [line.split('|', 5) for line in said.splitlines()]
+        found = [Allocation(*row) for row in rows if (row[5] + '/').startswith(self.world.root + '/')]
+        return [row for row in found if not states or row.state in states]
+
+    def live_allocations(self) -> List[Allocation]:
+        """Those that run, pend, or are about to end."""
+        return [row for row in self.allocations() if row.state not in ENDED_STATES]
+
+    def cancel_all(self) -> None:
+        """End all that this test has at Slurm."""
+        live = self.live_allocations()
+        if live:
+            self.bed.ask('scancel', *(row.id for row in live))
+        self.wait_slurm(lambda: not self.live_allocations(), 40, 'the end of its allocations')
+
+    def wait_slurm(self, condition: Callable[[], Any], deadline_s: float, what: str,
+                   state: Optional[Callable[[], Any]] = None, alive: Sequence[Background] = ()) -> Any:
+        """Wait for something that Slurm is asked for: it is asked twice a second."""
+        asked_at, value = 0.0, None     # type: float, Any
+
+        def rarely() -> Any:
+            nonlocal asked_at, value
+            if not value and time.monotonic() - asked_at > 0.5:
+                asked_at, value = time.monotonic(), condition()
+            return value
+        return self.world.wait(rarely, deadline_s, what, alive, state or self.allocations)
+
+    def sbatch(self, script: str, *flags: Any) -> str:
+        """Submit a script by hand, from the world's directory; its id."""
+        text = '#!/bin/bash\n' + textwrap.dedent(script)
+        path = self.world.write(f'by hand {next(WORLD_NUMBERS)}.sh', text)
+        argv = ['sbatch', '--parsable', '--open-mode=append', *map(str, flags), path]
+        done = subprocess.run(argv, cwd=self.world.directory, env=self.world.environment, timeout=60, encoding='utf-8',
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.assertEqual(0, done.returncode, done.stderr)
+        return done.stdout.strip().split(';')[0]
+
+    def steps_of(self, *allocation_ids: str) -> Dict[str, Dict[str, str]]:
+        """What sacct says of the steps that have names of torc.py's: name -> column -> text."""
+        columns = 'JobName,JobID,State,ExitCode,NodeList,AveCPU,TotalCPU,MaxRSS,Start,End'
+        rows = self.bed.rows('sacct', '-P', '-n', '-D', '-j', ','.join(allocation_ids), '--format', columns)
+        return {row[0]: dict(zip(columns.split(','), row)) for row in rows if row[0].startswith('wf')}
+
+
+@slow
+class SlurmHarnessTest(SlurmTest):
+    """Tests on a cluster see it, and leave nothing there."""
+
+    def test_what_a_test_has_submitted_is_found_by_its_directory_and_ends_with_it(self):
+        job_id = self.sbatch('echo "$SLURMD_NODENAME" > where; exec sleep 1000', '--mem=10', '-t', 5)
+        words = ['sbatch', '--parsable', '--mem=10', '--hold', '--wrap', 'true']
+        other = self.bed.call(words, self.bed.directory).strip()
+        self.addCleanup(self.bed.ask, 'scancel', other)
+        self.wait_slurm(lambda: self.world.read('where'), 60, 'the job')
+        self.assertRegex(self.world.read('where'), r'^node\d\n$')
+        self.assertEqual([(job_id, 'RUNNING')], [(row.id, row.state) for row in self.allocations()])
+        self.cancel_all()
+        self.assertEqual([(job_id, 'CANCELLED')], [(row.id, row.state) for row in self.allocations()])
+        self.assertEqual(f'{other}\n', self.bed.ask('squeue', '-h', '-o', '%i', '-j', other))
+
+    def test_real_programs_can_be_counted(self):
+        fakes = self.world.fake_slurm(squeue='exec squeue "$@"')
+        words = ['-h', '-t', 'R', '-o', "%i 'a'"]
+        said = subprocess.check_output([fakes.path('squeue'), *words], env=self.world.environment)
+        self.assertEqual([], [line for line in said.splitlines() if not line[:1].isdigit()])
+        self.assertEqual([('squeue', words)], [call[1:] for call in fakes.calls()])
+
+
+class FakeSlurmTest(WorldTest):
+    """Scripted programs."""
+
+    def test_calls_are_told_in_order_with_all_their_words(self):
+        program = f'#!{sys.executable}\nimport sys\nprint(sys.argv[1:])\nsys.exit(3)'
+        fakes = self.world.fake_slurm(sbatch='echo 17; cat', sacct=program)
+        self.assertEqual(fakes.path('sbatch'), self.world.environment['TORC_FAKE_SBATCH'])
+        began = time.time()
+        said = subprocess.run([fakes.path('sbatch')], input=b'script', stdout=subprocess.PIPE)
+        self.assertEqual((0, b'17\nscript'), (said.returncode, said.stdout))
+        said = subprocess.run([fakes.path('sacct'), '', 'a b', 'c\nd', '$e'], stdout=subprocess.PIPE)
+        self.assertEqual((3, b"['', 'a b', 'c\\nd', '$e']\n"), (said.returncode, said.stdout))
+        wanted = [('sbatch', []), ('sacct', ['', 'a b', 'c\nd', '$e'])]
+        self.assertEqual(wanted, [call[1:] for call in fakes.calls()])
+        self.assertEqual(1, len(fakes.calls('sacct')))
+        self.assertTrue(began - 0.1 < fakes.calls()[0].at <= fakes.calls()[1].at < time.time() + 0.1)
+
+    def test_a_program_without_a_script_fails_and_a_script_can_be_replaced(self):
+        fakes = self.world.fake_slurm()
+        said = subprocess.run([fakes.path('srun')], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.assertEqual((1, b'srun: the test has no script for it\n'), (said.returncode, said.stdout))
+        fakes.write('srun', 'exit 7')
+        self.assertEqual(7, subprocess.call([fakes.path('srun')]))
 
 
 # ======== 1. Vocabulary ========
