@@ -375,6 +375,7 @@ WAIT_REASONS = {
     'prerequisites': 'waits for {}',
     'no_runner':     'waits for a runner',
     'allocation':    'waits for {}',
+    'action':        'waits until {} is carried out',
     'busy':          'the runners that can take it are busy',
     'next_turn':     'a runner can take it in its next turn',
     'lacks':         'no runner or allocation can take it: it needs {}',
@@ -8867,16 +8868,16 @@ def format_left(limit_s: float) -> str:
 
 DIMENSIONS = (
     Dimension('cpus', lambda kind: kind.num_cpus, lambda offer: offer.size.num_cpus, '{} CPUs', str,
-            '--num-cpus'),
-    Dimension('memory', lambda kind: kind.memory_bytes, lambda offer: offer.size.memory_bytes, '{} of memory',
-            format_memory, '--memory-gb', 'mem'),
+              '--num-cpus', 'ntasks_per_node'),
+    Dimension('memory', lambda kind: kind.memory_bytes, lambda offer: offer.size.memory_bytes,
+              '{} of memory', format_memory, '--memory-gb', 'mem'),
     Dimension('gpus', lambda kind: kind.num_gpus, lambda offer: offer.size.num_gpus, '{} GPUs', str,
-            '--num-gpus', 'gres'),
+              '--num-gpus', 'gres'),
     Dimension('nodes', lambda kind: kind.num_nodes, lambda offer: offer.num_nodes, '{} nodes', str, '',
-            'nodes'),
+              'nodes'),
     Dimension('runtime', lambda kind: kind.runtime_s,
-            lambda offer: math.inf if offer.limit_s is None else offer.limit_s, 'a runtime of {}',
-            format_duration, '--time-limit, --end-time', 'walltime'),
+              lambda offer: math.inf if offer.limit_s is None else offer.limit_s, 'a runtime of {}',
+              format_duration, '--time-limit, --end-time', 'walltime'),
 )
 
 
@@ -10153,7 +10154,7 @@ WAITING_EXPLAINED = 50          # groups of ready jobs, actions, runners
 ALLOCATIONS_EXPLAINED = 1000
 MOST_COMPARISONS = 50000        # of a job class with an offer: 0.2 s
 # Of what a job waits for, the nearest first; `lacks` and `no_runner` are left where none of these holds.
-NEAREST_REASONS = ('next_turn', 'busy', 'allocation', 'late')
+NEAREST_REASONS = ('next_turn', 'busy', 'allocation', 'action', 'late')
 # Of an action that is due, and of one whose trigger is still to come.
 DUE_REASONS = {
     'on_worker_start': 'the next runner that starts carries it out',
@@ -10169,8 +10170,16 @@ TRIGGER_REASONS = {
     'on_jobs_complete': 'waits until its jobs have ended: {} of {} have, not yet {}'}
 
 
+ALLOCATION_COLUMNS = (
+    'scheduler.name, scheduler.partition, scheduler.nodes, scheduler.walltime, scheduler.mem, '
+    "scheduler.gres, scheduler.ntasks_per_node, ifnull(scheduler.extra, '') || "
+    "(SELECT ifnull(slurm_defaults, '') FROM workflow "
+    'WHERE id = scheduler.workflow_id)')
+ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem', 'gres')
+
+
 class Place(Row):
-    """Where ready jobs may run: runners at work, or allocations to come, of which this is one."""
+    """Where ready jobs may run: runners at work, or allocations to come, that offer the same; one of them."""
     offer: Offer
     reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
     name: str       # for people
@@ -10178,11 +10187,11 @@ class Place(Row):
 
 
 def explain_waiting(context: Context, workflow_id: int) -> Values:
-    """Why jobs do not run: which ready jobs no runner or allocation can take, and what the others wait for."""
+    """Which ready jobs no runner or allocation can take, and what all others wait for."""
     runners = describe_runners(context, workflow_id)
     allocations = describe_allocations(context, workflow_id, runners)
     state = workflow_state(context, workflow_id)
-    places = find_places(context, runners, allocations)
+    places = find_places(context, workflow_id, runners, allocations)
     return {'status': get_workflow_status(context, workflow_id),
             'explanation': explain_workflow(context, workflow_id),
             'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
@@ -10215,28 +10224,50 @@ def describe_allocations(context: Context, workflow_id: int, runners: Sequence[V
     for runner in runners:
         members[runner['slurm_job_id']].append(runner)
     rows = context.rows(
-        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, scheduler.name, '
-        'scheduler.partition, scheduler.nodes, scheduler.walltime, scheduler.mem, scheduler.gres '
-        'FROM scheduled_compute_node allocation LEFT JOIN slurm_scheduler scheduler '
+        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, '
+        f'{ALLOCATION_COLUMNS} FROM scheduled_compute_node allocation LEFT JOIN slurm_scheduler scheduler '
         'ON scheduler.id = allocation.scheduler_config_id WHERE allocation.workflow_id = ? '
         "AND allocation.status IN ('pending', 'active') ORDER BY allocation.id", (workflow_id,))
     found = []
-    for allocation_id, slurm_job_id, status, config_id, name, partition, nodes, walltime, mem, gres in rows:
+    for allocation_id, slurm_job_id, status, config_id, *cells in rows:
         mine = members.get(str(slurm_job_id), [])
         left = [runner['remaining_seconds'] for runner in mine]
         found.append({
             'allocation_id': allocation_id, 'slurm_job_id': slurm_job_id, 'status': status,
-            'scheduler_config_id': config_id, 'scheduler_name': name, 'partition': partition,
-            'num_nodes': nodes, 'walltime': walltime, 'mem': mem, 'gres': gres, 'num_runners': len(mine),
+            'scheduler_config_id': config_id, **describe_scheduler(cells), 'num_runners': len(mine),
             'num_jobs': sum(runner['num_jobs'] for runner in mine),
             'remaining_seconds': max((left_s for left_s in left if left_s is not None), default=None)})
     return found
 
 
-def find_places(context: Context, runners: Sequence[Values], allocations: Sequence[Values]) -> List[Place]:
-    """What runners and pending allocations offer; of those that differ in their time alone the longest."""
+def describe_scheduler(cells: Cells) -> Values:
+    """What ALLOCATION_COLUMNS say of an allocation; None: what its nodes have is left to other options."""
+    *cells, num_cpus, options = cells
+    described, options = dict(zip(ALLOCATION_KEYS, cells)), options or ''
+    has_cpus = num_cpus and not ('cpus-per-task' in options or 'exclusive' in options)
+    return dict(described, num_cpus=num_cpus if has_cpus else None,
+                num_gpus=None if 'gpu' in options else count_gpus(described['gres'] or ''))
+
+
+def due_allocations(context: Context, workflow_id: int) -> List[Values]:
+    """What the schedule_nodes actions will allocate that are due."""
+    found = []
+    for action in context.select('workflow_action', *due_condition(workflow_id, (),
+                                                                   "AND action_type = 'schedule_nodes'")):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        cells = context.one(f'SELECT {ALLOCATION_COLUMNS} FROM slurm_scheduler scheduler WHERE id = ?',
+                            (config.get('scheduler_id'),))
+        if cells:
+            found.append(dict(describe_scheduler(cells), action_id=action['id']))
+    return found
+
+
+def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
+                allocations: Sequence[Values]) -> List[Place]:
+    """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
     places = [place_of_runner(context, runner) for runner in runners]
-    places += [place_of_allocation(row) for row in allocations if row['status'] == 'pending']
+    places += [place_of_allocation(row, 'allocation') for row in allocations if row['status'] == 'pending']
+    places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
     longest = {}    # type: Dict[Any, Place]
     for place in places:
         key = place.offer._replace(limit_s=None), place.reason
@@ -10272,19 +10303,20 @@ def min_time_for_new_jobs(context: Context, runner: Values) -> int:
                          '(SELECT workflow_id FROM compute_node WHERE id = ?)', (runner['compute_node_id'],))
 
 
-def place_of_allocation(row: Values) -> Place:
-    """What an allocation will offer, by its scheduler; what that does not say is not compared."""
-    mem, walltime, gres = row['mem'], row['walltime'], row['gres']
+def place_of_allocation(row: Values, what: str) -> Place:
+    """What an allocation, or that of an action, will offer by its scheduler, which may leave things open."""
+    mem, walltime, num_gpus = row['mem'], row['walltime'], row['num_gpus']
     try:
         memory_bytes = parse_requested_memory(mem or '0') or MAX_INTEGER    # 0: all that a node has
         limit_s = parse_walltime(walltime) + CLAIM_GRACE_S if walltime else None
     except ValueError:      # the API takes any text
         memory_bytes, limit_s = MAX_INTEGER, None
-    size = Capacity(MAX_INTEGER, memory_bytes, count_gpus(gres) if gres else MAX_INTEGER)
-    name = f"allocation {row['allocation_id']}"
+    size = Capacity(row['num_cpus'] or MAX_INTEGER, memory_bytes,
+                    MAX_INTEGER if num_gpus is None else num_gpus)
+    name = f"{what} {row[f'{what}_id']}"
     if row['scheduler_name']:
         name += f" (scheduler {row['scheduler_name']})"
-    return Place(Offer((), size, row['num_nodes'] or MAX_INTEGER, limit_s), 'allocation', name, 'field')
+    return Place(Offer((), size, row['num_nodes'] or MAX_INTEGER, limit_s), what, name, 'field')
 
 
 def explain_ready(context: Context, workflow_id: int, places: Sequence[Place]) -> List[Values]:
@@ -11458,9 +11490,9 @@ MODELS = {
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
     'WaitingAction': 'action_id:int! action_type:str! executed:bool! num_allocations:int reason:str! '
         'required_triggers:int! scheduler_name:str trigger_count:int! trigger_type:str!',
-    'WaitingAllocation': 'allocation_id:int! gres:str mem:str num_jobs:int! num_nodes:int num_runners:int! '
-        'partition:str remaining_seconds:int scheduler_config_id:int scheduler_name:str slurm_job_id:int! '
-        'status:str! walltime:str',
+    'WaitingAllocation': 'allocation_id:int! gres:str mem:str num_cpus:int num_gpus:int num_jobs:int! '
+        'num_nodes:int num_runners:int! partition:str remaining_seconds:int scheduler_config_id:int '
+        'scheduler_name:str slurm_job_id:int! status:str! walltime:str',
     'WaitingExplanation': 'actions:[@WaitingAction]! allocations:[@WaitingAllocation]! '
         'explanation:@WorkflowExplanation! ready:[@WaitingJobs]! runners:[@WaitingRunner]! '
         'status:@WorkflowStatusResponse!',
@@ -19459,6 +19491,119 @@ def parse_slurm_state(text: str) -> str:
     return found[0] if len(found) == 1 else ''
 
 
+# -------- the queue --------
+
+
+class SlurmReason(Row):
+    """Why a job of Slurm has not started (squeue(1), JOB REASON CODES)."""
+    is_final: bool      # it will not start unless somebody changes something
+    meaning: str
+
+
+SLURM_REASONS = {
+    'None':                SlurmReason(False, 'Slurm has not looked at it yet'),
+    'Priority':            SlurmReason(False, 'jobs of higher priority come first'),
+    'Resources':           SlurmReason(False, 'it is the next for the nodes that it needs, which are busy'),
+    'BeginTime':           SlurmReason(False, 'its begin time has not come, as for minutes after a requeue'),
+    'Dependency':          SlurmReason(False, 'another job must end first'),
+    'JobArrayTaskLimit':   SlurmReason(False, 'its array runs as many tasks as it may'),
+    'Licenses':            SlurmReason(False, 'the licenses that it needs are in use'),
+    'NodeDown':            SlurmReason(False, 'a node that it needs is down'),
+    'ReqNodeNotAvail':     SlurmReason(False, 'a node that it needs is down, drained or reserved'),
+    'Reservation':         SlurmReason(False, 'its reservation has not begun'),
+    'PartitionDown':       SlurmReason(False, 'its partition is down'),
+    'PartitionInactive':   SlurmReason(False, 'its partition starts no jobs'),
+    'Prolog':              SlurmReason(False, 'its nodes are being prepared'),
+    'Cleaning':            SlurmReason(False, 'its last run is being cleaned up'),
+    'SystemFailure':       SlurmReason(False, 'Slurm, a file system or the network failed'),
+    'JobHeldUser':         SlurmReason(True, 'it is held: `scontrol release JOB`'),
+    'JobHeldAdmin':        SlurmReason(True, 'an administrator holds it'),
+    'JobHoldMaxRequeue':   SlurmReason(True, 'it is held: it was requeued too often'),
+    'launch failed requeued held': SlurmReason(True, 'it is held: it could not be started on its nodes'),
+    'DependencyNeverSatisfied':    SlurmReason(True, 'the job that it waits for has not ended as it should'),
+    'PartitionNodeLimit':  SlurmReason(True, 'its partition has, or allows, fewer nodes'),
+    'PartitionTimeLimit':  SlurmReason(True, 'its partition allows less time'),
+    'PartitionConfig':     SlurmReason(True, 'its partition does not allow what it asks for'),
+    'BadConstraints':      SlurmReason(True, 'no node can ever have what it asks for'),
+    'AccountNotAllowed':   SlurmReason(True, 'its account may not use its partition'),
+    'InvalidAccount':      SlurmReason(True, 'its account is not valid'),
+    'InvalidQOS':          SlurmReason(True, 'its quality of service is not valid'),
+    'QOSNotAllowed':       SlurmReason(True, 'its account or partition may not use its quality of service'),
+    'AssociationTimeLimit':        SlurmReason(True, 'its account or user is allowed less time'),
+    'QOSTimeLimit':        SlurmReason(True, 'its quality of service allows less time'),
+}
+LIMIT_REASON = SlurmReason(False, 'its user, account or quality of service uses all that it may')
+LIMIT_REASONS = ('Assoc', 'QOS', 'MaxCpuPerAccount', 'MaxMemPerAccount', 'MaxGRESPerAccount')
+QUEUE_AGE_S = 60.0      # for so long squeue's answer is used again, by all commands of the user on this host
+QUEUE_FORMAT = '%i|%T|%V|%S|%e|%P|%r'   # id, state, submission, start, end, partition, reason
+
+
+def find_slurm_reason(text: str) -> Optional[SlurmReason]:
+    """'ReqNodeNotAvail, UnavailableNodes:node3' -> its row of SLURM_REASONS; None for an unknown one."""
+    word = text.strip(' ()').partition(',')[0]
+    found = SLURM_REASONS.get(word)
+    return found or (LIMIT_REASON if word.startswith(LIMIT_REASONS) else None)
+
+
+class QueuedJob(Row):
+    """One of the user's jobs, as squeue lists it. Times are seconds since the epoch, None where unknown."""
+    state: str                      # of SLURM_STATES
+    submitted_at: Optional[float]
+    starts_at: Optional[float]      # started, or is expected to start
+    ends_at: Optional[float]
+    partition: str
+    reason: str
+
+
+class Queue(Row):
+    """All of the user's jobs in Slurm's queue, by their ids."""
+    jobs: Dict[str, QueuedJob]
+    asked_at: Optional[float]       # None: never
+    error: str                      # why that is not known; ''
+
+
+def queue_cache_path() -> str:
+    """Where squeue's last answer is kept: for each cluster, and each squeue, a file."""
+    cluster = '\0'.join((os.environ.get('SLURM_CONF', ''), slurm_program('squeue'), socket.gethostname()))
+    name = hashlib.sha256(cluster.encode('utf-8', 'surrogateescape')).hexdigest()[:16]
+    return os.path.join(state_directory(), 'slurm', f'queue-{name}')
+
+
+def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply]]:
+    """(when squeue was asked, its answer) if that was lately; None if not, or if it cannot be read."""
+    try:
+        with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
+            asked_at, code, out, err = json.load(file)
+        return (asked_at, Reply(code, out, err)) if 0 <= now - asked_at < QUEUE_AGE_S else None
+    except (OSError, Denied, ValueError, TypeError):
+        return None
+
+
+def ask_queue(now: float) -> Queue:
+    """The user's jobs from one squeue, not more than once a minute: what others need of the controller."""
+    if not has_slurm_program('squeue'):
+        return Queue({}, None, f'there is no {slurm_program("squeue")} on this machine')
+    path = queue_cache_path()
+    cached = read_cached_reply(path, now)
+    if cached is None:
+        cached = now, ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        # Without a place for it, the next command asks again.
+        with contextlib.suppress(OSError, Denied):
+            make_private_directory(os.path.dirname(path))
+            write_atomically(path, json.dumps([now, *cached[1]]).encode())
+    asked_at, reply = cached
+    if reply.code != 0:
+        return Queue({}, asked_at, f'squeue failed: {explain_reply(reply)}')
+    return Queue({row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, asked_at, '')
+
+
+def read_queue_row(row: Sequence[str]) -> QueuedJob:
+    """One line of squeue in QUEUE_FORMAT."""
+    _, state, submitted, start, end, partition, reason = row
+    return QueuedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
+                     parse_slurm_instant(end), partition, reason)
+
+
 # ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
 #
 # A profile describes a cluster's partitions: their nodes, limits, and how they are chosen. Two are built in;
@@ -22696,8 +22841,12 @@ def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int,
     return lines
 
 
-def format_explanation(status: Dict[str, Any], style: Style, program: str) -> List[str]:
-    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal."""
+def format_explanation(status: Dict[str, Any], style: Style, program: str,
+                       is_part: bool = False) -> List[str]:
+    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal.
+
+    With `is_part` more is said elsewhere, of ready jobs.
+    """
     counts, number = status['jobs_by_status'], status['workflow_id']
     why = status.get('explanation')
     found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number, program) if why else []
@@ -22705,7 +22854,7 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str) -> Li
         found += explain_others(why, counts, number, program)
     for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
-    if counts['ready'] and not status['is_canceled'] and not status['active_compute_nodes']:
+    if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
         found.append(('ready', f"{counts['ready']} ready wait for a runner: {program} run {number}"))
     lines = []
     for name, text in found:
@@ -22733,13 +22882,190 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
         times = f"wall time {format_seconds(status['walltime_seconds'])}, {times}"
     lines.append('  ' + times[0].upper() + times[1:])
     nodes = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
-    lines += ([f"  {', '.join(nodes)}"] if nodes else []) + ['']
+    lines += [f"  {', '.join(nodes)}"] if nodes else []
+    rows = status.get('allocations') or []
+    lines += [f'    {printable_line(format_allocation(row))}' for row in rows[:FAILURES_SHOWN]]
+    lines += [f'    {len(rows) - FAILURES_SHOWN} more allocations'] if len(rows) > FAILURES_SHOWN else []
+    lines.append('')
     explained = format_explanation(status, style, program)
     lines += explained + [''] if explained else []
     kind, sentence = verdict_of(status)
     mark, ascii_mark, colour = VERDICTS[kind]
     lines.append(paint(f'{mark if style.is_unicode else ascii_mark} {sentence}', colour, style))
     return '\n'.join(lines) + '\n'
+
+
+# -------- why nothing runs --------
+
+WAITING_SUMMARY = {     # code of a group of ready jobs -> what a summary says of so many
+    'lacks': '{} ready fit no runner or allocation', 'no_runner': '{} ready wait for a runner',
+    'late': '{} ready wait for a runner with more time left',
+    'action': '{} ready wait for an action that allocates nodes',
+    'allocation': '{} ready wait for a pending allocation', 'busy': '{} ready wait for busy runners',
+    'next_turn': '{} ready are about to be taken'}
+RUNNERS_SHOWN = 5
+ALLOCATIONS_SHOWN = 20
+
+
+def summarize_waiting(waiting: Dict[str, Any]) -> str:
+    """Answer of explain_waiting -> why nothing, or not everything, runs, in one sentence."""
+    status = waiting['status']
+    counts, running = status['jobs_by_status'], status['jobs_by_status']['running']
+    if status['is_canceled'] or status['is_complete']:
+        return verdict_of(status)[1]
+    ready = collections.Counter()   # type: Dict[str, int]
+    for group in waiting['ready']:
+        ready[group['code']] += group['count']
+    parts = [words.format(ready[code]) for code, words in WAITING_SUMMARY.items() if ready[code]]
+    for name, words in (('pending', '{} are being started'), ('blocked', '{} blocked wait for other jobs'),
+                        ('pending_failed', '{} failed wait for a decision'),
+                        ('uninitialized', '{} are not initialized')):
+        parts += [words.format(counts[name])] if counts[name] else []
+    failed = [action for action in waiting['actions'] if action['reason'].startswith('failed: ')]
+    parts += [f'{len(failed)} actions failed'] if failed else []
+    head = f'{running} of {status["total_jobs"]} jobs run' if running else 'Nothing runs'
+    return f"{head}: {', '.join(parts)}" if parts else head
+
+
+def format_ready_group(group: Dict[str, Any]) -> str:
+    """A group of ready jobs, with what the first of them needs."""
+    needs = [f"{group['num_cpus']} CPUs", format_memory(group['memory_bytes'])]
+    needs += [f"{group['num_gpus']} GPUs"] if group['num_gpus'] else []
+    needs += [f"{group['num_nodes']} nodes"] if group['num_nodes'] > 1 else []
+    needs += [f"label {','.join(group['labels'])}"] if group['labels'] else []
+    more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
+    return (f"{group['job_name']}{more} ({', '.join(needs)}, {format_elapsed(group['runtime_seconds'])}): "
+            f"{group['reason']}")
+
+
+def format_allocation(row: Dict[str, Any], now: float = 0.0) -> str:
+    """An allocation: Slurm job, scheduler, how long it lasts, or what it waits for. `now` is in seconds."""
+    number = f"Slurm job {row['slurm_job_id']}" if row['slurm_job_id'] > 0 else 'is being submitted'
+    parts = [f"scheduler {row['scheduler_name']}"] if row['scheduler_name'] else []
+    parts += [f"partition {row['partition']}"] if row['partition'] else []
+    parts += [f"{row['num_nodes']} nodes"] if (row['num_nodes'] or 1) > 1 else []
+    parts += [row['walltime']] if row['walltime'] else []
+    about = f" ({', '.join(parts)})" if parts else ''
+    return f"allocation {row['allocation_id']}: {number}{about}: {'; '.join(allocation_state(row, now))}"
+
+
+def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
+    """What is to be said of the state of an allocation, as the server and, if it was asked, Slurm know it."""
+    queued, found = row.get('queue'), [row['status']]
+    if row['status'] == 'active':
+        found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
+                     'none of its runners is at work')
+        if row['remaining_seconds'] is not None:
+            found.append(f"{format_elapsed(row['remaining_seconds'])} left")
+    if queued is None:
+        return found + (['Slurm does not list it any more'] if 'queue' in row else [])
+    if queued['state'] == 'PENDING':
+        meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
+        found.append(f"Slurm says {queued['reason']}{meaning}")
+        if queued['submitted_at']:
+            found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
+        if queued['starts_at'] and queued['starts_at'] > now:
+            found.append(f"Slurm expects its start in {format_elapsed(queued['starts_at'] - now)}")
+    elif queued['state'] != 'RUNNING' or row['status'] == 'pending':
+        state = SLURM_STATES.get(queued['state'])
+        found.append(f"Slurm says {queued['state']}: it {state.meaning}" if state else
+                     'Slurm says nothing of its state')
+        if queued['state'] == 'RUNNING':
+            found.append('its runner has not reported yet')
+    return found
+
+
+def format_queue_report(slurm: Dict[str, Any], now: float) -> str:
+    """Whether Slurm was asked, and when."""
+    if slurm['error']:
+        return f"Slurm could not be asked: {slurm['error']}"
+    age_s = max(0.0, now - slurm['asked_at'])
+    return f'Slurm was asked {format_elapsed(age_s)} ago' if age_s >= 1 else 'Slurm was asked just now'
+
+
+def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
+                   program: str = 'torc.py') -> str:
+    """The answer of `explain` for people: a sentence, then what waits for what, and what to do."""
+    status = waiting['status']
+    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"
+    parts = {
+        'Ready jobs': [format_ready_group(group) for group in waiting['ready']],
+        'Allocations': [format_allocation(row, now) for row in waiting['allocations'][:ALLOCATIONS_SHOWN]],
+        'Runners': [format_runner(runner) for runner in waiting['runners'][:RUNNERS_SHOWN]],
+        'Actions': [format_waiting_action(action) for action in waiting['actions']]}
+    hidden = {
+        'Ready jobs': status['jobs_by_status']['ready'] * (not status['is_canceled'])
+        - sum(group['count'] for group in waiting['ready']),
+        'Allocations': status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+        - len(parts['Allocations']),
+        'Runners': status['active_compute_nodes'] - len(parts['Runners'])}
+    for name, number in hidden.items():
+        parts[name] += [f'{number} more'] if number > 0 else []
+    if waiting['slurm']:
+        parts['Allocations'].append(format_queue_report(waiting['slurm'], now))
+    lines = [printable_line(title), '', waiting['summary']]
+    explained = format_explanation(dict(status, explanation=waiting['explanation']), style, program, True)
+    lines += [''] + explained if explained else []
+    for name, found in parts.items():
+        lines += ['', name] + [f'  {printable_line(text)}' for text in found] if found else []
+    lines += [''] + waiting['next_steps'] if waiting['next_steps'] else []
+    return '\n'.join(lines) + '\n'
+
+
+def format_runner(runner: Dict[str, Any]) -> str:
+    """A compute node at work: what it has, and how busy it is."""
+    has = (f"{runner['num_cpus']} CPUs, {runner['memory_gb']:.1f}GB, {runner['num_gpus']} GPUs"
+           + (f" on {runner['num_nodes']} nodes" if runner['num_nodes'] > 1 else ''))
+    left = runner['remaining_seconds']
+    about = [f"Slurm job {runner['slurm_job_id']}"] if runner['slurm_job_id'] else []
+    about += [f"label {','.join(runner['labels'])}"] if runner['labels'] else []
+    about += [f"{runner['num_jobs']} jobs"] + ([f'{format_elapsed(left)} left'] if left is not None else [])
+    return f"compute node {runner['compute_node_id']} ({runner['hostname']}), {has}: {', '.join(about)}"
+
+
+def format_waiting_action(action: Dict[str, Any]) -> str:
+    """An action that is still to be carried out."""
+    what = action['action_type']
+    if action['scheduler_name']:
+        what += f" {action['num_allocations'] or 1} x {action['scheduler_name']}"
+    return f"action {action['action_id']} ({what}, {action['trigger_type']}): {action['reason']}"
+
+
+def format_diagnosis(found: Dict[str, Any]) -> str:
+    """Answer of diagnose_workflow, for people."""
+    def span(name: str, key: str) -> str:
+        times = found[key]
+        return f'  {name:24}' + (', '.join(
+            f"{word} {format_elapsed(times[f'{word}_seconds'])}" for word in ('min', 'median', 'max'))
+            if times else '-')
+    lines = [
+        f"Workflow {found['workflow_id']}: {found['active_allocations']} compute nodes at work "
+        f"({found['allocations_unlimited']} without an end), {found['ready_jobs']} ready jobs", '',
+        span('time left of nodes', 'allocation_remaining'),
+        span('run time of ready jobs', 'ready_job_runtime'), '']
+    lines.append(f"{found['runtime_blocked_jobs']} ready jobs need more time than any active node has left"
+                 if found['runtime_blocked'] else
+                 'No ready job needs more time than the active nodes have left')
+    return format_lines(lines)
+
+
+def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
+    """Commands that help, for a workflow that stands still. `program` begins them."""
+    status, number = waiting['status'], waiting['status']['workflow_id']
+    counts, codes = status['jobs_by_status'], {group['code'] for group in waiting['ready']}
+    has_schedule = any(action['action_type'] == 'schedule_nodes' and not action['executed']
+                       and action['trigger_count'] >= action['required_triggers']
+                       for action in waiting['actions'])
+    steps = []
+    if status['is_canceled'] or status['is_complete']:
+        return []
+    if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
+        steps.append(f'Start runners: {program} run {number}' +
+                     (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if 'lacks' in codes:
+        steps.append('Ask for less, or offer more: '
+                     f'{program} resource-requirements list {number}; {program} slurm list {number}')
+    return steps
 
 
 # -------- progress --------
@@ -24956,6 +25282,9 @@ def cmd_status(session: Session, args: Arguments) -> int:
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
         status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
+    if status['pending_scheduled_nodes'] or status['active_scheduled_nodes']:
+        waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
+        status['allocations'] = waiting.get('allocations', [])
     style = style_of(session.out, os.environ)
     session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
@@ -24963,6 +25292,13 @@ def cmd_status(session: Session, args: Arguments) -> int:
     if status.get('runtime_blocked_ready_jobs'):
         count = status['runtime_blocked_ready_jobs']
         session.report(f'warning: {count} ready jobs need more time than any active node has left')
+    return 0
+
+
+def cmd_diagnose(session: Session, args: Arguments) -> int:
+    """Whether ready jobs need more time than the active nodes have left."""
+    found = session.call('diagnose_workflow', workflow_id=choose_workflow(session, args))
+    session.answer(found, format_diagnosis(found))
     return 0
 
 
@@ -26659,6 +26995,30 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 # Where a runner does the same, both call a function of an earlier section.
 
 
+# -------- explain --------
+
+def cmd_explain(session: Session, args: Arguments) -> int:
+    """Why nothing runs, or not everything."""
+    found = session.call('explain_waiting', workflow_id=choose_workflow(session, args))
+    slurm = add_queue(found['allocations'], ask_queue(time.time())) if found['allocations'] else None
+    program, style = command_line(session), style_of(session.out, os.environ)
+    waiting = {'workflow_id': found['status']['workflow_id'], 'summary': summarize_waiting(found),
+               'next_steps': next_steps(found, program), 'slurm': slurm, **found}
+    session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
+    return 0
+
+
+def add_queue(allocations: Sequence[Dict[str, Any]], queue: Queue) -> Dict[str, Any]:
+    """Add to each allocation what Slurm says of it, as `queue`, None if nothing. Whether Slurm was asked."""
+    for row in allocations if not queue.error else ():
+        found, row['queue'] = queue.jobs.get(str(row['slurm_job_id'])), None
+        if found:
+            reason = find_slurm_reason(found.reason)
+            row['queue'] = dict(found._asdict(), reason_meaning=reason and reason.meaning,
+                                is_final=bool(reason and reason.is_final))
+    return {'asked_at': queue.asked_at, 'error': queue.error or None}
+
+
 # ======== 20e. Clusters: commands that plan allocations ========
 #
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
@@ -27250,6 +27610,7 @@ COMMANDS = (
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
+    Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
@@ -27381,6 +27742,8 @@ COMMANDS = (
     Command('workflows execution-plan', cmd_execution_plan, 'show the order in which jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
         'workflows execution-plan examples/diamond.yaml'),
+    Command('workflows diagnose', cmd_diagnose, "compare the run times of ready jobs with nodes' time left",
+        (ASKED_WF,), 'workflows diagnose 1'),
     Command('workflows check-resources', cmd_check_resources,
         'compare what jobs used with what they asked for', (
         ASKED_WF, Argument('-r --run-id', 'N', 'only of this run', at_least(0)),
