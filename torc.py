@@ -366,6 +366,30 @@ ENVIRONMENT = (
              'GPU indexes given to the job; CUDA_, HIP_ and ROCR_VISIBLE_DEVICES are the same'),
 )
 
+# Why jobs do not run, in the words of all who say so: a claim that brings nothing, a runner that leaves,
+# `status`, `jobs get` and `explain`, whose JSON has the keys of some as codes.
+WAIT_REASONS = {
+    'canceled':      'Workflow is canceled',
+    'uninitialized': 'the workflow is not initialized',
+    'limit':         'the limit is 0',
+    'not_ready':     'no job is ready: {}',
+    'prerequisites': 'waits for {}',
+    'no_runner':     'waits for a runner',
+    'allocation':    'waits for {}',
+    'action':        'waits until {} is carried out',
+    'busy':          'the runners that can take it are busy',
+    'next_turn':     'a runner can take it in its next turn',
+    'lacks':         'no runner or allocation can take it: it needs {}',
+    'cannot_run':    'jobs such as {} cannot run here: they need {}',
+    'labelled':      'the ready jobs have labels that this node lacks',
+    'other_labels':  "no ready job has labels that are all among this node's",
+    'time':          'every ready job needs at least {}, and only {} are left',
+    'scheduler':     'every ready job is bound to another scheduler',
+    'no_room':       'no ready job fits what is free: the smallest needs {} CPUs, {} and {} GPUs on {} nodes',
+    'late':          'no job is started when less than {} s are left',
+    'stuck':         'of the jobs that are left ({}) none can run here',
+}
+
 # ---- limits ----
 MAX_LIST_ITEMS = 100000             # of one list answer, and of one bulk request
 MAX_INSTANCES = 1000000             # that parameters may make; --max-instances lifts it
@@ -6585,6 +6609,7 @@ class Service:
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
+        self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
         # Ids of the workflows whose updates are wanted; anything with `in`.
         self.watched = frozenset()          # type: Any
         self.updates = []                   # type: List[Union[Update, int]]  # int: of it, one too many
@@ -8882,33 +8907,111 @@ def claim(context: Context, state: WorkflowState, want: Values, node_id: Optiona
 def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
     """Why a claim brought nothing, in words that a user understands."""
     if state.is_canceled:
-        return 'Workflow is canceled'
+        return WAIT_REASONS['canceled']
     if want['limit'] <= 0:
-        return 'the limit is 0'
+        return WAIT_REASONS['limit']
     if not context.one(KIND_QUERY, (state.id,)):
         waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
-        return 'no job is ready: ' + (', '.join(waiting) or 'there are none')
+        return WAIT_REASONS['not_ready'].format(', '.join(waiting) or 'there are none')
     kinds = ready_kinds(context, state.id, want)
     incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
     if incompatible and all(lacks_of(kind, want) for kind in kinds):
         return '; '.join(incompatible)
     if not kinds:
-        return "the ready jobs have labels that this node lacks" if not want.get('labels') else \
-            "no ready job has labels that are all among this node's"
+        return WAIT_REASONS['other_labels' if want.get('labels') else 'labelled']
     limit_s = parse_time_limit(want)
     if limit_s is not None and all(kind.runtime_s > limit_s for kind in kinds):
         shortest_s = min(kind.runtime_s for kind in kinds)
-        return (f'every ready job needs at least {format_duration(shortest_s)}, '
-                f'and only {format_duration(limit_s)} are left')
+        return WAIT_REASONS['time'].format(format_duration(shortest_s), format_duration(limit_s))
     if want.get('strict') and not kinds_by_turn(kinds, want):
-        return 'every ready job is bound to another scheduler'
+        return WAIT_REASONS['scheduler']
     smallest = min(kinds, key=lambda kind: (kind.num_nodes, kind.num_cpus, kind.memory_bytes, kind.num_gpus))
-    return (f'no ready job fits what is free: the smallest needs {smallest.num_cpus} CPUs, '
-            f'{format_memory(smallest.memory_bytes)} and '
-            f'{smallest.num_gpus} GPUs on {smallest.num_nodes} nodes')
+    return WAIT_REASONS['no_room'].format(smallest.num_cpus, format_memory(smallest.memory_bytes),
+                                          smallest.num_gpus, smallest.num_nodes)
 
 
 INCOMPATIBLE_SHOWN = 5
+
+
+class Offer(Row):
+    """What a runner offers to jobs: one at work, or that of an allocation which is to come."""
+    labels: Tuple[str, ...]
+    size: Optional[Capacity]    # of the largest of its nodes; None: it asks for jobs of any size
+    num_nodes: int = 1
+    limit_s: Optional[int] = None       # it takes jobs up to this runtime, the grace included; None: any
+    scheduler_id: Optional[int] = None  # it takes only jobs bound to this one, or to none; None: any
+
+
+class Dimension(Row):
+    """One thing of which jobs need, and runners have, a certain amount."""
+    name: str
+    needs: Callable[[Kind], int]
+    has: Callable[[Offer], float]
+    words: str                      # of an amount, for people
+    format: Callable[[Any], str]
+    option: str = ''                # of `run`, which sets what a runner has
+    field: str = ''                 # of a Slurm scheduler, which sets what its allocations have
+
+
+def format_left(limit_s: float) -> str:
+    """The time that is left until a limit for claims, for people."""
+    return f'{format_duration(max(0, limit_s - CLAIM_GRACE_S))} left'
+
+
+DIMENSIONS = (
+    Dimension('cpus', lambda kind: kind.num_cpus, lambda offer: offer.size.num_cpus, '{} CPUs', str,
+              '--num-cpus', 'ntasks_per_node'),
+    Dimension('memory', lambda kind: kind.memory_bytes, lambda offer: offer.size.memory_bytes,
+              '{} of memory', format_memory, '--memory-gb', 'mem'),
+    Dimension('gpus', lambda kind: kind.num_gpus, lambda offer: offer.size.num_gpus, '{} GPUs', str,
+              '--num-gpus', 'gres'),
+    Dimension('nodes', lambda kind: kind.num_nodes, lambda offer: offer.num_nodes, '{} nodes', str, '',
+              'nodes'),
+    Dimension('runtime', lambda kind: kind.runtime_s,
+              lambda offer: math.inf if offer.limit_s is None else offer.limit_s, 'a runtime of {}',
+              format_duration, '--time-limit, --end-time', 'walltime'),
+)
+
+
+class Lack(Row):
+    """What a kind of jobs needs and an offer does not have, in words."""
+    name: str       # of a dimension; labels, scheduler
+    needs: str
+    has: str = ''   # '' where there is no amount
+
+
+def find_lacks(kind: Kind, offer: Offer, by: str = 'option') -> List[Lack]:
+    """What jobs of a kind need and an offer will never have. `by`: the column of DIMENSIONS with the cure."""
+    lacks = []
+    labels = set(json.loads(kind.labels)) if kind.labels else set()
+    if labels and not labels.issubset(offer.labels):
+        lacks.append(Lack('labels', f"a runner with --label {','.join(sorted(labels))}"))
+    elif offer.labels and not labels:
+        lacks.append(Lack('labels', 'a runner without --label'))
+    if None not in (offer.scheduler_id, kind.scheduler_id) and offer.scheduler_id != kind.scheduler_id:
+        lacks.append(Lack('scheduler', f'an allocation of scheduler {kind.scheduler_id}'))
+    for dimension in DIMENSIONS if offer.size is not None else ():
+        needs, has = dimension.needs(kind), dimension.has(offer)
+        if needs > has:
+            show = format_left if dimension.name == 'runtime' else dimension.format
+            cure = getattr(dimension, by)
+            lacks.append(Lack(dimension.name, dimension.words.format(dimension.format(needs)),
+                              show(has) + (f' ({cure})' if cure else '')))
+    return lacks
+
+
+def format_lack(lack: Lack, place: str = 'this runner') -> str:
+    """One lack, of a place."""
+    return f'{lack.needs}, and {place} has {lack.has}' if lack.has else lack.needs
+
+
+def offer_of(want: Values) -> Offer:
+    """What a claim offers: the sizes of the nodes, if it states them, whatever is free of them."""
+    labels = tuple(want.get('labels') or ())
+    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
+        return Offer(labels, None)
+    sizes = node_sizes(want)
+    return Offer(labels, Capacity(*map(max, zip(*sizes))), len(sizes), parse_time_limit(want))
 
 
 def lacks_of(kind: Kind, want: Values) -> List[str]:
@@ -8916,24 +9019,9 @@ def lacks_of(kind: Kind, want: Values) -> List[str]:
 
     A labelled runner skips jobs of other labels: that is no lack.
     """
-    labels = set(json.loads(kind.labels)) if kind.labels else set()
-    if want.get('labels') and not (labels and labels.issubset(want['labels'])):
-        return []
-    lacks = [f"a runner with --label {','.join(sorted(labels))}"] if labels and not want.get('labels') else []
-    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
-        return lacks
-    sizes = node_sizes(want)
-    size = Capacity(*map(max, zip(*sizes)))
-    limit_s = parse_time_limit(want)
-    left = format_duration(max(0, (limit_s or 0) - CLAIM_GRACE_S))
-    return lacks + [f'{needs}, and this runner has {has}' for is_lacking, needs, has in (
-        (kind.num_cpus > size.num_cpus, f'{kind.num_cpus} CPUs', f'{size.num_cpus} (--num-cpus)'),
-        (kind.memory_bytes > size.memory_bytes, f'{format_memory(kind.memory_bytes)} of memory',
-         f'{format_memory(size.memory_bytes)} (--memory-gb)'),
-        (kind.num_gpus > size.num_gpus, f'{kind.num_gpus} GPUs', f'{size.num_gpus} (--num-gpus)'),
-        (kind.num_nodes > len(sizes), f'{kind.num_nodes} nodes', str(len(sizes))),
-        (limit_s is not None and kind.runtime_s > limit_s, f'a runtime of {format_duration(kind.runtime_s)}',
-         f'{left} left (--time-limit, --end-time)')) if is_lacking]
+    lacks = find_lacks(kind, offer_of(want))
+    is_skipped = want.get('labels') and any(lack.name == 'labels' for lack in lacks)
+    return [] if is_skipped else [format_lack(lack) for lack in lacks]
 
 
 def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kinds: str,
@@ -8950,7 +9038,7 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kin
     for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
         some = sql_list(kind_ids[:500])
         name = context.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
-        found += [f'jobs such as {name} cannot run here: they need {reason}'] if name is not None else []
+        found += [WAIT_REASONS['cannot_run'].format(name, reason)] if name is not None else []
     return found
 
 
@@ -9359,7 +9447,7 @@ ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was ca
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
-IDLE_REASONS = {READY: 'waits for a runner', UNINITIALIZED: 'the workflow is not initialized'}
+IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
 
@@ -9376,7 +9464,7 @@ def explain_job(context: Context, job_id: int) -> Values:
         condition = f'need.status IN {sql_list(UNFINISHED)}'
         found = context.rows(f'SELECT need.name, need.status {PREREQUISITES} AND {condition}', (job_id,))
         names = [f'{name} ({STATUS_NAMES[status]})' for name, status in found]
-        reason = f'waits for {first_of(names, FAILURES_EXPLAINED)}'
+        reason = WAIT_REASONS['prerequisites'].format(first_of(names, FAILURES_EXPLAINED))
     else:
         reason = IDLE_REASONS.get(job.status)
     return dict(answer, reason=reason) if reason else answer
@@ -10070,6 +10158,7 @@ def release_node(context: Context, node_id: int) -> None:
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
     context.service.turns.pop(node_id, None)
+    context.service.wants.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
@@ -10155,6 +10244,8 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
         answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
     want = body.get('want')
+    if want:
+        context.service.wants[node_id] = want
     chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
     is_asked_why = want and not chosen and body.get('explain')
@@ -10400,6 +10491,282 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     active = 'SELECT 1 FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND id <> ? LIMIT 1'
     queued = "SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status = 'pending' LIMIT 1"
     return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
+
+
+# -------- why nothing runs --------
+#
+# By job class and by kind of offer, never by job, and every list is bounded: 100,000 jobs are explained in
+# the time of a few queries.
+
+WAITING_EXPLAINED = 50          # groups of ready jobs, actions, runners
+ALLOCATIONS_EXPLAINED = 1000
+MOST_COMPARISONS = 50000        # of a job class with an offer: 0.2 s
+# Of what a job waits for, the nearest first; `lacks` and `no_runner` are left where none of these holds.
+NEAREST_REASONS = ('next_turn', 'busy', 'allocation', 'action', 'late')
+# Of an action that is due, and of one whose trigger is still to come.
+DUE_REASONS = {
+    'on_worker_start': 'the next runner that starts carries it out',
+    'on_worker_complete': 'the next runner that ends carries it out',
+    'schedule_nodes': 'is due: `submit` or a runner carries it out',
+    'run_commands': 'is due: a runner carries it out'}
+TRIGGER_REASONS = {
+    'on_workflow_start': 'waits for the start of the workflow',
+    'on_workflow_complete': 'waits for the end of the workflow',
+    'on_worker_start': 'waits for the start of a runner',
+    'on_worker_complete': 'waits for the end of a runner',
+    'on_jobs_ready': 'waits until its jobs are ready: {} of {} are, not yet {}',
+    'on_jobs_complete': 'waits until its jobs have ended: {} of {} have, not yet {}'}
+
+
+ALLOCATION_COLUMNS = (
+    'scheduler.name, scheduler.partition, scheduler.nodes, scheduler.walltime, scheduler.mem, '
+    "scheduler.gres, scheduler.ntasks_per_node, ifnull(scheduler.extra, '') || "
+    "(SELECT ifnull(slurm_defaults, '') FROM workflow "
+    'WHERE id = scheduler.workflow_id)')
+ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem', 'gres')
+
+
+class Place(Row):
+    """Where ready jobs may run: runners at work, or allocations to come, that offer the same; one of them."""
+    offer: Offer
+    reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
+    name: str       # for people
+    by: str         # column of DIMENSIONS that says how to change what it offers
+
+
+def explain_waiting(context: Context, workflow_id: int) -> Values:
+    """Which ready jobs no runner or allocation can take, and what all others wait for."""
+    runners = describe_runners(context, workflow_id)
+    allocations = describe_allocations(context, workflow_id, runners)
+    state = workflow_state(context, workflow_id)
+    places = find_places(context, workflow_id, runners, allocations)
+    return {'status': get_workflow_status(context, workflow_id),
+            'explanation': explain_workflow(context, workflow_id),
+            'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
+            'ready': [] if state.is_canceled else explain_ready(context, workflow_id, places),
+            'actions': [] if state.is_canceled else explain_actions(context, workflow_id)}
+
+
+def describe_runners(context: Context, workflow_id: int) -> List[Values]:
+    """The active compute nodes: what they have, how long they last, and how many jobs they have in hand."""
+    jobs = dict(context.rows('SELECT compute_node_id, count(*) FROM job WHERE workflow_id = ? '
+                             f'AND status IN {sql_list(ACTIVE)} GROUP BY compute_node_id', (workflow_id,)))
+    slurm_jobs, runners = slurm_jobs_of_nodes(context, workflow_id), []
+    for node in context.select('compute_node', 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id',
+                               (workflow_id,)):
+        end_time = node.get('end_time')
+        left_s = None if end_time is None else max(0, int(parse_time(end_time) - context.now()))
+        runners.append({
+            'compute_node_id': node['id'], 'hostname': node['hostname'],
+            'compute_node_type': node['compute_node_type'], 'num_cpus': node['num_cpus'],
+            'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
+            'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs.get(node['id']),
+            'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
+            'remaining_seconds': left_s})
+    return runners
+
+
+def describe_allocations(context: Context, workflow_id: int, runners: Sequence[Values]) -> List[Values]:
+    """The pending and active allocations, with the Slurm job, the scheduler, and the runners in it."""
+    members = collections.defaultdict(list)     # type: Dict[Any, List[Values]]
+    for runner in runners:
+        members[runner['slurm_job_id']].append(runner)
+    rows = context.rows(
+        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, '
+        f'{ALLOCATION_COLUMNS} FROM scheduled_compute_node allocation LEFT JOIN slurm_scheduler scheduler '
+        'ON scheduler.id = allocation.scheduler_config_id WHERE allocation.workflow_id = ? '
+        "AND allocation.status IN ('pending', 'active') ORDER BY allocation.id", (workflow_id,))
+    found = []
+    for allocation_id, slurm_job_id, status, config_id, *cells in rows:
+        mine = members.get(str(slurm_job_id), [])
+        left = [runner['remaining_seconds'] for runner in mine]
+        found.append({
+            'allocation_id': allocation_id, 'slurm_job_id': slurm_job_id, 'status': status,
+            'scheduler_config_id': config_id, **describe_scheduler(cells), 'num_runners': len(mine),
+            'num_jobs': sum(runner['num_jobs'] for runner in mine),
+            'remaining_seconds': max((left_s for left_s in left if left_s is not None), default=None)})
+    return found
+
+
+def describe_scheduler(cells: Cells) -> Values:
+    """What ALLOCATION_COLUMNS say of an allocation; None: what its nodes have is left to other options."""
+    *cells, num_cpus, options = cells
+    described, options = dict(zip(ALLOCATION_KEYS, cells)), options or ''
+    has_cpus = num_cpus and not ('cpus-per-task' in options or 'exclusive' in options)
+    return dict(described, num_cpus=num_cpus if has_cpus else None,
+                num_gpus=None if 'gpu' in options else count_gpus(described['gres'] or ''))
+
+
+def due_allocations(context: Context, workflow_id: int) -> List[Values]:
+    """What the schedule_nodes actions will allocate that are due."""
+    found = []
+    for action in context.select('workflow_action', *due_condition(workflow_id, (),
+                                                                   "AND action_type = 'schedule_nodes'")):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        cells = context.one(f'SELECT {ALLOCATION_COLUMNS} FROM slurm_scheduler scheduler WHERE id = ?',
+                            (config.get('scheduler_id'),))
+        if cells:
+            found.append(dict(describe_scheduler(cells), action_id=action['id']))
+    return found
+
+
+def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
+                allocations: Sequence[Values]) -> List[Place]:
+    """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
+    places = [place_of_runner(context, runner) for runner in runners]
+    places += [place_of_allocation(row, 'allocation') for row in allocations if row['status'] == 'pending']
+    places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
+    longest = {}    # type: Dict[Any, Place]
+    for place in places:
+        key = place.offer._replace(limit_s=None), place.reason
+        limits = [math.inf if each.offer.limit_s is None else each.offer.limit_s
+                  for each in (place, longest.get(key, place))]
+        if key not in longest or limits[0] > limits[1]:
+            longest[key] = place
+    return list(longest.values())
+
+
+def place_of_runner(context: Context, runner: Values) -> Place:
+    """What a runner offers: as it last asked for work, else what its record says."""
+    want, left_s = context.service.wants.get(runner['compute_node_id']), runner['remaining_seconds']
+    limit_s = None if left_s is None else left_s + CLAIM_GRACE_S
+    if want:
+        offer = offer_of(want)._replace(limit_s=limit_s)
+        if want.get('strict'):
+            offer = offer._replace(scheduler_id=want.get('scheduler_config_id') or 0)
+    else:       # its record has the totals of its nodes
+        number = max(1, runner['num_nodes'])
+        size = Capacity(runner['num_cpus'] // number, int(runner['memory_gb'] * 1024 ** 3 / number),
+                        runner['num_gpus'] // number)
+        offer = Offer(tuple(runner['labels']), size, number, limit_s)
+    is_late = offer.size is None and left_s is not None and left_s < min_time_for_new_jobs(context, runner)
+    return Place(offer, 'late' if is_late else 'busy' if runner['num_jobs'] else 'next_turn',
+                 f"compute node {runner['compute_node_id']} ({runner['hostname']})",
+                 'field' if runner['scheduler_config_id'] else 'option')
+
+
+def min_time_for_new_jobs(context: Context, runner: Values) -> int:
+    """So many seconds must be left for a runner that looks at no resources to start a job."""
+    return context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = '
+                         '(SELECT workflow_id FROM compute_node WHERE id = ?)', (runner['compute_node_id'],))
+
+
+def place_of_allocation(row: Values, what: str) -> Place:
+    """What an allocation, or that of an action, will offer by its scheduler, which may leave things open."""
+    mem, walltime, num_gpus = row['mem'], row['walltime'], row['num_gpus']
+    try:
+        memory_bytes = parse_requested_memory(mem or '0') or MAX_INTEGER    # 0: all that a node has
+        limit_s = parse_walltime(walltime) + CLAIM_GRACE_S if walltime else None
+    except ValueError:      # the API takes any text
+        memory_bytes, limit_s = MAX_INTEGER, None
+    size = Capacity(row['num_cpus'] or MAX_INTEGER, memory_bytes,
+                    MAX_INTEGER if num_gpus is None else num_gpus)
+    name = f"{what} {row[f'{what}_id']}"
+    if row['scheduler_name']:
+        name += f" (scheduler {row['scheduler_name']})"
+    return Place(Offer((), size, row['num_nodes'] or MAX_INTEGER, limit_s), what, name, 'field')
+
+
+def explain_ready(context: Context, workflow_id: int, places: Sequence[Place]) -> List[Values]:
+    """What ready jobs wait for, those with the same reason together; what will never run comes first."""
+    counts = dict(context.rows(
+        f'SELECT id, (SELECT count(*) FROM job WHERE kind_id = job_kind.id AND status = {READY}) AS number '
+        'FROM job_kind WHERE workflow_id = ? AND number > 0 ORDER BY number DESC LIMIT ?',
+        (workflow_id, MOST_COMPARISONS // max(1, len(places)) + WAITING_EXPLAINED)))
+    groups = {}     # type: Dict[Tuple[str, str], Values]
+    for kind in (Kind(*row) for row in context.rows(ALL_KINDS_QUERY, (workflow_id,)) if row[0] in counts):
+        code, reason, lacks = explain_kind(kind, places)
+        group = groups.setdefault((code, reason), {
+            'code': code, 'reason': reason, 'lacks': [lack._asdict() for lack in lacks], 'count': 0,
+            'num_cpus': kind.num_cpus, 'memory_bytes': kind.memory_bytes, 'num_gpus': kind.num_gpus,
+            'num_nodes': kind.num_nodes, 'runtime_seconds': kind.runtime_s, 'priority': kind.priority,
+            'labels': json.loads(kind.labels) if kind.labels else [],
+            'scheduler_config_id': kind.scheduler_id, 'job_id': take_ready(context, kind.id, 1)[0]})
+        group['count'] += counts[kind.id]
+    order = ('lacks', 'no_runner', *reversed(NEAREST_REASONS))
+    found = sorted(groups.values(), key=lambda group: (order.index(group['code']), -group['count']))
+    for group in found[:WAITING_EXPLAINED]:
+        group['job_name'] = context.value('SELECT name FROM job WHERE id = ?', (group['job_id'],))
+    return found[:WAITING_EXPLAINED]
+
+
+def explain_kind(kind: Kind, places: Sequence[Place]) -> Tuple[str, str, List[Lack]]:
+    """(key of WAIT_REASONS, reason, what is lacking) of ready jobs: of the place where they come nearest."""
+    if not places:
+        return 'no_runner', WAIT_REASONS['no_runner'], []
+    lacks, place = min(((find_lacks(kind, place.offer, place.by), place) for place in places),
+                       key=lambda pair: (len(pair[0]), NEAREST_REASONS.index(pair[1].reason)))
+    if lacks:
+        needs = '; '.join(format_lack(lack, place.name) for lack in lacks)
+        return 'lacks', WAIT_REASONS['lacks'].format(needs), lacks
+    return place.reason, WAIT_REASONS[place.reason].format(place.name), []
+
+
+def explain_actions(context: Context, workflow_id: int) -> List[Values]:
+    """The actions that are still to be carried out, or have failed, each with what it waits for."""
+    names = dict(context.rows('SELECT id, name FROM slurm_scheduler WHERE workflow_id = ?', (workflow_id,)))
+    found = []
+    for action in context.select('workflow_action', 'WHERE workflow_id = ? AND (executed = 0 OR failure '
+                                 'IS NOT NULL) ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        found.append({
+            'action_id': action['id'], 'trigger_type': action['trigger_type'],
+            'action_type': action['action_type'], 'trigger_count': action['trigger_count'],
+            'required_triggers': action['required_triggers'], 'executed': action['executed'],
+            'scheduler_name': names.get(config.get('scheduler_id')),
+            'num_allocations': config.get('num_allocations'), 'reason': explain_action(context, action)})
+    return found
+
+
+def explain_action(context: Context, action: Values) -> str:
+    """What an action waits for, or why it failed."""
+    trigger = action['trigger_type']
+    if action.get('failure'):
+        return f"failed: {action['failure']}"
+    if action['trigger_count'] >= action['required_triggers']:
+        return DUE_REASONS.get(trigger) or DUE_REASONS[action['action_type']]
+    rows = context.rows('SELECT job.name, job.status FROM action_job CROSS JOIN job ON job.id = job_id '
+                        'WHERE action_id = ? AND is_counted = 0 LIMIT ?',
+                        (action['id'], FAILURES_EXPLAINED + 1))
+    awaited = [f'{name} ({STATUS_NAMES[status]})' for name, status in rows]
+    more = ' and others' if len(awaited) > FAILURES_EXPLAINED else ''
+    return TRIGGER_REASONS[trigger].format(action['trigger_count'], action['required_triggers'],
+                                           ', '.join(awaited[:FAILURES_EXPLAINED]) + more)
+
+
+def diagnose_workflow(context: Context, workflow_id: int) -> Values:
+    """The time that active nodes have left, beside the run times of ready jobs, as Torc's `diagnose`."""
+    ends = context.ids('SELECT end_time FROM compute_node WHERE workflow_id = ? AND is_active = 1',
+                       (workflow_id,))
+    left_s = sorted(max(0, int(parse_time(end) - context.now())) for end in ends if end is not None)
+    runtimes = context.rows(
+        f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) AS ready '
+        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+        'WHERE kind.workflow_id = ? AND ready > 0 ORDER BY runtime_s', (workflow_id,))
+    number, is_unlimited = sum(count for _, count in runtimes), len(ends) > len(left_s)
+    best_s = left_s[-1] + CLAIM_GRACE_S if left_s and not is_unlimited else math.inf
+    blocked = sum(count for runtime_s, count in runtimes if runtime_s > best_s)
+    longest_s = runtimes[-1][0] if runtimes else 0
+    return {'workflow_id': workflow_id, 'active_allocations': len(ends),
+            'allocations_with_walltime': len(left_s), 'allocations_unlimited': len(ends) - len(left_s),
+            'has_unlimited_allocation': is_unlimited, 'ready_jobs': number,
+            'ready_jobs_with_runtime': number,
+            'allocation_remaining': measure_span([(seconds, 1) for seconds in left_s]),
+            'ready_job_runtime': measure_span(runtimes), 'runtime_blocked_jobs': blocked,
+            'allocations_too_short_for_longest':
+                sum(seconds + CLAIM_GRACE_S < longest_s for seconds in left_s),
+            'runtime_blocked': blocked > 0}
+
+
+def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
+    """Number, least, median and most of sorted (seconds, how many times); None without any."""
+    if not counted:
+        return None
+    totals = list(itertools.accumulate(count for _, count in counted))
+    middle = [counted[bisect.bisect_right(totals, place)][0]
+              for place in ((totals[-1] - 1) // 2, totals[-1] // 2)]
+    return {'count': totals[-1], 'min_seconds': counted[0][0], 'median_seconds': sum(middle) // 2,
+            'max_seconds': counted[-1][0]}
 
 
 # ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
@@ -11376,6 +11743,10 @@ MODELS = {
     'IsUninitializedResponse': 'is_uninitialized:bool!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobCompletionError': 'job_id:int! message:str!',
+    'DiagnosisResponse': 'active_allocations:int! allocation_remaining:@SecondsSpan '
+        'allocations_too_short_for_longest:int! allocations_unlimited:int! allocations_with_walltime:int! '
+        'has_unlimited_allocation:bool! ready_job_runtime:@SecondsSpan ready_jobs:int! '
+        'ready_jobs_with_runtime:int! runtime_blocked:bool! runtime_blocked_jobs:int! workflow_id:int!',
     'JobExplanation': 'job_id:int! job_name:str! status:@JobStatus! reason:str return_code:int count:int',
     'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! '
         'workflow_id:int!',
@@ -11447,6 +11818,7 @@ MODELS = {
         'scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int!',
+    'SecondsSpan': 'count:int! max_seconds:int! median_seconds:int! min_seconds:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
     'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
@@ -11477,6 +11849,21 @@ MODELS = {
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
+    'WaitingAction': 'action_id:int! action_type:str! executed:bool! num_allocations:int reason:str! '
+        'required_triggers:int! scheduler_name:str trigger_count:int! trigger_type:str!',
+    'WaitingAllocation': 'allocation_id:int! gres:str mem:str num_cpus:int num_gpus:int num_jobs:int! '
+        'num_nodes:int num_runners:int! partition:str remaining_seconds:int scheduler_config_id:int '
+        'scheduler_name:str slurm_job_id:int! status:str! walltime:str',
+    'WaitingExplanation': 'actions:[@WaitingAction]! allocations:[@WaitingAllocation]! '
+        'explanation:@WorkflowExplanation! ready:[@WaitingJobs]! runners:[@WaitingRunner]! '
+        'status:@WorkflowStatusResponse!',
+    'WaitingJobs': 'code:str! count:int! job_id:int! job_name:str! labels:[str]! lacks:[@WaitingLack]! '
+        'memory_bytes:int! num_cpus:int! num_gpus:int! num_nodes:int! priority:int! reason:str! '
+        'runtime_seconds:int! scheduler_config_id:int',
+    'WaitingLack': 'has:str! name:str! needs:str!',
+    'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
+        'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
+        'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -11908,6 +12295,8 @@ ROUTES = (
     route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
     route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
     route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
+    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation'),
+    route_to('GET', 'diagnosis', diagnose_workflow, '@DiagnosisResponse'),
     route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
              query='ids:[int]!'),
     route_to('GET', 'is_complete', is_workflow_complete, '@IsCompleteResponse'),
@@ -19502,6 +19891,119 @@ def parse_slurm_state(text: str) -> str:
     return found[0] if len(found) == 1 else ''
 
 
+# -------- the queue --------
+
+
+class SlurmReason(Row):
+    """Why a job of Slurm has not started (squeue(1), JOB REASON CODES)."""
+    is_final: bool      # it will not start unless somebody changes something
+    meaning: str
+
+
+SLURM_REASONS = {
+    'None':                SlurmReason(False, 'Slurm has not looked at it yet'),
+    'Priority':            SlurmReason(False, 'jobs of higher priority come first'),
+    'Resources':           SlurmReason(False, 'it is the next for the nodes that it needs, which are busy'),
+    'BeginTime':           SlurmReason(False, 'its begin time has not come, as for minutes after a requeue'),
+    'Dependency':          SlurmReason(False, 'another job must end first'),
+    'JobArrayTaskLimit':   SlurmReason(False, 'its array runs as many tasks as it may'),
+    'Licenses':            SlurmReason(False, 'the licenses that it needs are in use'),
+    'NodeDown':            SlurmReason(False, 'a node that it needs is down'),
+    'ReqNodeNotAvail':     SlurmReason(False, 'a node that it needs is down, drained or reserved'),
+    'Reservation':         SlurmReason(False, 'its reservation has not begun'),
+    'PartitionDown':       SlurmReason(False, 'its partition is down'),
+    'PartitionInactive':   SlurmReason(False, 'its partition starts no jobs'),
+    'Prolog':              SlurmReason(False, 'its nodes are being prepared'),
+    'Cleaning':            SlurmReason(False, 'its last run is being cleaned up'),
+    'SystemFailure':       SlurmReason(False, 'Slurm, a file system or the network failed'),
+    'JobHeldUser':         SlurmReason(True, 'it is held: `scontrol release JOB`'),
+    'JobHeldAdmin':        SlurmReason(True, 'an administrator holds it'),
+    'JobHoldMaxRequeue':   SlurmReason(True, 'it is held: it was requeued too often'),
+    'launch failed requeued held': SlurmReason(True, 'it is held: it could not be started on its nodes'),
+    'DependencyNeverSatisfied':    SlurmReason(True, 'the job that it waits for has not ended as it should'),
+    'PartitionNodeLimit':  SlurmReason(True, 'its partition has, or allows, fewer nodes'),
+    'PartitionTimeLimit':  SlurmReason(True, 'its partition allows less time'),
+    'PartitionConfig':     SlurmReason(True, 'its partition does not allow what it asks for'),
+    'BadConstraints':      SlurmReason(True, 'no node can ever have what it asks for'),
+    'AccountNotAllowed':   SlurmReason(True, 'its account may not use its partition'),
+    'InvalidAccount':      SlurmReason(True, 'its account is not valid'),
+    'InvalidQOS':          SlurmReason(True, 'its quality of service is not valid'),
+    'QOSNotAllowed':       SlurmReason(True, 'its account or partition may not use its quality of service'),
+    'AssociationTimeLimit':        SlurmReason(True, 'its account or user is allowed less time'),
+    'QOSTimeLimit':        SlurmReason(True, 'its quality of service allows less time'),
+}
+LIMIT_REASON = SlurmReason(False, 'its user, account or quality of service uses all that it may')
+LIMIT_REASONS = ('Assoc', 'QOS', 'MaxCpuPerAccount', 'MaxMemPerAccount', 'MaxGRESPerAccount')
+QUEUE_AGE_S = 60.0      # for so long squeue's answer is used again, by all commands of the user on this host
+QUEUE_FORMAT = '%i|%T|%V|%S|%e|%P|%r'   # id, state, submission, start, end, partition, reason
+
+
+def find_slurm_reason(text: str) -> Optional[SlurmReason]:
+    """'ReqNodeNotAvail, UnavailableNodes:node3' -> its row of SLURM_REASONS; None for an unknown one."""
+    word = text.strip(' ()').partition(',')[0]
+    found = SLURM_REASONS.get(word)
+    return found or (LIMIT_REASON if word.startswith(LIMIT_REASONS) else None)
+
+
+class QueuedJob(Row):
+    """One of the user's jobs, as squeue lists it. Times are seconds since the epoch, None where unknown."""
+    state: str                      # of SLURM_STATES
+    submitted_at: Optional[float]
+    starts_at: Optional[float]      # started, or is expected to start
+    ends_at: Optional[float]
+    partition: str
+    reason: str
+
+
+class Queue(Row):
+    """All of the user's jobs in Slurm's queue, by their ids."""
+    jobs: Dict[str, QueuedJob]
+    asked_at: Optional[float]       # None: never
+    error: str                      # why that is not known; ''
+
+
+def queue_cache_path() -> str:
+    """Where squeue's last answer is kept: for each cluster, and each squeue, a file."""
+    cluster = '\0'.join((os.environ.get('SLURM_CONF', ''), slurm_program('squeue'), socket.gethostname()))
+    name = hashlib.sha256(cluster.encode('utf-8', 'surrogateescape')).hexdigest()[:16]
+    return os.path.join(state_directory(), 'slurm', f'queue-{name}')
+
+
+def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply]]:
+    """(when squeue was asked, its answer) if that was lately; None if not, or if it cannot be read."""
+    try:
+        with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
+            asked_at, code, out, err = json.load(file)
+        return (asked_at, Reply(code, out, err)) if 0 <= now - asked_at < QUEUE_AGE_S else None
+    except (OSError, Denied, ValueError, TypeError):
+        return None
+
+
+def ask_queue(now: float) -> Queue:
+    """The user's jobs from one squeue, not more than once a minute: what others need of the controller."""
+    if not has_slurm_program('squeue'):
+        return Queue({}, None, f'there is no {slurm_program("squeue")} on this machine')
+    path = queue_cache_path()
+    cached = read_cached_reply(path, now)
+    if cached is None:
+        cached = now, ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        # Without a place for it, the next command asks again.
+        with contextlib.suppress(OSError, Denied):
+            make_private_directory(os.path.dirname(path))
+            write_atomically(path, json.dumps([now, *cached[1]]).encode())
+    asked_at, reply = cached
+    if reply.code != 0:
+        return Queue({}, asked_at, f'squeue failed: {explain_reply(reply)}')
+    return Queue({row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, asked_at, '')
+
+
+def read_queue_row(row: Sequence[str]) -> QueuedJob:
+    """One line of squeue in QUEUE_FORMAT."""
+    _, state, submitted, start, end, partition, reason = row
+    return QueuedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
+                     parse_slurm_instant(end), partition, reason)
+
+
 # ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
 #
 # A profile describes a cluster's partitions: their nodes, limits, and how they are chosen. Two are built in;
@@ -24482,7 +24984,7 @@ class ExitRules:
         is_over = bool(limit_s) and idle_s >= limit_s
         if policy.is_too_late(self.shutdown.end - now):
             leave('deadline')
-            context.say(f'leaving: no job is started when less than {policy.min_time_s} s are left')
+            context.say('leaving: ' + WAIT_REASONS['late'].format(policy.min_time_s))
         elif self.watch.loss:
             if is_over:
                 leave('output')
@@ -24490,7 +24992,7 @@ class ExitRules:
                 context.say(f'leaving: {waited}, since {self.watch.loss}', 'warning')
         elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
             leave('stuck')
-            context.say(f"leaving: of the jobs that are left ({answer['unfinished']}) none can run here")
+            context.say('leaving: ' + WAIT_REASONS['stuck'].format(answer['unfinished']))
         elif is_over and not pending:
             leave('idle')
             context.say(f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds). '
@@ -25093,8 +25595,12 @@ def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int,
     return lines
 
 
-def format_explanation(status: Dict[str, Any], style: Style, program: str) -> List[str]:
-    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal."""
+def format_explanation(status: Dict[str, Any], style: Style, program: str,
+                       is_part: bool = False) -> List[str]:
+    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal.
+
+    With `is_part` more is said elsewhere, of ready jobs.
+    """
     counts, number = status['jobs_by_status'], status['workflow_id']
     why = status.get('explanation')
     found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number, program) if why else []
@@ -25102,7 +25608,7 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str) -> Li
         found += explain_others(why, counts, number, program)
     for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
-    if counts['ready'] and not status['is_canceled'] and not status['active_compute_nodes']:
+    if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
         found.append(('ready', f"{counts['ready']} ready wait for a runner: {program} run {number}"))
     lines = []
     for name, text in found:
@@ -25130,13 +25636,190 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
         times = f"wall time {format_seconds(status['walltime_seconds'])}, {times}"
     lines.append('  ' + times[0].upper() + times[1:])
     nodes = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
-    lines += ([f"  {', '.join(nodes)}"] if nodes else []) + ['']
+    lines += [f"  {', '.join(nodes)}"] if nodes else []
+    rows = status.get('allocations') or []
+    lines += [f'    {printable_line(format_allocation(row))}' for row in rows[:FAILURES_SHOWN]]
+    lines += [f'    {len(rows) - FAILURES_SHOWN} more allocations'] if len(rows) > FAILURES_SHOWN else []
+    lines.append('')
     explained = format_explanation(status, style, program)
     lines += explained + [''] if explained else []
     kind, sentence = verdict_of(status)
     mark, ascii_mark, colour = VERDICTS[kind]
     lines.append(paint(f'{mark if style.is_unicode else ascii_mark} {sentence}', colour, style))
     return '\n'.join(lines) + '\n'
+
+
+# -------- why nothing runs --------
+
+WAITING_SUMMARY = {     # code of a group of ready jobs -> what a summary says of so many
+    'lacks': '{} ready fit no runner or allocation', 'no_runner': '{} ready wait for a runner',
+    'late': '{} ready wait for a runner with more time left',
+    'action': '{} ready wait for an action that allocates nodes',
+    'allocation': '{} ready wait for a pending allocation', 'busy': '{} ready wait for busy runners',
+    'next_turn': '{} ready are about to be taken'}
+RUNNERS_SHOWN = 5
+ALLOCATIONS_SHOWN = 20
+
+
+def summarize_waiting(waiting: Dict[str, Any]) -> str:
+    """Answer of explain_waiting -> why nothing, or not everything, runs, in one sentence."""
+    status = waiting['status']
+    counts, running = status['jobs_by_status'], status['jobs_by_status']['running']
+    if status['is_canceled'] or status['is_complete']:
+        return verdict_of(status)[1]
+    ready = collections.Counter()   # type: Dict[str, int]
+    for group in waiting['ready']:
+        ready[group['code']] += group['count']
+    parts = [words.format(ready[code]) for code, words in WAITING_SUMMARY.items() if ready[code]]
+    for name, words in (('pending', '{} are being started'), ('blocked', '{} blocked wait for other jobs'),
+                        ('pending_failed', '{} failed wait for a decision'),
+                        ('uninitialized', '{} are not initialized')):
+        parts += [words.format(counts[name])] if counts[name] else []
+    failed = [action for action in waiting['actions'] if action['reason'].startswith('failed: ')]
+    parts += [f'{len(failed)} actions failed'] if failed else []
+    head = f'{running} of {status["total_jobs"]} jobs run' if running else 'Nothing runs'
+    return f"{head}: {', '.join(parts)}" if parts else head
+
+
+def format_ready_group(group: Dict[str, Any]) -> str:
+    """A group of ready jobs, with what the first of them needs."""
+    needs = [f"{group['num_cpus']} CPUs", format_memory(group['memory_bytes'])]
+    needs += [f"{group['num_gpus']} GPUs"] if group['num_gpus'] else []
+    needs += [f"{group['num_nodes']} nodes"] if group['num_nodes'] > 1 else []
+    needs += [f"label {','.join(group['labels'])}"] if group['labels'] else []
+    more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
+    return (f"{group['job_name']}{more} ({', '.join(needs)}, {format_elapsed(group['runtime_seconds'])}): "
+            f"{group['reason']}")
+
+
+def format_allocation(row: Dict[str, Any], now: float = 0.0) -> str:
+    """An allocation: Slurm job, scheduler, how long it lasts, or what it waits for. `now` is in seconds."""
+    number = f"Slurm job {row['slurm_job_id']}" if row['slurm_job_id'] > 0 else 'is being submitted'
+    parts = [f"scheduler {row['scheduler_name']}"] if row['scheduler_name'] else []
+    parts += [f"partition {row['partition']}"] if row['partition'] else []
+    parts += [f"{row['num_nodes']} nodes"] if (row['num_nodes'] or 1) > 1 else []
+    parts += [row['walltime']] if row['walltime'] else []
+    about = f" ({', '.join(parts)})" if parts else ''
+    return f"allocation {row['allocation_id']}: {number}{about}: {'; '.join(allocation_state(row, now))}"
+
+
+def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
+    """What is to be said of the state of an allocation, as the server and, if it was asked, Slurm know it."""
+    queued, found = row.get('queue'), [row['status']]
+    if row['status'] == 'active':
+        found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
+                     'none of its runners is at work')
+        if row['remaining_seconds'] is not None:
+            found.append(f"{format_elapsed(row['remaining_seconds'])} left")
+    if queued is None:
+        return found + (['Slurm does not list it any more'] if 'queue' in row else [])
+    if queued['state'] == 'PENDING':
+        meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
+        found.append(f"Slurm says {queued['reason']}{meaning}")
+        if queued['submitted_at']:
+            found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
+        if queued['starts_at'] and queued['starts_at'] > now:
+            found.append(f"Slurm expects its start in {format_elapsed(queued['starts_at'] - now)}")
+    elif queued['state'] != 'RUNNING' or row['status'] == 'pending':
+        state = SLURM_STATES.get(queued['state'])
+        found.append(f"Slurm says {queued['state']}: it {state.meaning}" if state else
+                     'Slurm says nothing of its state')
+        if queued['state'] == 'RUNNING':
+            found.append('its runner has not reported yet')
+    return found
+
+
+def format_queue_report(slurm: Dict[str, Any], now: float) -> str:
+    """Whether Slurm was asked, and when."""
+    if slurm['error']:
+        return f"Slurm could not be asked: {slurm['error']}"
+    age_s = max(0.0, now - slurm['asked_at'])
+    return f'Slurm was asked {format_elapsed(age_s)} ago' if age_s >= 1 else 'Slurm was asked just now'
+
+
+def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
+                   program: str = 'torc.py') -> str:
+    """The answer of `explain` for people: a sentence, then what waits for what, and what to do."""
+    status = waiting['status']
+    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"
+    parts = {
+        'Ready jobs': [format_ready_group(group) for group in waiting['ready']],
+        'Allocations': [format_allocation(row, now) for row in waiting['allocations'][:ALLOCATIONS_SHOWN]],
+        'Runners': [format_runner(runner) for runner in waiting['runners'][:RUNNERS_SHOWN]],
+        'Actions': [format_waiting_action(action) for action in waiting['actions']]}
+    hidden = {
+        'Ready jobs': status['jobs_by_status']['ready'] * (not status['is_canceled'])
+        - sum(group['count'] for group in waiting['ready']),
+        'Allocations': status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+        - len(parts['Allocations']),
+        'Runners': status['active_compute_nodes'] - len(parts['Runners'])}
+    for name, number in hidden.items():
+        parts[name] += [f'{number} more'] if number > 0 else []
+    if waiting['slurm']:
+        parts['Allocations'].append(format_queue_report(waiting['slurm'], now))
+    lines = [printable_line(title), '', waiting['summary']]
+    explained = format_explanation(dict(status, explanation=waiting['explanation']), style, program, True)
+    lines += [''] + explained if explained else []
+    for name, found in parts.items():
+        lines += ['', name] + [f'  {printable_line(text)}' for text in found] if found else []
+    lines += [''] + waiting['next_steps'] if waiting['next_steps'] else []
+    return '\n'.join(lines) + '\n'
+
+
+def format_runner(runner: Dict[str, Any]) -> str:
+    """A compute node at work: what it has, and how busy it is."""
+    has = (f"{runner['num_cpus']} CPUs, {runner['memory_gb']:.1f}GB, {runner['num_gpus']} GPUs"
+           + (f" on {runner['num_nodes']} nodes" if runner['num_nodes'] > 1 else ''))
+    left = runner['remaining_seconds']
+    about = [f"Slurm job {runner['slurm_job_id']}"] if runner['slurm_job_id'] else []
+    about += [f"label {','.join(runner['labels'])}"] if runner['labels'] else []
+    about += [f"{runner['num_jobs']} jobs"] + ([f'{format_elapsed(left)} left'] if left is not None else [])
+    return f"compute node {runner['compute_node_id']} ({runner['hostname']}), {has}: {', '.join(about)}"
+
+
+def format_waiting_action(action: Dict[str, Any]) -> str:
+    """An action that is still to be carried out."""
+    what = action['action_type']
+    if action['scheduler_name']:
+        what += f" {action['num_allocations'] or 1} x {action['scheduler_name']}"
+    return f"action {action['action_id']} ({what}, {action['trigger_type']}): {action['reason']}"
+
+
+def format_diagnosis(found: Dict[str, Any]) -> str:
+    """Answer of diagnose_workflow, for people."""
+    def span(name: str, key: str) -> str:
+        times = found[key]
+        return f'  {name:24}' + (', '.join(
+            f"{word} {format_elapsed(times[f'{word}_seconds'])}" for word in ('min', 'median', 'max'))
+            if times else '-')
+    lines = [
+        f"Workflow {found['workflow_id']}: {found['active_allocations']} compute nodes at work "
+        f"({found['allocations_unlimited']} without an end), {found['ready_jobs']} ready jobs", '',
+        span('time left of nodes', 'allocation_remaining'),
+        span('run time of ready jobs', 'ready_job_runtime'), '']
+    lines.append(f"{found['runtime_blocked_jobs']} ready jobs need more time than any active node has left"
+                 if found['runtime_blocked'] else
+                 'No ready job needs more time than the active nodes have left')
+    return format_lines(lines)
+
+
+def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
+    """Commands that help, for a workflow that stands still. `program` begins them."""
+    status, number = waiting['status'], waiting['status']['workflow_id']
+    counts, codes = status['jobs_by_status'], {group['code'] for group in waiting['ready']}
+    has_schedule = any(action['action_type'] == 'schedule_nodes' and not action['executed']
+                       and action['trigger_count'] >= action['required_triggers']
+                       for action in waiting['actions'])
+    steps = []
+    if status['is_canceled'] or status['is_complete']:
+        return []
+    if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
+        steps.append(f'Start runners: {program} run {number}' +
+                     (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if 'lacks' in codes:
+        steps.append('Ask for less, or offer more: '
+                     f'{program} resource-requirements list {number}; {program} slurm list {number}')
+    return steps
 
 
 # -------- progress --------
@@ -27357,6 +28040,9 @@ def cmd_status(session: Session, args: Arguments) -> int:
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
         status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
+    if status['pending_scheduled_nodes'] or status['active_scheduled_nodes']:
+        waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
+        status['allocations'] = waiting.get('allocations', [])
     style = style_of(session.out, os.environ)
     session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
@@ -27364,6 +28050,13 @@ def cmd_status(session: Session, args: Arguments) -> int:
     if status.get('runtime_blocked_ready_jobs'):
         count = status['runtime_blocked_ready_jobs']
         session.report(f'warning: {count} ready jobs need more time than any active node has left')
+    return 0
+
+
+def cmd_diagnose(session: Session, args: Arguments) -> int:
+    """Whether ready jobs need more time than the active nodes have left."""
+    found = session.call('diagnose_workflow', workflow_id=choose_workflow(session, args))
+    session.answer(found, format_diagnosis(found))
     return 0
 
 
@@ -29684,6 +30377,30 @@ def format_issues(answer: Dict[str, Any]) -> str:
     return format_lines(lines)
 
 
+# -------- explain --------
+
+def cmd_explain(session: Session, args: Arguments) -> int:
+    """Why nothing runs, or not everything."""
+    found = session.call('explain_waiting', workflow_id=choose_workflow(session, args))
+    slurm = add_queue(found['allocations'], ask_queue(time.time())) if found['allocations'] else None
+    program, style = command_line(session), style_of(session.out, os.environ)
+    waiting = {'workflow_id': found['status']['workflow_id'], 'summary': summarize_waiting(found),
+               'next_steps': next_steps(found, program), 'slurm': slurm, **found}
+    session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
+    return 0
+
+
+def add_queue(allocations: Sequence[Dict[str, Any]], queue: Queue) -> Dict[str, Any]:
+    """Add to each allocation what Slurm says of it, as `queue`, None if nothing. Whether Slurm was asked."""
+    for row in allocations if not queue.error else ():
+        found, row['queue'] = queue.jobs.get(str(row['slurm_job_id'])), None
+        if found:
+            reason = find_slurm_reason(found.reason)
+            row['queue'] = dict(found._asdict(), reason_meaning=reason and reason.meaning,
+                                is_final=bool(reason and reason.is_final))
+    return {'asked_at': queue.asked_at, 'error': queue.error or None}
+
+
 # ======== 20e. Clusters: commands that plan allocations ========
 #
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
@@ -30725,6 +31442,7 @@ COMMANDS = (
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
         *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
+    Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
@@ -30871,6 +31589,8 @@ COMMANDS = (
     Command('workflows execution-plan', cmd_execution_plan, 'show the order in which jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
         'workflows execution-plan examples/diamond.yaml'),
+    Command('workflows diagnose', cmd_diagnose, "compare the run times of ready jobs with nodes' time left",
+        (ASKED_WF,), 'workflows diagnose 1'),
     Command('workflows check-resources', cmd_check_resources,
         'compare what jobs used with what they asked for', (
         ASKED_WF, Argument('-r --run-id', 'N', 'only of this run', at_least(0)),
