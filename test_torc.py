@@ -23174,11 +23174,11 @@ STAGED = '''
     resource_requirements:
       - {name: small, num_cpus: 1, memory: 100m, runtime: PT1M}
       - {name: big, num_cpus: 2, memory: 200m, runtime: PT1M}
-      - {name: wide, num_cpus: 2, num_nodes: 2, memory: 200m, runtime: PT1M}
+      - {name: wide, num_cpus: 2, num_nodes: 3, memory: 200m, runtime: PT1M}
     slurm_schedulers:
       - {name: first, account: {account}, walltime: "00:05:00"}
       - {name: second, account: {account}, walltime: "00:05:00", nodes: 2}
-      - {name: third, account: {account}, walltime: "00:05:00", nodes: 2}
+      - {name: third, account: {account}, walltime: "00:05:00", nodes: 3}
     jobs:
       - {name: "small_{i}", command: "{job} small_{i} 1.2 40 0.3", resource_requirements: small,
          scheduler: first, parameters: {i: "1:24"}}
@@ -23211,7 +23211,7 @@ class StagedWorkflowTest(ClusterCase):
         self.assertRan(*names)
         self.assertEqual(names, self.names_at('begin'))
         allocations = self.allocations()
-        self.assertEqual([1, 1, 2, 2], sorted(len(torc.expand_node_list(row.nodes)) for row in allocations))
+        self.assertEqual([1, 1, 2, 3], sorted(len(torc.expand_node_list(row.nodes)) for row in allocations))
         self.assertEqual({'COMPLETED'}, {row.state for row in allocations}, self.situation())
         rows = self.rows('list_scheduled_compute_nodes')
         self.assertEqual([(int(row.id), 'complete') for row in sorted(allocations)],
