@@ -23281,7 +23281,7 @@ class LengthenedAllocationTest(ClusterCase):
             jobs:
               - {name: keeper, resource_requirements: short, scheduler: some, command:
                  "{job} keeper 0 1 0; while [ ! -e go ]; do sleep 0.2; done"}
-              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long}
+              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long, scheduler: some}
             actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
                        scheduler_type: slurm}]
             ''', '--skip-checks')
