@@ -23172,6 +23172,7 @@ class ClusterCase(SlurmTest, FlowTest):
 
 STAGED = '''
     name: staged
+    compute_node_wait_for_new_jobs_seconds: 2
     resource_requirements:
       - {name: small, num_cpus: 1, memory: 100m, runtime: PT1M}
       - {name: big, num_cpus: 2, memory: 200m, runtime: PT1M}
@@ -23323,6 +23324,7 @@ class HandWrittenScriptTest(ClusterCase):
 
 PACKED = '''
     name: packed
+    compute_node_wait_for_new_jobs_seconds: 2
     resource_requirements:
       - {name: thin, num_cpus: 1, memory: 100m, runtime: PT1M}
       - {name: thick, num_cpus: 3, memory: 600m, runtime: PT1M}
