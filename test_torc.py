@@ -23277,7 +23277,7 @@ class LengthenedAllocationTest(ClusterCase):
             execution_config: {sigkill_headroom_seconds: 15}
             resource_requirements:
               - {name: short, num_cpus: 1, memory: 80m, runtime: PT10S}
-              - {name: long, num_cpus: 1, memory: 80m, runtime: PT5M}
+              - {name: long, num_cpus: 1, memory: 80m, runtime: PT9M}
             slurm_schedulers: [{name: some, account: {account}, walltime: "00:04:00"}]
             jobs:
               - {name: keeper, resource_requirements: short, scheduler: some, command:
@@ -23469,7 +23469,8 @@ HELD = '''
     jobs:
       - {name: "{name}_quick_{i}", command: "{job} {name}_quick_{i} 0 1 0", resource_requirements: thin,
          parameters: {i: "1:2"}}
-      - {name: "{name}_held_{i}", resource_requirements: thick, parameters: {i: "1:{held}"}, command:
+      - {name: "{name}_held_{i}", resource_requirements: thick, parameters: {i: "1:{held}"},
+         depends_on_regexes: ["{name}_quick_.*"], command:
          "{job} {name}_held_{i}.first 0 1 0; while [ ! -e go ]; do sleep 0.2; done;
           {job} {name}_held_{i} 0 1 0"}
     actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
