@@ -14905,6 +14905,267 @@ class SlurmTextTest(unittest.TestCase):
 # ======== 14c. Submission ========
 
 
+SHARED_PARTITIONS = (     # scontrol -o show partition, Slurm 22.05, without what is not read
+    'PartitionName=main Default=YES DefaultTime=00:10:00 Nodes=node[1-4] OverSubscribe=NO TotalCPUs=16 TotalNodes=4 '
+    'DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED TRES=cpu=16,mem=16000M,node=4,billing=16,gres/gpu=8\n'
+    'PartitionName=own Default=NO OverSubscribe=EXCLUSIVE TotalCPUs=128 TotalNodes=1 DefMemPerCPU=2000 TRES=cpu=128,mem=240G,node=1\n')
+SMALL_DEFAULTS = 'DefMemPerCPU            = 100\nMaxMemPerNode           = UNLIMITED\n'
+NO_DEFAULTS = 'DefMemPerNode           = UNLIMITED\n'
+
+
+class BatchScriptTest(unittest.TestCase):
+    """What is given to sbatch: complete, readable, and nothing that a workflow's texts could turn into something else."""
+    WHOLE = torc.Site(True, False, 4, 4 << 30)
+    CALLER = torc.Caller('/usr/bin/python3', '/data/out/torc-12ab/bin/torc', 'http://login1:8080', '/home/ann/torc.db.token')
+
+    def submission(self, scheduler: Optional[Dict[str, Any]] = None, workflow: Optional[Dict[str, Any]] = None,
+                   settings: Optional[Dict[str, Any]] = None, needs: Tuple[int, int, int] = (1, 0, 1)) -> torc.Submission:
+        scheduler = dict({'id': 3, 'name': 's', 'account': 'proj', 'walltime': '04:00:00', 'nodes': 1}, **(scheduler or {}))
+        settings = dict({'output_dir': '/data/out', 'directory': '/data', 'poll_interval': 30.0, 'num_allocations': 1}, **(settings or {}))
+        return torc.Submission(12, dict({'id': 7}, **(workflow or {})), scheduler, settings, torc.AllocationNeeds(*needs), 'abcdef' * 6, True)
+
+    def options(self, *given: Any, site: torc.Site = WHOLE, **more: Any) -> Dict[str, Any]:
+        """Options of a script."""
+        return torc.batch_options(self.submission(*given, **more), site)
+
+    def test_a_script_in_full(self):
+        scheduler = {'partition': 'short', 'qos': 'high', 'mem': '20G', 'gres': 'gpu:2', 'tmp': '5G', 'nodes': 2, 'ntasks_per_node': 8,
+                     'extra': '--constraint="a&b" --exclusive'}
+        defaults = {'mail-user': 'ann@x.org', 'hold': True, 'constraint': 'c', 'no_kill': False}
+        found = torc.format_batch_script(self.submission(scheduler, {'slurm_defaults': defaults},
+                                                         {'max_parallel_jobs': 4, 'num_allocations': 3}), torc.Site(), self.CALLER)
+        self.assertEqual(textwrap.dedent(f"""\
+            #!/bin/bash
+            #SBATCH --job-name=wf7_a12
+            #SBATCH --comment=torc:abcdefabcdef:7:12
+            #SBATCH --account=proj
+            #SBATCH --partition=short
+            #SBATCH --qos=high
+            #SBATCH --time=04:00:00
+            #SBATCH --nodes=2
+            #SBATCH --ntasks-per-node=8
+            #SBATCH --mem=20G
+            #SBATCH --gres=gpu:2
+            #SBATCH --tmp=5G
+            #SBATCH --requeue
+            #SBATCH --open-mode=append
+            #SBATCH --chdir=/data
+            #SBATCH --output=/data/out/slurm_output_wf7_sl%j.o
+            #SBATCH --error=/data/out/slurm_output_wf7_sl%j.e
+            #SBATCH --constraint=c
+            #SBATCH --hold
+            #SBATCH --mail-user=ann@x.org
+            #SBATCH --constraint="a&b" --exclusive
+
+            # Allocation 12 of workflow 7, by torc.py {torc.__version__}.
+            # They clash with the --mem of its steps.
+            unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+            export TORC_TOKEN_FILE=/home/ann/torc.db.token
+            exec /usr/bin/python3 /data/out/torc-12ab/bin/torc slurm-job-runner \\
+                http://login1:8080 7 /data/out --scheduled-compute-node 12 --poll-interval 30 --max-parallel-jobs 4 --startup-delay-seconds 3
+            """), found)
+        self.assertEqual(found, torc.format_batch_script(self.submission(
+            scheduler, {'slurm_defaults': dict(reversed(list(defaults.items())))}, {'max_parallel_jobs': 4, 'num_allocations': 3}),
+            torc.Site(), self.CALLER))
+
+    def test_one_worker_per_node(self):
+        workflow = {'execution_config': {'mode': 'direct', 'srun_mpi': 'pmi2'}}
+        submission = self.submission({'nodes': 4}, workflow, {'start_one_worker_per_node': True, 'num_allocations': 3})
+        last = torc.format_batch_script(submission, torc.Site(), self.CALLER).partition('exec ')[2]
+        self.assertEqual('srun --overlap --wait=0 --kill-on-bad-exit=0 --mpi=pmi2 --nodes="$SLURM_JOB_NUM_NODES" '
+                         '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --input=none', last.splitlines()[0][:-2])
+        self.assertIn(' --startup-delay-seconds 11 --is-subtask\n', last)
+        with self.assertRaisesRegex(torc.Refused, 'start_one_worker_per_node needs mode direct'):
+            torc.format_batch_script(submission._replace(workflow={'id': 7}), torc.Site(), self.CALLER)
+        with self.assertRaisesRegex(torc.Refused, "execution_config: srun_mpi 'a b' cannot be given to sbatch"):
+            torc.each_node_words({'execution_config': {'srun_mpi': 'a b'}})
+
+    def test_a_chain_shares_its_name_and_one_allocation_at_a_time_starts(self):
+        found = self.options({'serialize_allocations': True}, {'slurm_defaults': {'dependency': 'afterok:1'}}, {'prefix': 'x'})
+        self.assertEqual(('torc-wf7-sched3', 'singleton'), (found['job-name'], found['dependency']))
+        words = torc.runner_words(self.submission({'serialize_allocations': True}, None, {'num_allocations': 50}), self.CALLER)
+        self.assertNotIn('--startup-delay-seconds', words)
+        self.assertEqual('xwf7_a12', self.options(settings={'prefix': 'x'})['job-name'])
+
+    def test_every_option_can_be_left_out_and_most_be_replaced(self):
+        everything = {'partition': 'p', 'qos': 'q', 'mem': '1G', 'gres': 'gpu:1', 'tmp': '1G', 'ntasks_per_node': 2, 'serialize_allocations': True}
+        names = set(self.options(everything)) | {'cpus-per-task'}
+        self.assertEqual(set(torc.DIRECTIVE_ORDER) - {'no-requeue'}, names)
+        for name in sorted(names):
+            with self.subTest(name=name):
+                self.assertNotIn(name, self.options(everything, {'slurm_defaults': {name: False}}, site=torc.Site()))
+        self.assertEqual({'no-requeue': True}, {name: value for name, value in self.options(
+            None, {'slurm_defaults': {'No_Requeue': True}}).items() if 'requeue' in name})
+        self.assertNotIn('requeue', self.options({'extra': '--no-requeue'}))
+        self.assertEqual('truncate', self.options(None, {'slurm_defaults': {'open-mode': 'truncate'}})['open-mode'])
+        self.assertEqual('proj', self.options(None, {'slurm_defaults': {'account': 'other'}})['account'])
+
+    def test_texts_that_would_become_something_else_are_refused(self):
+        for given, message in (
+                ({'account': 'a b'}, r"scheduler s: account 'a b' cannot be given to sbatch: it is empty, begins with a dash, or holds"),
+                ({'account': 'a\n#SBATCH --uid=0'}, "account 'a.n#SBATCH --uid=0' cannot"), ({'partition': '--hold'}, "partition '--hold' cannot"),
+                ({'qos': 'a"b'}, 'qos .* cannot'), ({'gres': '#gpu'}, 'gres .* cannot'), ({'tmp': 'a\\b'}, 'tmp .* cannot'),
+                ({'walltime': 'long'}, "walltime 'long' is not a walltime"), ({'extra': '-n1\n#SBATCH x'}, 'must be one line of options'),
+                ({'extra': 'hold'}, 'must begin with an option'), ({'extra': '--a="'}, 'cannot be read: No closing quotation'),
+                ({'extra': '--hold --array=1-9'}, 'extra: --array does not go with an allocation'), ({'extra': '-a 1-9'}, 'extra: -a does not')):
+            with self.subTest(given=given), self.assertRaisesRegex(torc.Refused, message):
+                self.options(given)
+        for defaults, message in (
+                ({'mail-user': 'a b'}, "slurm_defaults: mail-user 'a b' cannot be given"), ({'x y': '1'}, "'x y' is not a long option of sbatch"),
+                ({'-x': '1'}, "'-x' is not a long option"), ({'a=b\n': True}, 'is not a long option'), ({'wrap': 'rm'}, '--wrap does not go with an'),
+                ({'x': '-rf'}, "x '-rf' cannot be given")):
+            with self.subTest(defaults=defaults), self.assertRaisesRegex(torc.Refused, message):
+                self.options(None, {'slurm_defaults': defaults})
+        self.assertEqual('-10', self.options(None, {'slurm_defaults': {'nice': -10, 'map': {}}})['nice'])
+
+    def test_paths_with_blanks_and_quotes_and_those_that_slurm_would_misread(self):
+        for path, quoted in (('/a/b', '/a/b'), ('/a b/#1', '"/a b/#1"'), ("/it's", '"/it\'s"'), ('/"x"', '\'/"x"\'')):
+            self.assertEqual(quoted, torc.quote_directive(path))
+        self.assertEqual('"/50%% off/slurm_output_wf7_sl%j.o"', self.options(settings={'output_dir': '/50% off'})['output'])
+        for path in ('/a\\b', '/a\nb', '/\'"'):
+            with self.assertRaisesRegex(torc.Refused, 'cannot be given to Slurm'):
+                torc.quote_directive(path)
+
+    def test_a_partition_and_what_it_gives_to_whom_asks_for_nothing(self):
+        for partition, config, site in (
+                (None, SMALL_DEFAULTS, torc.Site(False, True, 4, 4000 << 20)), ('main', NO_DEFAULTS, torc.Site(False, False, 4, 4000 << 20)),
+                ('main', '', torc.Site(False, True, 4, 4000 << 20)), ('own', NO_DEFAULTS, torc.Site(True, True, 128, 240 << 30)),
+                ('none', NO_DEFAULTS, torc.Site())):
+            self.assertEqual(site, torc.parse_site(SHARED_PARTITIONS, config, partition))
+        self.assertEqual(torc.Site(), torc.parse_site('', '', None))
+        self.assertEqual(torc.Site(False, False, 0, 0), torc.parse_site('PartitionName=p TotalNodes=x', NO_DEFAULTS, 'p'))
+
+    def test_cpus_and_memory_are_asked_for_where_nobody_else_says_them(self):
+        shared, gib, room = torc.Site(False, True, 8, 16 << 30), 1 << 30, (256 + 10) << 20
+
+        def asked(scheduler: Dict[str, Any], site: torc.Site, needs: Tuple[int, int, int], given: Sequence[str] = (), count: int = 1) -> Dict[str, str]:
+            return torc.resource_options(scheduler, torc.AllocationNeeds(*needs), site, set(given), count)
+
+        for scheduler, site, needs, given, count, wanted in (
+                ({}, shared, (2, gib, 1), (), 1, '1 2 1290M'), ({}, shared, (2, gib, 100), (), 1, '1 8 4392M'),    # 4 at a time fill its CPUs
+                ({}, shared, (1, 7 * gib, 100), (), 1, '1 2 14612M'), ({}, shared, (1, 40 * gib, 1), (), 1, '1 1 16384M'),
+                ({'nodes': 2}, shared, (1, gib, 6), (), 3, '1 1 1290M'), ({'nodes': 2}, shared, (1, gib, 9), (), 3, '1 2 2324M'),
+                ({'mem': '3G'}, shared, (1, gib, 9), (), 1, '1 2 '), ({'ntasks_per_node': 4}, shared, (1, gib, 2), (), 1, '  2324M'),
+                ({}, shared, (1, gib, 2), ('mem-per-cpu',), 1, '1 2 '), ({}, shared, (1, gib, 2), ('c',), 1, '  2324M'),
+                ({}, shared, (1, gib, 2), ('exclusive',), 1, '  0'), ({}, torc.Site(), (1, gib, 5), (), 1, '1 5 5426M'),
+                ({}, torc.Site(True, True, 8, gib), (1, gib, 2), (), 1, '  0'), ({}, torc.Site(True, False, 8, gib), (1, gib, 2), (), 1, '  '),
+                ({'mem': '1G'}, torc.Site(True, True, 8, gib), (1, gib, 2), (), 1, '  '), ({}, shared, (1, 0, 1), (), 1, f'1 1 {room >> 20}M')):
+            found = asked(scheduler, site, needs, given, count)
+            words = ' '.join(found.get(name, '') for name in ('ntasks-per-node', 'cpus-per-task', 'mem'))
+            self.assertEqual(wanted, words, (scheduler, site, needs, given))
+
+    def test_the_more_runners_the_longer_they_take_to_start(self):
+        table = {0: 0, 1: 0, 2: 2, 10: 10, 11: 10, 20: 15, 55: 35, 100: 60, 101: 60, 5000: 60}
+        self.assertEqual(table, {count: torc.startup_window_s(count) for count in table})
+
+    def test_what_sbatch_hands_on_to_the_job_is_free_of_the_job_around_it(self):
+        given = {'SBATCH_PARTITION': 'x', 'SLURM_JOB_ID': '1', 'SLURM_CONF': '/c', 'CUDA_VISIBLE_DEVICES': '0', 'HOME': '/h', 'LC_ALL': 'de_DE'}
+        self.assertEqual({'SBATCH_PARTITION': None, 'SLURM_JOB_ID': None, 'CUDA_VISIBLE_DEVICES': None}, torc.submission_variables(given))
+        self.assertEqual({}, torc.submission_variables({'CUDA_VISIBLE_DEVICES': '0'}))     # on a login node it is the user's own
+
+    def test_a_pinned_copy_is_compiled_once_and_runs(self):
+        with tempfile.TemporaryDirectory(prefix="it's ") as directory:
+            program = torc.pin_program(directory)
+            before = os.stat(program)
+            self.assertEqual((program, before.st_mtime_ns), (torc.pin_program(directory), os.stat(program).st_mtime_ns))
+            done = subprocess.run([sys.executable, program, '--version'], stdout=subprocess.PIPE, encoding='utf-8', timeout=60)
+            self.assertEqual((0, f'torc {torc.__version__}\n'), (done.returncode, done.stdout))
+            self.assertEqual(1, len(torc.compiled_modules(torc.installation_of(os.path.dirname(os.path.dirname(program))))))
+
+
+class SubmitterTest(unittest.TestCase):
+    """sbatch never runs again for a record before the queue was looked at; refusals are final."""
+    QUEUE = '41|RUNNING|wf7_a1|torc:dbdb:7:1\n42|PENDING|wf7_a2|\nwelcome\n43|PENDING|x|torc:dbdb:7:33\n'
+
+    def setUp(self) -> None:
+        self.work, self.now = torc.Submitter(), 1000.0
+
+    def add(self, number: int, scheduler_id: int = 1, is_new: bool = True) -> None:
+        """One more allocation."""
+        submission = torc.Submission(number, {'id': 7}, {'id': scheduler_id}, {}, torc.AllocationNeeds(), 'dbdb', is_new)
+        self.work.add(submission, f'/out/{number}.sh')
+
+    def call(self, code: int = 0, out: str = '', err: str = '') -> str:
+        """Wait for the next call, and let it have this reply; its program and last word."""
+        self.now = max(self.now, self.work.due())
+        self.assertLess(self.now, math.inf, 'nothing is to be called')
+        call = self.work.next_call(self.now)
+        self.assertIsNone(self.work.next_call(self.now))    # one at a time
+        self.work.on_reply(torc.Reply(code, out, err), self.now)
+        return f'{call.argv[0]} {call.argv[-1]}'
+
+    def ends(self) -> Dict[int, Any]:
+        """Record -> Slurm job, or why there is none."""
+        ends, self.work.ends = self.work.ends, []
+        return {end['id']: end.get('slurm_job_id', end.get('message')) for end in ends}
+
+    def test_replies_of_sbatch(self):
+        for text, value in (('17', (17, '')), ('17;alpha\n', (17, 'alpha')), ('Submitted batch job 5\n', (5, '')),
+                            ('Submitted batch job 5 on cluster c2', (5, 'c2')), ('You have 3 days left\n 12 \n', (12, '')),
+                            ('1\n2\n', (2, '')), ('', None), ('job 17', None), ('17x', None)):
+            self.assertEqual(value, torc.parse_submission(text), text)
+
+    def test_one_after_the_other_is_submitted(self):
+        self.add(1)
+        self.add(2)
+        self.assertEqual(['sbatch /out/1.sh', 'sbatch /out/2.sh'], [self.call(0, '7;c'), self.call(0, 'quota: fine\n8')])
+        self.assertEqual([{'id': 1, 'slurm_job_id': 7, 'cluster': 'c'}, {'id': 2, 'slurm_job_id': 8, 'cluster': ''}], self.work.ends)
+        self.assertEqual((False, math.inf), (self.work.is_busy, self.work.due()))
+
+    def test_a_refusal_is_final_and_holds_for_all_of_the_scheduler(self):
+        for number, scheduler_id in ((1, 1), (2, 1), (3, 2)):
+            self.add(number, scheduler_id)
+        words = 'sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified'
+        self.assertEqual(['sbatch /out/1.sh', 'sbatch /out/3.sh'], [self.call(1, '', words + '\n'), self.call(0, '9')])
+        self.assertEqual({1: words, 2: words, 3: 9}, self.ends())
+
+    def test_after_an_ambiguous_failure_the_queue_decides(self):
+        for code, out, err in ((1, '', 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation'), (0, '', ''),
+                               (torc.REPLY_TIMED_OUT, '', 'sbatch: no answer'), (137, '', ''), (1, '', 'Unable to contact slurm controller (connect failure)')):
+            self.setUp()
+            for number in (1, 2, 9):
+                self.add(number)
+            self.assertEqual('sbatch /out/1.sh', self.call(code, out, err))
+            self.assertEqual('sbatch /out/2.sh', self.call(code, out, err))
+            self.assertEqual('sbatch /out/9.sh', self.call(code, out, err))
+            began = self.now
+            self.assertEqual('squeue %i|%T|%j|%k', self.call(0, self.QUEUE))    # one for all
+            self.assertEqual((10.0, {1: 41, 2: 42}), (self.now - began, self.ends()))   # 2 by its name: a site took its comment
+            self.assertEqual('sbatch /out/9.sh', self.call(0, '50'))
+            self.assertEqual({9: 50}, self.ends())
+
+    def test_what_a_killed_submitter_has_left_is_looked_for_first(self):
+        self.add(1, is_new=False)
+        self.add(3, is_new=False)
+        self.assertEqual(['squeue %i|%T|%j|%k', 'sbatch /out/3.sh'], [self.call(0, self.QUEUE), self.call(0, '60')])
+        self.assertEqual({1: 41, 3: 60}, self.ends())
+
+    def test_the_queue_is_looked_at_once_a_minute_at_most_and_tries_are_counted(self):
+        self.add(5)
+        times, calls = [], []
+        while self.work.is_busy:
+            calls.append(self.call(1, '', 'timed out') if not self.work.waiting[0].needs_look else self.call(0, ''))
+            times.append(self.now)
+        self.assertEqual(['sbatch /out/5.sh', 'squeue %i|%T|%j|%k'] * 6, calls)
+        looks = times[1::2]
+        self.assertTrue(all(later - earlier >= 60 for earlier, later in zip(looks, looks[1:])), looks)
+        self.assertEqual({5: 'timed out (6 tries)'}, self.ends())
+
+    def test_while_the_queue_cannot_be_looked_at_nothing_is_submitted_again(self):
+        self.add(5)
+        calls = [self.call(1, '', 'timed out')]
+        while self.work.is_busy:
+            calls.append(self.call(1, '', 'slurm_load_jobs error: Unable to contact slurm controller'))
+        self.assertEqual(['sbatch /out/5.sh'] + ['squeue %i|%T|%j|%k'] * 6, calls)
+        self.assertEqual(({}, [5]), (self.ends(), [item.id for item in self.work.lost]))
+
+    def test_which_job_names_which_record(self):
+        jobs = torc.parse_own_jobs('1|PENDING|wf7_a12|torc:other:7:12\n2|RUNNING|wf7_a12|\n')
+        self.assertEqual(2, torc.find_submitted(jobs, 'torc:abc:7:12', 'wf7_a12').id)   # the first is of another database
+        self.assertIsNone(torc.find_submitted(jobs[:1], 'torc:abc:7:12', 'wf7_a12'))
+        self.assertEqual([12, None, None], [torc.record_of_comment(text) for text in ('torc:abcd:7:12', 'x', 'torc:abcd:7:12:1')])
+
+
 # ======== 14d. Slurm steps ========
 
 
