@@ -6654,6 +6654,144 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
 
 
+class SubmissionRecordTest(ServiceTest):
+    """An allocation's row is the intent to submit it: made once, held by one, and never lost."""
+    SETTINGS = {'output_dir': '/o', 'directory': '/d'}
+
+    def prepare(self, jobs: str = 'a:\nb: a', trigger: str = 'on_workflow_start', gate: Optional[List[int]] = None, **config: Any) -> int:
+        """A workflow whose first action submits two allocations."""
+        workflow_id = self.create(jobs)
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': workflow_id, 'name': 's', 'account': 'x', 'nodes': 1,
+                                                                 'walltime': '01:00:00'})['id']
+        body = {'workflow_id': workflow_id, 'trigger_type': trigger, 'action_type': 'schedule_nodes', **({'job_ids': gate} if gate else {}),
+                'action_config': dict({'scheduler_id': self.scheduler_id, 'scheduler_type': 'slurm', 'num_allocations': 2}, **config)}
+        self.action_id = self.call('create_workflow_action', body, workflow_id=workflow_id)['id']
+        return workflow_id
+
+    def take(self, workflow_id: int, submitter: str = 'me', actions: bool = True, **more: Any) -> Dict[str, Any]:
+        """Ask for what is to be submitted."""
+        body = dict({'submitter': submitter, 'lease_s': 60.0, 'settings': self.SETTINGS}, **more)
+        if actions:
+            body['actions'] = [{'action_id': self.action_id}]
+        return self.call('take_submissions', body, workflow_id=workflow_id)
+
+    def report(self, workflow_id: int, *rows: Any, submitter: str = 'me') -> List[int]:
+        """(record, Slurm job or refusal): the surplus."""
+        submitted = [dict({'id': row_id}, **({'slurm_job_id': end} if isinstance(end, int) else {'message': end})) for row_id, end in rows]
+        return self.call('report_submissions', {'submitter': submitter, 'submitted': submitted}, workflow_id=workflow_id)['surplus']
+
+    def records(self, workflow_id: int) -> Dict[int, Tuple[int, str]]:
+        """Record -> Slurm job, status."""
+        return {row['id']: (row['scheduler_id'], row['status'])
+                for row in self.call('list_scheduled_compute_nodes', workflow_id=workflow_id)['items']}
+
+    def action(self, workflow_id: int) -> Tuple[bool, Optional[str]]:
+        """Whether it was executed, and why it failed."""
+        action = self.call('get_workflow_actions', workflow_id=workflow_id)[0]
+        return action['executed'], action.get('failure')
+
+    def test_an_action_is_taken_once_and_its_rows_are_there_before_anything_is_submitted(self):
+        workflow_id = self.prepare(max_parallel_jobs=3)
+        found = self.take(workflow_id)['allocations']
+        self.assertEqual([(1, True), (2, True)], [(row['id'], row['is_new']) for row in found])
+        self.assertEqual(dict(self.SETTINGS, max_parallel_jobs=3, num_allocations=2), found[0]['settings'])
+        self.assertEqual((self.scheduler_id, 32), (found[0]['scheduler']['id'], len(found[0]['database_id'])))
+        self.assertEqual({1: (0, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
+        again = self.take(workflow_id, 'another')
+        self.assertEqual(([], ['me'], []), (again['allocations'], again['submitters'], again['idle_actions']))
+        self.assertEqual([], self.report(workflow_id, (1, 41), (2, 42)))
+        self.assertEqual({1: (41, 'pending'), 2: (42, 'pending')}, self.records(workflow_id))
+        self.assertEqual([], self.take(workflow_id)['allocations'])
+
+    def test_what_a_submitter_leaves_is_taken_over_when_it_is_known_to_be_dead_or_its_time_is_over(self):
+        workflow_id = self.prepare()
+        self.take(workflow_id, 'dead')
+        self.report(workflow_id, (1, 41), submitter='dead')
+        self.assertEqual([], self.take(workflow_id, 'me', False)['allocations'])
+        found = self.take(workflow_id, 'me', False, ended=['dead'])['allocations']
+        self.assertEqual([(2, False)], [(row['id'], row['is_new']) for row in found])     # a job may name it
+        self.clock += 61
+        self.assertEqual([2], [row['id'] for row in self.take(workflow_id, 'third', False)['allocations']])
+        self.assertEqual([], self.report(workflow_id, (2, 'late'), submitter='me'))     # no longer its own
+        self.assertEqual({1: (41, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
+        self.assertEqual([77], self.report(workflow_id, (2, 78), (2, 77), submitter='third'))
+        self.assertEqual((78, 'pending'), self.records(workflow_id)[2])
+
+    def test_a_refused_action_has_failed_and_is_due_again_unless_it_got_some(self):
+        workflow_id = self.prepare()
+        self.take(workflow_id)
+        self.report(workflow_id, (1, 'Invalid account'), (2, 'Invalid account'))
+        self.assertEqual((False, '2 allocations were refused by Slurm: Invalid account'), self.action(workflow_id))
+        self.assertEqual({}, self.records(workflow_id))
+        node_id = self.node(workflow_id)
+        sync = functools.partial(self.sync, workflow_id, node_id, actions=['on_workflow_start'], submits=self.SETTINGS)
+        self.assertEqual([], sync()['allocations'])     # a runner does not try that for ever
+        self.assertEqual([3, 4], [row['id'] for row in self.take(workflow_id)['allocations']])
+        self.report(workflow_id, (3, 41), (4, 'Too many jobs'))
+        self.assertEqual((True, '1 allocations were refused by Slurm: Too many jobs'), self.action(workflow_id))
+        self.assertEqual({3: (41, 'pending')}, self.records(workflow_id))
+
+    def test_canceling_makes_what_is_submitted_late_surplus(self):
+        workflow_id = self.prepare()
+        self.take(workflow_id)
+        self.call('update_scheduled_compute_node', {'status': 'canceled'}, id=1)
+        self.call('delete_scheduled_compute_node', id=2)
+        self.call('cancel_workflow', workflow_id=workflow_id)
+        self.assertEqual([41, 42], self.report(workflow_id, (1, 41), (2, 42)))
+        with self.assertRaisesRegex(torc.Refused, 'workflow 1 was canceled: nothing is submitted for it'):
+            self.take(workflow_id)
+
+    def test_nothing_is_submitted_for_jobs_that_have_nothing_left_to_do(self):
+        for trigger, gate in (('on_workflow_start', None), ('on_jobs_ready', [1]), ('on_jobs_complete', [1])):
+            with self.subTest(trigger=trigger):
+                self.doCleanups()
+                self.setUp()
+                workflow_id = self.prepare('a:\nb:', trigger, gate)
+                node_id = self.node(workflow_id)
+                jobs = self.claim(workflow_id, node_id)
+                self.sync(workflow_id, node_id, completions=[self.end(jobs['a'])])
+                if trigger == 'on_jobs_ready':      # b is not its business
+                    self.assertEqual([self.action_id], self.take(workflow_id)['idle_actions'])
+                else:
+                    self.assertEqual(2, len(self.take(workflow_id)['allocations']))
+                    self.call('reset_workflow_status', workflow_id=workflow_id, force=True)
+                    self.call('initialize_jobs', workflow_id=workflow_id)
+                    jobs = self.claim(workflow_id, self.node(workflow_id))
+                    self.sync(workflow_id, 2, completions=[self.end(job) for job in jobs.values()])
+                    before = len(self.records(workflow_id))
+                    self.assertEqual([self.action_id], self.take(workflow_id)['idle_actions'])
+                    self.assertEqual(before, len(self.records(workflow_id)))
+                self.assertTrue(self.action(workflow_id)[0])
+
+    def test_a_runner_gets_due_allocations_and_those_of_a_lost_one_go_to_the_next(self):
+        workflow_id = self.prepare(trigger='on_jobs_complete', gate=[1])
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        ask = {'actions': list(torc.JOB_TRIGGERS), 'submits': self.SETTINGS}
+        jobs = self.claim(workflow_id, first)
+        self.assertEqual([], self.sync(workflow_id, first, **ask)['allocations'])
+        answer = self.sync(workflow_id, first, completions=[self.end(jobs['a'])], **ask)
+        self.assertEqual([(1, True), (2, True)], [(row['id'], row['is_new']) for row in answer['allocations']])
+        self.assertNotIn('allocations', self.sync(workflow_id, second))
+        self.assertEqual([], self.sync(workflow_id, second, **ask)['allocations'])
+        answer = self.sync(workflow_id, first, held_submissions=[2], **ask)     # the answer that had brought 1 was lost
+        self.assertEqual([(1, False)], [(row['id'], row['is_new']) for row in answer['allocations']])
+        answer = self.sync(workflow_id, first, submitted=[{'id': 1, 'slurm_job_id': 41}], **ask)
+        self.assertEqual(([], []), (answer['allocations'], answer['surplus']))
+        self.call('update_compute_node', {'is_active': False}, id=first)
+        answer = self.sync(workflow_id, second, **ask)
+        self.assertEqual([(2, False)], [(row['id'], row['is_new']) for row in answer['allocations']])
+        self.assertEqual({1: (41, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
+
+    def test_the_largest_of_the_jobs_that_are_left_decides_what_is_asked_for(self):
+        workflow_id = self.prepare()
+        needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'r', 'num_cpus': 3, 'memory': '2g'})['id']
+        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2}, self.take(workflow_id, count=1, actions=False,
+                         scheduler_config_id=self.scheduler_id)['allocations'][0]['needs'])
+        self.call('update_job', {'resource_requirements_id': needs, 'scheduler_id': self.scheduler_id}, id=2)
+        found = self.take(workflow_id, actions=False, scheduler_config_id=self.scheduler_id)['allocations']
+        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1}, found[0]['needs'])
+
+
 # ======== 8g. Administration ========
 
 class UpdatesTest(ServiceTest):
@@ -20135,6 +20273,281 @@ class RunTest(CommandTest):
 
 
 # ======== 20d. Allocations ========
+
+
+SUBMITTED = """
+name: w
+jobs: [{name: "j{i}", command: "echo {i}", parameters: {i: "1:4"}, scheduler: s, resource_requirements: r}]
+resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M}]
+slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00"}]
+actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}]
+"""
+# A queue in files: a file each job, named by its id, with its line for squeue. "$fake/hook" may say what happens when.
+FAKE_QUEUE = {
+    'sbatch': """
+        [ -e "$fake/hook" ] && . "$fake/hook"
+        for script; do :; done
+        number=$((100 + $(ls "$fake"/job_* 2>/dev/null | wc -l)))
+        line="$number|PENDING|$(sed -n 's/^#SBATCH --job-name=//p' "$script")|$(sed -n 's/^#SBATCH --comment=//p' "$script")"
+        echo "$line" > "$fake/job_$number"
+        env > "$fake/environment"
+        cp "$script" "$fake/script"
+        [ -e "$fake/hook_after" ] && . "$fake/hook_after"
+        echo "This site is fine"
+        echo $number
+        """,
+    'squeue': 'cat "$fake"/job_* 2>/dev/null; true',
+    'scancel': 'true',
+    'scontrol': '[ -e "$fake/hook_before" ] && . "$fake/hook_before"; [ "$2" = config ] || echo "PartitionName=main Default=YES"',
+}
+
+
+class SubmitTest(CommandTest):
+    """submit, schedule-nodes and cancel, on a scripted Slurm."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.fakes = self.world.fake_slurm(**FAKE_QUEUE)
+        self.world.write('w.yaml', SUBMITTED)
+
+    def queue(self) -> List[str]:
+        """Jobs in the queue, as squeue prints them."""
+        names = sorted(name for name in os.listdir(self.fakes.directory) if name.startswith('job_'))
+        return [read_text(self.fakes.path(name)).strip() for name in names]
+
+    def records(self, workflow_id: int = 1) -> List[Tuple[int, str]]:
+        """Slurm job and status of each record."""
+        items = self.json(f'scheduled-compute-nodes list {workflow_id}')['items']
+        return [(item['scheduler_id'], item['status']) for item in items]
+
+    def hook(self, name: str, text: str = '') -> None:
+        """Let a program do something first; nothing: as usual."""
+        with open(self.fakes.path(name), 'w') as file:
+            file.write(text)
+
+    def test_a_file_is_created_initialized_and_submitted(self):
+        env = {'SBATCH_ACCOUNT': 'x', 'SLURM_JOB_ID': '5', 'CUDA_VISIBLE_DEVICES': '1', 'TORC_PASSWORD': 'secret'}
+        done = self.assertExit(0, self.world.main('-f', 'json', 'submit', 'w.yaml', env=env))
+        self.assertEqual({'workflow_id': 1, 'message': 'Submitted 2 allocations of workflow 1: 100, 101',
+                          'slurm_job_ids': [100, 101]}, done.json())
+        self.assertEqual([(100, 'pending'), (101, 'pending')], self.records())
+        self.assertRegex(self.queue()[0], r'^100\|PENDING\|wf1_a1\|torc:[0-9a-f]{12}:1:1$')
+        self.assertEqual(4, self.json('status 1')['jobs_by_status']['ready'])
+        environment = read_text(self.fakes.path('environment'))
+        self.assertNotRegex(environment, r'(?m)^(SBATCH|SLURM_JOB|CUDA_VISIBLE)')
+        self.assertIn('TORC_PASSWORD=secret', environment)     # sbatch hands it on; the script does not hold it
+        script = read_text(self.fakes.path('script'))
+        self.assertNotIn('secret', script)
+        last = shlex.split(script.partition('exec ')[2].replace('\\\n', ''))
+        output = self.world.path('torc_output')
+        self.assertEqual([sys.executable, 'slurm-job-runner', self.world.path('torc_output', 'torc.db'), '1', output,
+                          '--scheduled-compute-node', '2'], last[:1] + last[2:8])
+        self.assertTrue(last[1].startswith(output + '/torc-') and os.access(last[1], os.X_OK), last[1])
+        self.assertEqual([], glob.glob(glob.escape(output) + '/*.sh'))
+        again = self.assertExit(1, self.world.main('submit', 1))
+        self.assertEqual('Submitted no allocation of workflow 1: none of its actions is due\n', again.err)
+        self.assertEqual(2, len(self.fakes.calls('sbatch')))
+        self.assertEqual([], self.fakes.calls('squeue'))
+
+    def test_without_an_action_or_without_slurm_nothing_is_created(self):
+        self.world.write('plain.yaml', 'name: p\njobs: [{name: a, command: c}]\n')
+        self.assertExit(4, self.world.main('submit', 'plain.yaml'), 'plain.yaml has no schedule_nodes action (on_workflow_start, '
+                        'on_jobs_ready, on_jobs_complete)', 'slurm generate --account ACCOUNT', 'slurm schedule-nodes')
+        self.assertExit(4, self.world.main('submit', 'w.yaml', env={'TORC_FAKE_SBATCH': '/no/sbatch'}),
+                        'there is no /no/sbatch here: submit from a login node')
+        self.world.write('bad.yaml', SUBMITTED.replace('wfacct', '"a b"'))
+        self.assertExit(4, self.world.main('submit', 'bad.yaml'), "scheduler s: account 'a b' cannot be given to sbatch")
+        self.assertFalse(os.path.exists(self.world.path('torc_output', 'torc.db')))
+        self.assertExit(0, self.world.main('create', 'plain.yaml'))
+        self.assertExit(4, self.world.main('submit', 1), 'workflow 1 has no schedule_nodes action')
+
+    @slow
+    def test_a_refusal_shows_the_words_of_slurm_and_leaves_nothing_behind(self):
+        words = 'sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified'
+        self.hook('hook', f'echo "{words}" >&2; exit 1')
+        self.assertExit(4, self.world.main('submit', 'w.yaml'), f'no allocation of workflow 1 was submitted: {words}')
+        self.assertEqual(([], 1), (self.records(), len(self.fakes.calls('sbatch'))))
+        self.hook('hook')
+        self.assertIn('failed', self.text('workflows list-actions 1'))
+        self.text('slurm update 1 --account proj --mem 4G')
+        self.assertEqual('Submitted 2 allocations of workflow 1: 100, 101\n', self.text('submit 1'))
+        self.assertRegex(read_text(self.fakes.path('script')), '(?s)--account=proj\n.*--mem=4G\n')
+
+    @slow
+    def test_a_submitter_that_is_killed_anywhere_loses_nothing_and_doubles_nothing(self):
+        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && sleep 0.2; true'
+        for name, count in (('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 1), ('hook_after', 2)):
+            with self.subTest(name=name, count=count):
+                self.doCleanups()
+                self.setUp()
+                self.hook(name, once.format(count))
+                self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml').code)
+                self.hook(name)
+                left = [number for number, _ in self.records()].count(0)
+                self.assertGreater(left, 0)
+                done = self.assertExit(0, self.world.cli('submit', 1))
+                self.assertEqual(f'Submitted {left} allocations', done.out.partition(' of')[0])
+                self.assertEqual([(100, 'pending'), (101, 'pending')], sorted(self.records()))
+                comments = {line.rpartition(':')[2] for line in self.queue()}
+                self.assertEqual((2, {'1', '2'}), (len(self.queue()), comments))
+                self.assertEqual(1, len(self.fakes.calls('squeue')))
+                self.assertExit(1, self.world.cli('submit', 1), 'none of its actions is due')
+
+    @slow
+    def test_cancel_ends_all_allocations_with_one_scancel_those_without_a_reply_too(self):
+        self.hook('hook_after', '[ -e "$fake/job_101" ] && kill -9 $PPID; true')
+        self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml').code)
+        self.assertEqual([(100, 'pending'), (0, 'pending')], self.records())
+        self.fakes.write('scancel', 'echo "scancel: error: Kill job error on job id 100: Access/permission denied" >&2; exit 1')
+        done = self.assertExit(1, self.world.main('-f', 'json', 'cancel', 1))
+        self.assertEqual((['scancel: scancel: error: Kill job error on job id 100: Access/permission denied'], []),
+                         (done.json()['errors'], done.json()['canceled_slurm_jobs']))
+        self.assertEqual([(100, 'pending'), (0, 'pending')], self.records())
+        self.fakes.write('scancel', 'true')
+        self.assertEqual({'canceled_slurm_jobs': [100, 101], 'errors': None, 'status': 'success', 'workflow_id': 1},
+                         self.json('cancel 1'))
+        self.assertEqual(['100', '101'], self.fakes.calls('scancel')[-1].argv)
+        self.assertEqual(['canceled', 'canceled'], [status for _, status in self.records()])
+        self.assertEqual([], self.json('cancel 1')['canceled_slurm_jobs'])
+        self.assertEqual(2, len(self.fakes.calls('scancel')))
+        self.assertExit(4, self.world.main('submit', 1), 'workflow 1 was canceled; to go on')
+
+    @slow
+    def test_a_submission_that_is_canceled_meanwhile_is_taken_back(self):
+        url = self.world.serve()
+        cancel = f'{shlex.quote(sys.executable)} {shlex.quote(os.path.join(HERE, "torc.py"))} cancel 1 --no-prompts >/dev/null 2>&1'
+        self.hook('hook_after', f'[ -e "$fake/job_101" ] && {cancel}; true')
+        self.assertExit(1, self.world.cli('--url', url, 'submit', 'w.yaml'), '1 allocations of workflow 1 were not submitted: canceled meanwhile')
+        self.assertIn(['101'], [call.argv for call in self.fakes.calls('scancel')])
+        self.assertEqual(['canceled', 'canceled'], [status for _, status in self.records()])
+
+    @slow
+    def test_schedule_nodes_submits_by_hand(self):
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        done = self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '-n', 2, '-j', 'my_', '-m', 3, '-o', 'other',
+                                                  '--keep-submission-scripts', '--suppress-actions'))
+        self.assertEqual('Submitted 2 allocations of workflow 1: 100, 101\n', done.out)
+        self.assertRegex(self.queue()[1], r'^101\|PENDING\|my_wf1_a2\|torc:')
+        self.assertEqual(['my_wf1_a1.sh', 'my_wf1_a2.sh'], sorted(glob.glob1(self.world.path('other'), '*.sh')))
+        self.assertIn('--max-parallel-jobs 3', read_text(self.fakes.path('script')))
+        self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')     # it was suppressed
+        self.text('slurm create 1 -n chain -a proj --serialize-allocations -p main -e --exclusive')
+        for words, message in ((('--scheduler-config-id', 9), 'workflow 1 has no Slurm scheduler 9; it has 1 (s), 2 (chain)'),
+                               ((), '--scheduler-config-id is required: one of 1 (s), 2 (chain)'),
+                               (('--scheduler-config-id', 2, '-j', 'x'), '--job-prefix does not go with serialize_allocations'),
+                               (('--scheduler-config-id', 1, '-j', '-x'), '--job-prefix takes letters'),
+                               (('--scheduler-config-id', 1, '--start-one-worker-per-node'), 'needs mode direct')):
+            outcome = self.world.main('slurm', 'schedule-nodes', 1, *words)
+            self.assertIn(outcome.code, (2, 4))
+            self.assertIn(message, outcome.err)
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 2))
+        self.assertIn('#SBATCH --dependency=singleton\n', read_text(self.fakes.path('script')))
+        self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2\|torc:')
+
+    def test_schedulers_are_made_changed_and_deleted(self):
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        made = self.json('slurm create 1 -n s9 -a a')
+        self.assertEqual({'id': 2, 'workflow_id': 1, 'name': 's9', 'account': 'a', 'nodes': 1, 'qos': 'normal', 'walltime': '04:00:00',
+                          'serialize_allocations': False}, made)
+        self.assertEqual('02:00:00', self.json('slurm update 2 --walltime 2h -n 3 --serialize-allocations true')['walltime'])
+        self.assertEqual((3, True), tuple(self.json('slurm get 2')[key] for key in ('nodes', 'serialize_allocations')))
+        self.assertExit(4, self.world.main('slurm', 'update', 2, '--partition', 'a b'), "partition 'a b' cannot be given to sbatch")
+        self.assertEqual(['s', 's9'], [item['name'] for item in self.json('slurm list 1')['items']])
+        self.assertEqual('ID,Name,Account,Nodes,Walltime,Partition,QOS,Serialized', self.text('-f csv slurm list 1').splitlines()[0])
+        self.assertEqual('ID,Scheduler ID,Config ID,Type,Status', self.text('-f csv scheduled-compute-nodes list 1').strip())
+        self.assertEqual('Deleted Slurm scheduler 2\n', self.text('slurm delete 2'))
+        self.assertExit(4, self.world.main('slurm', 'get', 2))
+
+    @slow
+    def test_before_a_workflow_is_submitted_again_the_user_is_asked_on_a_terminal(self):
+        def submit(*lines: str) -> Outcome:
+            """As if these lines were typed."""
+            out, err = io.StringIO(), io.StringIO()
+            options = dict.fromkeys([torc.key_of(argument) for argument in torc.GLOBAL_ARGUMENTS])
+            session = torc.Session(dict(options, format='table'), out, err, TerminalText(''.join(f'{line}\n' for line in lines)))
+            session.command = torc.COMMANDS_BY_NAME['submit']
+            with self.world.inside():
+                workflow = session.workflow(1)
+                found = torc.review_schedules(session, workflow, session.items('list_slurm_schedulers', workflow_id=1))
+                session.close()
+            return found, err.getvalue()
+
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        self.assertEqual(({}, ''), submit())    # the first time
+        for _ in range(2):
+            self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        found, said = submit('what', '', 'n 1 5', 'n 1', 'p')
+        self.assertEqual({1: 5}, found)
+        for text in ('  1  now  2 x s (on_workflow_start)', "'what' is not understood", '  1  now  5 x s'):
+            self.assertIn(text, said)
+        self.assertIsNone(submit('c')[0])
+        self.assertIsNone(submit()[0])      # the end of the terminal
+        self.assertEqual({1: 0}, submit('d 1', 'p')[0])
+        self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')
+
+
+@slow
+class SlurmSubmitTest(SlurmTest):
+    """The same on a real Slurm: what it makes of our scripts."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', SUBMITTED)
+
+    def job(self, number: Any) -> Dict[str, str]:
+        """What Slurm knows of a job."""
+        words = re.findall(r'(\w[\w/:]*)=(\S*(?: [^\s=]+(?=\s|$))*)', self.bed.ask('scontrol', '-o', 'show', 'job', number))
+        return dict(words)
+
+    def test_slurm_takes_the_script_as_it_is_meant(self):
+        env = {'SBATCH_PARTITION': 'nope', 'SLURM_NTASKS': '99', 'SBATCH_HOLD': '1', 'SQUEUE_FORMAT': '%u', 'SBATCH_NO_REQUEUE': '1'}
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml', env=env))
+        first, second = done.json()['slurm_job_ids']
+        found = self.job(first)
+        self.assertEqual(('wf1_a1', 'wfacct', '00:10:00', '1', 'main'), tuple(
+            found[key] for key in ('JobName', 'Account', 'TimeLimit', 'Requeue', 'Partition')))
+        self.assertEqual(('2', self.world.directory), (found['NumCPUs'], found['WorkDir']))
+        self.assertRegex(found['Comment'], r'^torc:[0-9a-f]{12}:1:1$')
+        self.assertEqual('476M', found['MinMemoryNode'])
+        self.assertEqual(self.world.path('torc_output', f'slurm_output_wf1_sl{first}.o'), found['StdOut'])
+
+    def test_what_slurm_refuses_is_said_in_its_words(self):
+        self.world.write('w.yaml', SUBMITTED.replace('wfacct', 'nobodys'))
+        self.assertExit(4, self.world.cli('submit', 'w.yaml'), 'no allocation of workflow 1 was submitted: ', 'Invalid account')
+        self.assertEqual([], self.allocations())
+
+    def test_a_chain_runs_one_at_a_time_and_cancel_ends_all_of_it(self):
+        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", serialize_allocations: true, walltime:'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml'))
+        self.assertEqual(['torc-wf1-sched1'] * 2, [row.name for row in self.live_allocations()])
+        canceled = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1)).json()['canceled_slurm_jobs']
+        self.assertEqual(done.json()['slurm_job_ids'], canceled)
+        self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the allocations')
+
+    def test_a_submitter_that_is_killed_before_the_reply_comes_leaves_one_job_each(self):
+        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", walltime:'))
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        for script in ('sbatch "$@"; kill -9 $PPID', 'kill -9 $PPID'):
+            fakes.write('sbatch', script)
+            self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml' if script[0] == 's' else 1).code)
+        self.assertEqual(1, len(self.live_allocations()))
+        fakes.write('sbatch', 'exec sbatch "$@"')
+        self.assertExit(0, self.world.cli('submit', 1))
+        self.assertEqual(['wf1_a1', 'wf1_a2'], sorted(row.name for row in self.live_allocations()))
+
+
+@slow
+class WholeNodeSubmitTest(SlurmTest):
+    """Where a site gives whole nodes and all their memory, neither is asked for."""
+    site = WHOLE_NODES
+
+    def test_nothing_is_asked_for_that_such_a_site_refuses(self):
+        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", walltime:'))
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        fakes.write('sbatch', 'for script; do :; done; cp "$script" "$fake/script"; exec sbatch "$@"')
+        self.assertExit(0, self.world.cli('submit', 'w.yaml'))
+        self.assertNotRegex(read_text(fakes.path('script')), '--(mem|cpus-per-task|ntasks)')
+        self.assertEqual(2, len(self.live_allocations()))
 
 
 # ======== 20e. Clusters ========
