@@ -30022,8 +30022,9 @@ def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
         if ends:
             body = {'submitter': submitter, 'submitted': ends}
             answer = session.call('report_submissions', body, workflow_id=workflow['id'])
-            if answer['surplus']:       # canceled meanwhile
+            if answer['surplus']:
                 ask_slurm(slurm_argv('scancel', *answer['surplus']))
+                refusals += ['canceled meanwhile'] * len(answer['surplus'])
             numbers += [end['slurm_job_id'] for end in ends
                         if 'slurm_job_id' in end and end['slurm_job_id'] not in answer['surplus']]
             refusals += [end['message'] for end in ends if 'message' in end]
@@ -30049,10 +30050,10 @@ def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submit
         session.report(f'Slurm does not say whether it has {len(outcome.lost)} allocations: '
                        f'{outcome.message}. Nothing is submitted twice; when it answers: {again}')
     if outcome.refusals and not outcome.numbers:
-        raise Refused(f'Slurm has refused the allocations of workflow {number}: {outcome.refusals[0]}')
+        raise Refused(f'no allocation of workflow {number} was submitted: {outcome.refusals[0]}')
     for message in sorted(set(outcome.refusals)):
         count = outcome.refusals.count(message)
-        session.report(f'torc: {count} allocations of workflow {number} were refused: {message}')
+        session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
     count = len(outcome.numbers)
     text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
         f'Submitted no allocation of workflow {number}'
