@@ -6655,7 +6655,6 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
 
 
-<<<<<<< HEAD
 class StepAccountsTest(ServiceTest):
     """What Slurm's accounting says of attempts: kept, and brought into their results."""
 
@@ -7018,9 +7017,6 @@ class WaitingTest(ServiceTest):
                                             found['runtime_blocked']))
 
 
-# ======== 8h. Administration ========
-||||||| 0e0809e
-# ======== 8g. Administration ========
 =======
 class SubmissionRecordTest(ServiceTest):
     """An allocation's row is the intent to submit it: made once, held by one, and never lost."""
@@ -7160,8 +7156,7 @@ class SubmissionRecordTest(ServiceTest):
         self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1}, found[0]['needs'])
 
 
-# ======== 8g. Administration ========
->>>>>>> submit
+# ======== 8h. Administration ========
 
 class UpdatesTest(ServiceTest):
     """What verbs tell those who listen."""
