@@ -7017,7 +7017,6 @@ class WaitingTest(ServiceTest):
                                             found['runtime_blocked']))
 
 
-=======
 class SubmissionRecordTest(ServiceTest):
     """An allocation's row is the intent to submit it: made once, held by one, and never lost."""
     SETTINGS = {'output_dir': '/o', 'directory': '/d'}
