@@ -20150,6 +20150,7 @@ class NodeContext:
         self.log = log
         self.progress = progress
         self.cap = None         # type: Optional[OutputCap]
+        self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
 
@@ -21489,6 +21490,251 @@ class Monitor:
 #
 # Finds the record of its allocation, its nodes and its end, and follows changes of the end. Also what the
 # first runner of an allocation does for the others: the record's status, and queued allocations without work.
+
+FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
+NODE_COUNTS = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
+SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
+GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
+GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
+STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
+SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
+
+
+class Allocation:
+    """The Slurm job around a runner, as far as it is this runner's own. See find_allocation."""
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        self.cluster = ''
+        self.name = self.comment = ''   # of the Slurm job
+        self.node_names = []        # type: List[str]  # those that this runner works with
+        self.sizes = []             # type: List[NodeSize]  # ... and what it has of each
+        self.node_index = 0         # of this node among all of the Slurm job's: the first one does the chores
+        self.num_nodes = 1          # of the Slurm job
+        self.is_on_node = True      # False: on the login node, as in a shell of salloc(1)
+        self.is_subtask = False     # one runner of several in this job, or in a step: only this node is its own
+        self.task_pid = os.getpid()
+        self.restart_count = 0
+        self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
+        self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
+        self.scheduler_config_id = None     # type: Optional[int]
+
+    @property
+    def own_index(self) -> Optional[int]:
+        """Index of this node among node_names; None on a login node."""
+        if not self.is_on_node:
+            return None
+        return 0 if self.is_subtask else self.node_index
+
+    def scheduler(self) -> Dict[str, Any]:
+        """What the compute node says of it, with Torc's names."""
+        return {'type': 'slurm', 'scheduler_id': self.record_id, 'slurm_job_id': int(self.job_id),
+                'slurm_node_id': self.node_index, 'slurm_task_pid': self.task_pid,
+                'restart_count': self.restart_count}
+
+    def label(self, workflow_id: int) -> str:
+        """What the names of its files have in common."""
+        return f'wf{workflow_id}_sl{self.job_id}_n{self.node_index}_pid{self.task_pid}'
+
+
+def parse_node_counts(text: str) -> List[int]:
+    """'4(x2),2' -> [4, 4, 2]: SLURM_JOB_CPUS_PER_NODE, SLURM_STEP_TASKS_PER_NODE."""
+    matches = [NODE_COUNTS.match(part.strip()) for part in text.split(',')]
+    counts = (itertools.repeat(int(match.group(1)), int(match.group(2) or 1)) for match in matches if match)
+    return list(itertools.islice(itertools.chain.from_iterable(counts), MAX_LISTED_NODES))
+
+
+def read_slurm_facts(line: str) -> Dict[str, str]:
+    """A line of `scontrol show -o` as a mapping. The first of a name counts."""
+    parts = SLURM_FACT.split(line)
+    facts = {}      # type: Dict[str, str]
+    for name, value in zip(parts[1::2], parts[2::2]):
+        facts.setdefault(name, value.strip())
+    return facts
+
+
+def find_job_line(text: str, job_id: str) -> str:
+    """The line of a job in `scontrol show job -o`: an id may name the other tasks of an array, too."""
+    lines = [line for line in text.splitlines() if re.match(f'JobId={job_id}\\b', line)]
+    running = [line for line in lines if ' JobState=RUNNING ' in line]
+    return (running or lines or [''])[0]
+
+
+def read_granted_sizes(line: str) -> Dict[str, NodeSize]:
+    """Node -> what a job has of it, from a line of `scontrol show job -d -o`. No memory: all there is."""
+    return {name: NodeSize(len(list(expand_node_word(f'[{cpus}]'))), int(memory) << 20, read_gpus(gres))
+            for nodes, cpus, memory, gres in GRANTED.findall(line) for name in expand_node_list(nodes)}
+
+
+def read_gpus(gres: str) -> Tuple[str, ...]:
+    """'gpu:a100:2(IDX:0-1),tmp:1' -> ('0', '1')."""
+    found = []      # type: List[str]
+    for count, indexes in GRANTED_GPUS.findall(gres):
+        found += expand_node_word(f'[{indexes}]') if indexes else map(str, range(int(count)))
+    return tuple(found)
+
+
+def read_node_memory(text: str) -> Dict[str, int]:
+    """Node -> bytes that jobs may have in all, from `scontrol show node -o`."""
+    found = {}
+    for facts in map(read_slurm_facts, text.splitlines()):
+        with contextlib.suppress(KeyError, ValueError):
+            reserved_mb = int(facts.get('MemSpecLimit', 0))     # for the system
+            found[facts['NodeName']] = (int(facts['RealMemory']) - reserved_mb) << 20
+    return found
+
+
+def stated_sizes(environment: Any, num_nodes: int) -> List[NodeSize]:
+    """What the environment says that a job has of its nodes, which are all taken to be like this one.
+
+    SLURM_MEM_PER_NODE and the like stand there only if the job asked for so much, in megabytes; else, and
+    with 0, the memory is 0: all there is.
+    """
+    counts = parse_node_counts(environment.get('SLURM_JOB_CPUS_PER_NODE', ''))
+    counts += [counts[-1] if counts else 1] * (num_nodes - len(counts))
+    words = environment.get('SLURM_JOB_GPUS', '').split(',')
+    devices = tuple(word.strip() for word in words if word.strip())
+    number = environment.get('SLURM_GPUS_ON_NODE', '')
+    if not devices and number.isdigit():
+        devices = tuple(map(str, range(int(number))))
+    sizes = []
+    for count in counts[:num_nodes]:
+        units = {'NODE': 1, 'CPU': count, 'GPU': len(devices)}
+        stated = [(environment.get('SLURM_MEM_PER_' + name, ''), unit) for name, unit in units.items()]
+        memory_mb = next((int(text) * unit for text, unit in stated if text.isdigit()), 0)
+        sizes.append(NodeSize(count, memory_mb << 20, devices))
+    return sizes
+
+
+def read_slurm_step() -> str:
+    """The step that slurmstepd(8) has started us in, by its title: '12.0', '12.batch'; '' if it is hidden."""
+    for pid in find_ancestors(os.getpid()):
+        match = SLURMSTEPD.match(read_proc_text(f'/proc/{pid}/cmdline'))
+        if match:
+            return match.group(1).decode()
+    return ''
+
+
+def is_in_step(environment: Any, step: str) -> bool:
+    """Whether srun(1) has started us; the shells of batch scripts and of salloc(1) are no such steps.
+
+    `step`: what read_slurm_step says; variables of a step also come along with what is submitted from one.
+    """
+    number = step.partition('.')[2] or environment.get('SLURM_STEP_ID', '')
+    return number.isdigit() and int(number) < FIRST_SPECIAL_STEP
+
+
+class AllocationFinder:
+    """Finds out what the Slurm job around us is. `ask` calls a program of Slurm and gives its Reply."""
+
+    def __init__(self, ask: Callable[[List[str]], Reply], environment: Any, step: str,
+                 is_subtask: bool) -> None:
+        self.ask = ask
+        self.environment = environment
+        self.step = step                # what read_slurm_step says
+        self.is_subtask = is_subtask    # the script has started one runner on each node
+        self.notice = ''                # for the user
+
+    def find(self) -> Optional[Allocation]:
+        """The allocation, or None: there is none, or what the environment names is not ours (any more)."""
+        environment = self.environment
+        job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
+        if not job_id.isdigit():
+            return None
+        reply = self.ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
+        line = find_job_line(reply.out, job_id)
+        facts, found = read_slurm_facts(line), Allocation(job_id)
+        host = environment.get('SLURMD_NODENAME', '')
+        obstacle = self.find_obstacle(reply, facts, bool(host))
+        if obstacle:
+            self.notice = f'SLURM_JOB_ID is {job_id}, but {obstacle}: this runner works as if there were none'
+            return None
+        if not facts:
+            self.notice = f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
+        found.cluster = environment.get('SLURM_CLUSTER_NAME', '')
+        found.name, found.comment = facts.get('JobName', ''), facts.get('Comment', '')
+        count = facts.get('Restarts') or environment.get('SLURM_RESTART_COUNT', '')
+        found.restart_count = int(count) if count.isdigit() else 0
+        found.end_time = parse_slurm_instant(facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', ''))
+        pid = environment.get('SLURM_TASK_PID', '')
+        found.task_pid = int(pid) if pid.isdigit() else found.task_pid
+        self.find_nodes(found, line, host)
+        return found
+
+    @staticmethod
+    def find_obstacle(reply: Reply, facts: Dict[str, str], is_started_by_slurm: bool) -> str:
+        """Why a job is none that we may use; '' if it is, or nothing can be known."""
+        if is_unknown_job(reply) or reply.code == 0 and not facts:
+            return 'Slurm knows no such job (any more)'
+        state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
+        if state is not None and not state.is_live:
+            return f'that job {state.meaning}'
+        user = re.search(r'\(([0-9]+)\)', facts.get('UserId', ''))
+        # Inside a container, ids may be others.
+        if user and int(user.group(1)) != os.getuid() and not is_started_by_slurm:
+            return f"that job is another user's ({facts['UserId']})"
+        return ''
+
+    def find_nodes(self, found: Allocation, line: str, host: str) -> None:
+        """Set the nodes and their sizes."""
+        listed = read_slurm_facts(line).get('NodeList') or self.environment.get('SLURM_JOB_NODELIST', '')
+        names = expand_node_list(listed) or [host or socket.gethostname()]
+        granted, stated = read_granted_sizes(line), stated_sizes(self.environment, len(names))
+        sizes = [granted.get(name, size) for name, size in zip(names, stated)]
+        sizes = [size if size.memory_bytes else size._replace(memory_bytes=memory_bytes)
+                 for size, memory_bytes in zip(sizes, self.whole_memory(names, sizes))]
+        short = host.partition('.')[0]
+        places = [index for index, name in enumerate(names) if name in (host, short)]
+        found.is_on_node, found.num_nodes = bool(places), len(names)
+        found.node_index = places[0] if places else 0
+        found.node_names, found.sizes = names, sizes
+        in_step = is_in_step(self.environment, self.step)
+        if places and (self.is_subtask or in_step):
+            found.is_subtask, own = True, sizes[places[0]]
+            if not self.is_subtask:
+                own = self.own_share(found, own)
+            found.node_names, found.sizes = [names[places[0]]], [own]
+
+    def whole_memory(self, names: Sequence[str], sizes: Sequence[NodeSize]) -> List[int]:
+        """All memory of each node, where a job has all; asked of Slurm, else measured here."""
+        known = {}      # type: Dict[str, int]
+        if not all(size.memory_bytes for size in sizes):
+            reply = self.ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
+            known = read_node_memory(reply.out)
+        here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+        return [known.get(name, here) for name in names]
+
+    def own_share(self, found: Allocation, whole: NodeSize) -> NodeSize:
+        """What a step that a user has started by hand gives to each of its tasks on this node."""
+        environment = self.environment
+        reply = self.ask(slurm_argv('scontrol', 'show', 'step', '-o',
+                                    f"{found.job_id}.{environment['SLURM_STEP_ID']}"))
+        facts = read_slurm_facts(reply.out.strip())
+        tasks = parse_node_counts(environment.get('SLURM_STEP_TASKS_PER_NODE', ''))
+        places = expand_node_list(environment.get('SLURM_STEP_NODELIST', ''))
+        name = found.node_names[found.node_index]
+        num_tasks = dict(zip(places, tasks)).get(name, 1) or 1
+        on_node, nodes = environment.get('SLURM_CPUS_ON_NODE', ''), facts.get('Nodes', '')
+        num_cpus = int(on_node) if on_node.isdigit() else whole.num_cpus
+        memory = STEP_MEMORY.search(facts.get('TRES', ''))
+        step_bytes = parse_slurm_memory(memory.group(1)) if memory else None
+        if step_bytes and nodes.isdigit() and int(nodes):
+            memory_bytes = step_bytes // int(nodes) // num_tasks
+        else:
+            memory_bytes = whole.memory_bytes * num_cpus // max(1, whole.num_cpus) // num_tasks
+        self.limit_time(found, facts)
+        named = named_devices()
+        devices = whole.devices if named is None else tuple(named)
+        return NodeSize(max(1, num_cpus // num_tasks), min(memory_bytes, whole.memory_bytes), devices)
+
+    @staticmethod
+    def limit_time(found: Allocation, facts: Dict[str, str]) -> None:
+        """A step may end before its job."""
+        began = parse_slurm_instant(facts.get('StartTime', ''))
+        with contextlib.suppress(ValueError):       # UNLIMITED
+            limit_s = parse_walltime(facts.get('TimeLimit', ''))
+            if began is not None:
+                found.end_time = min(began + limit_s, found.end_time or math.inf)
 
 
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
