@@ -9586,6 +9586,11 @@ def fail_open_tasks(context: Context) -> None:
 
 # -------- Slurm jobs, remote workers --------
 
+def known_scheduler(node: Values) -> Values:
+    """The scheduler of a compute node: any JSON, for Torc's clients say what they like there."""
+    return node['scheduler'] if isinstance(node.get('scheduler'), dict) else {}
+
+
 def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
     """Compute node -> the Slurm job that it runs in, where that is known."""
     scheduled = dict(context.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?',
@@ -9593,8 +9598,7 @@ def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
     found = {}
     for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? '
                                       'AND scheduler IS NOT NULL', (workflow_id,)):
-        scheduler = json.loads(text)    # any JSON: Torc's clients say what they like there
-        known = scheduler if isinstance(scheduler, dict) else {}
+        known = known_scheduler({'scheduler': json.loads(text)})
         allocation = known.get('scheduler_id')
         number = known.get('slurm_job_id') or isinstance(allocation, int) and scheduled.get(allocation)
         if number:
@@ -9719,7 +9723,60 @@ def create_compute_node(context: Context, body: Values) -> Values:
         if keeps_crate(context, workflow_id):
             put_software(context, workflow_id, 'torc')
     values = dict(body, labels=sorted(set(body.get('labels') or ())) or None)
+    if body.get('lease_s') and known_scheduler(body).get('slurm_job_id'):   # Torc's runners do this themselves
+        values.update(join_allocation(context, workflow_id, known_scheduler(body)))
     return announce_node(context, 'compute_node_started', context.insert('compute_node', values))
+
+
+def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Values:
+    """A runner has begun in a Slurm job: its record, if there is one, is active. Fields of its compute node.
+
+    A record may still lack the id of its Slurm job: the reply of sbatch(1) was lost. In a job that was
+    requeued the runners of its earlier start are dead, whatever their leases say.
+    """
+    slurm_job_id, restart_count = scheduler['slurm_job_id'], scheduler.get('restart_count') or 0
+    for node_id, other in active_nodes_of(context, workflow_id, slurm_job_id):
+        if (other.get('restart_count') or 0) < restart_count:
+            interrupt_jobs(context, node_id, f'Slurm put job {slurm_job_id}, in which it ran, into the queue '
+                                             'again')
+            end_node(context, node_id)
+    record = context.one('SELECT id, scheduler_config_id FROM scheduled_compute_node WHERE workflow_id = ?1 '
+                         "AND scheduler_type = 'slurm' AND (scheduler_id = ?2 OR id = ?3) "
+                         'ORDER BY id <> ifnull(?3, 0)',
+                         (workflow_id, slurm_job_id, scheduler.get('scheduler_id')))
+    if record is None:
+        return {'scheduler': dict(scheduler, scheduler_id=None)}
+    context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active'})
+    return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
+
+
+def interrupt_jobs(context: Context, node_id: int, reason: str) -> None:
+    """The running jobs of a node have not failed: they are ready again, and spend no retry."""
+    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
+                              (node_id,)):
+        job = job_state(context, job_id)
+        state = workflow_state(context, job.workflow_id)
+        assume_interrupted(context, state, job, reason)
+        begin_next_attempt(context, state, job)
+
+
+def active_nodes_of(context: Context, workflow_id: int, slurm_job_id: Any) -> List[Tuple[int, Values]]:
+    """The active compute nodes in a Slurm job, with what they say of it."""
+    rows = context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND is_active = 1 '
+                        'AND scheduler IS NOT NULL', (workflow_id,))
+    found = [(node_id, known_scheduler({'scheduler': json.loads(text)})) for node_id, text in rows]
+    return [(node_id, scheduler) for node_id, scheduler in found
+            if scheduler.get('slurm_job_id') == slurm_job_id]
+
+
+def leave_allocation(context: Context, node: Values) -> None:
+    """A runner in a Slurm job has left: with the last one the record of its allocation is complete."""
+    scheduler, workflow_id = known_scheduler(node), node['workflow_id']
+    slurm_job_id = scheduler.get('slurm_job_id')
+    if slurm_job_id and not active_nodes_of(context, workflow_id, slurm_job_id):
+        context.run("UPDATE scheduled_compute_node SET status = 'complete' WHERE workflow_id = ? "
+                    "AND scheduler_type = 'slurm' AND scheduler_id = ? AND status = 'active'",
+                    (workflow_id, slurm_job_id))
 
 
 NODE_EVENTS = {     # type of the event -> what it says of the node
@@ -9756,6 +9813,7 @@ def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
         # it knows what it did not start
         return_claims(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))
         release_node(context, node_id)
+        leave_allocation(context, before)
     node = get_row(context, 'compute_node', node_id)
     if before.get('is_active') and not node.get('is_active'):
         announce_node(context, 'compute_node_stopped', node_id)
