@@ -15764,6 +15764,7 @@ class FakeStarter:
         self.faults = []        # type: List[Exception]
         self.verdicts = []      # type: List[Any]
         self.is_drained, self.judge_at = False, math.inf
+        self.stop_before_s, self.kill_before_s = 90.0, 60.0
 
     def start(self, attempt: Any, outputs: List[int], on_end: Any, check: Any) -> None:
         """Remember it."""

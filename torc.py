@@ -384,6 +384,7 @@ DEFAULT_PORT = 8080
 API_PREFIX = '/torc-service/v1'
 DEFAULT_POLL_INTERVAL_S = 5.0
 DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
+SLURM_POLL_INTERVAL_S = 30.0        # of runners in allocations
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
 # Of requirements that a request makes without one, and of jobs that name none.
 DEFAULT_RUNTIME = 'PT1M'
@@ -18961,6 +18962,8 @@ SLURM_PROGRAMS = ('sbatch', 'srun', 'squeue', 'sstat', 'sacct', 'scancel', 'sinf
 SLURM_QUERY_S = 60.0
 # Settings of users, and of a job around us, that change what these programs do or print.
 SLURM_SETTINGS = re.compile(r'(?:SBATCH|SQUEUE|SACCT|SSTAT|SINFO|SCANCEL|SALLOC|SRUN|SLURM|SLURMD)_')
+RUNNER_MEMORY_BYTES = 128 << 20     # of a runner, and
+STEP_MEMORY_BYTES = 4 << 20         # ... of each srun(1) that it has running (22.05: two processes)
 KEPT_SETTINGS = frozenset(('SLURM_CONF', 'SLURM_CONF_SERVER', 'SLURM_JWT'))     # how Slurm is reached
 
 
@@ -18977,6 +18980,11 @@ def has_slurm_program(name: str) -> bool:
 def slurm_argv(name: str, *words: Any) -> List[str]:
     """A call of one of SLURM_PROGRAMS."""
     return [slurm_program(name), *map(str, words)]
+
+
+def runner_memory_bytes(num_cpus: int) -> int:
+    """Memory that a runner itself needs on its node, in an allocation of so many CPUs in all."""
+    return RUNNER_MEMORY_BYTES + num_cpus * STEP_MEMORY_BYTES
 
 
 def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
@@ -19239,6 +19247,9 @@ class RunnerOptions(Row):
     claim_backoff_max_s: float = DEFAULT_CLAIM_BACKOFF_MAX_S
     log_level: str = 'info'
     max_output_bytes: Optional[int] = None      # of each file in job_stdio; what is more is dropped
+    is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
+    record_id: Optional[int] = None     # of the allocation, where its script says it
+    is_strict: bool = False     # no jobs of other schedulers than that of the allocation
 
 
 class RunOutcome(Row):
@@ -20209,8 +20220,14 @@ class NodeContext:
         self.progress = progress
         self.cap = None         # type: Optional[OutputCap]
         self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
+        self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
+
+    def end_time(self) -> Optional[float]:
+        """When this runner must be gone: by its options, or when Slurm ends the job around it; None: never."""
+        ends = self.options.end_time, self.allocation and self.allocation.end_time
+        return min((end for end in ends if end is not None), default=None)
 
     def setting(self, name: str) -> Any:
         """A workflow's setting, or its default."""
@@ -20294,7 +20311,8 @@ class ServerLink:
                  pace: Pace) -> None:
         self.context = context
         self.client = client
-        self.node = node
+        self.node = node            # all that this runner has
+        self.num_nodes = 1
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
@@ -20406,17 +20424,24 @@ class ServerLink:
         """Become one of the workflow's compute nodes."""
         context, options, node = self.context, self.context.options, self.node
         body = {'workflow_id': context.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
-                'start_time': format_time(time.time()), 'num_cpus': node.num_cpus, 'num_nodes': 1,
+                'start_time': format_time(time.time()), 'num_cpus': node.num_cpus,
+                'num_nodes': self.num_nodes,
                 'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
                 'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
                             f'{read_pid_namespace()}'}
-        if options.end_time is not None:
-            body['end_time'] = format_time(options.end_time)
+        end_time = context.end_time()
+        if end_time is not None:
+            body['end_time'] = format_time(end_time)
         if options.labels:
             body['labels'] = list(options.labels)
+        if context.allocation is not None:
+            body.update(compute_node_type='slurm', scheduler=context.allocation.scheduler())
         lease_ends_at = read_clocks().running + body['lease_s']
-        context.node_id = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)['id']
+        created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
+        context.node_id = created['id']
+        if context.allocation is not None:
+            context.allocation.take_record(created)
         self.lease_ends_at = lease_ends_at
         context.variables = common_variables(self.client, context.workflow, context.output.path)
         context.log.write(f'Job runner starting workflow_id={context.workflow_id}', run_id=context.run_id,
@@ -20426,7 +20451,8 @@ class ServerLink:
                           job_completion_poll_interval=f'{options.poll_interval_s:g}s',
                           claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s',
                           max_parallel_jobs=options.max_parallel_jobs, end_time=body.get('end_time'),
-                          execution_mode='Direct',
+                          strict_scheduler_match=str(options.is_strict).lower(),
+                          execution_mode='Slurm' if context.in_steps else 'Direct',
                           limit_resources=str(context.config['limit_resources']).lower())
 
     def register_again(self) -> bool:
@@ -20626,6 +20652,8 @@ class ClaimPolicy:
         self.options = options
         self.ledger = ledger
         self.min_time_s = min_time_s    # the queue strategy claims nothing when less is left
+        self.least_s = -math.inf        # ... nor does any strategy
+        self.allocation = None          # type: Any  # the Allocation around us
         self.attempts = attempts
         self.backlog = attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
@@ -20648,7 +20676,7 @@ class ClaimPolicy:
 
     def want(self, remaining_s: float) -> Optional[Dict[str, Any]]:
         """The `want` of a runner_sync, or None."""
-        if time.monotonic() < self.not_before:
+        if time.monotonic() < self.not_before or remaining_s < self.least_s:
             return None
         if self.ledger.max_jobs is not None:
             return self.want_by_queue(remaining_s)
@@ -20662,8 +20690,9 @@ class ClaimPolicy:
         if limit <= all_rounds // 2 and rounds > 1 or limit <= 0:
             return None
         want = {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
-                'labels': list(self.options.labels) or None, 'time_limit': None, 'scheduler_config_id': None,
-                'strict': False, **self.smallest(free), 'num_nodes': len(free), 'total': self.smallest(sizes)}
+                'labels': list(self.options.labels) or None, 'time_limit': None,
+                'scheduler_config_id': self.allocation and self.allocation.scheduler_config_id,
+                'strict': self.options.is_strict, **self.smallest(free), 'num_nodes': len(free), 'total': self.smallest(sizes)}
         if not math.isinf(remaining_s):
             want['time_limit'] = format_duration(max(60, remaining_s + CLAIM_GRACE_S))
         return want
@@ -20676,7 +20705,8 @@ class ClaimPolicy:
 
     def is_too_late(self, remaining_s: float) -> bool:
         """Whether nothing more will be claimed, because too little time is left."""
-        return self.ledger.max_jobs is not None and remaining_s < self.min_time_s
+        is_by_queue = self.ledger.max_jobs is not None
+        return remaining_s < self.least_s or is_by_queue and remaining_s < self.min_time_s
 
     def want_by_queue(self, remaining_s: float) -> Optional[Dict[str, Any]]:
         """The same for the queue strategy."""
@@ -20767,6 +20797,8 @@ class DirectStarter:
         self.launcher = launcher
         self.shell = Shell(launcher)
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
+        self.kill_before_s = context.config['sigkill_headroom_seconds']     # the end of the node's time
+        self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
 
     @property
     def is_drained(self) -> bool:
@@ -21555,6 +21587,12 @@ SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
 STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
+KERNEL_TIME = re.compile(r'\[([A-Z][^\]]+)\]')
+KERNEL_LOG_LIMIT_S = 5.0
+KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
+CHECK_END_S = 600.0         # between looks at the end of the Slurm job
+RETRY_END_S = 60.0          # ... when it is not known yet, and at least
+LAST_LOOK_S = 90.0          # before jobs are stopped
 SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
 
 
@@ -21574,6 +21612,7 @@ class Allocation:
         self.task_pid = os.getpid()
         self.restart_count = 0
         self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
+        self.step_end_time = None   # type: Optional[float]  # ... of the step that we are in
         self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
         self.scheduler_config_id = None     # type: Optional[int]
 
@@ -21583,6 +21622,28 @@ class Allocation:
         if not self.is_on_node:
             return None
         return 0 if self.is_subtask else self.node_index
+
+    def keep_own_node(self) -> None:
+        """Work with this node alone."""
+        index = self.own_index
+        if index is not None:
+            self.node_names, self.sizes = [self.node_names[index]], [self.sizes[index]]
+            self.is_subtask = True
+
+    def leave_room(self, largest_bytes: int) -> None:
+        """Keep memory of this node for the runner itself, unless the largest job could not start then."""
+        index = self.own_index
+        if index is not None:
+            size, num_cpus = self.sizes[index], sum(size.num_cpus for size in self.sizes)
+            all_bytes = size.memory_bytes
+            least = largest_bytes if largest_bytes <= all_bytes else 0
+            left = max(all_bytes - runner_memory_bytes(num_cpus), least)
+            self.sizes[index] = size._replace(memory_bytes=max(left, all_bytes // 2))
+
+    def take_record(self, node: Dict[str, Any]) -> None:
+        """The server has found the record of this allocation: its compute node says so."""
+        self.record_id = node['scheduler'].get('scheduler_id')
+        self.scheduler_config_id = node.get('scheduler_config_id')
 
     def scheduler(self) -> Dict[str, Any]:
         """What the compute node says of it, with Torc's names."""
@@ -21632,7 +21693,7 @@ def read_gpus(gres: str) -> Tuple[str, ...]:
     return tuple(found)
 
 
-def read_node_memory(text: str) -> Dict[str, int]:
+def read_listed_memory(text: str) -> Dict[str, int]:
     """Node -> bytes that jobs may have in all, from `scontrol show node -o`."""
     found = {}
     for facts in map(read_slurm_facts, text.splitlines()):
@@ -21758,7 +21819,7 @@ class AllocationFinder:
         known = {}      # type: Dict[str, int]
         if not all(size.memory_bytes for size in sizes):
             reply = self.ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
-            known = read_node_memory(reply.out)
+            known = read_listed_memory(reply.out)
         here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
         return [known.get(name, here) for name in names]
 
@@ -21792,7 +21853,84 @@ class AllocationFinder:
         with contextlib.suppress(ValueError):       # UNLIMITED
             limit_s = parse_walltime(facts.get('TimeLimit', ''))
             if began is not None:
-                found.end_time = min(began + limit_s, found.end_time or math.inf)
+                found.step_end_time = began + limit_s
+                found.end_time = min(found.step_end_time, found.end_time or math.inf)
+
+
+class AllocationWatch:
+    """Follows the end of the Slurm job, which users and administrators may move (scontrol(1), TimeLimit).
+
+    One call each CHECK_END_S, and one shortly before jobs would be stopped.
+    """
+
+    def __init__(self, context: NodeContext, launcher: Launcher, on_end_time: Callable[[], Any]) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.on_end_time = on_end_time
+        self.stop_at = lambda: math.inf     # type: Callable[[], float]  # monotonic
+        self.last_look_for = math.inf       # the stop before which the last look was taken
+        self.asked_at = time.monotonic()
+        self.is_asking = False
+
+    def due(self) -> float:
+        """The next look."""
+        if self.is_asking or self.context.allocation is None:
+            return math.inf
+        is_known = self.context.allocation.end_time is not None
+        # Runners that have begun together do not go on asking together.
+        later = self.context.allocation.node_index % 60
+        look_at = self.asked_at + (CHECK_END_S + later if is_known else RETRY_END_S)
+        stop_at = self.stop_at()
+        last_at = stop_at - LAST_LOOK_S if stop_at != self.last_look_for else math.inf
+        return min(look_at, max(last_at, self.asked_at + RETRY_END_S))
+
+    def act(self, now: float) -> None:
+        """Ask, if it is time."""
+        if now >= self.due():
+            if now >= self.stop_at() - LAST_LOOK_S:
+                self.last_look_for = self.stop_at()
+            self.asked_at, self.is_asking = now, True
+            argv = slurm_argv('scontrol', 'show', 'job', '-o', self.context.allocation.job_id)
+            self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
+
+    def on_reply(self, reply: Reply) -> None:
+        """Take a new end in; what cannot be read changes nothing."""
+        self.is_asking, allocation = False, self.context.allocation
+        facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
+        end_time = parse_slurm_instant(facts.get('EndTime', ''))
+        if end_time is not None and allocation.step_end_time is not None:
+            end_time = min(end_time, allocation.step_end_time)
+        if end_time is not None and abs(end_time - (allocation.end_time or 0)) > 1:
+            allocation.end_time = end_time
+            self.context.say(f'Slurm job {allocation.job_id} ends at {format_time(end_time)}')
+            self.on_end_time()
+
+
+def write_dump(output: OutputDirectory, name: str, text: str) -> None:
+    """A file of its own for whoever looks for the cause of a failure; nobody else may read it."""
+    with contextlib.suppress(OSError):      # it is of use only with the rest of the directory
+        descriptor = output.top.append(name, 0o600)
+        with open(descriptor, 'wb') as file:
+            file.write(text.encode('utf-8', 'replace'))
+
+
+def describe_slurm_environment(environment: Any) -> str:
+    """All variables with SLURM in their names, but the token of SLURM_JWT, sorted."""
+    names = sorted(name for name in environment if 'SLURM' in name and 'JWT' not in name)
+    return ''.join(f'{name}={printable_line(environment[name])}\n' for name in names)
+
+
+def select_kernel_log(text: str, since: float) -> str:
+    """The lines of `dmesg --ctime` from a time on."""
+    lines, is_recent = [], False
+    for line in text.splitlines():
+        match = KERNEL_TIME.match(line)
+        if match:
+            with contextlib.suppress(ValueError, OverflowError):
+                is_recent = time.mktime(time.strptime(match.group(1), '%a %b %d %H:%M:%S %Y')) >= since
+        if is_recent:
+            lines.append(line + '\n')
+    return ''.join(lines)
 
 
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
@@ -21883,14 +22021,20 @@ class Shutdown:
         self.end = math.inf         # monotonic; when the runner must be gone
         self.last_at = math.inf     # monotonic; when nothing may be left but to report that all was killed
         self.stop_at = math.inf     # monotonic; when jobs get the termination signal
-        if context.options.end_time is not None:
-            config = context.config
-            headroom_s = config['sigkill_headroom_seconds']
-            self.end = dispatcher.end = time.monotonic() + context.options.end_time - time.time()
-            self.last_at = link.end = launcher.last_at = self.end - min(headroom_s / 2, LEAVE_S)
-            self.stop_at = self.end - headroom_s - config['sigterm_lead_seconds']
-            if context.cap is not None:
-                context.cap.last_at = self.last_at
+        self.set_end()
+
+    def set_end(self) -> None:
+        """Follow the end of this node's time, which may move as long as jobs are not asked to end."""
+        context, end_time, starter = self.context, self.context.end_time(), self.dispatcher.starter
+        if end_time is None:
+            return
+        self.end = self.dispatcher.end = time.monotonic() + end_time - time.time()
+        self.last_at = self.end - min(context.config['sigkill_headroom_seconds'] / 2, LEAVE_S)
+        self.link.end = self.launcher.last_at = self.last_at
+        if self.reason not in SIGNAL_REASONS:
+            self.stop_at = self.end - starter.stop_before_s
+        if context.cap is not None:
+            context.cap.last_at = self.last_at
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
@@ -21899,9 +22043,11 @@ class Shutdown:
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
         if now >= self.stop_at:
-            self.context.say('Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
+            self.context.say('End time reached: what its own time limit has not ended yet is stopped'
+                             if self.context.in_steps else
+                             'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
-            self.leave('deadline', self.end - self.context.config['sigkill_headroom_seconds'] - now)
+            self.leave('deadline', self.end - self.dispatcher.starter.kill_before_s - now)
         if now >= self.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
@@ -22032,7 +22178,8 @@ class ExitRules:
         is_over = bool(limit_s) and idle_s >= limit_s
         if policy.is_too_late(self.shutdown.end - now):
             leave('deadline')
-            context.say(f'leaving: no job is started when less than {policy.min_time_s} s are left')
+            least_s = max(policy.min_time_s if policy.ledger.max_jobs is not None else 0, policy.least_s)
+            context.say(f'leaving: no job is started when less than {least_s:g} s are left')
         elif self.watch.loss:
             if is_over:
                 leave('output')
@@ -22080,6 +22227,40 @@ class ProgressView:
                 'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
 
 
+def runner_nodes(context: NodeContext, num_gpus: int) -> List[NodeSize]:
+    """What a runner works with, in the order of its ledger.
+
+    Without steps jobs start here only; unless they are not limited, such as those that call srun themselves.
+    """
+    allocation, options = context.allocation, context.options
+    if allocation is None:
+        return [measure_node(options, num_gpus)]
+    if not context.in_steps and context.config['limit_resources']:
+        allocation.keep_own_node()
+    sizes = list(allocation.sizes)
+    if not context.in_steps:
+        own, named = allocation.own_index, named_devices()
+        memory_bytes = min(sizes[own].memory_bytes, int(min(read_memory_limit(), sys.maxsize)))
+        devices = sizes[own].devices if named is None else tuple(named)
+        sizes[own] = sizes[own]._replace(memory_bytes=memory_bytes, devices=devices)
+    return [limit_size(size, options) for size in sizes]
+
+
+def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
+    """A node of an allocation, with what the options say instead."""
+    memory_bytes = size.memory_bytes if options.memory_gb is None else int(options.memory_gb * 1024 ** 3)
+    devices = size.devices if options.num_gpus is None else size.devices[:options.num_gpus]
+    return NodeSize(options.num_cpus or size.num_cpus, memory_bytes, devices)
+
+
+def total_size(nodes: Sequence[NodeSize]) -> NodeSize:
+    """All nodes together, as a compute node says it."""
+    if len(nodes) == 1:
+        return nodes[0]
+    return NodeSize(sum(node.num_cpus for node in nodes), sum(node.memory_bytes for node in nodes),
+                    tuple(itertools.chain.from_iterable(node.devices for node in nodes)))
+
+
 class Runner:
     """One node's work for one workflow: puts the parts together, and turns the loop. See `run`."""
 
@@ -22090,13 +22271,15 @@ class Runner:
         self.context = context
         self.launcher = launcher
         self.wakeup = wakeup
-        nodes = [measure_node(options, num_gpus)]
+        nodes = runner_nodes(context, num_gpus)
         self.attempts = Attempts()
         self.pace = Pace(options)
-        self.link = link = ServerLink(context, client, nodes[0], self.attempts, self.pace)
+        self.link = link = ServerLink(context, client, total_size(nodes), self.attempts, self.pace)
+        link.num_nodes = len(nodes)
         min_time_s = context.setting('compute_node_min_time_for_new_jobs_seconds')
         ledger = Ledger(nodes, options.max_parallel_jobs)
         self.policy = ClaimPolicy(options, ledger, min_time_s, self.attempts)
+        self.policy.allocation = context.allocation
         self.digests = Digests(self.report_contents)
         scripts, starter = Scripts(context, launcher), DirectStarter(context, launcher)
         self.actions = Actions(context, scripts, link)
@@ -22109,11 +22292,14 @@ class Runner:
         self.completions.take_usage = self.monitor.take_usage
         self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
+        allocation_watch = AllocationWatch(context, launcher, self.shutdown.set_end)
+        allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
         self.parts = [
             launcher,
             self.monitor,
+            allocation_watch,
             self.shutdown,
             UnkillableReport(context, launcher, self.attempts, link),
             watch,
@@ -22219,6 +22405,12 @@ class Runner:
                 break
             self.wait()
 
+    @property
+    def has_troubles(self) -> bool:
+        """Whether an attempt has failed here, or was ended."""
+        counts = self.completions.counts
+        return bool(counts['failed'] or counts['terminated'])
+
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
         if self.link.state == 'offline':
@@ -22230,6 +22422,59 @@ class Runner:
             counts['completed'], counts['failed'], counts['terminated'], counts['canceled'],
             self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'],
             shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
+
+
+def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wakeup: Wakeup,
+                    variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
+    """Call a program before the loop begins, or after its end. A signal ends the wait (KeyboardInterrupt)."""
+    replies, until = [], time.monotonic() + limit_s + 1.0   # type: List[Reply], float
+    launcher.query(argv, limit_s, replies.append, variables)
+    while not replies and time.monotonic() < until:
+        launcher.act(time.monotonic())
+        wait_s = 0.0 if replies else min(launcher.due(), until) - time.monotonic()
+        if set(wakeup.wait(max(0.0, wait_s))) - {signal.SIGCHLD}:
+            raise KeyboardInterrupt
+    return replies[0] if replies else Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer')
+
+
+def look_for_allocation(options: RunnerOptions, launcher: Launcher,
+                        wakeup: Wakeup) -> Tuple[Optional[Allocation], str]:
+    """The Slurm job around us, and what the user should know of it."""
+    def ask(argv: List[str]) -> Reply:
+        return ask_before_work(argv, SLURM_QUERY_S, launcher, wakeup, query_variables())
+    finder = AllocationFinder(ask, os.environ, read_slurm_step(), options.is_subtask)
+    found = finder.find()
+    if found is not None:
+        found.record_id = options.record_id
+    return found, finder.notice
+
+
+def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
+    """Name of the runner's log, as in Torc."""
+    if allocation is not None:
+        return f"job_runner_slurm_{allocation.label(workflow['id'])}.log"
+    return f"job_runner_{socket.gethostname()}_wf{workflow['id']}_r{workflow.get('run_id') or 0}.log"
+
+
+def prepare_allocation(client: Any, context: NodeContext) -> None:
+    """Keep memory for the runner itself, and note the environment."""
+    allocation, workflow_id = context.allocation, context.workflow_id
+    rows = client.call('list_resource_requirements', workflow_id=workflow_id)['items']
+    needs = (parse_memory(row['memory']) for row in rows if row.get('memory'))
+    allocation.leave_room(max(needs, default=0))
+    write_dump(context.output, f'slurm_env_{allocation.label(workflow_id)}.log',
+               describe_slurm_environment(os.environ))
+
+
+def dump_kernel_log(context: NodeContext, launcher: Launcher, wakeup: Wakeup, began_at: float) -> None:
+    """After failures in an allocation: what the kernel has said, as of killed processes or lost disks."""
+    if context.allocation is None or not shutil.which('dmesg'):
+        return
+    reply = ask_before_work(['dmesg', '--ctime'], KERNEL_LOG_LIMIT_S, launcher, wakeup, {'LC_ALL': 'C'})
+    text = select_kernel_log(reply.out, began_at - KERNEL_LOG_S)
+    if reply.code == 0 and text:
+        label = context.allocation.label(context.workflow_id)
+        write_dump(context.output, f'dmesg_slurm_{label}.log', text)
 
 
 def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> Tuple[int, List[str]]:
@@ -22244,18 +22489,12 @@ def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> 
     for argv, pattern in GPU_QUERIES:
         if count or not shutil.which(argv[0]):
             continue
-        replies, until = [], time.monotonic() + GPU_QUERY_S + 1.0   # type: List[Reply], float
-        launcher.query(argv, GPU_QUERY_S, replies.append)
-        while not replies and time.monotonic() < until:
-            launcher.act(time.monotonic())
-            wait_s = 0.0 if replies else min(launcher.due(), until) - time.monotonic()
-            if set(wakeup.wait(max(0.0, wait_s))) - {signal.SIGCHLD}:
-                raise KeyboardInterrupt
-        if not replies or replies[0].code == REPLY_TIMED_OUT:
+        reply = ask_before_work(argv, GPU_QUERY_S, launcher, wakeup)
+        if reply.code == REPLY_TIMED_OUT:
             problems.append(f'{argv[0]}: no answer within {GPU_QUERY_S:g} s, so that no GPU is used; '
                             'say how many there are with --num-gpus')
-        elif replies[0].code == 0:
-            count = len(set(re.findall(pattern, replies[0].out, re.MULTILINE)))
+        elif reply.code == 0:
+            count = len(set(re.findall(pattern, reply.out, re.MULTILINE)))
     return count, problems
 
 
@@ -22263,20 +22502,27 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
     check_execution_mode(execution_settings(workflow)['mode'])
-    name = f"job_runner_{socket.gethostname()}_wf{workflow_id}_r{workflow.get('run_id') or 0}.log"
-    output_dir = os.path.abspath(options.output_dir)
+    output_dir, began_at = os.path.abspath(options.output_dir), time.time()
     with contextlib.ExitStack() as stack:
-        with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
-            output = stack.enter_context(OutputDirectory(output_dir))
-            log = RunLog(output, name, options.log_level)
-        stack.callback(log.close)
         wakeup = Wakeup()
         stack.callback(wakeup.close)
         launcher = Launcher()
         stack.callback(launcher.close)
         leftovers = format_leftovers(end_leftovers())   # before the node is measured: they hold memory
-        num_gpus, problems = ask_for_gpus(options, launcher, wakeup)
+        allocation, notice = look_for_allocation(options, launcher, wakeup)
+        name = name_log(workflow, allocation)
+        with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
+            output = stack.enter_context(OutputDirectory(output_dir))
+            log = RunLog(output, name, options.log_level)
+        stack.callback(log.close)
         context = NodeContext(workflow, options, output, log, progress)
+        context.allocation = allocation
+        num_gpus, problems = 0, [notice] if notice else []  # type: int, List[str]
+        if allocation is not None:
+            prepare_allocation(client, context)
+        else:
+            num_gpus, more = ask_for_gpus(options, launcher, wakeup)
+            problems += more
         if options.max_output_bytes is not None:
             stack.enter_context(warnings.catch_warnings())
             # The children that are forked beside this thread need no lock that it may hold.
@@ -22290,6 +22536,8 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
+        if runner.has_troubles:
+            dump_kernel_log(context, launcher, wakeup, began_at)
     return runner.outcome()
 
 
@@ -26160,6 +26408,7 @@ class Target(Row):
     workflow_id: int
     is_new: bool        # this very command has read its file
     retries_failed: bool = False    # what did not complete is to run again
+    is_allocation: bool = False     # begin also if nothing is left: the record of the allocation says so
 
 
 def cmd_run(session: Session, args: Arguments) -> int:
@@ -26271,7 +26520,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
     is_over = is_over and (status['is_canceled'] or not has_due_actions(session, workflow))
-    if is_over and not options.is_persistent:
+    if is_over and not (options.is_persistent or target.is_allocation):
         return report_nothing_left(session, workflow, status, output_words(options))
     prepare_output_dir(session, options)
     if is_uninitialized:
@@ -26509,6 +26758,25 @@ def outcome_exit(outcome: RunOutcome) -> int:
     counts = outcome_counts(outcome)
     is_undone = any(counts.get(row.name) for row in STATUSES if row.is_bad or not row.is_done)
     return 1 if outcome.is_canceled or is_undone else 0
+
+
+def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
+    """What the script of an allocation calls, with Torc's arguments: run a workflow's jobs in it."""
+    startup_delay_s = args['startup_delay_seconds']
+    if startup_delay_s:     # many begin at once: each waits for another time, which is always the same
+        who = [socket.gethostname(), *(os.environ.get(name, '') for name in (
+            'SLURM_JOB_ID', 'SLURM_NODEID', 'SLURM_TASK_PID'))]
+        number = int(hashlib.sha256(' '.join(who).encode()).hexdigest()[:8], 16)
+        time.sleep(number / 2 ** 32 * startup_delay_s)
+    options = RunnerOptions(
+        output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
+        max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
+        claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'])
+    session.options['url' if '://' in args['server'] else 'db'] = args['server']
+    await_server(session, options)
+    code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
+    # As with Torc: jobs that failed are no failure of the allocation, which Slurm would show as FAILED.
+    return 0 if code == 1 else code
 
 
 def cmd_exec(session: Session, args: Arguments) -> int:
@@ -27175,6 +27443,22 @@ COMMANDS = (
         Argument('--retry-failed', '',
                  'with an id: run again what failed or was canceled, and what depends on it'), FORCE,
         *SPEC_OPTIONS), 'run examples/hello.yaml'),
+    Command('slurm-job-runner', cmd_slurm_job_runner,
+            "run a workflow's jobs in the Slurm job around it: what the scripts of allocations call", (
+        Argument('URL', '', 'server, or path of an embedded database', key='server'),
+        Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id'),
+        Argument('DIR', '', 'output directory', key='output_dir'),
+        Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
+                 at_least(0.01, parse_seconds), default=SLURM_POLL_INTERVAL_S),
+        Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+        Argument('--claim-backoff-max-secs', 'SECONDS',
+                 'longest interval between requests while nothing changes',
+                 at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
+        Argument('--startup-delay-seconds', 'SECONDS', 'begin at some time within so many seconds',
+                 at_least(0, parse_seconds), default=0.0),
+        Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
+        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node')),
+        'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
         Argument('--dry-run', '', 'only check the file; with --resume: only show what would change'), RESUME,
