@@ -9724,7 +9724,7 @@ def create_compute_node(context: Context, body: Values) -> Values:
         if keeps_crate(context, workflow_id):
             put_software(context, workflow_id, 'torc')
     values = dict(body, labels=sorted(set(body.get('labels') or ())) or None)
-    if body.get('lease_s') and known_scheduler(body).get('slurm_job_id'):   # Torc's runners do this themselves
+    if body.get('lease_s') and known_scheduler(body).get('slurm_job_id'):   # Torc's runners do it all
         values.update(join_allocation(context, workflow_id, known_scheduler(body)))
     return announce_node(context, 'compute_node_started', context.insert('compute_node', values))
 
@@ -20219,13 +20219,13 @@ class NodeContext:
         self.log = log
         self.progress = progress
         self.cap = None         # type: Optional[OutputCap]
-        self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
+        self.allocation = None  # type: Any  # the SlurmAllocation around us (16g), set before parts are made
         self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
 
     def end_time(self) -> Optional[float]:
-        """When this runner must be gone: by its options, or when Slurm ends the job around it; None: never."""
+        """When this runner must be gone, by its options or by Slurm; None: never."""
         ends = self.options.end_time, self.allocation and self.allocation.end_time
         return min((end for end in ends if end is not None), default=None)
 
@@ -20653,7 +20653,7 @@ class ClaimPolicy:
         self.ledger = ledger
         self.min_time_s = min_time_s    # the queue strategy claims nothing when less is left
         self.least_s = -math.inf        # ... nor does any strategy
-        self.allocation = None          # type: Any  # the Allocation around us
+        self.allocation = None          # type: Any  # the SlurmAllocation around us
         self.attempts = attempts
         self.backlog = attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
@@ -20692,7 +20692,8 @@ class ClaimPolicy:
         want = {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
                 'labels': list(self.options.labels) or None, 'time_limit': None,
                 'scheduler_config_id': self.allocation and self.allocation.scheduler_config_id,
-                'strict': self.options.is_strict, **self.smallest(free), 'num_nodes': len(free), 'total': self.smallest(sizes)}
+                'strict': self.options.is_strict, **self.smallest(free), 'num_nodes': len(free),
+                'total': self.smallest(sizes)}
         if not math.isinf(remaining_s):
             want['time_limit'] = format_duration(max(60, remaining_s + CLAIM_GRACE_S))
         return want
@@ -21582,7 +21583,7 @@ class Monitor:
 # first runner of an allocation does for the others: the record's status, and queued allocations without work.
 
 FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
-NODE_COUNTS = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
+COUNTS_PER_NODE = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
 SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
@@ -21596,7 +21597,7 @@ LAST_LOOK_S = 90.0          # before jobs are stopped
 SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
 
 
-class Allocation:
+class SlurmAllocation:
     """The Slurm job around a runner, as far as it is this runner's own. See find_allocation."""
 
     def __init__(self, job_id: str) -> None:
@@ -21608,7 +21609,7 @@ class Allocation:
         self.node_index = 0         # of this node among all of the Slurm job's: the first one does the chores
         self.num_nodes = 1          # of the Slurm job
         self.is_on_node = True      # False: on the login node, as in a shell of salloc(1)
-        self.is_subtask = False     # one runner of several in this job, or in a step: only this node is its own
+        self.is_subtask = False     # one of several runners, or in a step: only this node is its own
         self.task_pid = os.getpid()
         self.restart_count = 0
         self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
@@ -21658,7 +21659,7 @@ class Allocation:
 
 def parse_node_counts(text: str) -> List[int]:
     """'4(x2),2' -> [4, 4, 2]: SLURM_JOB_CPUS_PER_NODE, SLURM_STEP_TASKS_PER_NODE."""
-    matches = [NODE_COUNTS.match(part.strip()) for part in text.split(',')]
+    matches = [COUNTS_PER_NODE.match(part.strip()) for part in text.split(',')]
     counts = (itertools.repeat(int(match.group(1)), int(match.group(2) or 1)) for match in matches if match)
     return list(itertools.islice(itertools.chain.from_iterable(counts), MAX_LISTED_NODES))
 
@@ -21754,7 +21755,7 @@ class AllocationFinder:
         self.is_subtask = is_subtask    # the script has started one runner on each node
         self.notice = ''                # for the user
 
-    def find(self) -> Optional[Allocation]:
+    def find(self) -> Optional[SlurmAllocation]:
         """The allocation, or None: there is none, or what the environment names is not ours (any more)."""
         environment = self.environment
         job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
@@ -21762,7 +21763,7 @@ class AllocationFinder:
             return None
         reply = self.ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
         line = find_job_line(reply.out, job_id)
-        facts, found = read_slurm_facts(line), Allocation(job_id)
+        facts, found = read_slurm_facts(line), SlurmAllocation(job_id)
         host = environment.get('SLURMD_NODENAME', '')
         obstacle = self.find_obstacle(reply, facts, bool(host))
         if obstacle:
@@ -21774,7 +21775,8 @@ class AllocationFinder:
         found.name, found.comment = facts.get('JobName', ''), facts.get('Comment', '')
         count = facts.get('Restarts') or environment.get('SLURM_RESTART_COUNT', '')
         found.restart_count = int(count) if count.isdigit() else 0
-        found.end_time = parse_slurm_instant(facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', ''))
+        found.end_time = parse_slurm_instant(facts.get('EndTime')
+                                             or environment.get('SLURM_JOB_END_TIME', ''))
         pid = environment.get('SLURM_TASK_PID', '')
         found.task_pid = int(pid) if pid.isdigit() else found.task_pid
         self.find_nodes(found, line, host)
@@ -22438,7 +22440,7 @@ def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wak
 
 
 def look_for_allocation(options: RunnerOptions, launcher: Launcher,
-                        wakeup: Wakeup) -> Tuple[Optional[Allocation], str]:
+                        wakeup: Wakeup) -> Tuple[Optional[SlurmAllocation], str]:
     """The Slurm job around us, and what the user should know of it."""
     def ask(argv: List[str]) -> Reply:
         return ask_before_work(argv, SLURM_QUERY_S, launcher, wakeup, query_variables())
@@ -22449,7 +22451,7 @@ def look_for_allocation(options: RunnerOptions, launcher: Launcher,
     return found, finder.notice
 
 
-def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
+def name_log(workflow: Dict[str, Any], allocation: Optional[SlurmAllocation]) -> str:
     """Name of the runner's log, as in Torc."""
     if allocation is not None:
         return f"job_runner_slurm_{allocation.label(workflow['id'])}.log"
@@ -27450,7 +27452,8 @@ COMMANDS = (
         Argument('DIR', '', 'output directory', key='output_dir'),
         Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
                  at_least(0.01, parse_seconds), default=SLURM_POLL_INTERVAL_S),
-        Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+        Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need',
+                 at_least(1)),
         Argument('--claim-backoff-max-secs', 'SECONDS',
                  'longest interval between requests while nothing changes',
                  at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
